@@ -30,7 +30,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
         from vllm_fl.integration import serving
         from vllm_fl.integration.seams import operators
-        from vllm_fl.plugins.loading import known_contracts
+        from vllm_fl.plugins.registry import known_contracts
     except ImportError as error:
         raise MeasurementFailed(f"vLLM cannot be imported: {error}") from error
     from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager, OpRegistry

@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import docs_site
 import layer_table
@@ -112,7 +112,9 @@ def signature(value: Callable[..., Any]) -> str:
     found = inspect.signature(value)
     parameters = [
         p.replace(
-            annotation=p.annotation if p.annotation is p.empty else _Word(p.annotation),
+            annotation=p.empty
+            if p.name == "self" or p.annotation is p.empty
+            else _Word(p.annotation),
             default=p.default if p.default is p.empty or _is_literal(p.default) else _Word("..."),
         )
         for p in found.parameters.values()
@@ -122,14 +124,18 @@ def signature(value: Callable[..., Any]) -> str:
         returns = found.empty
     elif returns is not found.empty:
         returns = _Word(returns)
-    return str(found.replace(parameters=parameters, return_annotation=returns))
+    text = str(found.replace(parameters=parameters, return_annotation=returns))
+    for request in (a for base in getattr(value, "__orig_bases__", ()) for a in get_args(base)):
+        text = text.replace("Callable[[R]", f"Callable[[{request.__name__}]")
+    return text
 
 
 def public(value: type) -> dict[str, Any]:
-    """The public methods and properties that a class states itself."""
+    """The public methods and properties of a class of ours."""
     return {
         name: member
-        for name, member in vars(value).items()
+        for owner in value.__mro__[:-1]
+        for name, member in vars(owner).items()
         if not name.startswith("_")
         and (inspect.isfunction(member) or isinstance(member, property | classmethod))
     }

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-core" / "src"))
 from vllm_fl.contracts.binding import LayerPlace  # noqa: E402
 from vllm_fl.integration.compat import declared_layers  # noqa: E402
 from vllm_fl.integration.places import places  # noqa: E402
-from vllm_fl.plugins.loading import known_contracts  # noqa: E402
+from vllm_fl.plugins.registry import known_contracts  # noqa: E402
 
 __all__ = ["DATA", "PAGE", "SECOND_TABLE", "layers_of", "page", "reach", "reached", "releases"]
 

@@ -216,7 +216,7 @@ def mark_places() -> dict[str, str]:
     from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
     from vllm_fl.integration.places import places
     from vllm_fl.integration.seams.layers import FORWARDS
-    from vllm_fl.plugins.loading import known_contracts
+    from vllm_fl.plugins.registry import known_contracts
 
     for op, layer in places(known_contracts().bindings, LayerPlace):
         for forward in FORWARDS:

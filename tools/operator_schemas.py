@@ -143,7 +143,7 @@ def bound() -> set[str]:
     sys.path.insert(0, str(SOURCES))
     from vllm_fl.contracts.binding import OperatorPlace
     from vllm_fl.integration.places import places
-    from vllm_fl.plugins.loading import known_contracts
+    from vllm_fl.plugins.registry import known_contracts
 
     return {place.name for _, place in places(known_contracts().bindings, OperatorPlace)}
 

@@ -88,7 +88,7 @@ def others(tokens: int) -> Iterator[Shape]:
     """The ops that Qwen3-8B has no layer of, at its sizes."""
     from vllm_fl.contracts import contracts
     from vllm_fl.contracts.sizes import typical_sizes
-    from vllm_fl.plugins.loading import known_contracts
+    from vllm_fl.plugins.registry import known_contracts
 
     sizes = replace(
         typical_sizes(known_contracts().bindings.values()),

@@ -19,7 +19,7 @@ from engines import IN_ONE_PROCESS, PLUGINS, Once, Runner
 
 from vllm_fl.contracts.binding import OperatorPlace
 from vllm_fl.integration.places import places
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 pytestmark = pytest.mark.skipif(
     find_spec("fl_bare_cpu") is None,

@@ -22,7 +22,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.engine.preflight import find_faults
     from vllm_fl.engine.trials import Request, Role
     from vllm_fl.engine.verification import Comparison, compare, dtype_name, tried
-    from vllm_fl.plugins.loading import known_contracts
+    from vllm_fl.plugins.registry import known_contracts
 
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker

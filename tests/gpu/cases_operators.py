@@ -37,8 +37,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.integration.compat import vllm_version
     from vllm_fl.integration.seams import empty, operators
     from vllm_fl.integration.serving import Serving, Start, calling
-    from vllm_fl.plugins.loading import known_contracts
-    from vllm_fl.plugins.registry import OpRegistry
+    from vllm_fl.plugins.registry import OpRegistry, known_contracts
     from vllm_fl.settings.loading import load_settings
 
     current_platform.import_kernels()

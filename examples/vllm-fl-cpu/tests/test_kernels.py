@@ -12,7 +12,7 @@ from vllm_fl import OpImpl
 from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.verification import compare
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_cpu.plugin import register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}

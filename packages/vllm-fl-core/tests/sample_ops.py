@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 FOLDER = Path(__file__).with_name("sample_contracts")

@@ -16,7 +16,7 @@ from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.warmup import warm_counts
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.testing.triton import to_compile
 from vllm_fl_flaggems.plugin import register_ops
 

@@ -16,7 +16,7 @@ from vllm_fl.contracts import ModelSizes, OpSpec, contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import vllm_fl.contracts
 import vllm_fl_ops.bindings
 import vllm_fl_ops.contracts
 from vllm_fl.engine import of_0_2_0
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
 
 MODULES = [m.name for m in walk_packages(vllm_fl_ops.__path__, "vllm_fl_ops.")]

@@ -17,7 +17,7 @@ from vllm_fl.dispatch.context import building
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.integration.places import places
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_reference import plugin
 

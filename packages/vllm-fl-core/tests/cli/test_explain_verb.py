@@ -10,7 +10,7 @@ from commands import Command, Distribution, Plugin
 
 from vllm_fl.cli import explain
 from vllm_fl.contracts import contracts
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 TWO = """
 @hookimpl

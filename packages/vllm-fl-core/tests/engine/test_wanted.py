@@ -27,7 +27,7 @@ from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded, in_place
 from vllm_fl.engine.trials import Form, dtypes_of
 from vllm_fl.engine.wanted import promised, wanted_of, worst, worst_place
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
 TIGHT = {n: Tolerance(1e-6, 0.0, "one rounding") for n in ("float32", "bfloat16", "float64")}

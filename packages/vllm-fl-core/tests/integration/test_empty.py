@@ -46,7 +46,7 @@ from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
 from vllm_fl.integration.places import places
 from vllm_fl.integration.seams import empty, operators, taking
 from vllm_fl.integration.serving import Choice, calling
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
 

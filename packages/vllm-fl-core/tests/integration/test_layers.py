@@ -15,7 +15,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerPlace
 from vllm_fl.integration.places import places
 from vllm_fl.integration.seams import layers
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 
 @pytest.fixture(autouse=True)

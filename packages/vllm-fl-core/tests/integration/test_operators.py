@@ -45,7 +45,7 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
 from vllm_fl.integration.seams import operators, taking
 from vllm_fl.integration.serving import Choice, calling
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
 

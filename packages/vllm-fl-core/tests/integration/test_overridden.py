@@ -17,7 +17,7 @@ import pytest
 from vllm_fl.contracts import sizes
 from vllm_fl.integration import compat
 from vllm_fl.integration.compat import OVERRIDDEN
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_ops import bindings
 
 ROOT = Path(compat.__file__).parent

@@ -38,8 +38,7 @@ from vllm_fl.integration.planning import (
     refuse_batch_invariance,
 )
 from vllm_fl.integration.seams import ir as ir_seam
-from vllm_fl.plugins.loading import known_contracts
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import Settings, load_settings
 

@@ -32,7 +32,7 @@ from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import ranges, replacing
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.seams import fusions, torch_operators
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
 

@@ -26,7 +26,7 @@ from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare_all
 from vllm_fl.errors import AllFailedError, PluginError
 from vllm_fl.plugins.forms import fitted, states_support
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.testing.checks import call_op, declaration, determinism, refusals
 from vllm_fl.testing.compiling import opcheck, tracing
 from vllm_fl.testing.subject import Refused, Subject

@@ -24,8 +24,8 @@ from vllm_fl.contracts.binding import (
 )
 from vllm_fl.errors import PlaceError
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import Found, discover, known_contracts, load
-from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner, RegistrySnapshot
+from vllm_fl.plugins.loading import Found, discover, load
+from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner, RegistrySnapshot, known_contracts
 from vllm_fl.plugins.reserved import OPS
 
 SPEC = contracts()["silu_and_mul"]

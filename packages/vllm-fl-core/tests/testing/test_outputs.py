@@ -14,7 +14,7 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare_all
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.testing import CHECKS, failures
 from vllm_fl.testing.subject import Subject

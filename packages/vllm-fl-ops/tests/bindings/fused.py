@@ -20,7 +20,7 @@ from torch._inductor.virtualized import V
 
 from vllm_fl.contracts import contracts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 64, 5

@@ -15,7 +15,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
 from vllm_fl.contracts.sizes import RULES
 from vllm_fl.integration.places import ATTENTION_LAYERS, places
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 
 def test_every_op_has_a_binding_and_says_what_runs_past_it() -> None:
@@ -28,7 +28,7 @@ def test_every_op_has_a_binding_and_says_what_runs_past_it() -> None:
 
 def test_bindings_are_read_without_torch_and_vllm() -> None:
     code = (
-        "import sys; from vllm_fl.plugins.loading import known_contracts; known_contracts(); "
+        "import sys; from vllm_fl.plugins.registry import known_contracts; known_contracts(); "
         "print(sorted({'torch', 'vllm', 'triton'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import torch
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 Op = Callable[..., Any]
 ONE = torch.ones(1)

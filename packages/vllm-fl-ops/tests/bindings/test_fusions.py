@@ -32,8 +32,7 @@ from vllm_fl.integration.places import places
 from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
 from vllm_fl.integration.seams import fusions
 from vllm_fl.integration.seams import ir as ir_seam
-from vllm_fl.plugins.loading import known_contracts
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 FLAG = "enable_qk_norm_rope_fusion"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 pytest.importorskip("vllm", reason="the layers are vLLM's own")
 

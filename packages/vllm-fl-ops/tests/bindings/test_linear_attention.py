@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_ops.bindings._hybrid import FLA_EPSILON, has_states
 

@@ -13,7 +13,7 @@ import torch
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerPlace
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 pytest.importorskip("vllm", reason="the layers are vLLM's own")
 

@@ -26,7 +26,7 @@ from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.seams import functions
 from vllm_fl.integration.serving import calling
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 ROUTER = "vllm.model_executor.layers.fused_moe.router"

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import vllm_fl_ops.contracts
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample, contracts
 from vllm_fl.contracts.sizes import typical_sizes
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)

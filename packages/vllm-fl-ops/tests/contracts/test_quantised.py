@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
 from vllm_fl.engine.verification import compare
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 CPU = torch.device("cpu")

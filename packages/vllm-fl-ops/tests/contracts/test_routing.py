@@ -11,7 +11,7 @@ import torch
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.wanted import closed, wanted_of, worst
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
 SIZES = typical_sizes(known_contracts().bindings.values())

@@ -12,7 +12,7 @@ from builders import silu
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding, SizeRule
 from vllm_fl.integration.seams import fusions
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.cli import tune
 from vllm_fl_tools.cli._tuning import InGraphs, Subject, rows_by_op

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="the forms are vLLM's own")
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.engine.verification import compare
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.integration.stock import apart, stock_forms
 
@@ -104,7 +104,7 @@ def test_there_is_none_where_vllm_runs_the_op_nowhere() -> None:
 
 DESCRIBED = """
 import json, sys
-from vllm_fl.plugins.loading import known_contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_tools.integration.described import describe
 
 told = {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
 from ..plugins.installed import CORE
-from ..plugins.loading import known_contracts
+from ..plugins.registry import known_contracts
 from ..text import INDENTED, clean
 from ._progress import progress
 from ._show import UsageError, answering, say

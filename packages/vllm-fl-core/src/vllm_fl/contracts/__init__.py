@@ -38,7 +38,7 @@ if (_ops := find_spec(OPS.replace("-", "_"))) is not None:
 def contracts() -> Mapping[str, OpSpec]:
     """The contracts of vllm-fl-ops by op name, read-only; none where it is not installed.
 
-    Imports no torch. `vllm_fl.plugins.loading.known_contracts` has other distributions' ops, too.
+    Imports no torch. `vllm_fl.plugins.registry.known_contracts` has other distributions' ops, too.
     """
     from importlib.metadata import PackageNotFoundError, distribution  # slow to import
 

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +22,9 @@ from ..contracts import OpSpec, Variant
 from ..contracts.routes import put
 from ..dispatch.guard import Chain, call_guard
 from ..plugins.types import OpImpl
-from .plan import PlanEntry
+
+if TYPE_CHECKING:
+    from .plan import PlanEntry
 
 __all__ = [
     "Site",

@@ -22,7 +22,7 @@ from ..contracts import ModelSizes, OpSpec, Sample
 from ..contracts.batches import POOL, STANDING_COUNTS, Order
 from ..contracts.batches import rows as drawn_rows
 from ..plugins import breadcrumb
-from ..plugins.loading import known_contracts
+from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
 from .guarded import Guarded, bits, guarded, handed_over, poisoned, taken
 from .verification import LayerFactory, dtype_name, tried

@@ -11,8 +11,7 @@ from ..errors import DeviceError, PluginError, VllmFLError
 from ..logs import get_logger
 from ..text import clean, quote
 from .breadcrumb import running
-from .plugin import Plugin
-from .registry import Owner
+from .plugin import Owner, Plugin
 from .types import (
     DeviceProfile,
     Impl,

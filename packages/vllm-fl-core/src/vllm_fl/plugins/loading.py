@@ -11,10 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from inspect import getattr_static
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pluggy
 
@@ -27,8 +27,7 @@ from .calling import ENDED, contained, whose
 from .communicator import NAMED_CLASSES
 from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity, required_by
-from .plugin import Plugin, Status
-from .registry import EMPTY, SCRIPT, OpRegistry, Owner, RegistrySnapshot
+from .plugin import Owner, Plugin, Status
 from .reserved import brings_ops, op_holder, reservation
 from .types import (
     PLUGIN_KEY,
@@ -40,12 +39,14 @@ from .types import (
     SettingSpec,
 )
 
+if TYPE_CHECKING:
+    from .registry import OpRegistry
+
 __all__ = [
     "CONTRACTS",
     "GROUP",
     "Found",
     "discover",
-    "known_contracts",
     "load",
     "named_twice",
     "unmatched",
@@ -203,20 +204,6 @@ def _allowed(found: Sequence[Found], only: Collection[str] | None) -> list[Found
             and canonical(other.owner.distribution or "") in each.requires
         ]
     return allowed
-
-
-@cache
-def known_contracts() -> RegistrySnapshot:
-    """The contracts of the distributions that bring nothing else, whatever the settings allow.
-
-    For a registry that a script makes, and for who asks what an op is and runs none. What of them
-    fails to load is logged, once.
-    """
-    registry = OpRegistry(EMPTY)
-    for plugin in load(registry, [each for each in discover() if each.is_data]):
-        if plugin.error is not None:
-            log.error("%s", plugin.error)
-    return registry.snapshot()
 
 
 def _todo(found: Found, allowed: Iterable[str]) -> str:
@@ -626,27 +613,8 @@ def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:
     return impls
 
 
-class _Collector(OpRegistry):
-    """The registry as the older form sees it: it collects, so that a failure leaves nothing.
-
-    Reading it finds what is registered, and what was collected.
-    """
-
-    def __init__(self, registry: OpRegistry) -> None:
-        super().__init__(registry.snapshot())
-        self.impls: list[Impl] = []
-
-    def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
-        self.impls += impls
-        found = dict(self._first.impls_by_op)
-        # What is no implementation is refused, by name, when all of it is registered.
-        for impl in (each for each in self.impls if isinstance(each, Impl)):
-            found[impl.op_name] = (*found.get(impl.op_name, ()), impl)
-        self._snapshot = replace(self._first, impls_by_op=dict(sorted(found.items())))
-
-
 def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> list[Impl]:
-    collector = _Collector(registry)
+    collector = registry.collector()
     function(collector)
     if not collector.impls:
         raise TypeError(

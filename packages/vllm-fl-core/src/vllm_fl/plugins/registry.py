@@ -7,22 +7,27 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import MappingProxyType
 from typing import TypeVar
 
 from ..contracts import OpSpec
 from ..contracts.binding import ATTENTION_BACKEND, Binding, Contract
 from ..errors import DuplicateError, PlaceError, PluginError
+from ..logs import get_logger
 from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .communicator import NAMED_CLASSES
 from .forms import fitted, shape
 from .installed import CORE
+from .loading import discover, load
 from .plugin import Owner, Plugin
 from .reserved import reservation
 from .types import Impl, LayerImpl, OpImpl, parameters_of
 
-__all__ = ["EMPTY", "SCRIPT", "OpRegistry", "Owner", "RegistrySnapshot"]
+__all__ = ["EMPTY", "SCRIPT", "OpRegistry", "Owner", "RegistrySnapshot", "known_contracts"]
+
+log = get_logger("plugins")
 
 T = TypeVar("T")
 
@@ -95,14 +100,16 @@ class OpRegistry:
 
     def __init__(self, first: RegistrySnapshot | None = None) -> None:
         if first is None:
-            from .loading import known_contracts  # it loads into a registry
-
             first = known_contracts()
         self._lock = threading.Lock()
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._first = self._snapshot = first
         self.plugins: tuple[Plugin, ...] = ()
         """The plugins that were loaded into it: their settings hold, and what those reject."""
+
+    def collector(self) -> Collector:
+        """A registry that begins with what is registered now, for a plugin of the older form."""
+        return Collector(self)
 
     def snapshot(self) -> RegistrySnapshot:
         """What is registered now."""
@@ -328,3 +335,36 @@ def _refusal(
     what = f"{impl.op_name} implementation {impl.impl_id!r}" if impl else "what it registers"
     facts = {"op": impl.op_name, "impl": impl.impl_id} if impl else {}
     return owner.error(f": {what} refused: {problem}.", kind=kind, **facts)
+
+
+class Collector(OpRegistry):
+    """The registry as the older form sees it: it collects, so that a failure leaves nothing.
+
+    Reading it finds what is registered, and what was collected.
+    """
+
+    def __init__(self, registry: OpRegistry) -> None:
+        super().__init__(registry.snapshot())
+        self.impls: list[Impl] = []
+
+    def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
+        self.impls += impls
+        found = dict(self._first.impls_by_op)
+        # What is no implementation is refused, by name, when all of it is registered.
+        for impl in (each for each in self.impls if isinstance(each, Impl)):
+            found[impl.op_name] = (*found.get(impl.op_name, ()), impl)
+        self._snapshot = replace(self._first, impls_by_op=dict(sorted(found.items())))
+
+
+@cache
+def known_contracts() -> RegistrySnapshot:
+    """The contracts of the distributions that bring nothing else, whatever the settings allow.
+
+    For a registry that a script makes, and for who asks what an op is and runs none. What of them
+    fails to load is logged, once.
+    """
+    registry = OpRegistry(EMPTY)
+    for plugin in load(registry, [each for each in discover() if each.is_data]):
+        if plugin.error is not None:
+            log.error("%s", plugin.error)
+    return registry.snapshot()

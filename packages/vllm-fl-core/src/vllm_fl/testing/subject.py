@@ -22,8 +22,7 @@ from ..dispatch.manager import OpManager
 from ..engine.verification import as_call
 from ..engine.wanted import promised
 from ..plugins.forms import verdict_of
-from ..plugins.loading import known_contracts
-from ..plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot
+from ..plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot, known_contracts
 from ..plugins.types import OpImpl
 from ..settings.policy import SelectionPolicy
 
