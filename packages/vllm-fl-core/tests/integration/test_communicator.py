@@ -211,7 +211,7 @@ def test_a_rank_that_dies_is_said_to_be_gone(told: dict[str, Any]) -> None:
 
 
 def _problem(groups: communicator.Groups) -> str:
-    impl, request = groups.entry.communicators[0], groups.request
+    impl, request = groups.communicators[0], groups.request
     return class_of(impl, COMMUNICATOR, request, communicator.problem_of)[2]
 
 

@@ -139,7 +139,7 @@ def test_as_an_opaque_operator() -> None:
     manager = managing(of("rms_norm", rms_norm))
     record = manager._chain("rms_norm", without_layer=True).record
     chain = Chain("rms_norm", ((None, (held(of("rms_norm", rms_norm)),)),), spec, False, record)
-    operator = opaque_op(chain, lambda bound, op, impl_id: bound).fn
+    operator = opaque_op(chain).fn
     x = torch.randn(3, 8)
     torch.testing.assert_close(operator(x, None, None, 1e-6, None), rms_norm(x, None, None, 1e-6))
     with pytest.raises(AllFailedError, match="takes no variance_size"):
@@ -439,7 +439,7 @@ def test_every_kind_inside_an_operator_of_torch(
     impl = dataclasses.replace(impl, impl_id="vendor.acme", vendor="acme")
     record = managing(impl)._chain("grown", without_layer=True).record
     chain = Chain("grown", ((None, (impl,)),), grown, False, record)
-    router = opaque_op(chain, lambda bound, op, impl_id: bound).fn
+    router = opaque_op(chain).fn
 
     def call(x: Any, shift: Any, *rest: Any) -> Any:
         return router(x, shift, *rest, *("none", False, 0.1, None)[len(rest) :])

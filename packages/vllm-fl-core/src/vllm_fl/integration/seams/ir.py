@@ -26,7 +26,7 @@ from ..places import installed_bindings, places, stock_form
 from ..serving import Serving, now
 
 if TYPE_CHECKING:
-    pass
+    from vllm.config import VllmConfig
 
 __all__ = [
     "PROVIDER",
@@ -106,7 +106,8 @@ def reset_priorities(serving: Serving) -> None:
     """Give vLLM the priorities of the sealed plan: its worker installed those of the first one."""
     from vllm.platforms import current_platform
 
-    planned, plan, vllm_config = ir_ops(), serving.plan, serving.config
+    planned, plan = ir_ops(), serving.plan
+    vllm_config: VllmConfig = serving.config
     serving.behind.clear()
     if not planned:
         return

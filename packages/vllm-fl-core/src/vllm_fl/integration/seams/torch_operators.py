@@ -85,6 +85,7 @@ def by_range(plan: Plan) -> dict[str, Chain]:
 def watch(serving: Serving) -> None:
     """Create the operators now: graphs from vLLM's cache call them, too."""
     plan = serving.plan
+    serving.replaced = []
     for op, place in _planned(plan):
         chain = _chain(plan, op, place)
         sites = serving.sites[op] = Sites()
