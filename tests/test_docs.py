@@ -236,7 +236,10 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
     table = {variable: (key, default, where) for variable, key, default, where in told}
     items = {item.variable: item for item in DECLARED.values()}
     assert headings(text) == [variable for variable, *_ in told]
-    assert set(table) == set(VARIABLES)
+    assert set(table) == set(VARIABLES), (
+        "docs/settings.md, under Reference: a heading, a line such as 'Key `strict`, default "
+        "`false`; may stand in a file.', and what it does"
+    )
     for variable, item in items.items():
         default = {None: "", (): "", True: "true", False: "false"}.get(item.default, item.default)
         where = "may stand" if item.in_file else "not"
@@ -248,7 +251,7 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
 
 def test_every_key_of_a_file_is_documented() -> None:
     told = {code(r[0]) for r in rows(section(page("settings.md"), "Files"))}
-    assert told == set(file_keys(DECLARED))
+    assert told == set(file_keys(DECLARED)), "docs/settings.md, under Files: the table of keys"
 
 
 def test_tokens_and_orders_are_the_codes() -> None:
@@ -270,7 +273,9 @@ def verbs() -> set[str]:
 
 def test_every_verb_is_documented() -> None:
     told = headings(page("cli.md"))
-    assert {h.split()[1] for h in told} == verbs()
+    assert {h.split()[1] for h in told} == verbs(), (
+        "docs/cli.md has a heading '### `vllm-fl VERB`' for each entry point of a pyproject.toml"
+    )
     readme = (ROOT / "README.md").read_text()
     for verb in re.findall(r"vllm-fl (\w+)", "\n".join(blocks(readme, "sh"))):
         assert verb in verbs()

@@ -157,7 +157,7 @@ def test_core_s_verbs_are_those_of_its_entry_points() -> None:
     told = [entry for entry in entry_points("vllm_fl.cli") if entry.dist.name == "vllm-fl-core"]
     assert {entry.name: entry.value for entry in told} == {
         name: f"vllm_fl.cli.{name}" for name in OWN
-    }
+    }, "OWN of cli/_verbs.py, or pyproject.toml as it was last installed (`nox -s dev`), lacks one"
 
 
 def test_help_of_all_verbs_needs_no_torch() -> None:

@@ -110,9 +110,9 @@ def test_every_callable_takes_the_contracts_parameters(spec: OpSpec) -> None:
 def test_documentation_names_every_parameter_and_its_errors(spec: OpSpec) -> None:
     text = spec.oracle.__doc__ or ""
     for heading in ("Args:", "Returns:", "Raises:", "Source:", "CallError:"):
-        assert heading in text
+        assert heading in text, f"the oracle's docstring lacks {heading!r}"
     for parameter in spec.parameters:
-        assert parameter in text.partition("Args:")[2]
+        assert parameter in text.partition("Args:")[2], f"{parameter} is not documented"
 
 
 @per_case
@@ -285,7 +285,9 @@ def test_tolerances_have_reasons_and_grow_with_the_rounding(spec: OpSpec) -> Non
         known = [tolerances[str(dtype)[6:]] for dtype in FLOATING if str(dtype)[6:] in tolerances]
         assert len(known) == len(tolerances)
         assert all(fine.rtol < coarse.rtol for fine, coarse in pairwise(known))
-        assert all(len(tolerance.reason) > 20 for tolerance in known)
+        assert all(len(tolerance.reason) > 20 for tolerance in known), (
+            "a reason of 20 characters or fewer: say what is rounded, and how often"
+        )
     with pytest.raises(KeyError):
         spec.tolerance(torch.float64)
 
