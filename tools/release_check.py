@@ -524,6 +524,9 @@ def the_release_before(at: Path) -> tuple[list[Path], dict[str, str], dict[str, 
     return sorted((at / "built").iterdir()), old, theirs
 
 
+IS_CONTRACT = re.compile(r"^SPEC = (OpSpec|declared)\(", re.M)
+
+
 def write_op(page: str, folder: Path) -> None:
     """Write the distribution that docs/new-op.md builds, as another vendor's than Acme.
 
@@ -534,8 +537,8 @@ def write_op(page: str, folder: Path) -> None:
         path = folder / name.replace("acme", "other")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content.replace("acme", "other"))
-    (contract,) = (each for each in folder.rglob("*.py") if "SPEC = OpSpec(" in each.read_text())
-    text = contract.read_text()
+    modules = {path: path.read_text() for path in folder.rglob("*.py")}
+    ((contract, text),) = (each for each in modules.items() if IS_CONTRACT.search(each[1]))
     imports = "from vllm_fl.contracts.activations import activation\n"
     imports += "from vllm_fl.contracts.silu_and_mul import SPEC as SILU\n"
     text = text.replace("\nif TYPE_CHECKING:", f"{imports}\nif TYPE_CHECKING:", 1)
