@@ -249,9 +249,10 @@ def declared(
     arguments = {name: _settled(argument, arguments) for name, argument in arguments.items()}
     made = results if callable(results) else [_settled(each, arguments) for each in results]
 
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+
     def called(args: Iterable[Any]) -> Call:
         """A call of which nothing is read yet."""
-        defaults = {name: parameter.default for name, parameter in parameters.items()}
         return defaults | dict(zip(parameters, args, strict=False))
 
     @wraps(oracle)

@@ -16,13 +16,13 @@ import torch
 
 from ..contracts import Exact, OpSpec
 from ..contracts.batches import POOL
-from ..errors import AllFailedError
 from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..plugins.types import OpImpl
 from .guarded import bits, rows_of
 from .trials import Form, Request, Role, Trials, lowered, token_counts
 from .verification import (
+    BY_CHAIN,
     Fault,
     LayerFactory,
     Refusal,
@@ -240,16 +240,17 @@ class _Measured:
         line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
         where = f"{self._where(form, len(rows))}, whether it gives the same bits"
         names = self.impl.impl_id, self.impl.op_name
-        refuses = (NotImplementedError, AllFailedError)  # as a chain does, which is compiled
         try:
             with self.watch.over(line, *names, breadcrumb.SLOW, where):
-                got = answer(self.call, self.impl, spec, laid.args, refuses=refuses)
+                got = answer(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
         except Refusal:
             return None
-        with attempt("its result cannot be compared:", refuses=()):
-            if spec.whole_batch:
-                got = promised(spec, got, laid.args)
-            return [None if part is None else _bits(part) for part in parts(got)]
+
+        def read() -> Bits:
+            told = promised(spec, got, laid.args) if spec.whole_batch else got
+            return [None if part is None else _bits(part) for part in parts(told)]
+
+        return attempt("its result cannot be compared:", read, refuses=())
 
     def _where(self, form: Form, count: int) -> str:
         return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}"

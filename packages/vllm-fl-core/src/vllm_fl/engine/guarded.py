@@ -279,8 +279,8 @@ def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """These rows of a tensor."""
     rows = rows.to(tensor.device)
     if tensor.element_size() == 1:  # not every device indexes float8
-        return tensor.view(torch.uint8)[rows].view(tensor.dtype)
-    return tensor[rows]
+        return tensor.view(torch.uint8).index_select(0, rows).view(tensor.dtype)
+    return tensor.index_select(0, rows)  # on a CPU several times as fast as `tensor[rows]`
 
 
 def _poison(dtype: torch.dtype) -> float:

@@ -27,6 +27,7 @@ from .guarded import Guarded, in_place, taken
 from .opaque import computes
 from .plan import Plan
 from .verification import (
+    COMPARING,
     REFUSED_LATE,
     Fault,
     Refusal,
@@ -235,8 +236,7 @@ class Live:
         result, problem = None, ""
         try:
             result = self._run(impl, given, before)
-            with attempt("comparing its result raised", refuses=()):
-                problem = self._problem(spec, impl, result, before)
+            problem = attempt(COMPARING, self._problem, spec, impl, result, before, refuses=())
         except Fault as fault:
             if self._lacked_memory(fault.error):
                 self.left_out.setdefault(spec.name, NO_MEMORY)
@@ -297,8 +297,8 @@ class Live:
         """
         self._running = True
         try:
-            with self._watched(impl), attempt("it raised", before.call.args):
-                return impl.fn(*given)
+            with self._watched(impl):
+                return attempt("it raised", impl.fn, *given)
         except Refusal as refusal:
             if before.call.disturbance(frozenset()) is not None:
                 raise Fault(REFUSED_LATE) from refusal

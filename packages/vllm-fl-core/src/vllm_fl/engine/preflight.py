@@ -15,8 +15,7 @@ import dataclasses
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 
 from ..contracts import OpSpec, Sample
 from ..contracts.batches import POOL, Order
-from ..errors import AllFailedError
 from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..plugins.types import OpImpl
@@ -33,6 +31,7 @@ from . import graphs, launches, process_state
 from .guarded import Guarded, rows_of
 from .trials import Form, Request, Role, Trials, lowered, token_counts
 from .verification import (
+    BY_CHAIN,
     Comparison,
     Fault,
     Refusal,
@@ -246,9 +245,8 @@ class _Run:
         """Note for the start line what was not looked at."""
         self.start.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
 
-    @contextmanager
-    def at(self, where: str, *, compiles: bool = False) -> Iterator[None]:
-        """The block is one call: a refusal of it is noted, and a fault names it.
+    def at(self, where: str, call: Callable[[], Any], *, compiles: bool = False) -> Any:
+        """What one call gives; None where it is refused, which is noted. A fault names the call.
 
         It is named in the log while it takes long. Two slow calls in a row are a fault: it would
         stall the engine. One that `compiles` may take as long as it likes.
@@ -257,10 +255,10 @@ class _Run:
         watch, impl = self.start.watch, self.impl
         try:
             with watch.over(line, impl.impl_id, impl.op_name, breadcrumb.SLOW, where):
-                yield
+                got = call()
         except Refusal as refusal:
             self.refusals.append(f"{where}: {refusal}")
-            return
+            return None
         except Fault as fault:
             wrong = "it is wrong: " if fault.error is None else ""
             raise Fault(f"{wrong}{fault.why} ({where})", fault.error) from fault
@@ -268,6 +266,7 @@ class _Run:
         if slow and self.was_slow:
             raise Fault(f"takes {watch.seconds:.0f} s for one call ({where})")
         self.was_slow = slow
+        return got
 
     def where(self, form: Form, count: int, more: str = "") -> str:
         """A batch in words."""
@@ -301,8 +300,8 @@ class _Run:
         """A batch's results that are off, or cannot be compared, are a fault."""
         if not self.request.compares:
             return
-        with attempt(f"its result cannot be compared ({where}):", refuses=()):
-            _, problem = form.off(large, rows, got)
+        did = f"its result cannot be compared ({where}):"
+        _, problem = attempt(did, form.off, large, rows, got, refuses=())
         if problem:
             raise Fault(f"{wrong}: {problem} ({where})")
 
@@ -349,22 +348,25 @@ class _Run:
 
     def result(self, form: Form, laid: Guarded, where: str) -> Any:
         """What one call gives in the memory `laid`; None where it is refused."""
-        call, got = form.call(laid), None
+        call = form.call(laid)
         consumed = self.spec.consumed(self.impl.consumes, call.args)
         form.static.restore(consumed)  # a cache: the call before has written into it
-        with self.at(where):
+
+        def run() -> Any:
             if self.request.compares:
                 got = called(self.call, self.impl, self.spec, call, looked_at=laid)
             else:
                 got = answer(self.call, self.impl, self.spec, call.args)
             self.served.add(form.name)
-        return got
+            return got
+
+        return self.at(where, run)
 
     def call_at(self, form: Form, count: int) -> None:
         """One call with so many tokens, of which nothing is compared."""
         args = self.arguments(form, self.trials.rows(count))
-        with self.at(self.where(form, count, ", warming up")):
-            answer(self.call, self.impl, self.spec, args)
+        where = self.where(form, count, ", warming up")
+        self.at(where, partial(answer, self.call, self.impl, self.spec, args))
 
     def arguments(self, form: Form, rows: torch.Tensor) -> tuple[Any, ...]:
         """Those of a call with these rows of the ordinary values."""
@@ -386,8 +388,8 @@ def _samples(run: _Run) -> None:
     memories = trials.shared()
     for index, sample in enumerate(trials.samples):
         off, memory = partial(worst, wanted=trials.wanted(index)), memories.get(index)
-        with run.at(sample.name):
-            result = run.compared(run.impl, sample, off=off, memory=memory)
+        look = partial(run.compared, run.impl, sample, off=off, memory=memory)
+        result = run.at(sample.name, look)
         run.judge(result)
         if result.status == "refused" and memory is not None:
             refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
@@ -494,12 +496,8 @@ def _captured(run: _Run) -> None:
         where = run.where(form, count, ", in a graph")
         laid = rows_of(form.pool(False), trials.rows(count))
         args = form.call(laid).args
-        begun, made = time.monotonic(), None
-        with run.at(where):
-            accept(run.impl, run.spec, args)
-            with attempt("it cannot be captured in a graph:", args):
-                made = graphs.captured(partial(run.call, *args), trials.device)
-        if made is None:
+        begun = time.monotonic()
+        if (made := run.at(where, partial(_capture, run, args))) is None:
             continue
         replay, result = made
         for number, large in enumerate((False, True), 1):
@@ -507,13 +505,20 @@ def _captured(run: _Run) -> None:
             form.static.restore(run.spec.consumed(run.impl.consumes, args))
             rows = trials.rows(count, number)
             rows_of(form.pool(large), rows, into=laid)
-            with run.at(where), attempt("it raised when the graph was replayed:", args):
-                replay()
+            run.at(where, partial(attempt, "it raised when the graph was replayed:", replay))
             values = "large" if large else "other"
             wrong = f"it is wrong when a graph is replayed with {values} values"
             run.compare(form, rows, result, where, large=large, wrong=wrong)
         seconds = time.monotonic() - begun
         log.debug("%s=%s captured in %.2f s (%s)", *run.role.key, seconds, where)
+
+
+def _capture(run: _Run, args: tuple[Any, ...]) -> tuple[Callable[[], None], Any]:
+    def capture(*given: Any) -> tuple[Callable[[], None], Any]:
+        return graphs.captured(partial(run.call, *given), run.trials.device)
+
+    accept(run.impl, run.spec, args)
+    return attempt("it cannot be captured in a graph:", capture, *args)
 
 
 def _traced(run: _Run) -> None:
@@ -555,14 +560,11 @@ def _in_one_graph(run: _Run, form: Form, backend: str) -> None:
     call = lowered(run.role.compiled, backend)
     for count in (count for count in COMPILED_COUNTS if count <= run.trials.largest):
         where = f"compiled by {backend}, {run.where(form, count)}"
-        rows, got = run.trials.rows(count), None
+        rows = run.trials.rows(count)
         args = _apart(run.spec, run.arguments(form, rows))
-        again = torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0])
-        by_chain = attempt(
-            "it cannot be compiled:", args, refuses=(NotImplementedError, AllFailedError)
-        )
-        with run.at(where, compiles=True), by_chain, again:
-            got = call(*args)
+        lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
+        with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):
+            got = run.at(where, lowering, compiles=True)
         if got is None:
             return
         run.compare(form, rows, got, where)

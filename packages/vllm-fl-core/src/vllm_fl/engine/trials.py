@@ -388,7 +388,7 @@ def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int)
     for part in parts(got) if len(tokens) else ():
         if isinstance(part, torch.Tensor) and _has_rows(part, count):
             mine = bits(part.detach())
-            found |= (mine[tokens] != mine[others]).reshape(len(tokens), -1).any(1)
+            found |= (taken(mine, tokens) != taken(mine, others)).reshape(len(tokens), -1).any(1)
     return found
 
 

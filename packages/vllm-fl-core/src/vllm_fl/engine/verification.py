@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -21,6 +20,8 @@ from .guarded import Guarded, guarded
 from .wanted import closed, parts, wanted_of, worst
 
 __all__ = [
+    "BY_CHAIN",
+    "COMPARING",
     "REFUSED_LATE",
     "Comparison",
     "Fault",
@@ -42,6 +43,8 @@ __all__ = [
     "tried",
 ]
 
+T = TypeVar("T")
+
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
 """(contract, the arguments that its layer provides) -> a layer that provides them."""
 
@@ -50,6 +53,13 @@ REFUSED_LATE = (
     "it refuses a call after it has written into its arguments, which the next candidate is given"
 )
 """Why a refusal is a fault."""
+
+COMPARING = "comparing its result raised"
+"""What an exception means of a result that cannot even be looked at."""
+
+
+BY_CHAIN = (NotImplementedError, AllFailedError)
+"""By which exceptions a chain of candidates refuses a call, as which a form is compiled."""
 
 
 class Fault(Exception):
@@ -69,19 +79,19 @@ class Refusal(Exception):
     """An implementation takes no such call; the text says why."""
 
 
-@contextmanager
 def attempt(
     did: str,
-    args: Iterable[Any] = (),
-    *,
+    fn: Callable[..., T],
+    *args: Any,
     refuses: type[BaseException] | tuple[type[BaseException], ...] = NotImplementedError,
-) -> Iterator[None]:
-    """Foreign code runs in the block: whatever it raises becomes a verdict.
+) -> T:
+    """What foreign code gives: whatever it raises becomes a verdict.
 
     Args:
         did: what an exception means, before its text: `it raised`.
-        args: a call's arguments. Their devices are waited for, so that a fault there is this
-            call's.
+        fn: the code.
+        args: what it is called with. The devices of tensors among them are waited for, so that a
+            fault there is this call's.
         refuses: by which exceptions it refuses the call.
 
     Raises:
@@ -89,7 +99,7 @@ def attempt(
         Fault: it raised something else. Only an interrupt is passed on.
     """
     try:
-        yield
+        got = fn(*args)
         for device in {arg.device for arg in args if isinstance(arg, torch.Tensor)}:
             synchronise(device)
     except (Fault, Refusal, KeyboardInterrupt):
@@ -98,6 +108,7 @@ def attempt(
         if isinstance(error, refuses) and (why := refusal_of(error)):
             raise Refusal(why) from error
         raise Fault(f"{did} {quote(error)}", error) from error
+    return got
 
 
 @dataclass(frozen=True)
@@ -201,8 +212,7 @@ def compare(
     share = math.nan
     try:
         got = called(as_call(impl, spec, layer_for), impl, spec, call, packed=packed)
-        with attempt("comparing its result raised", refuses=()):
-            share, problem = off(closed(got, sample))
+        share, problem = attempt(COMPARING, lambda: off(closed(got, sample)), refuses=())
         if problem:
             raise Fault(problem)
     except Refusal as refusal:
@@ -248,8 +258,7 @@ def called(
             raise Fault(REFUSED_LATE, refusal.__cause__) from refusal
         raise
     shapes = spec.fake(*call.args)  # not before: its memory would be missing in the call
-    with attempt("comparing its result raised", refuses=()):
-        problem = misplaced(got, shapes, call, consumed, packed)
+    problem = attempt(COMPARING, misplaced, got, shapes, call, consumed, packed, refuses=())
     if problem := problem or misuse(looked_at, consumed, impl, spec):
         raise Fault(problem)
     return got
@@ -269,8 +278,7 @@ def answer(
         Refusal, Fault: as `attempt`.
     """
     accept(impl, spec, args)
-    with attempt("it raised", args, **how):
-        return fn(*args)
+    return attempt("it raised", fn, *args, **how)
 
 
 def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> None:
@@ -280,8 +288,7 @@ def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> None:
         Refusal: it does not take the call.
         Fault: it raised.
     """
-    with attempt("its supports raised"):
-        verdict = verdict_of(impl, spec, args)
+    verdict = attempt("its supports raised", verdict_of, impl, spec, args)
     if verdict is not True:
         raise Refusal(str(verdict))
 

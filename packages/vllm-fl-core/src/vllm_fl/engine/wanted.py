@@ -71,7 +71,7 @@ class Wanted:
 
     def rows(self, order: torch.Tensor) -> Self:
         """What a batch of these rows must be; a number that belongs to all rows stays."""
-        return self._each(lambda tensor: tensor if tensor.numel() == 1 else tensor[order])
+        return self._each(lambda tensor: tensor if tensor.numel() == 1 else taken(tensor, order))
 
     def on(self, device: torch.device) -> Self:
         """The same on `device`, in a dtype that is fast there and exact enough."""
