@@ -22,7 +22,7 @@ from typing import Any
 from docs_site import MEASURED, ROOT, TABLE
 
 from vllm_fl_tools.cli._plots import looks
-from vllm_fl_tools.cli._style import DARK, LIGHT
+from vllm_fl_tools.cli._style import COLOURS
 
 FOLDER = ROOT / "docs" / "pictures"
 OPS = ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", "reshape_and_cache")
@@ -35,13 +35,13 @@ def main() -> None:
     pictures = {"plan": [*plan_picture(candidates())], "report": [*report_picture(*report_plot())]}
     for name, lines in pictures.items():
         text = "\n".join(lines) + "\n"
-        (FOLDER / f"{name}-light.svg").write_text(coloured(text, LIGHT))
-        (FOLDER / f"{name}-dark.svg").write_text(coloured(text, DARK))
+        for number, page in enumerate(("light", "dark")):
+            (FOLDER / f"{name}-{page}.svg").write_text(coloured(text, number))
 
 
-def coloured(text: str, colours: Mapping[str, str]) -> str:
-    """The picture with these colours for its variables: an `<img>` cannot be handed any."""
-    return re.sub(r"var\((--[\w-]+)\)", lambda found: colours[found[1]], text)
+def coloured(text: str, number: int) -> str:
+    """The picture with colours of one kind of page: an `<img>` cannot be handed any."""
+    return re.sub(r"var\((--[\w-]+)\)", lambda found: COLOURS[found[1]][number], text)
 
 
 def vllm_fl(*arguments: str) -> str:
