@@ -484,8 +484,8 @@ def test_without_such_sizes_nobody_asks() -> None:
     for order in ("vendor", {"<=2": "vendor", "rest": ["reference"]}):
         plan = by_size(order, silu("vendor.a"), silu("reference.torch", 2.0))
         with serving(plan, binding(direct())):
-            (route,) = engine_of(plan).routes.values()
-            assert route.leaves is None
+            (answer,) = engine_of(plan).answers.values()
+            assert answer.leaves is None
 
 
 def test_of_two_engines_each_leaves_its_own_sizes() -> None:

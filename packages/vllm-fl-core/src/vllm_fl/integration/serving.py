@@ -23,7 +23,7 @@ from ..engine.plan import Plan
 from ..engine.ranges import Range
 from ..engine.tables import Standing
 from .ranks import Out
-from .seams.arguments import Route
+from .seams.arguments import Answer
 from .seams.empty import Definition
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Serving:
         worker: vLLM's worker.
         digest: the sealed plan's.
         operators, functions: which of vLLM's it takes, and which not.
-        routes: what stands in a place for all engines -> how this one's plan answers its calls.
+        answers: what stands in a place for all engines -> how this one's plan answers its calls.
         sites: op -> what its pass has done.
         passes: those of ours that find ops in its graphs.
         replaced: what takes the place of PyTorch's operators in its graphs.
@@ -186,7 +186,7 @@ class Serving:
     digest: str = ""
     operators: Choice = field(default_factory=lambda: Choice({}, {}))
     functions: Choice = field(default_factory=lambda: Choice({}, {}))
-    routes: dict[Any, Route] = field(default_factory=dict)
+    answers: dict[Any, Answer] = field(default_factory=dict)
     sites: dict[str, Sites] = field(default_factory=dict)
     passes: list[Any] = field(default_factory=list)
     replaced: list[Any] = field(default_factory=list)

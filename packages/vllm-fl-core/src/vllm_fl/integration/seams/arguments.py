@@ -8,14 +8,14 @@ from typing import Any
 
 from ...contracts.binding import Bound, FunctionPlace, OperatorPlace
 
-__all__ = ["Leaves", "Route", "known", "leaving", "left_to_vllm", "misfit"]
+__all__ = ["Answer", "Leaves", "known", "leaving", "left_to_vllm", "misfit"]
 
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 """(what a call gave by position, what by name) -> whether the plan leaves it to vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Answer:
     """How one plan answers the calls of a place.
 
     Args:

@@ -308,5 +308,5 @@ def _installed(place: OperatorPlace, key: str) -> _Override:
 
 def overriders(serving: Serving) -> dict[str, str]:
     """Operator -> who has overridden it after the engine did."""
-    overrides = [stand for stand in serving.routes if isinstance(stand, _Override)]
+    overrides = [stand for stand in serving.answers if isinstance(stand, _Override)]
     return {each.place.name: after for each in overrides if (after := each.after)}

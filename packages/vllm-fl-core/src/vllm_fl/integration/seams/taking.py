@@ -17,7 +17,7 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ..places import stock_form
 from ..serving import Choice, Serving, now
-from .arguments import Route, known, leaving, left_to_vllm
+from .arguments import Answer, known, leaving, left_to_vllm
 
 __all__ = ["Stand", "choose", "fitting", "report", "standing_at", "take"]
 
@@ -77,11 +77,11 @@ class Stand(Generic[P]):
             if inside.how is not None:
                 return replaced(how, *args, **named)
             engine = now()
-            route = None if engine is None else engine.routes.get(self)
-            if route is None:
+            answer = None if engine is None else engine.answers.get(self)
+            if answer is None:
                 self.without_engine += engine is None
                 return replaced(how, *args, **named)
-            if route.leaves is not None and route.leaves(args, named):
+            if answer.leaves is not None and answer.leaves(args, named):
                 return replaced(how, *args, **named)
             plain: Any = args
             if named or len(args) != count:
@@ -89,7 +89,7 @@ class Stand(Generic[P]):
             if plain is not None:
                 inside.how = how
                 try:
-                    result = route.run(*plain)
+                    result = answer.run(*plain)
                 finally:
                     inside.how = None
                 if result is not NotImplemented:
@@ -187,7 +187,7 @@ def take(
             last = stock_form(op, place.native(stand.native), grants)
             bound = plan.without_layer(op, grants, last=last)
             assert bound is not None  # `choose` leaves other ops to vLLM
-            serving.routes[stand] = Route(place.route(bound), leaving(place, plan.stock_at(op)))
+            serving.answers[stand] = Answer(place.route(bound), leaving(place, plan.stock_at(op)))
             serving.hold(_give_back, serving, stand, key)
     for op, left in chosen.left.items():
         for name, why in left.items():
@@ -197,7 +197,7 @@ def take(
 def _give_back(serving: Serving, stand: Stand[Any], key: str) -> None:
     """An engine has ended: what was there before is back where no other engine needs ours."""
     with _changing:
-        del serving.routes[stand]
+        del serving.answers[stand]
         stand.engines -= 1
         if not stand.engines:
             del _standing[stand.place.name, key]
@@ -212,7 +212,7 @@ def report(serving: Serving, chosen: Choice) -> dict[str, dict[str, dict[str, An
         counted for all engines of the process.
     """
     told = left_to_vllm(chosen.left)
-    stands = {stand.place.name: stand for stand in serving.routes}
+    stands = {stand.place.name: stand for stand in serving.answers}
     for op, names in chosen.names.items():
         told.setdefault(op, {}).update({name: stands[name].told() for name in names})
     return told
