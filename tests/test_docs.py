@@ -294,7 +294,7 @@ def test_no_page_speaks_of_a_verb_or_variable_that_is_not_there() -> None:
 
 
 def test_the_conformance_kit_is_documented() -> None:
-    folder = SOURCES / "vllm_fl" / "testing"
+    folder = HOMES["vllm_fl_tools"] / "vllm_fl_tools" / "testing"
     text = section(page("plugins.md"), "Conformance kit")
     assert {code(r[0]) for r in rows(text) if r[0].startswith("`test_")} == {
         *(f"test_{name}" for name in _keys_of(folder / "cases.py", "CHECKS")),

@@ -108,7 +108,7 @@ def test_core_and_whoever_implements_ops_require_them() -> None:
 
 
 def test_a_new_backend_requires_what_ours_do() -> None:
-    template = DISTRIBUTIONS[CORE] / "src" / "vllm_fl" / "templates" / "backend"
+    template = DISTRIBUTIONS[TOOLS] / "src" / "vllm_fl_tools" / "templates" / "backend"
     ours = DISTRIBUTIONS["vllm-fl-reference"]
     asked = release_check.project(template)["dependencies"]
     assert asked == release_check.project(ours)["dependencies"]
@@ -282,6 +282,7 @@ def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: 
         "vllm_fl/contracts/spec.py": "from ..plugins.types import OpImpl",
         "vllm_fl/plugins/types.py": "from ..settings.policy import Token",
         "vllm_fl/engine/plan.py": "from ..integration import compat",
+        "vllm_fl/engine/trials.py": "from ..testing import CHECKS",
         "vllm_fl/cli/ops.py": "import vllm_fl_tools.cli.tune",
         "vllm_fl/cli/_verbs.py": "def late():\n    from vllm_fl_tools import cli",
         "vllm_fl/integration/planning.py": "from vllm_fl_reference.plugin import OPS",

@@ -222,7 +222,7 @@ class Backend:
             and issubclass(value, OpConformance)
             and value is not OpConformance
         )
-        from vllm_fl.testing.processes import installed
+        from vllm_fl_tools.testing.processes import installed
 
         impls = installed(self.cls.backend)
         self.away = frozenset(i.op_name for i in impls if i.availability() is not True)
@@ -245,8 +245,8 @@ class Backend:
     def first_failure(self, module: str | None = None) -> str | None:
         """Run the kit: what fails first, or None. With `module`, its own ops come first."""
         from vllm_fl.testing import CHECKS
-        from vllm_fl.testing.subject import Refused
-        from vllm_fl.testing.suite import _Suite
+        from vllm_fl_tools.testing.subject import Refused
+        from vllm_fl_tools.testing.suite import _Suite
 
         suite = _Suite(self.cls)
         for subject in suite.subjects.values():

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "site"
 PAGES, HTML = BUILD / "pages", BUILD / "html"
 CORE = ROOT / "packages" / "vllm-fl-core" / "src"
+TOOLS = ROOT / "packages" / "vllm-fl-tools" / "src"
 CODES = CORE / "vllm_fl" / "codes"
 MEASURED = ROOT / "benchmarks" / "results" / "h200-2026-11-22.json"
 TABLE = "tune qwen3-8b's sizes, compiled, qk_norm_rope"
@@ -42,8 +43,8 @@ TABLE = "tune qwen3-8b's sizes, compiled, qk_norm_rope"
 
 API = {
     "vllm_fl": "What a plugin imports",
-    "vllm_fl.testing": "The conformance kit",
-    "vllm_fl.testing.triton": "Triton without a GPU",
+    "vllm_fl_tools.testing": "The conformance kit, which backends import as `vllm_fl.testing`",
+    "vllm_fl_tools.testing.triton": "Triton without a GPU, as `vllm_fl.testing.triton`",
     "vllm_fl.dispatch": "Calling ops",
     "vllm_fl.errors": "Errors",
 }
@@ -94,8 +95,8 @@ def write_pages(config: dict[str, Any]) -> None:
 
 
 def run(*arguments: str) -> None:
-    """Run this Python where the site is built, with core's sources."""
-    environment = {**os.environ, "PYTHONPATH": str(CORE)}
+    """Run this Python where the site is built, with the sources of what API names."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (CORE, TOOLS)))}
     subprocess.run([sys.executable, *arguments], cwd=BUILD, env=environment, check=True)
 
 
@@ -266,8 +267,9 @@ def api_pages() -> dict[str, str]:
     """
     import griffe
 
-    loader = griffe.GriffeLoader(search_paths=[CORE])
-    loader.load("vllm_fl")
+    loader = griffe.GriffeLoader(search_paths=[CORE, TOOLS])
+    for package in dict.fromkeys(module.partition(".")[0] for module in API):
+        loader.load(package)
     loader.resolve_aliases()
     pages: dict[str, str] = {}
     told: dict[str, str] = {}

@@ -437,7 +437,7 @@ def check_upgrade(
     user = Empty(at / "upgrade", address)
     before = " ".join(f"{name}=={version}" for name, version in old.items())
     user.install(f"pip install {before} {' '.join(theirs)}", at)
-    every_plugin_is_ok(user, at, {*old, *theirs} - {CORE})
+    every_plugin_is_ok(user, at, {*old, *theirs} - {CORE, TOOLS})
     names = public_names(user, at)
     upgrade(user, old, new, at)
     every_plugin_is_ok(user, at, {REFERENCE, OPS, *theirs})
@@ -482,7 +482,7 @@ def upgrade(user: Empty, old: Mapping[str, str], new: Mapping[str, str], at: Pat
         if chosen or "ERROR" in said:
             fail(f"with {ACME} named the upgrade installed {chosen}, and pip said {said!r}")
     chosen, said = user.install(line, at)
-    changed = {name: new[name] for name in (CORE, OPS, REFERENCE) if new[name] != old.get(name)}
+    changed = {name: new[name] for name in {*old, OPS} if new[name] != old.get(name)}
     if chosen != changed:
         fail(f"the upgrade installed {chosen}, not {changed}")
     major, minor, *_ = number(old[CORE])
@@ -500,13 +500,13 @@ def upgrade(user: Empty, old: Mapping[str, str], new: Mapping[str, str], at: Pat
 
 
 def the_release_before(at: Path) -> tuple[list[Path], dict[str, str], dict[str, Path]]:
-    """Build core, ops and reference of the last release, and what others wrote and built with it.
+    """Build core with ops, tools and reference of the last release, and what others wrote with it.
 
     Returns:
         What was built, our versions, and the sources of the others' distributions.
     """
-    paths = [f"packages/{name}" for name in (CORE, OPS, REFERENCE)]
-    paths = git("ls-tree", "-d", "--name-only", PREVIOUS, *paths).split()  # 0.2.0 had no ops
+    paths = [f"packages/{name}" for name in (CORE, OPS, TOOLS, REFERENCE)]
+    paths = git("ls-tree", "-d", "--name-only", PREVIOUS, *paths).split()  # 0.2.0 had fewer
     archive = at / "before.tar"
     git("archive", f"--output={archive}", PREVIOUS, "LICENSE", "docs/new-op.md", *paths)
     with tarfile.open(archive) as tar:
@@ -514,7 +514,7 @@ def the_release_before(at: Path) -> tuple[list[Path], dict[str, str], dict[str, 
     old = {project(at / path)["name"]: project(at / path)["version"] for path in paths}
     for path in paths:
         envs.build(at / path, at / "built")
-    wheels = [*(at / "built").glob("vllm_fl_core-*.whl"), *(at / "built").glob("vllm_fl_ops-*.whl")]
+    wheels = [w for w in (at / "built").glob("*.whl") if "reference" not in w.name]
     env = envs.thin(envs.light(), wheels, at / "author")
     env.run("-m", "vllm_fl.cli", "new", "acme", "--dir", str(at), cwd=at)
     write_op((at / "docs" / "new-op.md").read_text(), at / SOFTCAP)

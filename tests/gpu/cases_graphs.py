@@ -15,7 +15,7 @@ __all__ = ["cases"]
 TOKENS = 256
 """Of a captured batch."""
 
-CORPUS = Path(__file__).parents[2] / "packages" / "vllm-fl-core" / "tests"
+CORPUS = Path(__file__).parents[2] / "packages" / "vllm-fl-tools" / "tests"
 """Where the wrong kernels of docs/trust-kernels.md are."""
 
 ALWAYS = ("rms_norm", "rotary_embedding", "silu_and_mul")

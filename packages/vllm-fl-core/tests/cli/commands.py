@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.cli import _progress, main
+from vllm_fl.cli import _progress, _show, main
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.integration import compat
 
@@ -134,3 +136,38 @@ def distribution(
         return site
 
     return make
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a verb has said what it is at; no silence is waited for."""
+    event = threading.Event()
+
+    def say(text: str, *, error: bool) -> None:
+        _show.say(text, error=error)
+        event.set()
+
+    monkeypatch.setattr(_progress, "QUIET", 0.0)
+    monkeypatch.setattr(_progress, "BEAT", 0.01)
+    monkeypatch.setattr(_progress, "say", say)
+    monkeypatch.setattr(_progress, "told", event, raising=False)
+    return event
+
+
+def lines(err: str, verb: str) -> list[str]:
+    """What a verb said that it is at."""
+    return [line for line in err.splitlines() if line.startswith(f"vllm-fl {verb}: ")]
+
+
+def offered(line: str, tmp_path: Path) -> set[str]:
+    """What a shell is offered for a line: it asks by variables, in a process of its own."""
+    answer = tmp_path / "answer"
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+    }
+    command = [sys.executable, "-c", "from vllm_fl.cli import main; main()"]
+    subprocess.run(command, check=False, env={**os.environ, **asked}, capture_output=True)
+    return {word.strip() for word in answer.read_text().split("\v")}

@@ -1,5 +1,5 @@
 """The fixtures of the command line's tests."""
 
-from commands import clean, distribution, fl, plugin
+from commands import clean, distribution, fl, plugin, told
 
-__all__ = ["clean", "distribution", "fl", "plugin"]
+__all__ = ["clean", "distribution", "fl", "plugin", "told"]

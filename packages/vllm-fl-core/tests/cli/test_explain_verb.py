@@ -363,9 +363,4 @@ def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
     assert left["modes"][0]["selected"] == "stock.vllm"
     ops = {op["op"]: op for op in fl("ops", "--json").json()["ops"]}
     assert ops["RowParallelLinear"]["selected"] == "vendor.acme"
-    (reason,) = [
-        left["reason"]
-        for left in fl("verify", "--json", "--op", "RowParallelLinear").json()["not_run"]
-    ]
-    assert reason == "it is a class for vLLM, not one computation"
     assert "RowParallelLinear" not in fl("explain", "rms_norm").out

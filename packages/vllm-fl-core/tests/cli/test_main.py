@@ -12,7 +12,7 @@ from commands import Command, Plugin
 from vllm_fl.cli import ops
 from vllm_fl.errors import StartError
 
-VERBS = ("doctor", "explain", "ops", "plugins", "policy", "verify")
+VERBS = ("doctor", "explain", "ops", "plugins", "policy")
 
 
 def test_help_lists_every_verb_with_a_summary(fl: Command) -> None:
@@ -39,10 +39,6 @@ def test_help_of_a_verb(fl: Command, verb: str) -> None:
         ("explain",),
         ("explain", "rms_norm", "--mode", "fast"),
         ("explain", "rms_nrom"),
-        ("verify", "--dtype", "int4"),
-        ("verify", "--op", "rms_nrom"),
-        ("verify", "--impl", "vendor.nobody"),
-        ("verify", "--device", "toaster"),
     ],
 )
 def test_wrong_usage_is_status_2_and_one_message(
@@ -64,7 +60,7 @@ def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str
     assert done.out == ""
 
 
-@pytest.mark.parametrize("verb", [("ops",), ("plugins",), ("explain", "silu_and_mul"), ("verify",)])
+@pytest.mark.parametrize("verb", [("ops",), ("plugins",), ("explain", "silu_and_mul")])
 def test_what_libraries_print_is_no_part_of_an_answer(
     fl: Command, plugin: Plugin, verb: tuple[str, ...]
 ) -> None:
@@ -135,7 +131,7 @@ def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Comman
 
 
 def test_a_wrong_command_line_says_all_that_there_is_to_say(fl: Command) -> None:
-    done = fl("verify", "--op", "rms_nrom")
+    done = fl("explain", "FL999")
     (message,) = done.err.splitlines()
     assert message.endswith("[FL701]")
 

@@ -164,9 +164,8 @@ def test_ops_that_are_ordered_alike_are_one_finding(fl: Command, two: list[Path]
     assert about[0]["todo"] == "Decide it: VLLM_FL_PER_OP='silu_and_mul=…;rms_norm=…'"
 
 
-@pytest.mark.parametrize("verb", ["plugins", "verify"])
-def test_two_policies_end_nothing(fl: Command, two: list[Path], verb: str) -> None:
-    assert "sets it differently" not in fl(verb, VLLM_FL_PLATFORM="acme").err
+def test_two_policies_end_nothing(fl: Command, two: list[Path]) -> None:
+    assert "sets it differently" not in fl("plugins", VLLM_FL_PLATFORM="acme").err
 
 
 BROKEN = {
@@ -187,11 +186,6 @@ def test_a_broken_policy_file_costs_only_what_needs_a_policy(
     assert listed.status == 0
     (row,) = [row for row in listed.json()["plugins"] if row["name"] == name]
     assert row["status"] == "ok"
-    verified = fl(
-        *("verify", "--json", "--device", "cpu", "--dtype", "float32"), VLLM_FL_PLATFORM="acme"
-    )
-    assert verified.status == 0, verified.err
-    assert [each["impl_id"] for each in verified.json()["results"]] == ["vendor.acme"]
     for verb in (["ops"], ["policy"], ["explain", "silu_and_mul"]):
         done = fl(*verb, VLLM_FL_PLATFORM="acme")
         assert done.status == 2

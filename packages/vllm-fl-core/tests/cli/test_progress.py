@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 
 import pytest
-from commands import Command, Plugin
+from commands import Command, Plugin, lines
 
 from vllm_fl.cli import _progress, _show
-from vllm_fl.cli._progress import Watch
 
 STALLS = """
 import vllm_fl.cli._progress as _
@@ -20,26 +18,6 @@ assert _.told.wait(60), "nobody said what runs"
 def register_ops():
     return [vendor("acme")]
 """
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when a line was said; none is waited for."""
-    event = threading.Event()
-
-    def say(text: str, *, error: bool) -> None:
-        _show.say(text, error=error)
-        event.set()
-
-    monkeypatch.setattr(_progress, "QUIET", 0.0)
-    monkeypatch.setattr(_progress, "BEAT", 0.01)
-    monkeypatch.setattr(_progress, "say", say)
-    monkeypatch.setattr(_progress, "told", event, raising=False)
-    return event
-
-
-def lines(err: str, verb: str) -> list[str]:
-    return [line for line in err.splitlines() if line.startswith(f"vllm-fl {verb}: ")]
 
 
 @pytest.mark.parametrize("verb", ["ops", "policy"])
@@ -110,32 +88,6 @@ def test_what_a_verb_is_at_is_said_until_it_is_done(
     assert said == [
         f"vllm-fl tune: {what}" for what in ("reading the model", "the import of acme", "at work")
     ]
-
-
-def test_a_unit_that_takes_long_is_named_though_its_end_is_told_elsewhere(
-    told: threading.Event, capsys: pytest.CaptureFixture[str]
-) -> None:
-    watch = Watch(7, 60.0, lambda: None)
-    with _progress.progress("tune"):
-        watch.at("rms_norm, 64 tokens", 3)
-        assert told.wait(60)
-    assert "vllm-fl tune: [3/7] rms_norm, 64 tokens (" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("on_terminal", [True, False])
-def test_a_unit_has_a_line_of_its_own_on_a_terminal(
-    told: threading.Event,
-    on_terminal: bool,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_progress, "BEAT", 3600.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal)
-    watch = Watch(7, 60.0, lambda: None)
-    with _progress.progress("verify"):
-        watch.begin("rms_norm")
-        watch.at("rope", 5)
-    assert len(lines(capsys.readouterr().err, "verify")) == on_terminal
 
 
 def test_nothing_is_left_of_a_verb_that_fails(fl: Command) -> None:

@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 from commands import Command, Distribution
 
-from vllm_fl.cli._verbs import OWN
+from vllm_fl.cli._verbs import ELSEWHERE, OWN
 from vllm_fl.plugins.installed import entry_points
 
 VERB = '''
@@ -140,7 +140,7 @@ def test_core_has_its_verbs_without_metadata_too(
     assert "acme-verbs 1.0 would bring" in done.err
 
 
-@pytest.mark.parametrize("verb", ["bisect", "coverage", "report", "tune"])
+@pytest.mark.parametrize("verb", ELSEWHERE)
 def test_a_well_known_verb_that_is_not_installed_says_what_installs_it(
     fl: Command, distribution: Distribution, verb: str
 ) -> None:

@@ -14,7 +14,6 @@ from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import tried
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.testing import CHECKS, failures
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -84,11 +83,8 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def test_a_start_leaves_right_numbers_alone_and_the_kit_wants_them_packed() -> None:
+def test_a_start_leaves_right_numbers_alone_though_they_are_not_packed() -> None:
     assert not faults(impl("silu_and_mul", silu))
-    found = [*failures(impl("silu_and_mul", silu), without=CHECKS.keys() - {"values"})]
-    assert {failure.case.sample for failure in found} == {"16 tokens, x transposed in memory"}
-    assert all("strides (1, 16)" in failure.reason for failure in found)
 
 
 def test_a_start_leaves_out_what_the_kit_alone_asks() -> None:

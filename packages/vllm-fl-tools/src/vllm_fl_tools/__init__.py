@@ -1,4 +1,4 @@
-"""What is run on purpose beside a server of vllm-fl, and never in it: it measures and compares."""
+"""What people run beside a server of vllm-fl, and never in it: it tests, measures and compares."""
 
 from __future__ import annotations
 

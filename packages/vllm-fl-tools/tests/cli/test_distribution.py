@@ -23,7 +23,7 @@ from vllm_fl_tools import cli
 CODES = {"EngineError": "FL601", "AcceptError": "FL602", "BisectError": "FL603"}
 """Promised, as those of core's own errors: no line is ever changed."""
 
-VERBS = ("bisect", "coverage", "report", "tune")
+VERBS = ("bisect", "coverage", "new", "report", "tune", "verify")
 
 
 def test_core_knows_who_brings_these_verbs() -> None:
@@ -60,7 +60,7 @@ def test_core_of_another_version_is_one_line(distribution: Distribution, core: s
         "[FL703]"
     )
     assert "vllm-fl explain FL703" in more
-    assert run("new", "--help").returncode == 0
+    assert run("ops", "--help").returncode == 0
     assert "works with vllm-fl-core" in " ".join(run("--help").stdout.split())
 
 

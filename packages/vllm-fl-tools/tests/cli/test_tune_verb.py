@@ -363,9 +363,9 @@ class TestInterrupted:
         log = tmp_path / "log"
         code = (
             "import sys\n"
-            "from vllm_fl.cli import _progress, main\nfrom vllm_fl_tools.cli import tune\n"
+            "from vllm_fl.cli import main\nfrom vllm_fl_tools.cli import _watch, tune\n"
             "from vllm_fl_tools.engine import bench, tuning\n"
-            "_progress.GRACE = 1.0\n"
+            "_watch.GRACE = 1.0\n"
             "bench.cold_bytes = tuning.cold_bytes = lambda device: 1024\n"
             "tune.worker_threads = lambda: None\n"
             "sys.exit(main(sys.argv[1:]))"

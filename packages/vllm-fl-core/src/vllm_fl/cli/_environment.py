@@ -1,9 +1,8 @@
-"""Describe this environment: versions by metadata, torch as seen by a child process, the device."""
+"""Describe this environment: versions by metadata, torch as seen by a child process."""
 
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -13,14 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..engine.identity import cpu_name
 from ..plugins.breadcrumb import ending
 from ..plugins.installed import canonical, identity
 
 __all__ = [
     "ProbeFailed",
     "ask",
-    "device_facts",
     "distributions",
     "torch_build",
     "torch_facts",
@@ -164,30 +161,3 @@ def ask(code: str, *args: str, what: str) -> Any:
     last = [line for line in err.splitlines() if line.strip()][-1:]
     end = "signal" if child.returncode < 0 else "status"
     raise ProbeFailed(last[0] if last else f"its process ended with {end} {abs(child.returncode)}")
-
-
-def device_facts(device: Any) -> dict[str, Any]:
-    """What a `torch.device` is, for a report."""
-    import torch
-
-    facts: dict[str, Any] = {"type": device.type}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "cuda": torch.version.cuda,
-        }
-    elif device.type == "cpu":
-        facts |= {
-            "name": cpu_name(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        }
-    else:
-        module = getattr(torch, device.type, None)
-        named = getattr(module, "get_device_name", None)
-        facts["name"] = named(device.index or 0) if named is not None else device.type
-    return facts

@@ -1,39 +1,18 @@
-"""Options that several verbs have: a device, names of what is installed, seconds, a file."""
+"""Options that several verbs have: a device, a file."""
 
 from __future__ import annotations
 
-import argparse
-import math
 import os
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..files import Draft
-from ..settings.policy import closest
 from ._show import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReportFile", "check_known", "device_of", "positive_seconds"]
-
-
-def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) -> None:
-    """Raise UsageError where something that was asked for is not installed.
-
-    Args:
-        what: what it is, as its option has it: "op" of `--op`.
-        asked: the names, or None.
-        known: those that there are.
-    """
-    for name in asked or ():
-        if name not in known:
-            listed = ", ".join(sorted(known)) or "none"
-            raise UsageError(
-                f"--{what} {name}: no such {what} is installed.{closest(name, known)} "
-                f"Known: {listed}."
-            )
+__all__ = ["ReportFile", "device_of"]
 
 
 def device_of(name: str | None) -> torch.device:
@@ -59,17 +38,6 @@ def device_of(name: str | None) -> torch.device:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"--device {name}: {reason}") from error
     return device
-
-
-def positive_seconds(text: str) -> float:
-    """A positive number of seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
-    return seconds
 
 
 class ReportFile:

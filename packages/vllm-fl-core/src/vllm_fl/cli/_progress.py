@@ -7,7 +7,6 @@ The same thread ends a run whose call is in native code and does not come back.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -17,17 +16,13 @@ from contextlib import contextmanager, suppress
 from ..plugins import breadcrumb
 from ._show import last_said, say
 
-__all__ = ["TookTooLong", "Watch", "by_hand", "doing", "progress"]
+__all__ = ["by_hand", "current", "doing", "progress"]
 
 QUIET, EVERY = 2.0, 30.0
 """Seconds of silence before the first line, and between two."""
 
 BEAT = 0.25
 """Seconds between two looks."""
-
-GRACE = 10.0
-"""Seconds that a call may take, beyond its limit, to come back from native code to Python, where
-it is given up. One that does not come back cannot be given up alone: the run ends with it."""
 
 
 class _Progress:
@@ -100,10 +95,15 @@ def progress(verb: str) -> Iterator[None]:
         _current = None
 
 
+def current() -> _Progress:
+    """That of the verb that runs, or one of no verb: a test calls a verb's function by itself."""
+    return _current or _Progress("")
+
+
 @contextmanager
 def doing(what: str) -> Iterator[None]:
     """In the block, this is what the verb is at."""
-    at = _current or _Progress("")  # a test calls a verb's function by itself
+    at = current()
     before, at.doing = at.doing, what
     try:
         yield
@@ -122,83 +122,3 @@ def by_hand() -> Iterator[Callable[[str], None]]:
         yield _current.tick
     finally:
         _current.start()
-
-
-class TookTooLong(KeyboardInterrupt):
-    """A call was given up. As a KeyboardInterrupt it is not taken for a kernel's own error."""
-
-
-class Watch:
-    """Says which unit of a long run is at work, and gives up a call that takes too long.
-
-    Args:
-        units: how many units of work there are.
-        limit: seconds that one call may take.
-        stuck: called, in another thread, when a call takes longer than that and is in native code,
-            where nothing can end it. The process ends with it.
-    """
-
-    def __init__(self, units: int, limit: float, stuck: Callable[[], None]) -> None:
-        self.units, self.limit, self._stuck = units, limit, stuck
-        self.running, self._unit, self._number = "", "", 0
-
-    def begin(self, unit: str) -> None:
-        """A unit begins, which has a line of its own on a terminal."""
-        self.at(unit, self._number + 1)
-        if _current is not None and sys.stderr.isatty():
-            _current.tell()
-
-    def at(self, unit: str, number: int) -> None:
-        """A unit begins of which somebody else will tell: it is named after a long silence alone.
-
-        Args:
-            unit: for people.
-            number: how many there are with it.
-        """
-        self._unit, self._number = unit, number
-        self._note(unit)
-
-    def _note(self, running: str) -> None:
-        self.running = running
-        if _current is not None:
-            _current.doing = f"[{self._number}/{self.units}] {running}"
-
-    @contextmanager
-    def call(self, name: str) -> Iterator[None]:
-        """One call, which is given up after the limit.
-
-        Raises:
-            TookTooLong: it was.
-        """
-        self._note(f"{self._unit}, {name}")
-        if threading.current_thread() is not threading.main_thread():
-            yield  # signals are the main thread's
-            return
-        at = _current or _Progress("")
-        at.overdue = time.monotonic() + self.limit + GRACE, self._stuck
-        try:
-            with _alarm(self.limit):
-                yield
-        finally:
-            at.overdue = None
-
-
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raise TookTooLong here after `seconds`, and every second again, since it may be swallowed."""
-    armed = True
-
-    def ring(number: int, frame: object) -> None:
-        if armed:
-            raise TookTooLong
-
-    before = signal.signal(signal.SIGALRM, ring)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        while armed:  # it may ring right here
-            with suppress(TookTooLong):
-                armed = False
-        signal.setitimer(signal.ITIMER_REAL, left, interval)
-        signal.signal(signal.SIGALRM, before)

@@ -26,21 +26,13 @@ __all__ = ["ELSEWHERE", "GROUP", "OWN", "Verb", "VerbError", "brought", "load", 
 GROUP = "vllm_fl.cli"
 """The entry-point group by which verbs are found."""
 
-OWN = (
-    "doctor",
-    "explain",
-    "new",
-    "ops",
-    "plugins",
-    "policy",
-    "verify",
-)
+OWN = ("doctor", "explain", "ops", "plugins", "policy")
 """Core's own verbs. They need no metadata: where it is gone, `doctor` says so."""
 
 TOOLS = "vllm-fl-tools"
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("bisect", "coverage", "report", "tune"), TOOLS)
+    dict.fromkeys(("bisect", "coverage", "new", "report", "tune", "verify"), TOOLS)
 )
 """Well-known verbs that core does not bring, with the distribution that does."""
 

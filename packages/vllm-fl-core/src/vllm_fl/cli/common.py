@@ -6,23 +6,23 @@ command's. `vllm_fl.cli._verbs` says what a verb is.
 
 from __future__ import annotations
 
-from ._options import ReportFile, check_known, device_of, positive_seconds
-from ._progress import TookTooLong, Watch, doing
-from ._show import SCHEMA, UsageError, answer, print_json, print_table, say
+from ._environment import distributions
+from ._options import ReportFile, device_of
+from ._progress import current, doing
+from ._show import SCHEMA, UsageError, answer, answering, print_json, print_table, say
 from ._verbs import VerbError
 
 __all__ = [
     "SCHEMA",
     "ReportFile",
-    "TookTooLong",
     "UsageError",
     "VerbError",
-    "Watch",
     "answer",
-    "check_known",
+    "answering",
+    "current",
     "device_of",
+    "distributions",
     "doing",
-    "positive_seconds",
     "print_json",
     "print_table",
     "say",

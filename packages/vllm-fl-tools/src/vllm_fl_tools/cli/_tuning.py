@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.cli.common import TookTooLong, Watch, say
+from vllm_fl.cli.common import say
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import (
     Binding,
@@ -33,6 +33,7 @@ from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
 from vllm_fl.text import quote
 
 from ._part import PartFile
+from ._watch import TookTooLong, Watch
 
 if TYPE_CHECKING:
     import torch

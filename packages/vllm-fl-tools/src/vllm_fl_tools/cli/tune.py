@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.cli.common import (
     ReportFile,
     UsageError,
-    check_known,
     device_of,
     doing,
-    positive_seconds,
     print_json,
     print_table,
     say,
@@ -37,6 +35,7 @@ from vllm_fl.text import clean, quote
 
 from ..integration.threads import worker_threads
 from . import _accept
+from ._options import check_known, positive_seconds
 from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._tuning import STOCK, Subject, Work
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from ..contracts import Sample
-from ..engine import process_state
-from ..engine.determinism import Determinism, determinism_of
-from ..engine.trials import Request, Role, Trials
-from ..engine.verification import Comparison, compare
-from ..errors import AllFailedError, CallError, PluginError
-from ..plugins.forms import states_support
-from ..plugins.types import OpImpl
-from ..text import quote
+from vllm_fl.contracts import Sample
+from vllm_fl.engine import process_state
+from vllm_fl.engine.determinism import Determinism, determinism_of
+from vllm_fl.engine.trials import Request, Role, Trials
+from vllm_fl.engine.verification import Comparison, compare
+from vllm_fl.errors import AllFailedError, CallError, PluginError
+from vllm_fl.plugins.forms import states_support
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.text import quote
+
 from .families import calls_of
 from .processes import apart
 from .subject import Refused, Subject, expect, fresh, tensors
@@ -221,7 +222,7 @@ def serving(subject: Subject, dtype: str, sample: str) -> None:
 
 def preflight(subject: Subject, dtype: str, sample: str) -> None:
     """What an engine runs before it serves finds no fault."""
-    from ..engine.preflight import find_faults
+    from vllm_fl.engine.preflight import find_faults
 
     serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
     sizes, specs = subject.all_sizes, {subject.spec.name: subject.spec}

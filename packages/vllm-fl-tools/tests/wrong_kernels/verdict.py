@@ -16,7 +16,7 @@ from vllm_fl.engine import preflight, trials
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import OpImpl
-from vllm_fl.testing import CHECKS, failures
+from vllm_fl_tools.testing import CHECKS, failures
 
 from . import exceptions, right
 from .corpus import Wrong, corpus

@@ -16,8 +16,8 @@ from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare_all
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
-from vllm_fl.testing import CHECKS, failures
-from vllm_fl.testing.subject import Subject
+from vllm_fl_tools.testing import CHECKS, failures
+from vllm_fl_tools.testing.subject import Subject
 
 pytest_plugins = ["pytester"]
 

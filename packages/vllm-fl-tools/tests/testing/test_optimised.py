@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import vllm_fl.testing
+import vllm_fl_tools.testing
 
 KERNELS = """
 import random, sys
@@ -67,7 +67,7 @@ def test_no_check_is_an_assert() -> None:
     """Also of those that no kernel above fails."""
     found = [
         f"{path.name}:{node.lineno}"
-        for path in Path(vllm_fl.testing.__file__).parent.glob("*.py")
+        for path in Path(vllm_fl_tools.testing.__file__).parent.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Assert)
     ]

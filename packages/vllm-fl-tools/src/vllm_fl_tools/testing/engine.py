@@ -22,7 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..plugins.breadcrumb import ending
+from vllm_fl.plugins.breadcrumb import ending
+
 from .processes import installed_with
 from .subject import Refused, Subject, expect
 

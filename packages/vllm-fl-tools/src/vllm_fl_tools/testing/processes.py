@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ..contracts import ModelSizes
-from ..plugins.breadcrumb import ending
-from ..plugins.types import OpImpl
-from ..text import quote
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.plugins.breadcrumb import ending
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.text import quote
+
 from .subject import Refused, Subject, expect
 
 __all__ = ["apart", "fork", "installed", "installed_with", "spawn"]
@@ -34,7 +35,7 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
         LookupError: no plugin brings it, or for ops without a contract only, by which nothing can
             be judged; the message says what there is, or why it failed.
     """
-    from ..dispatch import get_default_manager
+    from vllm_fl.dispatch import get_default_manager
 
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()

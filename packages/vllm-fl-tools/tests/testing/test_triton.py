@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import vllm_fl.testing.triton
+import vllm_fl_tools.testing.triton
 
 KERNELS = Path(__file__).with_name("interpreted_kernels.py")
 WITH_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -88,6 +88,6 @@ def test_nothing_is_counted_where_no_interpreter_is() -> None:
 
 def test_the_plugin_module_of_its_documentation_is_python() -> None:
     """The example can be copied as it is."""
-    text = vllm_fl.testing.triton.__doc__ or ""
+    text = vllm_fl_tools.testing.triton.__doc__ or ""
     example = text[text.index('    """A plugin') : text.index("With this module")]
     compile("\n".join(line[4:] for line in example.splitlines()), "example", "exec")

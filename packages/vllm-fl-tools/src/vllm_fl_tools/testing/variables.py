@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..dispatch import get_default_manager
-from ..engine.digest import BENEATH
-from ..engine.opaque import is_opaque
-from ..plugins.forms import verdict_of
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.digest import BENEATH
+from vllm_fl.engine.opaque import is_opaque
+from vllm_fl.plugins.forms import verdict_of
+
 from .subject import Subject, fresh
 
 __all__ = ["reading", "undeclared"]
 
-OTHERS = frozenset((*BENEATH, "vllm_fl"))
+OTHERS = frozenset((*BENEATH, "vllm_fl", "vllm_fl_tools"))
 """Whose reads are not an implementation's, beside those of Python's own modules."""
 
 READERS = ("os", "collections")

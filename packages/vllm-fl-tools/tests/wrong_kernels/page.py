@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 
 from vllm_fl.contracts import OpSpec, contracts
-from vllm_fl.testing.families import FAMILIES, smaller
+from vllm_fl_tools.testing.families import FAMILIES, smaller
 
 from .corpus import KINDS, LATENT, MIXED, Wrong, corpus
 

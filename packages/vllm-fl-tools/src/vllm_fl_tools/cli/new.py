@@ -11,18 +11,18 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from ..dispatch import get_default_manager
-from ..dispatch.startup import known_platforms
-from ..settings.policy import closest
-from ..settings.values import PLATFORMS, normalise_platform
-from ._show import UsageError, answer, say
+from vllm_fl.cli.common import UsageError, answer, say
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.startup import known_platforms
+from vllm_fl.settings.policy import closest
+from vllm_fl.settings.values import PLATFORMS, normalise_platform
 
 __all__ = ["add_arguments", "run", "template_ops"]
 
 RESERVED = ("core", "default", "fl", "flagos", "impl", "reference", "stock", "vendor", "vllm")
 """Tokens of the policy, and names of our own."""
 
-TEMPLATE = files("vllm_fl") / "templates" / "backend"
+TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 """A whole package of the vendor `acme`, for a device of its own."""
 
 IMPL = "src/vllm_fl_acme/impl"

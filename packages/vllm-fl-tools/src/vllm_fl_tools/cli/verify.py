@@ -10,6 +10,7 @@ import argparse
 import copy
 import io
 import math
+import os
 import platform
 import statistics
 import sys
@@ -21,23 +22,32 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..contracts import ModelSizes, OpSpec
-from ..contracts.sizes import typical_sizes
-from ..dispatch import get_default_manager
-from ..dispatch.manager import OpManager
-from ..integration.places import all_bindings
-from ..plugins.forms import verdict_of
-from ..plugins.types import Impl, OpImpl
-from ..text import quote, scrub
-from ._environment import device_facts, distributions
-from ._options import ReportFile, check_known, device_of, positive_seconds
-from ._progress import TookTooLong, Watch
-from ._show import UsageError, answer, answering, print_table, say
+from vllm_fl.cli.common import (
+    ReportFile,
+    UsageError,
+    answer,
+    answering,
+    device_of,
+    distributions,
+    print_table,
+    say,
+)
+from vllm_fl.contracts import ModelSizes, OpSpec
+from vllm_fl.contracts.sizes import typical_sizes
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.integration.places import all_bindings
+from vllm_fl.plugins.forms import verdict_of
+from vllm_fl.plugins.types import Impl, OpImpl
+from vllm_fl.text import quote, scrub
+
+from ._options import check_known, positive_seconds
+from ._watch import TookTooLong, Watch
 
 if TYPE_CHECKING:
     import torch
 
-    from ..engine.verification import Comparison
+    from vllm_fl.engine.verification import Comparison
 
 TOKENS = 256
 """What is timed: a call of a model of Qwen3-0.6B's sizes with this many tokens."""
@@ -96,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         runnable, not_run = _choose(manager, arguments.op, arguments.impl)
         _check_dtypes(arguments.dtype, manager.registry.snapshot().contracts.values())
         device = device_of(arguments.device)
-        facts = device_facts(device)  # asked before anything runs: a broken device tells nothing
+        facts = _device_facts(device)  # asked before anything runs: a broken device tells nothing
         timed = not (arguments.emulated or arguments.no_times)
         work = _Work(manager, runnable, arguments.dtype, device, timed)
         found = {
@@ -143,6 +153,35 @@ def run(arguments: argparse.Namespace) -> int:
                 return 1
     bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in work.results)
     return 1 if bad or not work.results else 0
+
+
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    """What a device is, for a report."""
+    import torch
+
+    from vllm_fl.engine.identity import cpu_name
+
+    facts: dict[str, Any] = {"type": device.type}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
+    elif device.type == "cpu":
+        facts |= {
+            "name": cpu_name(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        }
+    else:
+        module = getattr(torch, device.type, None)
+        named = getattr(module, "get_device_name", None)
+        facts["name"] = named(device.index or 0) if named is not None else device.type
+    return facts
 
 
 def _choose(
@@ -268,8 +307,8 @@ class _Work:
         """Whether it gives the same bits in another run, and in another batch, as JSON data."""
         import torch
 
-        from ..engine.determinism import Determinism, determinism_of
-        from ..engine.trials import Trials
+        from vllm_fl.engine.determinism import Determinism, determinism_of
+        from vllm_fl.engine.trials import Trials
 
         spec = self.specs[impl.op_name]
         trials = Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
@@ -284,7 +323,7 @@ class _Work:
         """Every sample; what breaks around one is that sample's result, and the rest goes on."""
         import torch
 
-        from ..engine.verification import Comparison, compare, tried
+        from vllm_fl.engine.verification import Comparison, compare, tried
 
         spec = self.specs[impl.op_name]
         dtype = getattr(torch, dtype_name)
@@ -328,7 +367,7 @@ def _timed(
     """
     import torch
 
-    from ..engine.verification import as_call
+    from vllm_fl.engine.verification import as_call
 
     wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
     call = as_call(impl, spec)

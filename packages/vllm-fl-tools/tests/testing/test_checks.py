@@ -17,9 +17,9 @@ from wrong_kernels import right
 
 from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.testing import CHECKS, Failure, failures, processes
-from vllm_fl.testing.families import families_of
-from vllm_fl.testing.subject import Refused, Subject
+from vllm_fl_tools.testing import CHECKS, Failure, failures, processes
+from vllm_fl_tools.testing.families import families_of
+from vllm_fl_tools.testing.subject import Refused, Subject
 
 SERVING = ("serving", "preflight")
 
@@ -294,3 +294,14 @@ def test_an_op_that_asks_for_what_no_public_model_has_is_of_none() -> None:
     own = dataclasses.replace(contracts()["silu_and_mul"], served=served)
     assert families_of(own) == []
     assert len(families_of(contracts()["silu_and_mul"])) >= 6
+
+
+def test_numbers_that_are_right_are_packed_too() -> None:
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        """In plain PyTorch, which gives a transposed x's product its strides."""
+        gate, up = x.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    told = found(dataclasses.replace(sound("silu_and_mul"), fn=silu), "values")
+    assert {one.case.sample for one in told} == {"16 tokens, x transposed in memory"}
+    assert all("strides (1, 16)" in one.reason for one in told)

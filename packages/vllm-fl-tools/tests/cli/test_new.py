@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from vllm_fl.cli import main
-from vllm_fl.cli.new import template_ops
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.settings.loading import load_settings
+from vllm_fl_tools.cli.new import template_ops
 
 OPS = tuple(template_ops())
 

@@ -11,9 +11,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from ..contracts import ModelSizes
-from ..dispatch import get_default_manager
-from ..dispatch.startup import detect_platform
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.startup import detect_platform
+
 from .cases import CHECKS, Case, cases_of
 from .checks import same_bits
 from .exceptions import read_xfails

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from ..contracts import Sample
-from ..engine.opaque import Watched, is_opaque, opaque_op
-from ..engine.plan import Plan, PlanEntry
-from ..engine.traced import trial
-from ..engine.verification import compare
-from ..plugins.types import BackendImplKind, OpImpl
+from vllm_fl.contracts import Sample
+from vllm_fl.engine.opaque import Watched, is_opaque, opaque_op
+from vllm_fl.engine.plan import Plan, PlanEntry
+from vllm_fl.engine.traced import trial
+from vllm_fl.engine.verification import compare
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+
 from .checks import judge
 from .subject import Refused, Subject, expect, fresh, pattern
 from .variables import undeclared

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from ..contracts import BadInput, ModelSizes, OpSpec, Sample
-from ..contracts.binding import Binding, Contract
-from ..contracts.layouts import relaid
-from ..contracts.sizes import typical_sizes
-from ..dispatch import get_default_manager
-from ..dispatch.manager import OpManager
-from ..engine.verification import as_call
-from ..engine.wanted import promised
-from ..plugins.forms import verdict_of
-from ..plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot, known_contracts
-from ..plugins.types import OpImpl
-from ..settings.policy import SelectionPolicy
+from vllm_fl.contracts import BadInput, ModelSizes, OpSpec, Sample
+from vllm_fl.contracts.binding import Binding, Contract
+from vllm_fl.contracts.layouts import relaid
+from vllm_fl.contracts.sizes import typical_sizes
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.engine.verification import as_call
+from vllm_fl.engine.wanted import promised
+from vllm_fl.plugins.forms import verdict_of
+from vllm_fl.plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot, known_contracts
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.settings.policy import SelectionPolicy
 
 __all__ = ["SIZES", "Refused", "Subject", "digest", "expect", "fresh", "pattern", "tensors"]
 

@@ -8,8 +8,9 @@ from typing import Literal
 
 import torch
 
-from ..plugins.types import OpImpl
-from ..text import quote
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.text import quote
+
 from . import checks, compiling, engine, processes
 from .families import families_of, served_dtype
 from .subject import SIZES, Refused, Subject

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import SOUND, Command, Plugin
+from commands import SOUND, Command, Plugin, offered
 
-from vllm_fl.cli import verify
 from vllm_fl.cli.common import UsageError, device_of
 from vllm_fl.engine.verification import Comparison
+from vllm_fl_tools.cli import verify
 
 MANY = """
 def plus_one(x):
@@ -357,6 +357,60 @@ def test_a_nan_is_the_worst() -> None:
     assert (summary["worst"], summary["worst_sample"]) == (None, "bad")
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--dtype", "int4"),
+        ("--op", "rms_nrom"),
+        ("--impl", "vendor.nobody"),
+        ("--device", "toaster"),
+    ],
+)
+def test_wrong_usage_is_status_2_and_one_line(
+    fl: Command, plugin: Plugin, args: tuple[str, str]
+) -> None:
+    plugin()
+    done = fl("verify", *args)
+    assert (done.status, done.out) == (2, "")
+    (message,) = done.err.splitlines()
+    assert args[1] in message and message.endswith("[FL701]")
+
+
+def test_a_whole_layer_of_vllms_is_not_run(fl: Command, plugin: Plugin) -> None:
+    plugin(
+        """
+        from vllm_fl import LayerImpl
+
+        @hookimpl
+        def layers():
+            yield LayerImpl("RowParallelLinear", "a.Row", BackendImplKind.VENDOR, "acme")
+        """
+    )
+    (left,) = fl("verify", "--json", "--op", "RowParallelLinear").json()["not_run"]
+    assert left["reason"] == "it is a class for vLLM, not one computation"
+
+
+@pytest.mark.parametrize(
+    "content", ["prefer: [", "op_backends: {silu_and_mul: vendr}", "allow_vendors: [acme]"]
+)
+def test_a_broken_policy_file_keeps_nothing_from_being_run(
+    fl: Command, plugin: Plugin, tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "acme.yaml"
+    path.write_text(content)
+    ships = f"@hookimpl\ndef policy(platform):\n    return PolicyDefaults({str(path)!r})\n"
+    plugin(f"{SOUND}\n{ships}")
+    done = fl("verify", "--json", *QUICK, VLLM_FL_PLATFORM="acme")
+    assert done.status == 0, done.err
+    assert [each["impl_id"] for each in done.json()["results"]] == ["vendor.acme"]
+
+
+def test_a_shell_is_offered_ops(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    found = offered("vllm-fl verify --op silu_", tmp_path)
+    assert "silu_and_mul" in found and "rms_norm" not in found
+
+
 def test_torch_that_is_broken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # `import torch` then raises ImportError
     with pytest.raises(UsageError, match="vllm-fl doctor"):
@@ -420,7 +474,9 @@ class TestALongRun:
         (source,) = tmp_path.glob("fl_plugin_*.py")
         head = "import signal\nBLOCKED = signal.SIG_BLOCK, [signal.SIGALRM]\n"
         source.write_text(head + source.read_text().replace("!= HANGS", "< 0"))
-        done = by_itself(tmp_path, "--json", *QUICK, "--timeout", "3", settings="it.GRACE = 0.2")
+        done = by_itself(
+            tmp_path, "--json", *QUICK, "--timeout", "3", settings="_watch.GRACE = 0.2"
+        )
         assert done.returncode == 1
         answer = json.loads(done.stdout)
         assert answer["complete"] is False and set(by_impl(answer)) == {"vendor.acme"}
@@ -462,6 +518,7 @@ def by_itself(
 ) -> subprocess.CompletedProcess[bytes]:
     """`vllm-fl verify` in a process of its own, with other `settings` of the progress."""
     script = "import sys\nfrom vllm_fl.cli import _progress as it, main\n"
+    script += "from vllm_fl_tools.cli import _watch\n"
     script += f"it.QUIET = 3600.0\n{settings}\n"  # a busy machine is slow to import a plugin
     before = os.environ.get("PYTHONPATH", "")
     return subprocess.run(

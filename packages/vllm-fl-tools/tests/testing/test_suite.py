@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from vllm_fl.dispatch import reset_default_manager
-from vllm_fl.testing import CHECKS, OpConformance
-from vllm_fl.testing.exceptions import read_xfails
-from vllm_fl.testing.processes import installed
+from vllm_fl_tools.testing import CHECKS, OpConformance
+from vllm_fl_tools.testing.exceptions import read_xfails
+from vllm_fl_tools.testing.processes import installed
 
 pytest_plugins = ["pytester"]
 
@@ -138,13 +138,13 @@ def test_a_backend_of_ops_without_contract_is_told_apart(
 
 
 def test_every_check_has_a_test_method_and_stands_in_the_guide() -> None:
-    import vllm_fl.testing
+    import vllm_fl_tools.testing
 
     methods = {n.removeprefix("test_") for n in vars(OpConformance) if n.startswith("test_")}
     assert methods == {*CHECKS, "exceptions"}
-    assert vllm_fl.testing.__doc__
+    assert vllm_fl_tools.testing.__doc__
     for name in methods:
-        assert f"`test_{name}`" in vllm_fl.testing.__doc__
+        assert f"`test_{name}`" in vllm_fl_tools.testing.__doc__
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""A long run: which unit of it is at work, and giving up a call that takes too long."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from vllm_fl.cli.common import current
+
+__all__ = ["TookTooLong", "Watch"]
+
+GRACE = 10.0
+"""Seconds that a call may take, beyond its limit, to come back from native code to Python, where
+it is given up. One that does not come back cannot be given up alone: the run ends with it."""
+
+
+class TookTooLong(KeyboardInterrupt):
+    """A call was given up. As a KeyboardInterrupt it is not taken for a kernel's own error."""
+
+
+class Watch:
+    """Says which unit of a long run is at work, and gives up a call that takes too long.
+
+    Args:
+        units: how many units of work there are.
+        limit: seconds that one call may take.
+        stuck: called, in another thread, when a call takes longer than that and is in native code,
+            where nothing can end it. The process ends with it.
+    """
+
+    def __init__(self, units: int, limit: float, stuck: Callable[[], None]) -> None:
+        self.units, self.limit, self._stuck = units, limit, stuck
+        self.running, self._unit, self._number = "", "", 0
+
+    def begin(self, unit: str) -> None:
+        """A unit begins, which has a line of its own on a terminal."""
+        self.at(unit, self._number + 1)
+        if sys.stderr.isatty():
+            current().tell()
+
+    def at(self, unit: str, number: int) -> None:
+        """A unit begins of which somebody else will tell: it is named after a long silence alone.
+
+        Args:
+            unit: for people.
+            number: how many there are with it.
+        """
+        self._unit, self._number = unit, number
+        self._note(unit)
+
+    def _note(self, running: str) -> None:
+        self.running = running
+        current().doing = f"[{self._number}/{self.units}] {running}"
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """One call, which is given up after the limit.
+
+        Raises:
+            TookTooLong: it was.
+        """
+        self._note(f"{self._unit}, {name}")
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
+            return
+        at = current()
+        at.overdue = time.monotonic() + self.limit + GRACE, self._stuck
+        try:
+            with _alarm(self.limit):
+                yield
+        finally:
+            at.overdue = None
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise TookTooLong here after `seconds`, and every second again, since it may be swallowed."""
+    armed = True
+
+    def ring(number: int, frame: object) -> None:
+        if armed:
+            raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        while armed:  # it may ring right here
+            with suppress(TookTooLong):
+                armed = False
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,519 @@
+'''Triton kernels without a GPU: Triton's interpreter, with the gaps closed that kernels fall into.
+
+`TRITON_INTERPRET=1` runs a kernel in Python, program by program, on tensors of the CPU. What it
+computes there differs from a GPU in places, and some of what compiles does not run. After
+`interpreted()` a backend's kernels can be tested against the contracts on any machine::
+
+    """A plugin module for the tests: our kernels run where no GPU is."""
+
+    from vllm_fl import hookimpl
+    from vllm_fl.testing.triton import interpreted
+
+    interpreted()  # before anything imports a kernel
+
+
+    @hookimpl
+    def register_ops():
+        import vllm_fl_acme.impl
+
+        vllm_fl_acme.impl.DEVICE = "cpu"  # whatever lets the backend accept the CPU's tensors
+        return ()
+
+With this module as `tests/on_interpreter.py`, every process that finds plugins has it, those that
+the kit starts included::
+
+    TRITON_INTERPRET=1 VLLM_FL_PLUGIN_MODULES=on_interpreter PYTHONPATH=tests python -m pytest
+
+Take small `sizes` in the test class: a program of a thousand elements takes about a millisecond,
+and a call of a served model has thousands of them.
+
+=====================================  ============================================================
+the interpreter                        after `interpreted()`
+=====================================  ============================================================
+`and`, `or` of blocks: Python's        element by element, as compiled
+fp32 to bf16: cut off                  rounded to the nearest even
+a float argument: a Python number      a scalar of fp32, which has `.to` and widens fp16 and bf16
+`tl.dot` of bf16: of the bits          of the values, summed in fp32
+arithmetic of bf16: of the bits        of the values, in fp32 and rounded once
+`libdevice`: an error, or None         numpy's functions; one that is missing is an error by name
+`triton.autotune`: looks for a GPU     the first configuration that is not pruned, unmeasured
+a kernel is no `JITFunction`           it is, with `src`, `cache_key` and `signature`
+`torch.library.wrap_triton`: an error  the kernel itself: it runs, and no compiler sees its launch
+=====================================  ============================================================
+
+It shows that the numbers are right. It does not show that a kernel compiles, that its programs do
+not race, or how fast it is. An access outside of a tensor may end the process: in a backend's
+`xfails.toml`, `run = false` runs such a sample in a process of its own.
+'''
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import inspect
+import math
+import os
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+__all__ = ["SUPPORTED", "interpreted", "to_compile"]
+
+SUPPORTED = ((3, 6), (3, 9))
+"""The first and the last release of Triton whose interpreter is known here. That of 3.6
+fails with numpy 2.4 and later."""
+
+SWITCH = "TRITON_INTERPRET"
+
+LAUNCH_OPTIONS = frozenset(
+    ("num_warps", "num_stages", "num_ctas", "maxnreg", "pre_hook", "ir_override")
+)
+"""What a configuration says to a compiler, and an interpreter has no use for."""
+
+
+def interpreted(*, cuda: bool = False) -> None:
+    """Let this process run Triton's kernels through the interpreter, on tensors of the CPU.
+
+    Call it before anything imports a kernel: what is decorated before is compiled, or tuned, as on
+    a GPU. It lasts as long as the process, and is inherited by those that it starts in
+    TRITON_INTERPRET alone: there it has to be called again. A second call changes nothing.
+
+    Args:
+        cuda: also answer what kernel libraries ask of `torch.cuda` when they are imported or launch
+            a kernel (name, properties, capability, count, the guard `torch.cuda.device`), as one
+            device of capability 8.0 would. `torch.cuda.is_available()` stays as it is.
+
+    Raises:
+        ImportError: Triton is not installed, or of a release that is not supported.
+        RuntimeError: Triton was imported before, to compile.
+    """
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "1"
+    try:
+        _check()
+    except BaseException:
+        del os.environ[SWITCH]
+        if before is not None:
+            os.environ[SWITCH] = before
+        raise
+    _close_gaps()
+    if cuda:
+        _stand_in_for_cuda()
+
+
+@contextlib.contextmanager
+def to_compile(*, runs: bool = True) -> Iterator[set[str]]:
+    """What a GPU would have to compile for the kernels that are launched meanwhile, each once.
+
+    Triton compiles a kernel anew for another dtype, constant or option, for an integer that is 1,
+    and where 16 begins or ceases to divide an integer or an address. It is Triton's own code that
+    tells them apart here. What `triton.autotune` would try or choose is not among it.
+
+    Args:
+        runs: False runs no kernel: what they should write stays as it was.
+
+    Yields:
+        A growing set of texts: a kernel's module and name, and what it is compiled for.
+
+    Raises:
+        RuntimeError: `interpreted` was not called.
+    """
+    if not os.environ.get(SWITCH) or not _close_gaps.cache_info().currsize:
+        raise RuntimeError("to_compile counts the launches of the interpreter: call interpreted()")
+    function: Any = _interpreter().InterpretedFunction
+    original, found = function.run, set[str]()
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        _, kinds, options = _binder(self)(*args, **kwargs)
+        found.add(f"{self.fn.__module__}.{self.fn.__name__} {kinds} {sorted(options.items())}")
+        return original(self, *args, grid=grid, warmup=warmup, **kwargs) if runs else None
+
+    function.run = run
+    try:
+        yield found
+    finally:
+        function.run = original
+
+
+@cache
+def _binder(kernel: Any) -> Any:
+    """Triton's function: a launch's arguments -> (by name, what each is compiled for, options)."""
+    jit: Any = import_module("triton.runtime.jit")
+    backend = import_module("triton.backends.compiler").BaseBackend
+    left_alone = kernel.kwargs.get("do_not_specialize") or ()
+    unaligned = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
+    parameters = [
+        jit.KernelParam(
+            number,
+            parameter,
+            number in left_alone or parameter.name in left_alone,
+            number in unaligned or parameter.name in unaligned,
+        )
+        for number, parameter in enumerate(kernel.signature.parameters.values())
+    ]
+    return jit.create_function_from_signature(kernel.signature, parameters, backend)
+
+
+def _check() -> None:
+    """Raise where this Triton cannot be interpreted."""
+    try:
+        triton: Any = import_module("triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ImportError(
+            "vllm_fl.testing.triton needs Triton, which is not installed: pip install triton, in "
+            "the release that your torch was made for",
+            name="triton",
+        ) from error
+    version = str(triton.__version__)
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    first, last = SUPPORTED
+    if not first <= release <= last:
+        raise ImportError(
+            f"vllm_fl.testing.triton knows the interpreter of Triton {_text(first)} to "
+            f"{_text(last)}; installed is {version}. Install one of them for these tests.",
+            name="triton",
+        )
+    if not isinstance(triton.language.sum, _interpreter().InterpretedFunction):
+        raise RuntimeError(
+            "Triton was imported before interpreted() was called, and compiles in this process. "
+            f"Call it earlier, or set {SWITCH}=1 for the whole process."
+        )
+
+
+def _text(release: Sequence[int]) -> str:
+    return ".".join(map(str, release))
+
+
+def _interpreter() -> Any:
+    return import_module("triton.runtime.interpreter")
+
+
+@cache
+def _close_gaps() -> None:
+    _first_configuration()
+    _interpreted_functions_look_compiled()
+    _extern_functions()
+    _logical_operators()
+    _float_arguments()
+    _small_floats()
+    _wrapped_kernels_run()
+
+
+class _Launcher:
+    """A kernel behind a decorator that chooses arguments; here without a benchmark.
+
+    Args:
+        fn: the kernel, or another launcher.
+        choose: the arguments of a launch, by name -> those that it adds.
+    """
+
+    def __init__(self, fn: Any, choose: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.fn = fn
+        self.choose = choose
+        self.arg_names = fn.arg_names
+        self.__name__ = getattr(fn, "__name__", "kernel")
+
+    def run(self, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        kwargs = {**self.choose(named), **kwargs}
+        kept = {name: value for name, value in kwargs.items() if name not in LAUNCH_OPTIONS}
+        return self.fn.run(*args, grid=grid, warmup=warmup, **kept)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.run(*args, grid=grid, **kwargs)
+
+
+def _autotune(
+    configs: Sequence[Any],
+    key: Any = None,
+    prune_configs_by: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> Callable[[Any], _Launcher]:
+    """`triton.autotune` that takes the first configuration."""
+    prune = (prune_configs_by or {}).get("early_config_prune")
+
+    def choose(named: dict[str, Any]) -> dict[str, Any]:
+        left = list(prune(configs, named, **named)) if prune else configs
+        if not left:
+            return {}
+        chosen: dict[str, Any] = left[0].all_kwargs()
+        if getattr(left[0], "pre_hook", None) is not None:
+            left[0].pre_hook({**named, **chosen})
+        return chosen
+
+    return lambda kernel: _Launcher(kernel, choose)
+
+
+def _heuristics(values: Mapping[str, Callable[[dict[str, Any]], Any]]) -> Any:
+    """`triton.heuristics`, which may stand over a launcher of ours."""
+
+    def choose(named: dict[str, Any]) -> dict[str, Any]:
+        chosen: dict[str, Any] = {}
+        for name, rule in values.items():
+            chosen[name] = rule({**named, **chosen})
+        return chosen
+
+    return lambda kernel: _Launcher(kernel, choose)
+
+
+def _first_configuration() -> None:
+    for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
+        module: Any = import_module(name)
+        module.autotune, module.heuristics = _autotune, _heuristics
+
+
+def _wrapped_kernels_run() -> None:
+    """What a graph would launch runs where it stands: PyTorch wraps compiled kernels only."""
+    library: Any = import_module("torch.library")
+    library.wrap_triton = lambda triton_kernel: triton_kernel
+
+
+def _interpreted_functions_look_compiled() -> None:
+    """Libraries generate code from `JITFunction.src`, and ask whether they have one."""
+    triton: Any = import_module("triton")
+    jit: Any = import_module("triton.runtime.jit")
+    function: Any = _interpreter().InterpretedFunction
+    compiled = jit.JITFunction
+
+    def is_one(cls: type, value: object) -> bool:
+        return isinstance(value, function) or issubclass(type(value), compiled)
+
+    meta = type("Meta", (type(compiled),), {"__instancecheck__": is_one})
+    either = types.new_class("JITFunction", (compiled[jit.T],), {"metaclass": meta})
+    either.__module__ = compiled.__module__
+    jit.JITFunction = triton.runtime.JITFunction = triton.JITFunction = either
+
+    def source(self: Any) -> str:
+        text = textwrap.dedent("".join(inspect.getsourcelines(self.fn)[0]))
+        return text[re.search(r"^def\s+\w+\s*\(", text, re.M).start() :]  # type: ignore[union-attr]
+
+    def key(self: Any) -> str:
+        return hashlib.sha256((self.fn.__module__ + source(self)).encode()).hexdigest()
+
+    function.src = property(source)
+    function.cache_key = property(key)
+    function.__globals__ = property(lambda self: self.fn.__globals__)
+    function.signature = property(lambda self: inspect.signature(self.fn))
+    original = function.__init__
+
+    def init(self: Any, fn: Any, **kwargs: Any) -> None:
+        original(self, fn, **kwargs)
+        self.__module__ = fn.__module__
+
+    function.__init__ = init
+
+
+LIBDEVICE = ("triton.language.extra.libdevice", "triton.language.extra.cuda.libdevice")
+"""Where kernels import these functions from: the one that a compiler maps to its device's, and
+NVIDIA's."""
+
+FUNCTIONS = {
+    "ceil": "ceil", "floor": "floor", "trunc": "trunc", "rint": "rint", "nearbyint": "rint",
+    "abs": "abs", "sqrt": "sqrt", "exp": "exp", "exp2": "exp2", "exp10": None, "expm1": "expm1",
+    "log": "log", "log2": "log2", "log10": "log10", "log1p": "log1p", "pow": "power",
+    "sin": "sin", "cos": "cos", "tan": "tan", "asin": "arcsin", "acos": "arccos", "atan": "arctan",
+    "atan2": "arctan2", "sinh": "sinh", "cosh": "cosh", "tanh": "tanh", "asinh": "arcsinh",
+    "acosh": "arccosh", "atanh": "arctanh", "fmod": "fmod", "copysign": "copysign",
+    "fast_expf": "exp", "fast_logf": "log", "fast_sinf": "sin", "fast_cosf": "cos",
+    "fast_powf": "power", "fast_dividef": "divide", "div_rn": "divide", "sqrt_rn": "sqrt",
+    "rsqrt": None, "erf": None, "erfc": None, "fma": None,
+}  # fmt: skip
+"""libdevice's name -> numpy's; None: it stands in `_extern_functions`."""
+
+
+def _extern_functions() -> None:
+    """libdevice in numpy, computed in fp64 and rounded once."""
+    np: Any = import_module("numpy")
+    own = {
+        "exp10": lambda x: np.power(10.0, x),
+        "rsqrt": lambda x: 1.0 / np.sqrt(x),
+        "erf": np.vectorize(math.erf, otypes=[np.float64]),
+        "erfc": np.vectorize(math.erfc, otypes=[np.float64]),
+        "fma": lambda x, y, z: x * y + z,
+    }
+    known = {name: getattr(np, its) if its else own[name] for name, its in FUNCTIONS.items()}
+    for name in LIBDEVICE:
+        module: Any = import_module(name)
+        for each, value in vars(module).copy().items():
+            if inspect.isfunction(value) and value.__module__ == name and each[0] != "_":
+                setattr(module, each, _elementwise(each, known.get(each)))
+
+
+def _elementwise(name: str, function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A function of libdevice on the interpreter's blocks; without one, an error that names it."""
+    np: Any = import_module("numpy")
+    tl: Any = import_module("triton.language")
+    interpreter = _interpreter()
+
+    def call(*operands: Any, _semantic: Any = None, _builder: Any = None) -> Any:
+        if function is None:
+            raise NotImplementedError(f"vllm_fl.testing.triton lacks libdevice's {name!r}")
+        blocks = [interpreter.interpreter_semantic.to_tensor(each, False) for each in operands]
+        first = max(blocks, key=lambda block: len(block.shape))
+        kind = blocks[0].dtype
+        if kind not in (tl.float32, tl.float64):
+            raise TypeError(f"libdevice's {name!r} takes float32 and float64, not {kind}")
+        wide = [block.handle.data.astype(np.float64) for block in blocks]
+        with np.errstate(all="ignore"):  # as on a device
+            result = np.asarray(function(*wide)).astype(blocks[0].handle.data.dtype)
+        shape = first.type.with_element_ty(kind) if first.shape else kind
+        return tl.core.tensor(interpreter.TensorHandle(result, kind), shape)
+
+    call.__name__ = name
+    return call
+
+
+def _logical_operators() -> None:
+    """`and` and `or` of blocks, element by element as the compiler has them."""
+    interpreter, tl = _interpreter(), import_module("triton.language")
+
+    def fold(method: str, stop: bool) -> Callable[..., Any]:
+        def call(*operands: Callable[[], Any]) -> Any:
+            result = operands[0]()
+            for operand in operands[1:]:
+                if isinstance(result, tl.tensor):
+                    result = getattr(result, method)(operand())
+                elif bool(result) is not stop:
+                    result = operand()
+            return result
+
+        return call
+
+    names = {ast.And: "_block_and", ast.Or: "_block_or"}
+    # A kernel is executed with the interpreter's own names among its globals.
+    vars(interpreter)["_block_and"] = fold("logical_and", stop=False)
+    vars(interpreter)["_block_or"] = fold("logical_or", stop=True)
+    original: Any = interpreter.ASTTransformer
+
+    def visit_bool_op(self: Any, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        none = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        operands: list[ast.expr] = [ast.Lambda(args=none, body=value) for value in node.values]
+        name = ast.Name(id=names[type(node.op)], ctx=ast.Load())
+        return ast.Call(func=name, args=operands, keywords=[])
+
+    def visit_assign(self: Any, node: ast.Assign) -> Any:
+        self.generic_visit(node)
+        return original.visit_Assign(self, node)
+
+    visitors = {"visit_BoolOp": visit_bool_op, "visit_Assign": visit_assign}
+    transformer = type("Transformer", (original,), visitors)
+    interpreter.FunctionRewriter.ast_transformer = transformer()
+
+
+def _float_arguments() -> None:
+    """A float that a kernel is launched with becomes a scalar of fp32, as the compiler has it.
+
+    Triton's own interpreter leaves it a Python number, which has no `.to`, and beside a block of
+    fp16 or bf16 counts as one of that dtype.
+    """
+    interpreter, np = _interpreter(), import_module("numpy")
+    tl = import_module("triton.language")
+    convert = interpreter._implicit_cvt
+
+    def converted(argument: Any) -> Any:
+        if not isinstance(argument, float):
+            return convert(argument)
+        handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
+        return tl.tensor(handle, tl.float32)
+
+    interpreter._implicit_cvt = converted
+
+
+def _small_floats() -> None:
+    """bfloat16 blocks computed with in fp32, and rounded to nearest even, as the hardware does.
+
+    Triton's own interpreter keeps a bfloat16 as the integer of its bits, and computes with that.
+
+    Rounding to float8_e4m3fn, too: Triton's own interpreter loses what is carried over into the
+    exponent.
+    """
+    interpreter, np = _interpreter(), import_module("numpy")
+    torch, tl = import_module("torch"), import_module("triton.language")
+    handle_type: Any = interpreter.TensorHandle
+    builder = interpreter.InterpreterBuilder
+    dot = builder.create_dot
+
+    def is_bits(handle: Any) -> bool:
+        return bool(handle.dtype.scalar == tl.bfloat16 and handle.data.dtype == np.uint16)
+
+    def widened(handle: Any) -> Any:
+        if is_bits(handle):
+            wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+            return handle_type(wide, tl.float32)
+        return handle
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    builder.create_dot = create_dot
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) == (tl.float32, tl.float8e4nv):
+            whole = torch.tensor(np.ascontiguousarray(data)).to(torch.float8_e4m3fn)
+            return whole.view(torch.uint8).numpy()
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, mode)
+        bits = np.frombuffer(np.ascontiguousarray(data).tobytes(), dtype=np.uint32)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        nan = np.isnan(bits.view(np.float32))
+        return np.where(nan, np.uint16(0x7FC0), nearest).reshape(np.shape(data))
+
+    interpreter._convert_float = rounded
+
+    def narrowed(result: Any) -> Any:
+        data = result.data
+        if data.dtype != np.bool_:
+            data = rounded(data.astype(np.float32), tl.float32, tl.bfloat16, None)
+        return handle_type(data, tl.bfloat16)
+
+    def in_fp32(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, first: Any, *others: Any) -> Any:
+            handles = [first, *(other for other in others if isinstance(other, handle_type))]
+            if not any(map(is_bits, handles)):
+                return method(self, first, *others)
+            wide = (widened(x) if isinstance(x, handle_type) else x for x in (first, *others))
+            return narrowed(method(self, *wide))
+
+        return call
+
+    # Each operator but these is one of the first two, with a function of numpy's.
+    for name in ("binary_op", "unary_op", "create_clampf", "create_fma"):
+        setattr(builder, name, in_fp32(getattr(builder, name)))
+
+    def get_bf16(self: Any, value: float) -> Any:
+        return narrowed(handle_type(np.array([value], dtype=np.float32), tl.float32))
+
+    builder.get_bf16 = get_bf16
+
+
+class _DeviceGuard(contextlib.AbstractContextManager[None]):
+    """`torch.cuda.device`, where all devices are the CPU."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __exit__(self, *args: Any) -> None:
+        pass
+
+
+def _stand_in_for_cuda() -> None:
+    """What kernel libraries ask of torch.cuda when they are imported, and at launches."""
+    cuda: Any = import_module("torch.cuda")
+    properties = types.SimpleNamespace(
+        name="interpreter", major=8, minor=0, multi_processor_count=4, total_memory=1 << 34
+    )
+    cuda.get_device_name = lambda *_: "interpreter"
+    cuda.get_device_properties = lambda *_: properties
+    cuda.get_device_capability = lambda *_: (8, 0)
+    cuda.current_device = lambda: 0
+    cuda.device_count = lambda: 1
+    cuda.device = _DeviceGuard
