@@ -46,6 +46,8 @@ def reason_against(path: Path) -> str | None:
         case ("packages" | "examples", distribution, "tests"):
             if not is_installed(distribution):
                 return f"{distribution} is not installed: pip install -e {folder.parent}"
+            if distribution != "vllm-fl-core" and not is_installed("vllm-fl-tools"):
+                return "the kit is not installed: pip install -e packages/vllm-fl-tools"
             if find_spec("torch") is None:
                 return "torch is not installed"
             if distribution == "vllm-fl-ascend":

@@ -188,7 +188,7 @@ def tests_core(
 def tests_ops(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
 ) -> None:
-    """Test the contracts, also by the kit, and where vLLM runs each op, with no backend installed."""
+    """Test the contracts, by the kit too, and where vLLM runs each op, with no backend."""
     env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS)
     tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", "-m", chosen)
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from installed import Install
 
+TOOLS = "vllm-fl-tools"
+
 
 def test_a_new_backend_builds_is_found_and_passes_the_kit(install: Install, tmp_path: Path) -> None:
-    written = install("vllm-fl-tools").command("new", "foo", "--dir", str(tmp_path))
+    written = install(TOOLS).command("new", "foo", "--dir", str(tmp_path))
     assert written.returncode == 0, written.stderr
     folder = tmp_path / "vllm-fl-foo"
-    installed = install(str(folder), "vllm-fl-tools", engine=True)
+    installed = install(str(folder), TOOLS, engine=True)
     plugin = installed.plugins(status=0)["vllm-fl-foo"]
     assert (plugin["status"], plugin["hooks"]) == ("ok", ["policy", "register_ops"])
     assert installed.ops(status=0)["rms_norm"]["selected"] == "vendor.foo"
@@ -25,10 +27,10 @@ def test_one_for_somebody_elses_device_passes_the_kit_and_is_chosen_there(
     install: Install, tmp_path: Path
 ) -> None:
     asked = ("--platform", "cpu", "--ops", "silu_and_mul", "--dir", str(tmp_path))
-    written = install("vllm-fl-tools").command("new", "guest", *asked)
+    written = install(TOOLS).command("new", "guest", *asked)
     assert written.returncode == 0, written.stderr
     folder = tmp_path / "vllm-fl-guest"
-    installed = install(str(folder), "vllm-fl-tools", "vllm-fl-reference", "vllm-fl-cpu", engine=True)
+    installed = install(str(folder), TOOLS, "vllm-fl-reference", "vllm-fl-cpu", engine=True)
     done = installed.command("explain", "silu_and_mul", "--mode", "eager", "--json")
     (eager,) = json.loads(done.stdout)["modes"]
     assert eager["selected"] == "vendor.guest"  # beside the platform's own file
@@ -41,10 +43,10 @@ def test_one_for_somebody_elses_device_passes_the_kit_and_is_chosen_there(
 def test_one_for_a_device_that_is_not_here_skips_with_the_reason(
     install: Install, tmp_path: Path
 ) -> None:
-    written = install("vllm-fl-tools").command("new", "away", "--platform", "ascend", "--dir", str(tmp_path))
+    written = install(TOOLS).command("new", "away", "--platform", "ascend", "--dir", str(tmp_path))
     assert written.returncode == 0, written.stderr
     folder = tmp_path / "vllm-fl-away"
-    installed = install(str(folder), "vllm-fl-tools", engine=True)
+    installed = install(str(folder), TOOLS, engine=True)
     done = installed.run(
         "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(folder / "tests")
     )

@@ -19,10 +19,8 @@ EXCEPTIONS = {
     ("dispatch/contracts/rotary_embedding.py", "rotary_embedding"): "kept for plugins in the field",
     ("plugins/types.py", "rms_norm"): EXAMPLE,
     ("settings/values.py", "rms_norm"): EXAMPLE,
-    ("testing/families.py", "rms_norm"): "what Gemma's norms provide, beside a model's other sizes",
 }
-"""(module, op) -> why its name may stand there. Docstrings, comments and the template of a vendor's
-package are not looked at."""
+"""(module, op) -> why its name may stand there. Docstrings and comments are not looked at."""
 
 
 def core() -> dict[str, ast.Module]:
@@ -30,7 +28,6 @@ def core() -> dict[str, ast.Module]:
     return {
         path.relative_to(ROOT).as_posix(): ast.parse(path.read_bytes())
         for path in sorted(ROOT.rglob("*.py"))
-        if "templates" not in path.parts
     }
 
 
