@@ -55,6 +55,7 @@ OF = {name: colour for colour, name in STAND_INS.items()}
 
 STYLE = {
     "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
     "text.color": OF["--ink"],
     "axes.labelcolor": OF["--ink"],
@@ -202,4 +203,5 @@ def _embedded(svg: str) -> str:
     """The `<svg>` element alone, with variables for colours, and without ids that others have."""
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
+    svg = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}", svg)
     return re.sub(r"#fd00[0-9a-f]{2}", lambda found: f"var({STAND_INS[found[0]]})", svg)
