@@ -21,8 +21,7 @@ from typing import Any
 
 from docs_site import MEASURED, ROOT, TABLE
 
-from vllm_fl_tools.cli._plots import looks
-from vllm_fl_tools.cli._style import COLOURS
+from vllm_fl_tools.cli._plots import COLOURS, looks
 
 FOLDER = ROOT / "docs" / "pictures"
 OPS = ("rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding", "reshape_and_cache")

@@ -132,9 +132,8 @@ class Capturing(tuning.Bench):
         super().__init__(*args)
         self.captures = True
 
-    def _captured(self, run: Callable[[], None], calls: int, renew: Callable[[], None]) -> Any:
+    def _captured(self, run: Callable[[], None], calls: int) -> Any:
         def once() -> float:
-            renew()
             start = self.clock()
             run()
             return (self.clock() - start) / calls * 1e6

@@ -106,7 +106,8 @@ class Whose:
         """vLLM's form of an op, which the plan's guard has called."""
         if self._planned(op)[0] == STOCK:
             return Owner(op, STOCK, "", NO, f"the plan says stock for {self.tokens} tokens")
-        who = [told.partition("/")[2] for told in self.places["refused"] if _is_of(op, told)]
+        refused = (told.partition("/") for told in self.places["refused"])
+        who = [impl for of, _, impl in refused if of == op]
         return Owner(op, STOCK, "", NO, f"{', '.join(who) or 'every candidate'} refused")
 
     def _stock(self, op: str, path: Sequence[str]) -> Owner:
@@ -187,10 +188,6 @@ class Whose:
         if path and MOVES.match(path[-1]):
             return Owner("", STOCK, path[-1].partition(" (")[0], NO, "no contract: a copy")
         return Owner("", STOCK, f"kernels {where}", NO, "no contract")
-
-
-def _is_of(op: str, told: str) -> bool:
-    return told.partition("/")[0] == op
 
 
 def _layer(name: str) -> str:

@@ -148,10 +148,7 @@ def running(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         request = {"model": model, "options": options, "steps_aside": steps_aside}
-        if arguments:
-            request["arguments"] = [*arguments]
-        if longest is not None:
-            request["longest"] = longest
+        request |= {"arguments": [*arguments], "longest": longest}
         with log.open("w") as errors:
             process = subprocess.Popen(
                 [*COMMAND, json.dumps(request)],

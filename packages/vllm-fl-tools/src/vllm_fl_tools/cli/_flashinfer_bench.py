@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.cli.common import UsageError
 from vllm_fl.contracts import ModelSizes, OpSpec
-from vllm_fl.settings.table import Figure, Table, TunedOp
+from vllm_fl.settings.table import Table, TunedOp
 
 if TYPE_CHECKING:
     import torch
@@ -229,64 +229,48 @@ def _definition(
     form = re.sub(rf"\b{tokens} x ", "", name)
     dtypes = [out["dtype"] for out in outputs.values()]
     return _named(
-        f"{spec.name} {form}",
-        {
-            "op_type": spec.name,
-            "axes": axes,
-            "inputs": inputs,
-            "outputs": outputs,
-            "reference": _reference(spec, list(inputs), constants, dtypes),
-            "tags": ["vllm-fl", f"dtype:{dtype}"],
-            "description": f"{_summary(spec)} The call: {form}.",
-        },
+        spec,
+        form,
+        axes=axes,
+        inputs=inputs,
+        outputs=outputs,
+        reference=_reference(spec, list(inputs), constants, dtypes),
+        tags=["vllm-fl", f"dtype:{dtype}"],
+        description=f"The call: {form}.",
     )
 
 
 def _together(spec: OpSpec, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One Definition that makes all these calls, as a model does between two layers."""
-    axes: dict[str, Any] = {}
-    inputs: dict[str, Any] = {}
-    outputs: dict[str, Any] = {}
-    bodies = []
+    made: dict[str, dict[str, Any]] = {"axes": {}, "inputs": {}, "outputs": {}}
+    bodies, steps = [], []
     for number, call in enumerate(calls, 1):
-        axes |= call["axes"]
-        inputs |= {f"{name}_of_{number}": value for name, value in call["inputs"].items()}
-        outputs |= {f"{name}_of_{number}": value for name, value in call["outputs"].items()}
-        source = str(call["reference"])
-        bodies.append(source.partition(RUN)[2].replace("def run(", f"def run_{number}("))
-    shared = str(calls[0]["reference"]).partition(RUN)[0]
-    steps = []
-    for number, call in enumerate(calls, 1):
-        made = f"run_{number}({', '.join(f'{name}_of_{number}' for name in call['inputs'])})"
-        steps.append(f"        {made if len(call['outputs']) == 1 else f'*{made}'},")
-    run = [f"def run({', '.join(inputs)}):", "    return (", *steps, "    )"]
-    reference = shared + RUN + "\n\n".join([*bodies, "\n".join(run)]) + "\n"
+        made["axes"] |= call["axes"]
+        for kind in ("inputs", "outputs"):
+            made[kind] |= {f"{name}_of_{number}": value for name, value in call[kind].items()}
+        shared, _, body = call["reference"].partition(RUN)
+        bodies.append(body.replace("def run(", f"def run_{number}("))
+        step = f"run_{number}({', '.join(f'{name}_of_{number}' for name in call['inputs'])})"
+        steps.append(f"        {step if len(call['outputs']) == 1 else f'*{step}'},")
+    run = [f"def run({', '.join(made['inputs'])}):", "    return (", *steps, "    )"]
+    names = ", ".join(call["name"] for call in calls)
     return _named(
-        f"{spec.name} {len(calls)} calls",
-        {
-            "op_type": spec.name,
-            "axes": axes,
-            "inputs": inputs,
-            "outputs": outputs,
-            "reference": reference,
-            "tags": list(calls[0]["tags"]),
-            "description": (
-                f"{_summary(spec)} All {len(calls)} calls that a model makes, one after the other: "
-                f"{', '.join(call['name'] for call in calls)}."
-            ),
-        },
+        spec,
+        f"{len(calls)} calls",
+        **made,
+        reference=shared + RUN + "\n\n".join([*bodies, "\n".join(run)]) + "\n",
+        tags=calls[0]["tags"],
+        description=f"All {len(calls)} calls that a model makes, one after the other: {names}.",
     )
 
 
-def _named(words: str, content: dict[str, Any]) -> dict[str, Any]:
+def _named(spec: OpSpec, form: str, *, description: str, **content: Any) -> dict[str, Any]:
     """With a name of these words, and of a hash of the content: other sizes are another one."""
-    text = json.dumps(content, sort_keys=True)
-    word = re.sub(r"\W+", "_", words).strip("_")
-    return {"name": f"{word}_{hashlib.sha256(text.encode()).hexdigest()[:8]}", **content}
-
-
-def _summary(spec: OpSpec) -> str:
-    return (inspect.getdoc(spec.oracle) or spec.name).partition("\n\n")[0].replace("\n", " ")
+    summary = (inspect.getdoc(spec.oracle) or spec.name).partition("\n\n")[0].replace("\n", " ")
+    whole = {"op_type": spec.name, **content, "description": f"{summary} {description}"}
+    text = json.dumps(whole, sort_keys=True)
+    word = re.sub(r"\W+", "_", f"{spec.name} {form}").strip("_")
+    return {"name": f"{word}_{hashlib.sha256(text.encode()).hexdigest()[:8]}", **whole}
 
 
 def _results(results: Any) -> list[torch.Tensor]:
@@ -388,7 +372,8 @@ def _literal(value: object) -> str:
 def _traces(
     definition: Mapping[str, Any], table: Table, spec: OpSpec, tuned: TunedOp
 ) -> Iterator[dict[str, Any]]:
-    libraries = {name: told for name, told in table.identity.items() if name != "device"}
+    name = definition["name"]
+    libraries = {fact: told for fact, told in table.identity.items() if fact != "device"}
     environment = {
         "hardware": table.identity.get("device") or "unknown",
         "libs": {**libraries, "vllm-fl mode": table.mode},
@@ -398,23 +383,28 @@ def _traces(
         correctness["extra"] = {"rtol": tolerance.rtol, "atol": tolerance.atol}
     defaults = {f.tokens: f.us for f in tuned.figures if f.impl == tuned.default}
     for figure in tuned.figures:
-        if figure.us is None and not figure.rejected:
-            continue  # nothing was found about it
-        name = definition["name"]
-        evaluation: dict[str, Any] = {"environment": environment, "timestamp": table.date}
         if figure.us is not None:
-            evaluation["status"] = "PASSED"
-            evaluation["correctness"] = correctness
-            evaluation["performance"] = _performance(figure, defaults.get(figure.tokens))
-            evaluation["log"] = (
-                f"median of {figure.n}, quartiles {figure.low} and {figure.high} µs; the "
-                f"reference's latency is that of the default, {tuned.default}"
-            )
-        else:
+            default = defaults.get(figure.tokens) or 0.0
+            told: dict[str, Any] = {
+                "status": "PASSED",
+                "correctness": correctness,
+                "performance": {
+                    "latency_ms": figure.us / 1e3,
+                    "reference_latency_ms": default / 1e3,
+                    "speedup_factor": figure.ratio or (default / figure.us if figure.us else 0.0),
+                },
+                "log": f"median of {figure.n}, quartiles {figure.low} and {figure.high} µs; the "
+                f"reference's latency is that of the default, {tuned.default}",
+            }
+        elif figure.rejected:
             wrong = figure.rejected.startswith("wrong")
-            evaluation["status"] = "INCORRECT_NUMERICAL" if wrong else "RUNTIME_ERROR"
-            evaluation["correctness"] = correctness if wrong else None
-            evaluation["log"] = figure.rejected
+            told = {
+                "status": "INCORRECT_NUMERICAL" if wrong else "RUNTIME_ERROR",
+                "correctness": correctness if wrong else None,
+                "log": figure.rejected,
+            }
+        else:
+            continue  # nothing was found about it
         workload = {
             "axes": {TOKENS: figure.tokens},
             "inputs": {parameter: {"type": "random"} for parameter in definition["inputs"]},
@@ -424,15 +414,5 @@ def _traces(
             "definition": name,
             "workload": workload,
             "solution": f"{name}-{figure.impl}",
-            "evaluation": evaluation,
+            "evaluation": {"environment": environment, "timestamp": table.date, **told},
         }
-
-
-def _performance(figure: Figure, default: float | None) -> dict[str, float]:
-    us, known = figure.us or 0.0, default is not None and bool(figure.us)
-    ratio = figure.ratio if figure.ratio is not None else (default or 0.0) / us if known else 0.0
-    return {
-        "latency_ms": us / 1e3,
-        "reference_latency_ms": (default or 0.0) / 1e3,
-        "speedup_factor": ratio,
-    }

@@ -54,12 +54,10 @@ class PartFile:
         self._file.seek(0)
         whole = 0
         for line in self._file.read().splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break
             try:
-                told = json.loads(line)
+                told = json.loads(line) if line.endswith(b"\n") else None
             except ValueError:
-                break
+                told = None
             if not isinstance(told, dict):
                 break
             self.found.append(told)

@@ -10,64 +10,85 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_fl.cli.common import UsageError
+from vllm_fl.settings.table import Figure
 
-__all__ = ["LOOKS", "Look", "Point", "drawing", "looks", "require"]
+__all__ = ["COLOURS", "LOOKS", "Look", "drawing", "looks", "require"]
+
+COLOURS = {
+    "--paper": ("#ffffff", "#14171b"),
+    "--raised": ("#f3f5f8", "#1e2329"),
+    "--ink": ("#1b1f24", "#e8eaed"),
+    "--muted": ("#57606a", "#a5adb6"),
+    "--grid": ("#dfe3e8", "#343b43"),
+    "--link": ("#0a58b0", "#7db8ff"),
+    "--good": ("#0b5a2e", "#8be0ab"),
+    "--good-back": ("#dcf3e4", "#12381f"),
+    "--bad": ("#9b1420", "#ffb0b4"),
+    "--bad-back": ("#fde3e4", "#4c161b"),
+    "--open": ("#6b4700", "#f3d37a"),
+    "--open-back": ("#fbeecb", "#40320c"),
+    "--s0": ("#1a48cf", "#80c9ff"),
+    "--s1": ("#9e2a05", "#e27631"),
+    "--s2": ("#0a6f5b", "#36929a"),
+    "--s3": ("#d150b1", "#b75fff"),
+    "--s4": ("#af8e21", "#ffff32"),
+    "--s5": ("#3b1a56", "#b3d99f"),
+}
+"""Colours in light and in dark: text on its ground has a contrast of 4.5 or more, lines of plots of
+3 or more. The series `--s…` are far apart also for readers who see no red or no green."""
 
 SERIES = 6
 """Colours that implementations take. A later one repeats a colour with another marker and dash."""
 
-MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼"}
-"""matplotlib's name -> the character that the page shows."""
+MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
+"""matplotlib's name, and the character that the page shows."""
 
 DASHES = ("-", "--", ":", "-.")
 
-INK, MUTED, GRID = "#fd0001", "#fd0002", "#fd0003"
-"""Stand-ins: matplotlib knows no variables, so that they are put in afterwards."""
+STAND_INS = {f"#fd00{number:02x}": name for number, name in enumerate(COLOURS)}
+"""What stands for the variables while matplotlib draws, which knows none."""
 
-VARIABLES = {INK: "--ink", MUTED: "--muted", GRID: "--grid"}
+OF = {name: colour for colour, name in STAND_INS.items()}
 
-WIDTH, HEIGHT = 4.5, 3.0
+STYLE = {
+    "svg.fonttype": "none",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "text.color": OF["--ink"],
+    "axes.labelcolor": OF["--ink"],
+    "axes.edgecolor": OF["--muted"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "xtick.color": OF["--ink"],
+    "ytick.color": OF["--ink"],
+    "grid.color": OF["--grid"],
+}
+
+SIZE = 4.5, 3.0
 """Inches of 72 CSS pixels: on a phone it is scaled down by little, and its words stay readable."""
 
 
-@dataclass(frozen=True)
-class Look:
+class Look(NamedTuple):
     """How one implementation looks, in every plot of the page.
 
     Args:
         colour: the number of the CSS variable `--s…`.
         marker: matplotlib's name of it.
+        sign: the marker as a character.
         dash: matplotlib's name of the line.
     """
 
     colour: int
     marker: str
+    sign: str
     dash: str
 
-    @property
-    def sign(self) -> str:
-        """The marker as a character."""
-        return MARKERS[self.marker]
 
-
-LOOKS = tuple(
-    Look(number % SERIES, tuple(MARKERS)[number % len(MARKERS)], DASHES[number // SERIES % 4])
-    for number in range(SERIES * len(MARKERS) * len(DASHES) // 2)
-)
-
-
-@dataclass(frozen=True)
-class Point:
-    """One value of a line; `low` and `high` are its quartiles, `serves` marks it."""
-
-    tokens: int
-    value: float
-    low: float | None = None
-    high: float | None = None
-    serves: bool = False
+LOOKS = tuple(Look(n % SERIES, *MARKERS[n % 5], DASHES[n // SERIES % 4]) for n in range(60))
 
 
 def looks(impls: Sequence[str]) -> Mapping[str, Look]:
@@ -88,159 +109,99 @@ def require() -> None:
 
 def drawing(
     key: str,
-    lines: Mapping[str, Sequence[Point]],
-    rejected: Mapping[str, Sequence[int]],
+    figures: Sequence[Figure],
+    serving: Mapping[int, str],
     look: Mapping[str, Look],
-    label: str,
-    log: bool,
+    *,
+    share: bool = False,
 ) -> str:
     """One plot as the text of an `<svg>` element, the same for the same arguments.
 
     Args:
-        key: begins every id in it.
-        lines: implementation -> its values. At the tokens of other lines that it has no value for,
-            its line is interrupted.
-        rejected: implementation -> the tokens at which it was not timed, marked at the bottom.
+        key: no other plot of the page has it.
+        figures: what is drawn, a line for each implementation; who was rejected is marked at the
+            bottom. At the tokens of other lines that it has no value for, a line is interrupted.
+        serving: tokens -> who serves there, which is marked.
         look: implementation -> how it is drawn.
-        label: of the y axis.
-        log: whether the y axis is logarithmic.
+        share: whether the share of the copy bandwidth is drawn, and not the times.
+
+    Returns:
+        Nothing where there is nothing to draw.
     """
+    lines: dict[str, dict[int, Figure]] = {}
+    for figure in figures:
+        if _value(figure, share):
+            lines.setdefault(figure.impl, {})[figure.tokens] = figure
+    if not lines:
+        return ""
+
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Sheet
+    from matplotlib.ticker import LogLocator, PercentFormatter
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a matplotlibrc of the user's would change pages
-        matplotlib.rcParams.update(
-            {
-                "svg.fonttype": "none",
-                "svg.hashsalt": key,
-                "font.family": ["DejaVu Sans"],
-                "font.size": 9,
-                "text.color": INK,
-                "axes.labelcolor": INK,
-                "axes.edgecolor": MUTED,
-                "xtick.color": MUTED,
-                "ytick.color": MUTED,
-                "xtick.labelcolor": INK,
-                "ytick.labelcolor": INK,
-                "axes.linewidth": 0.8,
-                "axes.spines.top": False,
-                "axes.spines.right": False,
-                "grid.color": GRID,
-                "grid.linewidth": 0.7,
-            }
-        )
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
-        axes.set_axisbelow(True)
-        axes.grid(True, which="major")
-        tokens = sorted(
-            {p.tokens for line in lines.values() for p in line}.union(*rejected.values())
-        )
-        for impl, line in lines.items():
-            _draw(axes, tokens, line, look[impl])
-        for number, (impl, where) in enumerate(rejected.items()):
-            axes.plot(
-                where,
-                [0.03 + 0.05 * number] * len(where),
-                linestyle="none",
-                marker="x",
-                markersize=5,
-                markeredgewidth=1.4,
-                color=_colour(look[impl].colour),
-                transform=axes.get_xaxis_transform(),
-                clip_on=False,
-            )
-        _scale(axes, tokens, lines, log)
-        axes.set_xlabel("tokens")
-        axes.set_ylabel(label)
+        matplotlib.rcParams.update({**STYLE, "svg.hashsalt": key})
+        sheet = Sheet(figsize=SIZE, layout="constrained")
+        axes = sheet.add_subplot(xlabel="tokens", ylabel=SHARE if share else TIME)
+        tokens = sorted({figure.tokens for figure in figures})
+        for impl, line in sorted(lines.items()):
+            _draw(axes, [line.get(t, Figure(t, impl)) for t in tokens], look[impl], share)
+            rings = [figure for t, figure in line.items() if serving.get(t) == impl]
+            places = [figure.tokens for figure in rings], [_value(f, share) for f in rings]
+            axes.plot(*places, "o", color=OF["--ink"], markersize=8.5, fillstyle="none")
+        rejected = sorted({figure.impl for figure in figures if figure.rejected})
+        for number, impl in enumerate(rejected if not share else ()):
+            where = [f.tokens for f in figures if f.impl == impl and f.rejected]
+            heights, colour = [0.03 + 0.05 * number] * len(where), OF[f"--s{look[impl].colour}"]
+            at_bottom = axes.get_xaxis_transform()
+            axes.plot(where, heights, "x", color=colour, transform=at_bottom, clip_on=False)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        if share:
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+        else:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
         out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True)
-    return _embedded(out.getvalue(), key)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        sheet.savefig(out, format="svg", transparent=True, metadata=nothing)
+    return _embedded(out.getvalue())
 
 
-def _draw(axes, tokens: Sequence[int], line: Sequence[Point], look: Look) -> None:  # type: ignore[no-untyped-def]
-    at = {p.tokens: p for p in line}
-    colour = _colour(look.colour)
-    values = [at[t].value if t in at else math.nan for t in tokens]
-    axes.plot(
-        tokens,
+TIME, SHARE = "µs per call", "share of the copy bandwidth"
+"""What a plot shows."""
+
+
+def _value(figure: Figure, share: bool) -> float:
+    """What is drawn of it; 0 where a logarithmic axis has no place for it."""
+    value = figure.copy_share if share else figure.us
+    return value if value is not None and 0 < value < math.inf else 0.0
+
+
+def _draw(axes, line: Sequence[Figure], look: Look, share: bool) -> None:  # type: ignore[no-untyped-def]
+    values = [_value(figure, share) or math.nan for figure in line]
+    known = [(f.low or v, f.high or v) for f, v in zip(line, values, strict=True)]
+    spread = [(v - low, high - v) for v, (low, high) in zip(values, known, strict=True)]
+    axes.errorbar(
+        [figure.tokens for figure in line],
         values,
-        color=colour,
+        yerr=None if share else [*zip(*spread, strict=True)],
+        color=OF[f"--s{look.colour}"],
         linestyle=look.dash,
-        linewidth=1.5,
         marker=look.marker,
         markersize=4.5,
         markeredgewidth=0,
-    )
-    spread = [(p.value - (p.low or p.value), (p.high or p.value) - p.value) for p in line]
-    axes.errorbar(
-        [p.tokens for p in line],
-        [p.value for p in line],
-        yerr=[*zip(*spread, strict=True)],
-        fmt="none",
-        ecolor=colour,
         elinewidth=1,
     )
-    rings = [p for p in line if p.serves]
-    axes.plot(
-        [p.tokens for p in rings],
-        [p.value for p in rings],
-        linestyle="none",
-        marker="o",
-        markersize=8.5,
-        markerfacecolor="none",
-        markeredgecolor=INK,
-        markeredgewidth=1,
-    )
 
 
-def _scale(axes, tokens: Sequence[int], lines: Mapping[str, Sequence[Point]], log: bool) -> None:  # type: ignore[no-untyped-def]
-    from matplotlib.ticker import LogLocator
-
-    axes.set_xscale("log", base=2)
-    exponents = range(math.floor(math.log2(tokens[0])), math.ceil(math.log2(tokens[-1])) + 1)
-    ticks = [2**n for n in exponents[:: 1 + len(exponents) // 8]]
-    axes.set_xlim(tokens[0] / 1.3, tokens[-1] * 1.3)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    if log:
-        axes.set_yscale("log")
-        values = [p.value for line in lines.values() for p in line]
-        decades = math.log10(max(values) / min(values))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 2 else (1,)))
-        axes.margins(y=0.12)
-    else:
-        axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:g}" if log else "{x:g} %")
-    axes.minorticks_off()
-
-
-def _colour(number: int) -> str:
-    return f"#fe00{number:02x}"
-
-
-def _embedded(svg: str, key: str) -> str:
-    """The `<svg>` element alone: no metadata, variables for colours, and shorter numbers."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.S)
-    svg = re.sub(r"<(metadata|style).*?</\1>\s*", "", svg, flags=re.S)
-    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', _opening, svg, count=1, flags=re.S)
-    used = {*re.findall(r"#([\w-]+)\)", svg), *re.findall(r'href="#([\w-]+)"', svg)}
-
-    def identity(found: re.Match[str]) -> str:
-        return f' id="{key}-{found[1]}"' if found[1] in used else ""
-
-    svg = re.sub(r' id="([^"]*)"', identity, svg)
-    svg = re.sub(r"url\(#", f"url(#{key}-", svg)
-    svg = re.sub(r'(?:xlink:)?href="#', f'href="#{key}-', svg)
-    svg = re.sub(r"#fe00([0-9a-f]{2})", lambda found: f"var(--s{int(found[1], 16)})", svg)
-    for colour, variable in VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
-    svg = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), svg)
-    return svg.strip()
-
-
-def _opening(found: re.Match[str]) -> str:
-    return f'<svg viewBox="{found[1]}" aria-hidden="true" focusable="false">'
+def _embedded(svg: str) -> str:
+    """The `<svg>` element alone, with variables for colours, and without ids that others have."""
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)
+    svg = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}", svg)
+    return re.sub(r"#fd00[0-9a-f]{2}", lambda found: f"var({STAND_INS[found[0]]})", svg)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from ..engine.timing import Measured
     from ..engine.tuning import Contender, OpTuning
 
-__all__ = ["STOCK", "InGraphs", "Subject", "Work", "rows_by_op"]
+__all__ = ["STOCK", "InGraphs", "Subject", "Work", "left_after", "rows_by_op"]
 
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
@@ -218,7 +219,7 @@ class Work:
         self.taken_over = 0
         self._bindings, self._impls = bindings, impls
         self._owners: dict[str, Owner] = {}
-        self._seconds = 0.0
+        self._seconds: dict[tuple[str, int], float] = defaultdict(float)
         self._without_stock = ""
         self._hung: dict[tuple[str, int], dict[str, str]] = {}
         self._found: dict[tuple[str, int], Measured] = {}
@@ -373,8 +374,9 @@ class Work:
                 reasons = self._hung.setdefault((line["op"], line["tokens"]), {})
                 reasons[line["hung"]] = "did not come back, and ended the run that measured it"
             else:
-                self._found[line["op"], line["measured"]["tokens"]] = Measured(**line["measured"])
-                self._seconds += line["seconds"]
+                unit = line["op"], line["measured"]["tokens"]
+                self._found[unit] = Measured(**line["measured"])
+                self._seconds[unit] += line["seconds"]
         for unit, reasons in self._hung.items():
             if unit in self._found:
                 self._found[unit].rejected |= reasons
@@ -393,8 +395,7 @@ class Work:
         """
         import torch
 
-        left = [u for u in self._units() if u not in self._found]
-        progress = _Progress(self.units, [tokens for _, tokens in left])
+        units = {(op, tokens) for op in self._tunings for tokens in self.subject.tokens}
         running = ["", 0, ""]
 
         def stuck() -> None:
@@ -423,27 +424,28 @@ class Work:
                 if (op, tokens) not in self._found:
                     watch.at(f"{op}, {tokens} tokens", self.done + 1)
                     found = self._kept(part, op, partial(tuning.measure, tokens, known))
-                    progress.tell(op, found)
+                    where = f"[{100 * self.done // self.units:3} %] {op}, {tokens} tokens"
+                    rest = left_after(self._seconds, (n for _, n in units - self._found.keys()))
+                    say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
             for tokens in reversed(self.subject.tokens):
                 running[:2] = op, tokens
                 found = self._found[op, tokens]
                 if found.promoted != DEFAULT and not found.again:
                     watch.at(f"{op}, {tokens} tokens again", self.done)
                     self._kept(part, op, partial(tuning.measure_again, found))
-                    progress.tell_again(op, found)
+                    told = "holds" if found.winner == found.promoted else "does not hold: default"
+                    told = f"{op}, {tokens} tokens: {found.promoted} again: {told}"
+                    say(f"        {told}", error=True)
             tuning.forget()
             if self.subject.mode == "compiled":
                 torch._dynamo.reset()
-
-    def _units(self) -> Iterator[tuple[str, int]]:
-        return ((op, tokens) for op in self._tunings for tokens in self.subject.tokens)
 
     def _kept(self, part: PartFile, op: str, measure: Callable[[], Measured]) -> Measured:
         start = time.monotonic()
         found = measure()
         seconds = round(time.monotonic() - start, 3)
         part.append({"op": op, "measured": asdict(found), "seconds": seconds})
-        self._seconds += seconds
+        self._seconds[op, found.tokens] += seconds
         self._found[op, found.tokens] = found
         return found
 
@@ -484,54 +486,34 @@ class Work:
             subject.told,
             subject.name,
             datetime.now(UTC).isoformat(timespec="seconds"),
-            round(self._seconds, 1),
+            round(sum(self._seconds.values()), 1),
             ops,
         )
 
 
-class _Progress:
-    """A line on stderr for each measurement, with how long the rest is likely to take."""
+def left_after(took: Mapping[tuple[str, int], float], left: Iterable[int]) -> float:
+    """How many seconds the measurements that are left are likely to take.
 
-    def __init__(self, units: int, left: Sequence[int]) -> None:
-        self._units, self._left = units, [*left]
-        self._seconds: dict[int, list[float]] = {}
-        self._last = time.monotonic()
+    A size takes as long as it took for other ops; one that was not met yet, as all did. How much
+    longer a larger size takes depends on the device: on a GPU hardly at all.
 
-    def tell(self, op: str, found: Measured) -> None:
-        """One is done."""
-        now = time.monotonic()
-        self._seconds.setdefault(found.tokens, []).append(now - self._last)
-        self._last = now
-        self._left.remove(found.tokens)
-        done = self._units - len(self._left)
-        where = f"[{100 * done // self._units:3} %] {op}, {found.tokens} tokens"
-        say(f"{where}: {_outcome(found)}; about {self._rest():.0f} s left", error=True)
-
-    def _rest(self) -> float:
-        """A size takes as long as it took for other ops; one that was not met yet, as all did.
-
-        How much longer a larger size takes depends on the device: on a GPU hardly at all.
-        """
-        every = [seconds for of_size in self._seconds.values() for seconds in of_size]
-        return sum(statistics.mean(self._seconds.get(tokens, every)) for tokens in self._left)
-
-    def tell_again(self, op: str, found: Measured) -> None:
-        """One that won was measured a second time."""
-        what = "holds" if found.winner == found.promoted else "does not hold: default"
-        say(f"        {op}, {found.tokens} tokens: {found.promoted} again: {what}", error=True)
+    Args:
+        took: (op, tokens) -> the seconds of a measurement; of one at least.
+        left: the tokens of each that is left.
+    """
+    by_size: dict[int, list[float]] = {}
+    for (_, tokens), seconds in took.items():
+        by_size.setdefault(tokens, []).append(seconds)
+    return sum(statistics.mean(by_size.get(tokens, took.values())) for tokens in left)
 
 
 def _outcome(found: Measured) -> str:
     figures = {figure.impl: figure for figure in found.figures() if figure.us is not None}
-    told = []
-    winner = figures.get(found.promoted)
-    if winner is not None:
+    if (winner := figures.get(found.promoted)) is not None:
         speed = f"{winner.ratio:.2f} times as fast as {found.default}"
-        told.append(f"{winner.impl} {winner.us:.1f} µs, {speed}")
+        told = f"{winner.impl} {winner.us:.1f} µs, {speed}"
     else:
         default = figures.get(found.default)
         speed = "not timed" if default is None else f"{default.us:.1f} µs"
-        told.append(f"{found.default} stays, {speed}")
-    if found.rejected:
-        told.append(f"left out: {', '.join(found.rejected)}")
-    return "; ".join(told)
+        told = f"{found.default} stays, {speed}"
+    return "; ".join([told, *[f"left out: {', '.join(found.rejected)}"] * bool(found.rejected)])

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from ._bisecting import (
     PLAN,
     PROMPTS,
     Bisection,
-    Excess,
     Finding,
     Start,
 )
@@ -283,33 +283,15 @@ def _mixed(left: Mapping[str, str], folder: str) -> dict[str, str]:
 
 
 def _facts(finding: Finding) -> dict[str, Any]:
-    """The finding as JSON data."""
-    return {
-        "errors": {
-            kind: {phase: _finite(value) for phase, value in of_kind.items()}
-            for kind, of_kind in finding.errors.items()
-        },
-        **_excess(finding.excess),
-        "limit": LIMIT,
-        "ops": dict(finding.ops),
-        "new_tokens": NEW_TOKENS,
-        "culprits": [
-            {
-                "ops": dict(culprit.ops),
-                **_excess(culprit.excess),
-                "layers": culprit.layers,
-                "shared": dict(culprit.shared),
-                "remark": culprit.remark,
-            }
-            for culprit in finding.culprits
-        ],
-        "elsewhere": finding.elsewhere,
-        "engines": finding.engines,
-    }
-
-
-def _excess(excess: Excess) -> dict[str, float | None]:
-    return {"times": _finite(excess.times), "far": excess.far, "far_allowed": excess.allowed}
+    """The finding as JSON data, which has null for what is not finite."""
+    told = asdict(finding)
+    for each in (told, *told["culprits"]):
+        excess = each.pop("excess")
+        each |= {"times": _finite(excess["times"]), "far": excess["far"]}
+        each["far_allowed"] = excess["allowed"]
+    for of_kind in told["errors"].values():
+        of_kind |= {phase: _finite(value) for phase, value in of_kind.items()}
+    return {**told, "limit": LIMIT, "new_tokens": NEW_TOKENS}
 
 
 def _show(facts: Mapping[str, Any]) -> None:

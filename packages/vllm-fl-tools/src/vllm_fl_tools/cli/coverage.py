@@ -9,11 +9,12 @@ import argparse
 import os
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_fl.cli.common import UsageError, answer, print_table, say
 
+from ._counts import counts
 from ._coverage import Whose, attribute, named, sums
 from ._engines import Engine, check_model, planned, running
 
@@ -65,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when a kind of step shows nothing, or the engine fails."""
     model = arguments.model
     check_model(model)
-    batches = _counts("--batch", arguments.batch)
-    (prompt,) = _counts("--prompt-tokens", arguments.prompt_tokens, single=True)
-    (steps,) = _counts("--steps", arguments.steps, single=True)
+    batches = counts("--batch", arguments.batch)
+    (prompt,) = counts("--prompt-tokens", arguments.prompt_tokens, single=True)
+    (steps,) = counts("--steps", arguments.steps, single=True)
     if any(given.partition("=")[0].replace("_", "-") == TAKEN for given in arguments.more):
         raise UsageError(f"{TAKEN}: this command gives the engine one of its own; leave it out")
     planned()
@@ -105,17 +106,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     answer({"coverage": told}, _show, as_json=arguments.json)
     return 1 if any(phase["problem"] for phase in told["phases"]) else 0
-
-
-def _counts(option: str, text: str, *, single: bool = False) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1 or (single and len(found) > 1):
-        wanted = "a number from 1 on" if single else "numbers from 1 on, as 1,8"
-        raise UsageError(f"{option} {text}: expected {wanted}")
-    return list(dict.fromkeys(found))
 
 
 def _phase(
@@ -186,28 +176,21 @@ def _show(facts: Mapping[str, Any]) -> None:
                 say(line)
 
 
-def _lines(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    lines: list[tuple[str, ...]] = []
-    rest = []
-    for row in rows:
-        if row["share"] < SHOWN:
-            rest.append(row)
-            continue
-        lines.append(
-            (
-                named(row),
-                row["impl"] or "-",
-                f"{row['share']:.1%}",
-                f"{row['us']:.1f}",
-                f"{row['calls']:.1f}",
-                row["reached"],
-                row["why"] or "-",
-            )
+def _lines(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    shown = [row for row in rows if row["share"] >= SHOWN]
+    if rest := [row for row in rows if row["share"] < SHOWN]:
+        more = {"op": f"{len(rest)} more", "name": "", "impl": "", "reached": "-"}
+        summed = {key: sum(row[key] for row in rest) for key in ("share", "us", "calls")}
+        shown.append({**more, "why": "see --json", **summed})
+    return [
+        (
+            named(row),
+            row["impl"] or "-",
+            f"{row['share']:.1%}",
+            f"{row['us']:.1f}",
+            f"{row['calls']:.1f}",
+            row["reached"],
+            row["why"] or "-",
         )
-    if rest:
-        us, calls = (sum(row[key] for row in rest) for key in ("us", "calls"))
-        share = f"{sum(row['share'] for row in rest):.1%}"
-        lines.append(
-            (f"{len(rest)} more", "-", share, f"{us:.1f}", f"{calls:.1f}", "-", "see --json")
-        )
-    return lines
+        for row in shown
+    ]

@@ -35,6 +35,7 @@ from vllm_fl.text import clean, quote
 
 from ..integration.threads import worker_threads
 from . import _accept
+from ._counts import counts
 from ._options import check_known, positive_seconds
 from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._tuning import STOCK, Subject, Work
@@ -109,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
     out = _out(arguments.out)
-    asked = _tokens(arguments.tokens)
+    asked = () if arguments.tokens is None else tuple(sorted(counts("--tokens", arguments.tokens)))
     manager = get_default_manager()
     manager.ensure_initialized()
     snapshot = manager.registry.snapshot()
@@ -166,20 +167,6 @@ def _out(path: str | None) -> Path:
         )
     with ReportFile(path or DEFAULT_FILE, "--out") as file:
         return file.path
-
-
-def _tokens(text: str | None) -> tuple[int, ...]:
-    """The numbers of `--tokens`, in ascending order; none where it is not given."""
-    if text is None:
-        return ()
-    numbers = [word.strip() for word in text.split(",")]
-    for word in numbers:
-        if not (word.isascii() and word.isdigit()) or not 1 <= int(word) <= 2**20:
-            raise UsageError(
-                f"--tokens {text}: {word!r} is no number of tokens; expected numbers from 1 to "
-                f"{2**20}, as 1,16,256"
-            )
-    return tuple(sorted({int(word) for word in numbers}))
 
 
 def _sizes(text: str, bindings: Iterable[Binding]) -> ModelSizes:

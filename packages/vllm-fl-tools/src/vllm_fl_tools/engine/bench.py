@@ -77,16 +77,12 @@ class Bench:
                 call(*args)
 
         def mean() -> float:
-            renew()
-            self._cool()
             start = self.clock()
             run()
             self._wait()
             return (self.clock() - start) / len(sets) * 1e6
 
         def median() -> float:
-            renew()
-            self._cool()
             times: list[float] = []
             for args in sets:
                 start = self.clock()
@@ -96,11 +92,18 @@ class Bench:
                     break
             return statistics.median(times) * 1e6
 
+        timed = median if self.device.type == "cpu" else mean
         if self.captures:
-            return self._captured(run, len(sets), renew)
-        return median if self.device.type == "cpu" else mean
+            timed = self._captured(run, len(sets))
 
-    def _captured(self, run: Callable[[], None], calls: int, renew: Callable[[], None]) -> Timer:
+        def once() -> float:
+            renew()
+            self._cool()
+            return timed()
+
+        return once
+
+    def _captured(self, run: Callable[[], None], calls: int) -> Timer:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()  # an older graph that is freed meanwhile spoils the capture
@@ -112,16 +115,14 @@ class Bench:
                 gc.enable()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-        def once() -> float:
-            renew()
-            self._cool()
+        def replayed() -> float:
             start.record()
             graph.replay()
             end.record()
             self._wait()
             return float(start.elapsed_time(end)) / calls * 1e3
 
-        return once
+        return replayed
 
     def launch(
         self, forms: Sequence[tuple[Callable[..., Any], Sequence[tuple[Any, ...]]]]

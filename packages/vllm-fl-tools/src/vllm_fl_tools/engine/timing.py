@@ -120,20 +120,21 @@ class Measured:
 
     def ratio(self, name: str) -> float | None:
         """The default's time by `name`'s, the median of pairs; None where it may not serve."""
-        times = self.finals if name in self.finals else self.screened
-        if name in self.rejected or name in self.slower:
-            return None
-        if name not in times or self.default not in times:
-            return None
-        return statistics.median(ratios(times[self.default], times[name]))
+        found = self._ratios(name, self.finals if name in self.finals else self.screened)
+        return statistics.median(found) if found else None
 
     def _beats(self, name: str, times: Mapping[str, list[float]]) -> bool:
-        if name == self.default or name in self.rejected or name in self.slower:
+        found = self._ratios(name, times)
+        if name == self.default or not found:
             return False
-        if name not in times or self.default not in times:
-            return False
-        low, median, _ = quartiles(ratios(times[self.default], times[name]))
+        low, median, _ = quartiles(found)
         return median >= ROOM and low > 1.0
+
+    def _ratios(self, name: str, times: Mapping[str, list[float]]) -> list[float]:
+        """None where it may not serve, or was not timed beside the default."""
+        if name in self.rejected or name in self.slower or name not in times:
+            return []
+        return ratios(times.get(self.default, ()), times[name])
 
     def figures(self) -> Iterator[Figure]:
         """What a table says of everybody: first who was timed, the fastest before the others."""
@@ -144,13 +145,10 @@ class Measured:
             yield Figure(self.tokens, name, rejected=why)
 
     def _figure(self, name: str) -> Figure:
-        if name in self.finals:
-            times, defaults = self.finals[name], self.finals.get(self.default, [])
-            if name in self.again:
-                times = times + self.again[name]
-                defaults = defaults + self.again.get(self.default, [])
-        else:
-            times, defaults = self.screened[name], self.screened.get(self.default, [])
+        series = (self.finals, self.again) if name in self.finals else (self.screened,)
+        beside = [of for of in series if name in of]
+        times = [us for of in beside for us in of[name]]
+        defaults = [us for of in beside for us in of.get(self.default, ())]
         low, median, high = quartiles(times)
         ratio = ratio_low = None
         if name != self.default and len(defaults) == len(times):

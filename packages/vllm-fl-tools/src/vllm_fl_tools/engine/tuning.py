@@ -27,7 +27,7 @@ from vllm_fl.engine.guarded import Guarded, rows_of
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.trials import Form, Trials
-from vllm_fl.engine.verification import LayerFactory, as_call, compare, refusal_of
+from vllm_fl.engine.verification import as_call, compare, refusal_of
 from vllm_fl.plugins.forms import asked_for
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import Mode
@@ -115,7 +115,6 @@ class OpTuning:
         seed: for the inputs.
         clock: seconds; a test has one of its own.
         over: who limits how long a call may take.
-        layer_for: who makes the layer for an implementation that needs one.
         captured: the tokens of the largest batch of which the engine captures a graph, 0 where it
             captures none; None where that is not known.
         traced: the names of those that stand in the graph which a compiled engine traces, as code
@@ -139,7 +138,6 @@ class OpTuning:
     seed: int = 0
     clock: Callable[[], float] = time.perf_counter
     over: Over = field(default=lambda name: nullcontext())
-    layer_for: LayerFactory | None = None
     captured: int | None = None
     traced: frozenset[str] | None = None
     launched: frozenset[str] = frozenset()
@@ -298,17 +296,13 @@ class OpTuning:
                 found.rejected[contender.name] = served
                 continue
             partly[contender.name] = served
-        defaults = partly.get(self.default, ())
         for name, forms in partly.items():
-            refusals = [one for one in forms if isinstance(one, str)]
-            in_place = forms if name == self.default else defaults
-            pairs = zip(forms, in_place or forms, strict=True)
+            pairs = zip(forms, partly.get(self.default, forms), strict=True)
             filled = [other if isinstance(one, str) else one for one, other in pairs]
-            whole = [one for one in filled if not isinstance(one, str)]
-            if len(whole) < len(forms):
-                found.rejected[name] = refusals[0]
-            else:
-                sound[name] = whole
+            sound[name] = [one for one in filled if not isinstance(one, str)]
+            if len(sound[name]) < len(forms):
+                found.rejected[name] = next(one for one in forms if isinstance(one, str))
+                del sound[name]
         return sound
 
     def _sound(self, contender: Contender, tokens: int) -> list[_Served | str] | str:
@@ -409,7 +403,7 @@ class OpTuning:
             function = plan.as_compiled(op, impl)
             return self._compiled(function, form), function
         if contender.bare or impl.needs_layer:
-            function = as_call(impl, self.spec, self.layer_for)
+            function = as_call(impl, self.spec)
         else:
             function = call_guard(plan.chain(op, self.spec.consumable))
         return function, function
@@ -528,9 +522,12 @@ class OpTuning:
         ]
         if not places:
             return list(sets)
-        size = sum(_bytes(sets[0].args[place]) for place in places)
+        size = sum(sets[0].args[place].nbytes for place in places)
         others = min(len(sets), 1 + -(-cold_bytes(self.device) // size)) - 1
-        turns = [sets[0].args, *(_with_copies(sets[0].args, places) for _ in range(others))]
+        turns = [sets[0].args]
+        for _ in range(others):
+            copies = [arg.clone() if n in places else arg for n, arg in enumerate(turns[0])]
+            turns.append(tuple(copies))
         return [
             dataclasses.replace(laid, args=_put(laid.args, turns[n % len(turns)], places))
             for n, laid in enumerate(sets)
@@ -624,20 +621,13 @@ def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
     Each activation and result once, and what the contract says is read as a whole. Of other weights
     and tables a call may read any part: where they are larger, nothing is known.
     """
-    tensors = {
-        name: arg
-        for name, arg in zip(spec.parameters, args, strict=True)
-        if isinstance(arg, torch.Tensor)
-    }
-    whole = spec.by_token | spec.read_whole
-    read = sum(_bytes(arg) for name, arg in tensors.items() if name in whole)
-    others = sum(_bytes(arg) for name, arg in tensors.items() if name not in whole)
-    results = sum(_bytes(part) for part in _parts(spec.fake(*args)) if part is not None)
+    whole, read, others = spec.by_token | spec.read_whole, 0, 0
+    for name, arg in zip(spec.parameters, args, strict=True):
+        if isinstance(arg, torch.Tensor):
+            read += arg.nbytes * (name in whole)
+            others += arg.nbytes * (name not in whole)
+    results = sum(part.nbytes for part in _parts(spec.fake(*args)) if part is not None)
     return read + results if others <= read else 0
-
-
-def _with_copies(args: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
-    return _put(args, [arg.clone() if n in places else arg for n, arg in enumerate(args)], places)
 
 
 def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
@@ -673,10 +663,6 @@ def _laid_out(args: Sequence[Any], result: Any) -> Any:
         return result
     is_own = any(isinstance(arg, torch.Tensor) and aliases(arg, result) for arg in args)
     return result if is_own else result.contiguous()
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _of_forms(rounds: Sequence[Sequence[float]]) -> list[float]:

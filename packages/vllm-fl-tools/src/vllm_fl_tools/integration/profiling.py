@@ -299,15 +299,21 @@ def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
     else:
         kept, mean = _middle([e.time_range.start for e in ordered if e.name == STEP])
         counted = len(kept)
-    paths = _Paths()
+    paths: dict[tuple[str, ...], int] = {}
     host: dict[int, list[float]] = {}
     launched: dict[str, list[int]] = {}
     step = -1
+
+    @functools.cache
+    def path(event: Any) -> tuple[str, ...]:
+        parent = event.cpu_parent
+        return (*(path(parent) if parent is not None else ()), event.name)
+
     for event in ordered:
         if _is_on_device(event) or event.is_async:
             continue
         step += event.name == STEP
-        number = paths.number(event)
+        number = paths.setdefault(path(event), len(paths))
         if kept is None or step in kept:
             figures = host.setdefault(number, [0.0, 0])
             figures[0] += event.self_cpu_time_total
@@ -316,7 +322,7 @@ def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
             for kernel in event.kernels:
                 launched.setdefault(kernel.name, []).append(number)
     return {
-        "paths": paths.told,
+        "paths": [*map(list, paths)],
         "host": [[number, *figures] for number, figures in host.items()],
         "launched": launched,
         "kernels": times,
@@ -333,29 +339,6 @@ def _middle(starts: list[float]) -> tuple[set[int], float]:
     cut = len(lengths) // 4
     kept = set(by_length[cut : len(lengths) - cut])
     return kept, sum(lengths[n] for n in kept) / max(len(kept), 1)
-
-
-class _Paths:
-    """Events as lists of names, each list once."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[tuple[str, ...], int] = {}
-        self._known: dict[int, tuple[str, ...]] = {}
-
-    @property
-    def told(self) -> list[list[str]]:
-        return [list(path) for path in self._numbers]
-
-    def number(self, event: Any) -> int:
-        return self._numbers.setdefault(self._path(event), len(self._numbers))
-
-    def _path(self, event: Any) -> tuple[str, ...]:
-        path = self._known.get(id(event))
-        if path is None:
-            parent = event.cpu_parent
-            path = (*(self._path(parent) if parent is not None else ()), event.name)
-            self._known[id(event)] = path
-        return path
 
 
 def _is_on_device(event: Any) -> bool:

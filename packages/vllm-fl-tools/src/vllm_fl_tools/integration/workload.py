@@ -118,13 +118,8 @@ class _Served:
             By prompt `tokens`, those that followed; `prefill`, the log-probability of each of the
             prompt's but the first; `decode`, of each of those that followed.
         """
-        if forced is None:
-            sampling = [_sampling(new_tokens, logprobs=0, prompt_logprobs=0) for _ in prompts]
-        else:
-            sampling = [
-                _sampling(new_tokens, logprobs=0, prompt_logprobs=0, extra_args={FORCED: list(ids)})
-                for ids in forced
-            ]
+        told = [{"extra_args": {FORCED: ids}} for ids in forced or ()] or [{}] * len(prompts)
+        sampling = [_sampling(new_tokens, logprobs=0, prompt_logprobs=0, **more) for more in told]
         outputs = self._generate(prompts, sampling)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         if forced is not None and tokens != forced:
@@ -254,12 +249,12 @@ def _main(request: dict[str, Any]) -> None:
 
     options = {"model": request["model"], "skip_tokenizer_init": True, "seed": 0}
     options |= request["options"]
-    given = request.get("arguments", [])
+    given, longest = request.get("arguments"), request.get("longest")
     try:
         if given:
             options |= _parsed(request["model"], given)
-        if "longest" in request:
-            options["max_model_len"] = min(request["longest"], _length(options))
+        if longest is not None:
+            options["max_model_len"] = min(longest, _length(options))
         llm = LLM(**options)
     except _WrongArguments as error:
         return answer(usage=str(error))
