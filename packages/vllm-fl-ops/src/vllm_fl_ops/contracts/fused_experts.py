@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import (
     Problem,
-    declared,
     flag,
     integer,
     integers,
@@ -19,6 +18,8 @@ from vllm_fl.contracts.arguments import (
 )
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -197,10 +198,9 @@ def _weights(
     return w13.view(experts, 2 * inner, hidden), w2.view(experts, hidden, inner)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     plain = "silu", False, -1, None, None, None
     w13, w2 = _weights(source, 8, 64, 32)
     for tokens in (16, 1, 0):
@@ -269,24 +269,22 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a row", (broken, w13, w2, *_routing(source, 9, 8, 2), *plain))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
+def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     told = [sizes.more.get(n) for n in ("experts", "experts_per_token", "expert_intermediate")]
     if sizes.hidden is None or None in told:
         return
     experts, k, inner = (int(number or 0) for number in told)
-    source, scale = Source(dtype, device, large), 80.0 if large else 1.0
+    scale = 80.0 if source.large else 1.0
     shapes = tuple(_shapes(experts, k, sizes.hidden, inner))
     all_weights = [_weights(source, *shape[0]) for shape in shapes]
     for tokens in sizes.tokens:
         for (shape, taken, smaller), weights in zip(shapes, all_weights, strict=True):
             count, hidden, within = shape
             x = source.normal(tokens, hidden)
-            if large:
+            if source.large:
                 x = source.spiked(tokens, hidden, scale=4.0, peak=100.0)
             routed = _routing(source, tokens, count, taken)
-            name = f"{tokens} x {hidden} through {count} of {within}{', large' * large}"
+            name = f"{tokens} x {hidden} through {count} of {within}{', large' * source.large}"
             args = (x, *weights, *routed, "silu", False, -1, None, None, None)
             yield Sample(name, args, scale, smaller)
 
@@ -393,7 +391,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a bias for every token", {"w13_bias": x.new_zeros(len(x), w13.shape[1])}
 
 
-SPEC = declared(
+SPEC = contract(
     fused_experts,
     {
         "hidden_states": tensor("tokens, hidden"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, flag, integer, integers, tensor
+from vllm_fl.contracts.arguments import flag, integer, integers, tensor
 from vllm_fl.contracts.outputs import ExpertBlocks
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -154,8 +156,7 @@ def _on_this_rank(source: Source, experts: int) -> torch.Tensor:
     return torch.where(number % 3 == 0, (experts - 1 - number) // 3, -1).int()
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
 
     def ids(tokens: int, topk: int, experts: int) -> torch.Tensor:
         return _ids(source, tokens, topk, experts)
@@ -184,19 +185,15 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, experts: int, experts_per_token: int
 ) -> Iterator[Sample]:
-    experts, topk = sizes.more.get("experts"), sizes.more.get("experts_per_token")
-    if experts is None or topk is None:
-        return
-    count, k = int(experts), int(topk)
-    source = Source(dtype, device, large)
+    topk = experts_per_token
     for tokens in sizes.tokens:
-        name = f"{tokens} x {k} of {count}"
-        more = ", large" * large
-        ids = _ids(source, tokens, k, count)
-        yield Sample(f"{name}, blocks of 16{more}", (ids, 16, count, None, False, False))
-        args = (ids.clone(), 128, count, _on_this_rank(source, count), False, True)
+        name = f"{tokens} x {topk} of {experts}"
+        more = ", large" * source.large
+        ids = _ids(source, tokens, topk, experts)
+        yield Sample(f"{name}, blocks of 16{more}", (ids, 16, experts, None, False, False))
+        args = (ids.clone(), 128, experts, _on_this_rank(source, experts), False, True)
         yield Sample(f"{name}, blocks of 128, experts elsewhere{more}", args)
 
 
@@ -218,7 +215,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "an id beyond the map", {"topk_ids": ids + len(here), "expert_map": here}
 
 
-SPEC = declared(
+SPEC = contract(
     moe_align_block_size,
     {
         "block_size": integer("value >= 1"),

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, integers, tensor
+from vllm_fl.contracts.arguments import Problem, integers, tensor
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -93,10 +95,9 @@ def _every_third(source: Source, experts: int) -> torch.Tensor:
     return torch.where(number % 3 == 0, number // 3, -1)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     yield Sample("1 token", (source.normal(1, 8, 512), None, None))
     yield Sample("16 tokens", (source.normal(16, 2, 256), None, None))
     yield Sample("0 tokens", (source.normal(0, 8, 64), None, None))
@@ -126,19 +127,17 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, hidden: int, experts_per_token: int
 ) -> Iterator[Sample]:
-    topk = sizes.more.get("experts_per_token")
-    if sizes.hidden is None or topk is None:
-        return
-    source, scale = Source(dtype, device, large), 1.0
+    topk = experts_per_token
+    scale = 1.0
     for tokens in sizes.tokens:
-        if large:
-            scale = peak(dtype) / topk
-            input = source.spiked(tokens, int(topk), sizes.hidden, scale=4.0, peak=scale)
+        if source.large:
+            scale = peak(source.dtype) / topk
+            input = source.spiked(tokens, topk, hidden, scale=4.0, peak=scale)
         else:
-            input = source.normal(tokens, int(topk), sizes.hidden)
-        name = f"{tokens} x {int(topk)} x {sizes.hidden}{', large' * large}"
+            input = source.normal(tokens, topk, hidden)
+        name = f"{tokens} x {topk} x {hidden}{', large' * source.large}"
         yield Sample(name, (input, None, None), scale)
 
 
@@ -162,7 +161,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "an id beyond the map", {"topk_ids": beyond, "expert_map": here}
 
 
-SPEC = declared(
+SPEC = contract(
     moe_sum,
     {
         "input": tensor("tokens, topk, hidden"),

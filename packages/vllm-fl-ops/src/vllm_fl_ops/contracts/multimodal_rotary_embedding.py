@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Argument, Problem, declared, flag, integers, like, tensor
+from vllm_fl.contracts.arguments import Argument, Problem, flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
+from .common import contract
 from .rotary_embedding import SPEC as ROTARY
 from .rotary_embedding import TABLE, heads_of_qkv, positions_elsewhere, served_positions, tables
 
@@ -136,10 +137,9 @@ def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
     return torch.stack([(ids * step + 7) % max_position for step in (31, 17, 5)]).t()
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     cos, sin = tables(source, 64, 64)
     section = [8, 12, 12]
     for tokens in (1, 16, 0):
@@ -175,30 +175,27 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, heads: int, kv_heads: int, head_size: int, rotary: int
 ) -> Iterator[Sample]:
     import torch
 
-    heads, kv_heads, head_size, rotary = sizes.heads, sizes.kv_heads, sizes.head_size, sizes.rotary
-    if heads is None or kv_heads is None or head_size is None or rotary is None:
-        return
     if sizes.more.get("kv_lora_rank"):  # no such model has latent attention
         return
-    source, scale = Source(dtype, device, large), 1e3 if large else 1.0
-    if large and str(dtype) != "torch.float16":
+    scale = 1e3 if source.large else 1.0
+    if source.large and str(source.dtype) != "torch.float16":
         scale = 3e4  # beyond fp16's range
-    base = 500000.0 if large else 10000.0
+    base = 500000.0 if source.large else 10000.0
     cos, sin = tables(source, sizes.max_position, rotary, base=base)
     half = rotary // 2
     section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     for tokens in sizes.tokens:
-        one = served_positions(source, tokens, sizes.max_position, large)
+        one = served_positions(source, tokens, sizes.max_position)
         # Not transposed as a layer's: verification takes rows of memory for tokens.
         at = torch.stack([one, one // 2, one // 3], dim=-1)
         for interleaved in (False, True):
             q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
-            name += ", axes take turns" * interleaved + ", large" * large
+            name += ", axes take turns" * interleaved + ", large" * source.large
             yield Sample(name, (q, k, cos, sin, at, section, interleaved, False), scale)
 
 
@@ -228,7 +225,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     )
 
 
-SPEC = declared(
+SPEC = contract(
     multimodal_rotary_embedding,
     {
         "query": tensor("tokens, heads, head_size"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import (
     Problem,
-    declared,
     flag,
     integer,
     integers,
@@ -18,6 +17,7 @@ from vllm_fl.contracts.arguments import (
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
+from .common import contract
 from .rotary_embedding import positions_elsewhere, served_positions
 
 if TYPE_CHECKING:
@@ -155,10 +155,9 @@ def _weights(
     return (query + 1).to(dtype or source.dtype), (key + 0.75).to(dtype or source.dtype)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     at = torch.arange(16, device=source.device) * 31 % 64
 
     def sample(
@@ -209,31 +208,26 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, heads: int, kv_heads: int, head_size: int, rotary: int
 ) -> Iterator[Sample]:
-
-    heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
-    if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
-        return
     if sizes.more.get("kv_lora_rank"):  # latent attention norms no heads
         return
-    source = Source(dtype, device, large)
-    base = 500000.0 if large else 10000.0
-    table = _table(source, sizes.max_position, sizes.rotary, base=base)
+    base = 500000.0 if source.large else 10000.0
+    table = _table(source, sizes.max_position, rotary, base=base)
     weights, columns = _weights(source, head_size), (heads + 2 * kv_heads) * head_size
     for tokens in sizes.tokens:
         for interleaved in (False, True):
-            if large:
-                qkv = source.spiked(tokens, columns, scale=30.0, peak=peak(dtype))
+            if source.large:
+                qkv = source.spiked(tokens, columns, scale=30.0, peak=peak(source.dtype))
             else:
                 qkv = source.normal(tokens, columns)
                 qkv[5::16] *= 1e-3  # there epsilon matters
-            at = served_positions(source, tokens, sizes.max_position, large)
+            at = served_positions(source, tokens, sizes.max_position)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
-            name += ", interleaved" * interleaved + ", large" * large
+            name += ", interleaved" * interleaved + ", large" * source.large
             args = (qkv, *weights, table, at, heads, kv_heads, sizes.epsilon, interleaved)
             # A peak among features near 0 comes out of its norm as sqrt(head_size) at most.
-            yield Sample(name, args, head_size**0.5 if large else 1.0)
+            yield Sample(name, args, head_size**0.5 if source.large else 1.0)
 
 
 def _also(qkv: Any, q_weight: Any, *rest: Any) -> Problem:
@@ -252,7 +246,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a table wider than a head", {"cos_sin_cache": good["cos_sin_cache"].repeat(1, 2)}
 
 
-SPEC = declared(
+SPEC = contract(
     qk_norm_rope,
     {
         "qkv": tensor("tokens, columns"),

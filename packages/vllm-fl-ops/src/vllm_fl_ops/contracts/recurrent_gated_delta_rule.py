@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, integers, like, scalar, tensor
+from vllm_fl.contracts.arguments import Problem, integers, like, scalar, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import Sample, Tolerance
 
 from .chunk_gated_delta_rule import HEADS, OUTPUTS, served_heads
+from .common import contract
 from .gdn_gating import SPEC as GATING
 from .sequences import slots, state_slots
 
@@ -152,11 +153,10 @@ def _call(
     }
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
     import torch.nn.functional as F
 
-    source = Source(dtype, device)
     for tokens in (16, 1, 0):
         name = f"{tokens} token{'s' * (tokens != 1)}"
         yield Sample(name, (*_call(source, tokens).values(),))
@@ -166,11 +166,11 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("padding", (*padded.values(),))
     normed = _call(source, 3, 1, 2, 128, 128) | {"epsilon": None}
     for name in "qk":
-        normed[name] = F.normalize(normed[name].float(), dim=-1).to(dtype)
+        normed[name] = F.normalize(normed[name].float(), dim=-1).to(source.dtype)
     yield Sample("normed before, heads of 128", (*normed.values(),))
     yield Sample("other sizes of keys and values", (*_call(source, 5, 1, 3, 64, 16).values(),))
     of_q = _call(source, 4)
-    of_q["state"] = of_q["state"].to(dtype)
+    of_q["state"] = of_q["state"].to(source.dtype)
     yield Sample("states in the dtype of q", (*of_q.values(),))
     paged = _call(source, 4)
     wide = paged["state"].flatten(1)
@@ -193,12 +193,6 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a token", (*broken.values(),))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    yield from served_heads(_call, sizes, Source(dtype, device, large), large)
-
-
 def _also(*args: Any) -> Problem:
     *_, state, indices, _ = args
     return slots("state_indices", indices, len(state))
@@ -214,7 +208,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "a negative index", {"state_indices": at - len(good["state"])}
 
 
-SPEC = declared(
+SPEC = contract(
     recurrent_gated_delta_rule,
     {
         **HEADS,
@@ -231,7 +225,7 @@ SPEC = declared(
     overwrites=("", "state"),
     bad=_bad,
     samples=_samples,
-    served=_served,
+    served=served_heads(_call),
     by_token=frozenset({"q", "k", "v", "a", "b", "state_indices"}),
     stands=True,
     second_form=_by_matrices,

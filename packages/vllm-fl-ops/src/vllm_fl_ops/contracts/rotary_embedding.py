@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, flag, integers, like, tensor
+from vllm_fl.contracts.arguments import flag, integers, like, tensor
 from vllm_fl.contracts.batches import positions
 from vllm_fl.contracts.cos_sin import joint_cos_sin
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -141,10 +143,9 @@ def heads_of_qkv(
     return q.view(tokens, heads, head_size), k.view(tokens, kv_heads, head_size)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     cos, sin = tables(source, 64, 128)
     for tokens in (1, 16, 0):
         q, k = heads_of_qkv(source, tokens, 16, 8, 128)
@@ -194,26 +195,23 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, heads: int, kv_heads: int, head_size: int, rotary: int
 ) -> Iterator[Sample]:
-    heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
-    if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
-        return
     rank, rope = (int(sizes.more.get(n) or 0) for n in ("kv_lora_rank", "qk_rope_head_dim"))
-    source, scale = Source(dtype, device, large), 1e3 if large else 1.0
-    if large and str(dtype) != "torch.float16":
+    scale = 1e3 if source.large else 1.0
+    if source.large and str(source.dtype) != "torch.float16":
         scale = 3e4  # beyond fp16's range
-    base = 500000.0 if large else 10000.0
-    cos, sin = tables(source, sizes.max_position, rope or sizes.rotary, base=base)
+    base = 500000.0 if source.large else 10000.0
+    cos, sin = tables(source, sizes.max_position, rope or rotary, base=base)
     for tokens in sizes.tokens:
         for interleaved in (False, True):
             if rope:
                 q, k = _of_latent(source, tokens, heads, rank, rope, scale)
             else:
                 q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
-            at = served_positions(source, tokens, sizes.max_position, large)
+            at = served_positions(source, tokens, sizes.max_position)
             name = f"{tokens} x {heads}+{k.shape[1]} heads of {k.shape[2]}"
-            name += ", interleaved" * interleaved + ", large" * large
+            name += ", interleaved" * interleaved + ", large" * source.large
             yield Sample(name, (q, k, cos, sin, at, interleaved), scale)
 
 
@@ -225,12 +223,12 @@ def _of_latent(
     return query, source.normal(tokens, 1, rank + rope, scale=scale)[..., rank:]
 
 
-def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
+def served_positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
     """Positions of one batch as vLLM makes it, the ends of the model's length among them."""
     import torch
 
     before = 5  # one token alone is in the middle of its prompt
-    generator = torch.Generator("cpu").manual_seed(20240302 + large)
+    generator = torch.Generator("cpu").manual_seed(20240302 + source.large)
     found = positions(tokens + before, max_position, generator)
     return found[before:].clone().to(source.device)  # in memory of its own
 
@@ -258,7 +256,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "both tables wider than half a head", {n: good[n].repeat(1, 2) for n in ("cos", "sin")}
 
 
-SPEC = declared(
+SPEC = contract(
     rotary_embedding,
     {
         "query": tensor("tokens, heads, head_size"),
