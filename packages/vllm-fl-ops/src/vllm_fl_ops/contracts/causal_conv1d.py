@@ -84,17 +84,10 @@ def causal_conv1d(
     return out * out.sigmoid() if activation == "silu" else out, before
 
 
-def _by_torch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cache_indices: torch.Tensor,
-    has_initial_state: torch.Tensor,
-    activation: str | None = "silu",
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's own convolution over a padded sequence."""
+    x, weight, bias, conv_states, *rest = call
+    query_start_loc, cache_indices, has_initial_state, activation = rest
     import torch
     import torch.nn.functional as F
 

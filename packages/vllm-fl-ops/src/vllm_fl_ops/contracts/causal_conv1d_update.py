@@ -75,15 +75,9 @@ def causal_conv1d_update(
     return torch.where(real[:, None], out, x.double()), after
 
 
-def _by_taps(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    conv_state_indices: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_taps(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Token by token and tap by tap, the state rolled."""
+    x, conv_state, weight, bias, activation, conv_state_indices = call
     import torch.nn.functional as F
 
     taps = weight.shape[1] - 1

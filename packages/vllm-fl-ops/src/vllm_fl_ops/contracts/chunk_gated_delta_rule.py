@@ -90,17 +90,9 @@ def _widened(
     return q, k, v.double(), g.double(), beta.double()
 
 
-def _by_triangular_systems(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    epsilon: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_triangular_systems(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A whole sequence as one chunk: what its tokens add to the state solves a linear system."""
+    q, k, v, g, beta, initial_state, cu_seqlens, epsilon = call
     import torch
 
     q, k, v, g, beta = (x.transpose(0, 1) for x in _widened(q, k, v, g, beta, epsilon))

@@ -107,16 +107,9 @@ def _scores(
     return _allowed(scores, num_expert_group, topk_group, e_score_correction_bias)
 
 
-def _by_token(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_token(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    gating_output, topk, renormalize, num_expert_group, topk_group, *rest = call
+    scoring_func, routed_scaling_factor, e_score_correction_bias = rest
     import torch
 
     wide = gating_output.double()

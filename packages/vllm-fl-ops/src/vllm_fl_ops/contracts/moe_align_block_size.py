@@ -102,15 +102,9 @@ def round_up(number: Any, block_size: int) -> Any:
     return (number + block_size - 1) // block_size * block_size
 
 
-def _one_by_one(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    expert_map: torch.Tensor | None = None,
-    pad_sorted_ids: bool = False,
-    ignore_invalid_experts: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _one_by_one(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A list of rows for each expert, put one behind the other."""
+    topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts = call
     import torch
 
     here = list(range(num_experts)) if expert_map is None else [int(n) for n in expert_map]

@@ -88,14 +88,9 @@ def _scores(
     return _choice(scored(gating_output, scoring_func), e_score_correction_bias)
 
 
-def _by_exponentials(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_exponentials(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    gating_output, topk, renormalize, scoring_func, *rest = call
+    routed_scaling_factor, e_score_correction_bias = rest
     wide = gating_output.double()
     if scoring_func == "softmax":
         powers = (wide - wide.amax(-1, keepdim=True)).exp()

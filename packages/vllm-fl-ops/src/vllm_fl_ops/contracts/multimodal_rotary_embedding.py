@@ -92,16 +92,8 @@ def multimodal_rotary_embedding(
     return turn(query), turn(key)
 
 
-def _by_complex_numbers(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    mrope_section: list[int],
-    mrope_interleaved: bool = False,
-    rotary_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, cos, sin, position_ids, mrope_section, mrope_interleaved, rotary_interleaved = call
     import torch
 
     half = cos.shape[-1]

@@ -18,7 +18,7 @@ from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .rotary_embedding import positions_elsewhere, served_positions
+from .rotary_embedding import positions_elsewhere, served_positions, table
 
 if TYPE_CHECKING:
     import torch
@@ -93,18 +93,10 @@ def qk_norm_rope(
     return result
 
 
-def _by_parts(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool = False,
-) -> torch.Tensor:
+def _by_parts(*call: Any) -> torch.Tensor:
     """Heads apart, each divided by its norm, and the rotation as a product of complex numbers."""
+    qkv, q_weight, k_weight, cos_sin_cache, position_ids, *rest = call
+    heads, kv_heads, epsilon, rotary_interleaved = rest
     import torch
 
     size = q_weight.shape[0]
@@ -129,22 +121,6 @@ def _by_parts(
         turned = turned if rotary_interleaved else turned.transpose(-1, -2)
         results.append(torch.cat((turned.flatten(-2), rest), dim=-1))
     return torch.cat(results, dim=-1)
-
-
-def _table(
-    source: Source,
-    max_position: int,
-    rotary: int,
-    dtype: torch.dtype | None = None,
-    base: float = 10000.0,
-) -> torch.Tensor:
-    import torch
-
-    exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
-    positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-    angles = positions[:, None] * base**-exponents
-    cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    return cache.to(source.device, dtype or source.dtype)
 
 
 def _weights(
@@ -176,9 +152,9 @@ def _samples(source: Source) -> Iterator[Sample]:
     ) -> Sample:
         columns = (heads + kv_heads + (kv_heads if values is None else values)) * head_size
         qkv = source.normal(tokens, columns, scale=scale)
-        weights, table = _weights(source, head_size, wide), _table(source, 64, rotary, wide)
+        weights, angles = _weights(source, head_size, wide), table(source, 64, rotary, wide)
         rest = (at[:tokens].clone(), heads, kv_heads, epsilon, interleaved)
-        return Sample(name, (qkv, *weights, table, *rest))
+        return Sample(name, (qkv, *weights, angles, *rest))
 
     yield sample("1 token", 1, 4, 2, 64, 64)
     yield sample("16 tokens", 16, 2, 1, 128, 128)
@@ -213,7 +189,7 @@ def _served(
     if sizes.more.get("kv_lora_rank"):  # latent attention norms no heads
         return
     base = 500000.0 if source.large else 10000.0
-    table = _table(source, sizes.max_position, rotary, base=base)
+    angles = table(source, sizes.max_position, rotary, base=base)
     weights, columns = _weights(source, head_size), (heads + 2 * kv_heads) * head_size
     for tokens in sizes.tokens:
         for interleaved in (False, True):
@@ -225,7 +201,7 @@ def _served(
             at = served_positions(source, tokens, sizes.max_position)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
             name += ", interleaved" * interleaved + ", large" * source.large
-            args = (qkv, *weights, table, at, heads, kv_heads, sizes.epsilon, interleaved)
+            args = (qkv, *weights, angles, at, heads, kv_heads, sizes.epsilon, interleaved)
             # A peak among features near 0 comes out of its norm as sqrt(head_size) at most.
             yield Sample(name, args, head_size**0.5 if source.large else 1.0)
 

@@ -93,19 +93,9 @@ def _normed(
     return q, k
 
 
-def _by_matrices(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    state_indices: torch.Tensor,
-    epsilon: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_matrices(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """S (alpha (I - beta k k^T)) + beta v k^T, token by token."""
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, epsilon = call
     import torch
 
     second: Any = GATING.second_form

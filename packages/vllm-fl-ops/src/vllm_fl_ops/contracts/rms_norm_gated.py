@@ -69,15 +69,8 @@ def rms_norm_gated(
     return normed * gate if norm_before_gate else normed
 
 
-def _by_groups(
-    x: torch.Tensor,
-    z: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-    activation: str = "swish",
-) -> torch.Tensor:
+def _by_groups(*call: Any) -> torch.Tensor:
+    x, z, weight, epsilon, group_size, norm_before_gate, activation = call
     import torch
 
     size = x.shape[-1] if group_size is None else group_size

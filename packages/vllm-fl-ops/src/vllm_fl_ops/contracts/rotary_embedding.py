@@ -23,6 +23,7 @@ __all__ = [
     "joint_cos_sin",
     "positions_elsewhere",
     "served_positions",
+    "table",
     "tables",
 ]
 
@@ -82,14 +83,8 @@ def rotary_embedding(
     return turn(query), None if key is None else turn(key)
 
 
-def _by_complex_numbers(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotary_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query, key, cos, sin, position_ids, rotary_interleaved = call
     import torch
 
     half = cos.shape[-1]
@@ -108,20 +103,28 @@ def _by_complex_numbers(
 
 
 def tables(
+    source: Source, max_position: int, rotary: int, *more: Any, **base: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as a vLLM layer passes them: views of one cache, of `table`."""
+    cache = table(source, max_position, rotary, *more, **base)
+    return cache[:, : rotary // 2], cache[:, rotary // 2 :]
+
+
+def table(
     source: Source,
     max_position: int,
     rotary: int,
     dtype: torch.dtype | None = None,
     base: float = 10000.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin as a vLLM layer passes them: views of one cache."""
+) -> torch.Tensor:
+    """(max_position, rotary): the cosines of each position, then its sines."""
     import torch
 
     exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
     positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
     angles = positions[:, None] * base**-exponents
-    cache = torch.cat((angles.cos(), angles.sin()), dim=-1).to(source.device, dtype or source.dtype)
-    return cache[:, : rotary // 2], cache[:, rotary // 2 :]
+    cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return cache.to(source.device, dtype or source.dtype)
 
 
 def _positions(
