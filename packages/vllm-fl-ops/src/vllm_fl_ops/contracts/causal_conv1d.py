@@ -86,11 +86,11 @@ def causal_conv1d(
 
 def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's own convolution over a padded sequence."""
-    x, weight, bias, conv_states, *rest = call
-    query_start_loc, cache_indices, has_initial_state, activation = rest
     import torch
     import torch.nn.functional as F
 
+    x, weight, bias, conv_states, *rest = call
+    query_start_loc, cache_indices, has_initial_state, activation = rest
     width, after, outs = weight.shape[1], conv_states.double().clone(), [x.double()[:0]]
     wide = None if bias is None else bias.double()
     kept = conv_states.double() * 1.0
@@ -130,7 +130,6 @@ def _call(
 
 
 def _samples(source: Source) -> Iterator[Sample]:
-
     def sample(name: str, call: dict[str, Any], **change: Any) -> Sample:
         return Sample(name, (*(call | change).values(),))
 

@@ -110,7 +110,6 @@ def _call(
 
 
 def _samples(source: Source) -> Iterator[Sample]:
-
     def sample(name: str, call: dict[str, Any], **change: Any) -> Sample:
         return Sample(name, (*(call | change).values(),))
 

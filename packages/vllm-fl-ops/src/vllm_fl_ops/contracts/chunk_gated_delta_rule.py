@@ -17,7 +17,7 @@ from .sequences import boundaries, ends, fitting_heads
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HEADS", "OUTPUTS", "SPEC", "served_heads"]
+__all__ = ["HEADS", "OUTPUTS", "SPEC", "normed", "qkv", "served_heads"]
 
 
 def chunk_gated_delta_rule(
@@ -92,9 +92,9 @@ def _widened(
 
 def _by_triangular_systems(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A whole sequence as one chunk: what its tokens add to the state solves a linear system."""
-    q, k, v, g, beta, initial_state, cu_seqlens, epsilon = call
     import torch
 
+    q, k, v, g, beta, initial_state, cu_seqlens, epsilon = call
     q, k, v, g, beta = (x.transpose(0, 1) for x in _widened(q, k, v, g, beta, epsilon))
     outs, states = [], []
     for sequence, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
@@ -131,13 +131,8 @@ def _call(
     import torch.nn.functional as F
 
     tokens, fp32 = ends[-1], torch.float32
-    # As a model passes them: views of one convolution's result.
-    sizes = heads * key_size, heads * key_size, value_heads * value_size
-    q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
     return {
-        "q": q.unflatten(-1, (heads, key_size)),
-        "k": k.unflatten(-1, (heads, key_size)),
-        "v": v.unflatten(-1, (value_heads, value_size)),
+        **qkv(source, tokens, heads, value_heads, key_size, value_size),
         "g": -strength * F.softplus(source.normal(tokens, value_heads, dtype=fp32)),
         "beta": source.normal(tokens, value_heads, dtype=fp32).sigmoid().to(source.dtype),
         "initial_state": source.normal(
@@ -148,9 +143,26 @@ def _call(
     }
 
 
+def qkv(
+    source: Source, tokens: int, heads: int, value_heads: int, key_size: int, value_size: int
+) -> dict[str, torch.Tensor]:
+    """q, k and v as a model passes them: views of one convolution's result."""
+    sizes = heads * key_size, heads * key_size, value_heads * value_size
+    q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
+    q, k = (x.unflatten(-1, (heads, key_size)) for x in (q, k))
+    return {"q": q, "k": k, "v": v.unflatten(-1, (value_heads, value_size))}
+
+
+def normed(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with q and k that were normed before."""
+    import torch.nn.functional as F
+
+    turned = {name: F.normalize(call[name].float(), dim=-1).to(call[name].dtype) for name in "qk"}
+    return call | turned | {"epsilon": None}
+
+
 def _samples(source: Source) -> Iterator[Sample]:
     import torch
-    import torch.nn.functional as F
 
     for tokens in (16, 1, 0):
         name = f"{tokens} token{'s' * (tokens != 1)}"
@@ -159,10 +171,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     two["initial_state"][0] = 0  # a sequence that begins
     yield Sample("two sequences, the first beyond 64 tokens", (*two.values(),))
     yield Sample("an empty sequence between", (*_call(source, (5, 5, 9)).values(),))
-    normed = _call(source, (3, 8), 1, 2, 128, 128) | {"epsilon": None}
-    for name in "qk":
-        normed[name] = F.normalize(normed[name].float(), dim=-1).to(source.dtype)
-    yield Sample("normed before, heads of 128", (*normed.values(),))
+    before = normed(_call(source, (3, 8), 1, 2, 128, 128))
+    yield Sample("normed before, heads of 128", (*before.values(),))
     yield Sample("other sizes of keys and values", (*_call(source, (9,), 1, 3, 32, 16).values(),))
     fading = _call(source, (66,), strength=12.0)
     yield Sample("states that fade to nothing", (*fading.values(),))

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from vllm_fl.contracts.arguments import Argument, Tensor, declared
-from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OfLayer", "contract", "not_finite", "of_layer", "rounded"]
+__all__ = ["OfLayer", "activations", "contract", "not_finite", "of_layer", "rounded"]
 
 
 def contract(
@@ -101,6 +101,12 @@ def _reader(attribute: str) -> Callable[[Any], Any]:
     if second:
         return lambda layer: getattr(getattr(layer, first), second)
     return lambda layer: getattr(layer, first)
+
+
+def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
+    """Normal numbers; of the stream of large values others, the largest as `peak` says."""
+    x = source.normal(*shape)
+    return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
 
 
 def not_finite(*names: str) -> Iterator[tuple[str, dict[str, float]]]:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.arguments import like, tensor
 from vllm_fl.contracts.outputs import Exact
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
-from .common import contract
+from .common import activations, contract
 from .paging import (
     BLOCK_SIZE,
     SLOTS,
@@ -139,9 +139,7 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     rank, rope = int(rank) or 512, int(rope) or 64  # as all models have it, where none is told
     block = int(sizes.more.get("block_size") or BLOCK_SIZE)
     for tokens in sizes.tokens:
-        kv_c = source.normal(tokens, rank)
-        if source.large:
-            kv_c = source.spiked(tokens, rank, scale=30.0, peak=peak(source.dtype))
+        kv_c = activations(source, tokens, rank, scale=30.0)
         k_pe, blocks = source.normal(tokens, rope), blocks_for(tokens, block)
         cache = source.normal(blocks, block, rank + rope)
         mapping = served_slots(tokens, blocks, block, source.device)

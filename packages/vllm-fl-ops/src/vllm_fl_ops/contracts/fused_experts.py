@@ -19,6 +19,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
+from .routing import taken_ids
 
 if TYPE_CHECKING:
     import torch
@@ -126,10 +127,10 @@ def _activated(inner: torch.Tensor, activation: str) -> torch.Tensor:
 
 def _dense(*call: Any) -> torch.Tensor:
     """Every token through every expert of the model; those that are not here are zeros."""
-    hidden_states, w13, w2, topk_weights, topk_ids, *rest = call
-    activation, apply_router_weight_on_input, _, expert_map, w13_bias, w2_bias = rest
     import torch
 
+    hidden_states, w13, w2, topk_weights, topk_ids, *rest = call
+    activation, apply_router_weight_on_input, _, expert_map, w13_bias, w2_bias = rest
     count = w13.shape[0] if expert_map is None else expert_map.numel()
     here = torch.arange(count) if expert_map is None else expert_map.long()
 
@@ -173,9 +174,9 @@ def _routing(
     """(weights, ids) of a router: k experts of each token, no two the same."""
     import torch
 
-    scores = source.normal(tokens, experts, dtype=torch.float32)
+    ids = taken_ids(source, tokens, k, experts)
     weights = source.normal(tokens, k, dtype=torch.float32).sigmoid() * (2 / k)
-    return weights, scores.argsort(dim=-1)[:, :k].to(torch.int32).contiguous()
+    return weights, ids.to(torch.int32).contiguous()
 
 
 def _weights(
@@ -312,9 +313,9 @@ def _shapes(
 
 def _part(*call: Any) -> tuple[Any, ...]:
     """The same call with the experts alone that its tokens take on this rank."""
-    x, w13, w2, weights, topk_ids, activation, on_input, _, expert_map, *biases = call
     import torch
 
+    x, w13, w2, weights, topk_ids, activation, on_input, _, expert_map, *biases = call
     count, ids = w13.shape[0], topk_ids.long()
     here = torch.arange(count, device=ids.device) if expert_map is None else expert_map.long()
     known = ids[(ids >= 0) & (ids < len(here))]

@@ -77,8 +77,8 @@ SPEC = activation(
         float32=(1e-5, "; atol because 1 + erf cancels for a negative gate"),
         float16=(
             1e-4,
-            ": vLLM's native rounds gelu and the product (2); "
-            "atol for that cancellation in fp32 and for subnormals below 6e-5",
+            ": vLLM's native rounds gelu and the product (2); atol for that cancellation in fp32 "
+            "and for subnormals below 6e-5",
         ),
         bfloat16=(1e-4, "; atol for that cancellation in fp32"),
     ),

@@ -98,13 +98,13 @@ SPEC = activation(
         float32=(1e-5, "; atol as gate and cutoff cancel"),
         float16=(
             4e-3,
-            "; atol because vLLM's native rounds the cutoff, and gates lie a "
-            "little above it: seen up to 1.8e-3 beyond that, in 257 rows of 3072",
+            "; atol because vLLM's native rounds the cutoff, and gates lie a little above it: "
+            "seen up to 1.8e-3 beyond that, in 257 rows of 3072",
         ),
         bfloat16=(
             3e-2,
-            "; atol because vLLM's native rounds the "
-            "cutoff: seen up to 1.7e-2 beyond that, in 257 rows of 3072",
+            "; atol because vLLM's native rounds the cutoff: seen up to 1.7e-2 beyond that, in "
+            "257 rows of 3072",
         ),
     ),
     gated=True,

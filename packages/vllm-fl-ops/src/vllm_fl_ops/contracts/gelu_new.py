@@ -49,13 +49,13 @@ SPEC = activation(
         float32=(1e-5, "; atol because 1 + tanh cancels"),
         float16=(
             6e-4,
-            "; atol because vLLM's native form and its CUDA kernel round tanh, "
-            "whose sum with 1 cancels: seen up to 4.4e-4 beyond that, at -3.6, which gives 0",
+            "; atol because vLLM's native form and its CUDA kernel round tanh, whose sum with 1 "
+            "cancels: seen up to 4.4e-4 beyond that, at -3.6, which gives 0",
         ),
         bfloat16=(
             4e-3,
-            "; atol because vLLM's native form and its "
-            "CUDA kernel round tanh: seen up to 2.9e-3 beyond that, at -3.1, which gives 0",
+            "; atol because vLLM's native form and its CUDA kernel round tanh: seen up to 2.9e-3 "
+            "beyond that, at -3.1, which gives 0",
         ),
     ),
 )

@@ -108,10 +108,10 @@ def _scores(
 
 
 def _by_token(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    gating_output, topk, renormalize, num_expert_group, topk_group, *rest = call
-    scoring_func, routed_scaling_factor, e_score_correction_bias = rest
     import torch
 
+    gating_output, topk, renormalize, num_expert_group, topk_group, *rest = call
+    scoring_func, routed_scaling_factor, e_score_correction_bias = rest
     wide = gating_output.double()
     if scoring_func == "softmax":
         scores = (wide - wide.logsumexp(-1, keepdim=True)).exp()

@@ -146,8 +146,8 @@ SPEC = contract(
     tolerances=rounded(
         float32=(
             1e-5,
-            "; room for x * factor - mean * factor, which "
-            "loses 2 * 2^-24 of the mean, 30 times the spread in samples",
+            "; room for x * factor - mean * factor, which loses 2 * 2^-24 of the mean, 30 times "
+            "the spread in samples",
         ),
         float16=(1e-4, "; atol as for float32, where the bias cancels"),
         bfloat16=(1e-4, "; atol as for float16"),

@@ -11,6 +11,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .common import contract
+from .routing import taken_ids
 
 if TYPE_CHECKING:
     import torch
@@ -104,9 +105,9 @@ def round_up(number: Any, block_size: int) -> Any:
 
 def _one_by_one(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A list of rows for each expert, put one behind the other."""
-    topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts = call
     import torch
 
+    topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts = call
     here = list(range(num_experts)) if expert_map is None else [int(n) for n in expert_map]
     filled: dict[int, list[int]] = {expert: [] for expert in range(num_experts)}
     rows = [int(expert) for token in topk_ids.tolist() for expert in token]
@@ -134,14 +135,6 @@ def _one_by_one(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return next(results), next(results), next(results)
 
 
-def _ids(source: Source, tokens: int, topk: int, experts: int) -> torch.Tensor:
-    """Experts of each token, no expert twice, and some experts without a token."""
-    import torch
-
-    scores = source.normal(tokens, experts, dtype=torch.float32)
-    return scores.argsort(-1)[:, :topk].to(source.dtype)
-
-
 def _on_this_rank(source: Source, experts: int) -> torch.Tensor:
     """A map of a rank that has every third expert, the last one first."""
     import torch
@@ -151,9 +144,8 @@ def _on_this_rank(source: Source, experts: int) -> torch.Tensor:
 
 
 def _samples(source: Source) -> Iterator[Sample]:
-
     def ids(tokens: int, topk: int, experts: int) -> torch.Tensor:
-        return _ids(source, tokens, topk, experts)
+        return taken_ids(source, tokens, topk, experts).to(source.dtype)
 
     yield Sample("1 token", (ids(1, 8, 16), 16, 16, None, False, False))
     yield Sample("16 tokens", (ids(16, 4, 24), 16, 24, None, False, False))
@@ -185,7 +177,7 @@ def _served(
     for tokens in sizes.tokens:
         name = f"{tokens} x {topk} of {experts}"
         more = ", large" * source.large
-        ids = _ids(source, tokens, topk, experts)
+        ids = taken_ids(source, tokens, topk, experts).to(source.dtype)
         yield Sample(f"{name}, blocks of 16{more}", (ids, 16, experts, None, False, False))
         args = (ids.clone(), 128, experts, _on_this_rank(source, experts), False, True)
         yield Sample(f"{name}, blocks of 128, experts elsewhere{more}", args)

@@ -11,6 +11,7 @@ from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
+from .routing import taken_ids
 
 if TYPE_CHECKING:
     import torch
@@ -80,13 +81,6 @@ def _one_by_one(
     return total
 
 
-def _ids(source: Source, tokens: int, topk: int, experts: int, dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    scores = source.normal(tokens, experts, dtype=torch.float32)
-    return scores.argsort(-1)[:, :topk].to(dtype)
-
-
 def _every_third(source: Source, experts: int) -> torch.Tensor:
     """A map of a rank that has the experts 0, 3, 6, ..."""
     import torch
@@ -108,18 +102,18 @@ def _samples(source: Source) -> Iterator[Sample]:
     turned = source.normal(5, 32, 4).transpose(1, 2)
     yield Sample("hidden features apart", (turned, None, None))
     yield Sample("many experts", (source.normal(5, 10, 64), None, None))
-    ids = _ids(source, 9, 4, 16, torch.int32)
+    ids = taken_ids(source, 9, 4, 16).to(torch.int32)
     ids[2], ids[4, 1], ids[7, 3] = -1, -1, -1
     unwritten = source.normal(9, 4, 64)
     unwritten[2], unwritten[4, 1], unwritten[7, 3] = math.nan, math.inf, math.nan
     yield Sample("places without an expert", (unwritten, ids, None))
-    ids = _ids(source, 9, 4, 16, torch.int64)
+    ids = taken_ids(source, 9, 4, 16).to(torch.int64)
     ids[0, 0], ids[5] = -1, -1
     elsewhere = source.normal(9, 4, 64)
     where = _every_third(source, 16)
     elsewhere[_elsewhere(ids, where)] = math.nan
     yield Sample("experts elsewhere", (elsewhere, ids, where))
-    ids = _ids(source, 6, 8, 16, torch.int32)[::2, 2:6]
+    ids = taken_ids(source, 6, 8, 16).to(torch.int32)[::2, 2:6]
     yield Sample("strided ids", (source.normal(3, 4, 40), ids, _every_third(source, 16)))
     broken = source.normal(5, 4, 64)
     broken[1, 2, 7], broken[3, 0, 40] = math.nan, math.inf

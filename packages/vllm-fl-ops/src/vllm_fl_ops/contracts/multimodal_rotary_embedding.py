@@ -11,7 +11,14 @@ from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .common import contract
 from .rotary_embedding import SPEC as ROTARY
-from .rotary_embedding import TABLE, heads_of_qkv, positions_elsewhere, served_positions, tables
+from .rotary_embedding import (
+    TABLE,
+    by_complex_numbers,
+    heads_of_qkv,
+    positions_elsewhere,
+    served_positions,
+    tables,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -93,10 +100,9 @@ def multimodal_rotary_embedding(
 
 
 def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    query, key, cos, sin, position_ids, mrope_section, mrope_interleaved, rotary_interleaved = call
     import torch
 
-    half = cos.shape[-1]
+    query, key, cos, sin, position_ids, mrope_section, mrope_interleaved, rotary_interleaved = call
     table = torch.complex(cos.double(), sin.double())
     by_axis = [table[position_ids[:, axis].long()] for axis in range(3)]
     if mrope_interleaved:
@@ -107,18 +113,8 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         parts = zip(*(angles.split(list(mrope_section), dim=-1) for angles in by_axis), strict=True)
         factor = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
-    factor = factor.unsqueeze(1)
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        rotating = x[..., : 2 * half].double()
-        pairs = rotating.unflatten(-1, (half, 2) if rotary_interleaved else (2, -1))
-        pairs = pairs if rotary_interleaved else pairs.transpose(-1, -2)
-        product = torch.complex(*pairs.unbind(-1)) * factor
-        turned = torch.stack((product.real, product.imag), dim=-1)
-        turned = (turned if rotary_interleaved else turned.transpose(-1, -2)).flatten(-2)
-        return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
-
-    return turn(query), turn(key)
+    query, key = (by_complex_numbers(x, factor, rotary_interleaved) for x in (query, key))
+    return query, key
 
 
 def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:

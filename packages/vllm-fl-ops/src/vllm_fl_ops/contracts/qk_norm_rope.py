@@ -95,10 +95,10 @@ def qk_norm_rope(
 
 def _by_parts(*call: Any) -> torch.Tensor:
     """Heads apart, each divided by its norm, and the rotation as a product of complex numbers."""
-    qkv, q_weight, k_weight, cos_sin_cache, position_ids, *rest = call
-    heads, kv_heads, epsilon, rotary_interleaved = rest
     import torch
 
+    qkv, q_weight, k_weight, cos_sin_cache, position_ids, *rest = call
+    heads, kv_heads, epsilon, rotary_interleaved = rest
     size = q_weight.shape[0]
     cos, sin = cos_sin_cache.double().index_select(0, position_ids.long()).chunk(2, dim=-1)
     factor, rotary = torch.complex(cos, sin), cos_sin_cache.shape[1]

@@ -11,7 +11,7 @@ from vllm_fl.contracts.outputs import QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import contract
+from .common import activations, contract
 
 if TYPE_CHECKING:
     import torch
@@ -136,9 +136,7 @@ def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
 
     most = peak(source.dtype)
     for tokens in sizes.tokens:
-        x = source.normal(tokens, hidden)
-        if source.large:
-            x = source.spiked(tokens, hidden, scale=1.0, peak=most)
+        x = activations(source, tokens, hidden, scale=1.0)
         size = f"{tokens} x {hidden}{', large' * source.large}"
         yield Sample(f"{size}, per tensor", (x, None, None, False))
         yield Sample(f"{size}, per token", (x, None, None, True))
@@ -146,9 +144,7 @@ def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
         scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
         yield Sample(f"{size}, static", (x, scale, None, False))
         if inner := sizes.intermediate:  # what goes into the MLP's second product
-            x = source.normal(tokens, inner)
-            if source.large:
-                x = source.spiked(tokens, inner, scale=1.0, peak=most)
+            x = activations(source, tokens, inner, scale=1.0)
             size = f"{tokens} x {inner}{', large' * source.large}"
             yield Sample(f"{size}, per token", (x, None, None, True))
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import flag, integer, scalar, tensor
 from vllm_fl.contracts.outputs import QuantisedPair
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import contract, not_finite
+from .common import activations, contract, not_finite
 
 if TYPE_CHECKING:
     import torch
@@ -109,16 +109,12 @@ def _samples(source: Source) -> Iterator[Sample]:
 def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
     width = max(128, hidden // 128 * 128)
     for tokens in sizes.tokens:
-        x = source.normal(tokens, width)
-        if source.large:
-            x = source.spiked(tokens, width, scale=1.0, peak=peak(source.dtype))
+        x = activations(source, tokens, width, scale=1.0)
         for ue8m0 in (False, True):
             how = f"{', powers of two' * ue8m0}{', large' * source.large}"
             yield Sample(f"{tokens} x {width} by 128{how}", (x, 128, 1e-10, ue8m0))
         if inner := (sizes.intermediate or 0) // 128 * 128:  # into the MLP's second product
-            x = source.normal(tokens, inner)
-            if source.large:
-                x = source.spiked(tokens, inner, scale=1.0, peak=peak(source.dtype))
+            x = activations(source, tokens, inner, scale=1.0)
             name = f"{tokens} x {inner} by 128{', large' * source.large}"
             yield Sample(name, (x, 128, 1e-10, False))
 

@@ -11,7 +11,7 @@ from vllm_fl.contracts.outputs import Exact, QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
-from .common import contract
+from .common import activations, contract
 
 if TYPE_CHECKING:
     import torch
@@ -153,18 +153,14 @@ def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
 
     most = peak(source.dtype)
     for tokens in sizes.tokens:
-        x = source.normal(tokens, hidden)
-        if source.large:
-            x = source.spiked(tokens, hidden, scale=1.0, peak=most)
+        x = activations(source, tokens, hidden, scale=1.0)
         size = f"{tokens} x {hidden}{', large' * source.large}"
         yield Sample(size, (x, None, None, None))
         step = most / 100 if source.large else 0.03
         scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
         yield Sample(f"{size}, static", (x, scale, None, None))
         if inner := sizes.intermediate:  # what goes into the MLP's second product
-            x = source.normal(tokens, inner)
-            if source.large:
-                x = source.spiked(tokens, inner, scale=1.0, peak=most)
+            x = activations(source, tokens, inner, scale=1.0)
             yield Sample(f"{tokens} x {inner}{', large' * source.large}", (x, None, None, None))
 
 

@@ -44,13 +44,13 @@ SPEC = activation(
         float32=(1e-5, "; room for a fast exp"),
         float16=(
             1e-4,
-            "; atol because vLLM's native form rounds 1.702 * x before the "
-            "sigmoid (seen up to 2.2e-5 beyond that, at -2.4), for subnormals and a fast exp",
+            "; atol because vLLM's native form rounds 1.702 * x before the sigmoid (seen up to "
+            "2.2e-5 beyond that, at -2.4), for subnormals and a fast exp",
         ),
         bfloat16=(
             1e-4,
-            "; atol because vLLM's native form rounds "
-            "1.702 * x before the sigmoid (seen up to 2.5e-5 beyond that, at -2.8)",
+            "; atol because vLLM's native form rounds 1.702 * x before the sigmoid (seen up to "
+            "2.5e-5 beyond that, at -2.8)",
         ),
     ),
 )

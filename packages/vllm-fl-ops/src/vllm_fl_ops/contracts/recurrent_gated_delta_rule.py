@@ -10,7 +10,7 @@ from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import Sample, Tolerance
 
-from .chunk_gated_delta_rule import HEADS, OUTPUTS, served_heads
+from .chunk_gated_delta_rule import HEADS, OUTPUTS, normed, qkv, served_heads
 from .common import contract
 from .gdn_gating import SPEC as GATING
 from .sequences import slots, state_slots
@@ -95,9 +95,9 @@ def _normed(
 
 def _by_matrices(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """S (alpha (I - beta k k^T)) + beta v k^T, token by token."""
-    q, k, v, a, b, A_log, dt_bias, state, state_indices, epsilon = call
     import torch
 
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, epsilon = call
     second: Any = GATING.second_form
     g, beta = second(a.double(), b.double(), A_log, dt_bias)
     q, k = _normed(q, k, v, epsilon)
@@ -124,15 +124,11 @@ def _call(
     import torch
 
     fp32 = torch.float32
-    # As a model passes them: views of one convolution's result, and of one projection's.
-    sizes = heads * key_size, heads * key_size, value_heads * value_size
-    q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
-    b, a = source.normal(tokens, 2 * value_heads).chunk(2, dim=-1)
+    heads_of_qkv = qkv(source, tokens, heads, value_heads, key_size, value_size)
+    b, a = source.normal(tokens, 2 * value_heads).chunk(2, dim=-1)  # as of one projection
     slots = tokens + 3
     return {
-        "q": q.unflatten(-1, (heads, key_size)),
-        "k": k.unflatten(-1, (heads, key_size)),
-        "v": v.unflatten(-1, (value_heads, value_size)),
+        **heads_of_qkv,
         "a": a,
         "b": b,
         "A_log": source.normal(value_heads, dtype=fp32).abs(),
@@ -145,7 +141,6 @@ def _call(
 
 def _samples(source: Source) -> Iterator[Sample]:
     import torch
-    import torch.nn.functional as F
 
     for tokens in (16, 1, 0):
         name = f"{tokens} token{'s' * (tokens != 1)}"
@@ -154,10 +149,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     padded = _call(source, 6, value_heads=4)
     padded["state_indices"][3:] = 0
     yield Sample("padding", (*padded.values(),))
-    normed = _call(source, 3, 1, 2, 128, 128) | {"epsilon": None}
-    for name in "qk":
-        normed[name] = F.normalize(normed[name].float(), dim=-1).to(source.dtype)
-    yield Sample("normed before, heads of 128", (*normed.values(),))
+    before = normed(_call(source, 3, 1, 2, 128, 128))
+    yield Sample("normed before, heads of 128", (*before.values(),))
     yield Sample("other sizes of keys and values", (*_call(source, 5, 1, 3, 64, 16).values(),))
     of_q = _call(source, 4)
     of_q["state"] = of_q["state"].to(source.dtype)

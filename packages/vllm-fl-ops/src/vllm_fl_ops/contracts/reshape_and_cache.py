@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import like, tensor
 from vllm_fl.contracts.outputs import Exact
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
-from .common import contract
+from .common import activations, contract
 from .paging import (
     BLOCK_SIZE,
     SLOTS,
@@ -181,9 +181,7 @@ def _served(source: Source, sizes: ModelSizes, kv_heads: int, head_size: int) ->
         shape = blocks_for(tokens, block), block, heads, width
         mapping = served_slots(tokens, *shape[:2], source.device)
         for layout, caches in (("", _of_one_tensor), (", heads before slots", _heads_first)):
-            kv = source.normal(tokens, 2 * heads * width)
-            if source.large:
-                kv = source.spiked(tokens, 2 * heads * width, scale=30.0, peak=peak(source.dtype))
+            kv = activations(source, tokens, 2 * heads * width, scale=30.0)
             key, value = (half.view(tokens, heads, width) for half in kv.chunk(2, dim=-1))
             name = f"{tokens} x {heads} heads of {width}, blocks of {block}"
             name += f"{layout}{', large' * source.large}"

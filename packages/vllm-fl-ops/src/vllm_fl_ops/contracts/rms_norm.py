@@ -226,8 +226,8 @@ SPEC = contract(
         float32=(1e-5, "; room for a mean summed in any order and a fast rsqrt"),
         float16=(
             1e-5,
-            ": vLLM's native rounds before and after the weight "
-            "(2); atol for subnormals below 6e-5",
+            ": vLLM's native rounds before and after the weight (2); atol for subnormals below "
+            "6e-5",
         ),
         bfloat16=(1e-5, "; atol as for float32"),
     ),

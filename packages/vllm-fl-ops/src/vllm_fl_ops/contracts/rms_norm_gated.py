@@ -70,9 +70,9 @@ def rms_norm_gated(
 
 
 def _by_groups(*call: Any) -> torch.Tensor:
-    x, z, weight, epsilon, group_size, norm_before_gate, activation = call
     import torch
 
+    x, z, weight, epsilon, group_size, norm_before_gate, activation = call
     size = x.shape[-1] if group_size is None else group_size
     gate: torch.Tensor | float = 1.0
     if z is not None:

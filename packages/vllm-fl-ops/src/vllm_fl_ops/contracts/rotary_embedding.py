@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SPEC",
     "TABLE",
+    "by_complex_numbers",
     "heads_of_qkv",
     "joint_cos_sin",
     "positions_elsewhere",
@@ -84,22 +85,25 @@ def rotary_embedding(
 
 
 def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    query, key, cos, sin, position_ids, rotary_interleaved = call
     import torch
 
-    half = cos.shape[-1]
-    factor = torch.complex(cos.double(), sin.double())[position_ids.long()].unsqueeze(1)
+    query, key, cos, sin, position_ids, rotary_interleaved = call
+    factor = torch.complex(cos.double(), sin.double())[position_ids.long()]
+    query = by_complex_numbers(query, factor, rotary_interleaved)
+    return query, None if key is None else by_complex_numbers(key, factor, rotary_interleaved)
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        rotating = x[..., : 2 * half].double()
-        pairs = rotating.unflatten(-1, (half, 2) if rotary_interleaved else (2, -1))
-        pairs = pairs if rotary_interleaved else pairs.transpose(-1, -2)
-        product = torch.complex(*pairs.unbind(-1)) * factor
-        turned = torch.stack((product.real, product.imag), dim=-1)
-        turned = (turned if rotary_interleaved else turned.transpose(-1, -2)).flatten(-2)
-        return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
 
-    return turn(query), None if key is None else turn(key)
+def by_complex_numbers(x: torch.Tensor, factor: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Heads whose pairs are multiplied by a number for each token and pair: for `second_form`."""
+    import torch
+
+    rotary = 2 * factor.shape[-1]
+    pairs = x[..., :rotary].double().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    product = torch.complex(*pairs.unbind(-1)) * factor.unsqueeze(1)
+    turned = torch.stack((product.real, product.imag), dim=-1)
+    turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
+    return torch.cat((turned, x[..., rotary:].double()), dim=-1)
 
 
 def tables(

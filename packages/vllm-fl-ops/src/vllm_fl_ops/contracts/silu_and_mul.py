@@ -47,8 +47,8 @@ SPEC = activation(
         float32=(1e-5, "; room for a fast exp"),
         float16=(
             1e-4,
-            ": vLLM's native rounds silu and the product (2); "
-            "atol for subnormals below 6e-5 and a fast exp",
+            ": vLLM's native rounds silu and the product (2); atol for subnormals below 6e-5 and "
+            "a fast exp",
         ),
         bfloat16=(1e-4, "; atol for a fast exp of a far gate"),
     ),

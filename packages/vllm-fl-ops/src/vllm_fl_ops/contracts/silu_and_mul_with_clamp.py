@@ -79,13 +79,13 @@ SPEC = activation(
         float32=(1e-5, "; room for a fast exp"),
         float16=(
             4e-4,
-            "; atol because vLLM's native rounds alpha * gate and up + beta: "
-            "seen up to 2.1e-4 beyond that, at a result of -0.3",
+            "; atol because vLLM's native rounds alpha * gate and up + beta: seen up to 2.1e-4 "
+            "beyond that, at a result of -0.3",
         ),
         bfloat16=(
             1e-3,
-            "; atol because vLLM's native rounds "
-            "alpha * gate and up + beta: seen up to 7.2e-4 beyond that, at a result of -0.11",
+            "; atol because vLLM's native rounds alpha * gate and up + beta: seen up to 7.2e-4 "
+            "beyond that, at a result of -0.11",
         ),
     ),
     gated=True,

@@ -85,13 +85,13 @@ SPEC = activation(
         float32=(1e-5, "; room for a fast exp"),
         float16=(
             4e-4,
-            "; atol because vLLM's native rounds alpha * gate before the "
-            "sigmoid: seen up to 2.8e-4 beyond that, at a gate near -2.4 and up at the limit",
+            "; atol because vLLM's native rounds alpha * gate before the sigmoid: seen up to "
+            "2.8e-4 beyond that, at a gate near -2.4 and up at the limit",
         ),
         bfloat16=(
             1e-3,
-            "; atol because vLLM's native rounds "
-            "alpha * gate before the sigmoid: seen up to 6.4e-4 beyond that, at a gate near -2.8",
+            "; atol because vLLM's native rounds alpha * gate before the sigmoid: seen up to "
+            "6.4e-4 beyond that, at a gate near -2.8",
         ),
     ),
     gated=True,

@@ -104,13 +104,13 @@ SPEC = activation(
         float32=(1e-6, "; atol as the two terms cancel"),
         float16=(
             4e-3,
-            "; atol because vLLM's native rounds both terms, of which one is "
-            "subtracted below 0: seen up to 2.6e-3 beyond that, at a result of 1.0",
+            "; atol because vLLM's native rounds both terms, of which one is subtracted below 0: "
+            "seen up to 2.6e-3 beyond that, at a result of 1.0",
         ),
         bfloat16=(
             1.6e-2,
-            "; atol because vLLM's native rounds both "
-            "terms: seen up to 9.4e-3 beyond that, at a result of 0.16 with a steep slope",
+            "; atol because vLLM's native rounds both terms: seen up to 9.4e-3 beyond that, at a "
+            "result of 0.16 with a steep slope",
         ),
     ),
     beside=dict.fromkeys(LEARNED, tensor("", "x", "bfloat16")),
