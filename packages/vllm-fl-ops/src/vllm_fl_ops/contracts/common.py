@@ -104,7 +104,7 @@ def _reader(attribute: str) -> Callable[[Any], Any]:
 
 
 def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
-    """Normal numbers; of the stream of large values others, the largest as `peak` says."""
+    """Normal numbers; with large values others, some as large as activations get."""
     x = source.normal(*shape)
     return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
 

@@ -177,7 +177,7 @@ def _served(
     half = rotary // 2
     section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     for tokens in sizes.tokens:
-        one = served_positions(source, tokens, sizes.max_position)
+        one = served_positions(source, tokens, sizes.max_position, source.large)
         # Not transposed as a layer's: verification takes rows of memory for tokens.
         at = torch.stack([one, one // 2, one // 3], dim=-1)
         for interleaved in (False, True):

@@ -198,7 +198,7 @@ def _served(
             else:
                 qkv = source.normal(tokens, columns)
                 qkv[5::16] *= 1e-3  # there epsilon matters
-            at = served_positions(source, tokens, sizes.max_position)
+            at = served_positions(source, tokens, sizes.max_position, source.large)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
             name += ", interleaved" * interleaved + ", large" * source.large
             args = (qkv, *weights, angles, at, heads, kv_heads, sizes.epsilon, interleaved)

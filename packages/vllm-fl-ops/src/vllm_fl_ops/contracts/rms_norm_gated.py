@@ -84,7 +84,8 @@ def _by_groups(*call: Any) -> torch.Tensor:
     for part in (x.double() * first).split(size, dim=-1):
         squares = (part**2).sum(-1, keepdim=True)
         parts.append(part / (squares / size + epsilon) ** 0.5)
-    return torch.cat(parts, dim=-1) * weight.double() * last
+    result: torch.Tensor = torch.cat(parts, dim=-1) * weight.double() * last
+    return result
 
 
 def _samples(source: Source) -> Iterator[Sample]:

@@ -107,10 +107,10 @@ def by_complex_numbers(x: torch.Tensor, factor: torch.Tensor, interleaved: bool)
 
 
 def tables(
-    source: Source, max_position: int, rotary: int, *more: Any, **base: float
+    source: Source, max_position: int, rotary: int, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin as a vLLM layer passes them: views of one cache, of `table`."""
-    cache = table(source, max_position, rotary, *more, **base)
+    """cos and sin as a vLLM layer passes them: views of one cache, which `table` makes."""
+    cache = table(source, max_position, rotary, *rest, **named)
     return cache[:, : rotary // 2], cache[:, rotary // 2 :]
 
 
@@ -216,7 +216,7 @@ def _served(
                 q, k = _of_latent(source, tokens, heads, rank, rope, scale)
             else:
                 q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
-            at = served_positions(source, tokens, sizes.max_position)
+            at = served_positions(source, tokens, sizes.max_position, source.large)
             name = f"{tokens} x {heads}+{k.shape[1]} heads of {k.shape[2]}"
             name += ", interleaved" * interleaved + ", large" * source.large
             yield Sample(name, (q, k, cos, sin, at, interleaved), scale)
@@ -230,12 +230,12 @@ def _of_latent(
     return query, source.normal(tokens, 1, rank + rope, scale=scale)[..., rank:]
 
 
-def served_positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
+def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
     """Positions of one batch as vLLM makes it, the ends of the model's length among them."""
     import torch
 
     before = 5  # one token alone is in the middle of its prompt
-    generator = torch.Generator("cpu").manual_seed(20240302 + source.large)
+    generator = torch.Generator("cpu").manual_seed(20240302 + large)
     found = positions(tokens + before, max_position, generator)
     return found[before:].clone().to(source.device)  # in memory of its own
 

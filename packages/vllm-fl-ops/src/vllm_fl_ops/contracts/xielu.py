@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["SPEC"]
 
 LEARNED = ("alpha_p", "alpha_n", "beta", "eps")
+"""The arguments beside x, which a layer has under these names."""
 
 
 def xielu(
