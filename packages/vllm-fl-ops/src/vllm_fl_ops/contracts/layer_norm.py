@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import Problem, like, scalar, tensor
@@ -152,12 +152,10 @@ SPEC = contract(
         float16=(1e-4, "; atol as for float32, where the bias cancels"),
         bfloat16=(1e-4, "; atol as for float16"),
     ),
-    from_layer=MappingProxyType(
-        {
-            "weight": lambda layer: None if layer.weight is None else layer.weight.data,
-            "bias": lambda layer: None if layer.bias is None else layer.bias.data,
-            "epsilon": lambda layer: layer.eps,
-        }
-    ),
+    from_layer={
+        "weight": lambda layer: None if layer.weight is None else layer.weight.data,
+        "bias": lambda layer: None if layer.bias is None else layer.bias.data,
+        "epsilon": lambda layer: layer.eps,
+    },
     layer=_layer,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import integer, like, scalar, tensor
@@ -231,15 +231,11 @@ SPEC = contract(
         ),
         bfloat16=(1e-5, "; atol as for float32"),
     ),
-    from_layer=MappingProxyType(
-        {
-            "weight": lambda layer: (
-                layer.weight.data if getattr(layer, "has_weight", True) else None
-            ),
-            "epsilon": lambda layer: layer.variance_epsilon,
-            "variance_size": lambda layer: getattr(layer, "variance_size_override", None),
-        }
-    ),
+    from_layer={
+        "weight": lambda layer: layer.weight.data if getattr(layer, "has_weight", True) else None,
+        "epsilon": lambda layer: layer.variance_epsilon,
+        "variance_size": lambda layer: getattr(layer, "variance_size_override", None),
+    },
     layer=_layer,
     plain=_plain,
 )
