@@ -43,7 +43,7 @@ class _Former:
         if name.rpartition(".")[0] != __name__ or find_spec(PACKAGE) is None:
             return None
         there = find_spec(f"{PACKAGE}.contracts.{name.rpartition('.')[2]}")
-        return ModuleSpec(name, self) if there else None
+        return ModuleSpec(name, self) if there else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
         """A new one, which makes place for the one that is there."""
