@@ -123,8 +123,7 @@ def _samples(source: Source) -> Iterator[Sample]:
 def _served(
     source: Source, sizes: ModelSizes, hidden: int, experts_per_token: int
 ) -> Iterator[Sample]:
-    topk = experts_per_token
-    scale = 1.0
+    topk, scale = experts_per_token, 1.0
     for tokens in sizes.tokens:
         if source.large:
             scale = peak(source.dtype) / topk
