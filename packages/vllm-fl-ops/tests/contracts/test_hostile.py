@@ -92,7 +92,7 @@ def test_an_id_of_no_expert_adds_nothing_with_and_without_a_map() -> None:
     weights = torch.full((3, 2), 0.5)
     ids = torch.tensor([[0, 3], [-1, -1], [3, -1]], dtype=torch.int32)
     for here in (None, torch.tensor([1, -1, -1, 3], dtype=torch.int32)):
-        rest = "silu", False, -1 if here is None else 4, here
+        rest = "silu", False, -1 if here is None else 4, here, None, None
         for form in (spec.oracle, spec.second_form):
             assert form is not None
             out = form(x, w13, w2, weights, ids, *rest)

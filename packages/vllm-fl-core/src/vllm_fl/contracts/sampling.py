@@ -30,6 +30,7 @@ class Source:
 
         self.dtype = dtype
         self.device = torch.device(device)
+        self.large = large
         self._generator = torch.Generator("cpu").manual_seed(20240229 + large)
         self._order = torch.Generator("cpu").manual_seed(20240301)
 

@@ -9,7 +9,7 @@ from vllm_fl.contracts.binding import SizeRule
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BLOCK_SIZE", "holds_as_is", "no_scale"]
+__all__ = ["BLOCK_SIZE", "holds_as_is", "no_scale", "without_padding"]
 
 AS_IS = frozenset({"auto", "float16", "half", "bfloat16", "float", "float32"})
 """Values of kv_cache_dtype with which nothing is scaled. All others are quantised."""
@@ -23,6 +23,11 @@ attention, 128 on CPUs, several hundred beside states of linear attention."""
 def holds_as_is(kv_cache_dtype: str, cache: Tensor, rows: Tensor) -> bool:
     """Whether a cache takes the rows as they are, without a scale or a cast."""
     return kv_cache_dtype in AS_IS and cache.dtype == rows.dtype
+
+
+def without_padding(rows: Tensor, tokens: int) -> Tensor:
+    """The rows that have a slot: vLLM's CUDA graphs need them padded, and the slots are not."""
+    return rows if rows.shape[0] == tokens else rows[:tokens]
 
 
 def no_scale(slot_mapping: Tensor) -> Tensor:

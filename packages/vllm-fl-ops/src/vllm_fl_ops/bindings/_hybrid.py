@@ -9,15 +9,11 @@ from vllm_fl.contracts.sizes import first_told
 
 __all__ = [
     "CONVOLVING",
-    "CONV_BIAS",
-    "CONV_FEATURES",
-    "CONV_TAPS",
+    "CONV_SIZES",
     "CPU_EPSILON",
     "FLA_EPSILON",
-    "LINEAR_KEY_HEADS",
-    "LINEAR_KEY_SIZE",
+    "LINEAR_SIZES",
     "LINEAR_VALUE_HEADS",
-    "LINEAR_VALUE_SIZE",
     "NULL_BLOCK",
     "activation_of",
     "has_states",
@@ -139,12 +135,15 @@ def _linear(name: str, typical: int, *, shared: bool = False) -> SizeRule:
     return SizeRule(name, ask, typical, in_kit=False)
 
 
-LINEAR_KEY_HEADS = _linear("linear_key_heads", 4, shared=True)
 LINEAR_VALUE_HEADS = _linear("linear_value_heads", 8, shared=True)
-LINEAR_KEY_SIZE = _linear("linear_key_head_dim", 128)
-LINEAR_VALUE_SIZE = _linear("linear_value_head_dim", 128)
-CONV_FEATURES = SizeRule("conv_features", _conv_features, 2048, in_kit=False)
-CONV_TAPS = SizeRule("conv_taps", _conv_taps, 4, in_kit=False)
-CONV_BIAS = SizeRule(
-    "conv_bias", lambda config: bool(first_told(_text(config), _BIASES)), 0, in_kit=False
+LINEAR_SIZES = (
+    _linear("linear_key_heads", 4, shared=True),
+    _linear("linear_key_head_dim", 128),
+    LINEAR_VALUE_HEADS,
+    _linear("linear_value_head_dim", 128),
+)
+CONV_SIZES = (
+    SizeRule("conv_bias", lambda config: bool(first_told(_text(config), _BIASES)), 0, in_kit=False),
+    SizeRule("conv_features", _conv_features, 2048, in_kit=False),
+    SizeRule("conv_taps", _conv_taps, 4, in_kit=False),
 )

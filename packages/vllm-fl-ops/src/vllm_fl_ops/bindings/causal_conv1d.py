@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, FunctionPlace, Route, put
 
-from ._hybrid import (
-    CONV_BIAS,
-    CONV_FEATURES,
-    CONV_TAPS,
-    CONVOLVING,
-    NULL_BLOCK,
-    activation_of,
-    has_states,
-)
+from ._hybrid import CONV_SIZES, CONVOLVING, NULL_BLOCK, activation_of, has_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +110,7 @@ BINDING = Binding(
             )
         ),
     ),
-    sizes=(CONV_BIAS, CONV_FEATURES, CONV_TAPS),
+    sizes=CONV_SIZES,
     not_reached=(
         "states that are cached per block of a sequence (`mamba_cache_mode=all`)",
         "CPUs with AVX512-BF16, or bfloat16 on aarch64: vLLM's kernels there take weights that it "

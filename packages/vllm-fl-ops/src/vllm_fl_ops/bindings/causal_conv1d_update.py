@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route, put
 from vllm_fl.contracts.routes import Selection
 
-from ._hybrid import (
-    CONV_BIAS,
-    CONV_FEATURES,
-    CONV_TAPS,
-    CONVOLVING,
-    NULL_BLOCK,
-    activation_of,
-    has_states,
-)
+from ._hybrid import CONV_SIZES, CONVOLVING, NULL_BLOCK, activation_of, has_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +111,7 @@ BINDING = Binding(
             tokens="x",
         ),
     ),
-    sizes=(CONV_BIAS, CONV_FEATURES, CONV_TAPS),
+    sizes=CONV_SIZES,
     not_reached=(
         "speculative decoding, whose sequences bring several tokens",
         "states that are cached per block of a sequence (`mamba_cache_mode=all`)",

@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace
 
-from ._hybrid import (
-    FLA_EPSILON,
-    LINEAR_KEY_HEADS,
-    LINEAR_KEY_SIZE,
-    LINEAR_VALUE_HEADS,
-    LINEAR_VALUE_SIZE,
-    has_states,
-)
+from ._hybrid import FLA_EPSILON, LINEAR_SIZES, has_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +137,7 @@ BINDING = Binding(
             _from,
         ),
     ),
-    sizes=(LINEAR_KEY_HEADS, LINEAR_KEY_SIZE, LINEAR_VALUE_HEADS, LINEAR_VALUE_SIZE),
+    sizes=LINEAR_SIZES,
     not_reached=(
         "the prefill backends cutedsl and aiter_flydsl: vLLM's layer calls a forward of their own",
         "OLMo's hybrid models, which call vLLM's Triton function, and Kimi's delta attention, "

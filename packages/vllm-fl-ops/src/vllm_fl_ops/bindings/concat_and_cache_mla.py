@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, Route, put
+from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
 
-from ._caches import BLOCK_SIZE, holds_as_is, no_scale
+from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
 from ._latent import KV_RANK, ROPE_SIZE
 
 if TYPE_CHECKING:
@@ -15,26 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 
-def _into(op: Bound) -> Bound:
-    """The operator of CUDA builds, over the op."""
-
-    def kernel(
-        kv_c: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        scale: Tensor,
-    ) -> Any:
-        if not holds_as_is(kv_cache_dtype, kv_cache, kv_c):
-            return NotImplemented
-        tokens = slot_mapping.shape[0]
-        if kv_c.shape[0] != tokens:  # padded, as vLLM's CUDA graphs need it; the slots are not
-            kv_c, k_pe = kv_c[:tokens], k_pe[:tokens]
-        put(kv_cache, op(kv_c, k_pe, kv_cache, slot_mapping))
-        return None
-
-    return kernel
+def _holds_as_is(kv_c: Tensor, kv_cache: Tensor, kv_cache_dtype: str) -> bool:
+    return holds_as_is(kv_cache_dtype, kv_cache, kv_c)
 
 
 def _fits(k_pe: Tensor, slot_mapping: Tensor) -> bool:
@@ -51,12 +33,15 @@ BINDING = Binding(
         OperatorPlace(
             "_C_cache_ops::concat_and_cache_mla",
             ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "scale"),
-            _into,
             Route(
+                args={
+                    "kv_c": lambda kv_c, slot_mapping: without_padding(kv_c, slot_mapping.shape[0]),
+                    "k_pe": lambda k_pe, slot_mapping: without_padding(k_pe, slot_mapping.shape[0]),
+                },
+                only=_holds_as_is,
                 out="kv_cache",
                 own_args={"kv_cache_dtype": lambda: "auto", "scale": no_scale},
             ),
-            grants=("kv_cache",),
             tokens="slot_mapping",  # the latent may be padded
         ),
         OperatorPlace(

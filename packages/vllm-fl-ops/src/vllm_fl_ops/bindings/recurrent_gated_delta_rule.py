@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, Route, put
 
-from ._hybrid import (
-    CPU_EPSILON,
-    FLA_EPSILON,
-    LINEAR_KEY_HEADS,
-    LINEAR_KEY_SIZE,
-    LINEAR_VALUE_HEADS,
-    LINEAR_VALUE_SIZE,
-    has_states,
-)
+from ._hybrid import CPU_EPSILON, FLA_EPSILON, LINEAR_SIZES, has_states
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -254,7 +246,7 @@ BINDING = Binding(
             tokens="a",  # q, k and v have a dimension before the tokens
         ),
     ),
-    sizes=(LINEAR_KEY_HEADS, LINEAR_KEY_SIZE, LINEAR_VALUE_HEADS, LINEAR_VALUE_SIZE),
+    sizes=LINEAR_SIZES,
     not_reached=(
         "speculative decoding, whose sequences bring several tokens with a state after each",
         "OLMo's hybrid models, which call a function that takes the gates, and Kimi's delta "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, Route, put
+from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
 from vllm_fl.contracts.sizes import HEAD_SIZE, KV_HEADS
 
-from ._caches import BLOCK_SIZE, holds_as_is, no_scale
+from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
 from ._models import has_paged_attention
 
 if TYPE_CHECKING:
@@ -27,32 +27,17 @@ PARAMETERS = (
 )
 
 
-def _into(op: Bound) -> Bound:
-    """The operator, over the op. What the op has written into the caches is not copied."""
-
-    def kernel(
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        v_scale: Tensor,
-    ) -> Any:
-        # The Triton function knows a layout of five dimensions, too.
-        if key_cache.ndim != 4 or not holds_as_is(kv_cache_dtype, key_cache, key):
-            return NotImplemented
-        tokens = slot_mapping.shape[0]
-        if key.shape[0] != tokens:  # padded, as vLLM's CUDA graphs need it; the slots are not
-            key, value = key[:tokens], value[:tokens]
-        put((key_cache, value_cache), op(key, value, key_cache, value_cache, slot_mapping))
-        return None
-
-    return kernel
+def _holds_as_is(key: Tensor, key_cache: Tensor, kv_cache_dtype: str) -> bool:
+    # The Triton function knows a layout of five dimensions, too.
+    return key_cache.ndim == 4 and holds_as_is(kv_cache_dtype, key_cache, key)
 
 
-NATIVE = Route(
+ROUTE = Route(
+    args={
+        "key": lambda key, slot_mapping: without_padding(key, slot_mapping.shape[0]),
+        "value": lambda value, slot_mapping: without_padding(value, slot_mapping.shape[0]),
+    },
+    only=_holds_as_is,
     out=("key_cache", "value_cache"),
     own_args={"kv_cache_dtype": lambda: "auto", "k_scale": no_scale, "v_scale": no_scale},
 )
@@ -66,9 +51,7 @@ BINDING = Binding(
         OperatorPlace(
             "_C_cache_ops::reshape_and_cache_flash",
             PARAMETERS,
-            _into,
-            NATIVE,
-            grants=("key_cache", "value_cache"),
+            ROUTE,
             tokens="slot_mapping",  # keys may be padded
         ),
         FunctionPlace(
@@ -79,9 +62,7 @@ BINDING = Binding(
                 f"{_BACKENDS}.rocm_segmented_attn.{_TRITON}",
             ),
             PARAMETERS,
-            _into,
-            NATIVE,
-            grants=("key_cache", "value_cache"),
+            ROUTE,
             tokens="slot_mapping",  # keys may be padded
         ),
     ),

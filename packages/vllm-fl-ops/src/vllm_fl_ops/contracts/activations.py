@@ -1,14 +1,17 @@
-"""What the contracts of activations have in common: checks and inputs of x, and the whole contract
-where x is the only parameter."""
+"""What the contracts of activations have in common: checks and inputs of x, and most of the
+contract: all of it where x is the only parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, like, tensor
+from vllm_fl.contracts.arguments import Argument, Problem, like, tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +28,7 @@ __all__ = [
     "served_gated_inputs",
 ]
 
-Oracle = Callable[["torch.Tensor"], "torch.Tensor"]
+Oracle = Callable[..., "torch.Tensor"]
 
 
 def activation(
@@ -35,22 +38,31 @@ def activation(
     *,
     gated: bool = False,
     special: bool = True,
+    beside: Mapping[str, Argument] = MappingProxyType({}),
+    samples: Callable[[Source], Iterable[Sample]] | None = None,
+    call: Callable[[torch.Tensor], tuple[Any, ...]] = lambda x: (x,),
+    power: int = 1,
+    **more: Any,
 ) -> OpSpec:
     """The contract of an activation.
 
     Args:
-        oracle: the op of (x), in fp64.
+        oracle: the op of (x), or of (x, further arguments), in fp64.
         second_form: the same by another formula.
         tolerances: by dtype.
         gated: whether x has two halves, (..., 2 * d), and the result one, (..., d).
         special: whether NaN must give NaN, and infinity infinity. Otherwise the row is open that
             has one.
+        beside: the further arguments.
+        samples: the calls that every implementation must get right; None: those of x alone.
+        call: x in a served model -> the arguments of a call.
+        power: with which power of x's magnitude results grow there.
+        more: as of `contract`.
     """
     parts = 2 if gated else 1
     served_inputs = served_gated_inputs if gated else served_activation_inputs
 
-    def samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-        source = Source(dtype, device)
+    def of_x(source: Source) -> Iterator[Sample]:
         for name, x in activation_inputs(source, parts):
             yield Sample(name, (x,))
         if special:
@@ -60,21 +72,19 @@ def activation(
         else:
             yield Sample("NaN in a row", (broken_row(source, parts),), open_rows=(1,))
 
-    def served(
-        sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-    ) -> Iterator[Sample]:
-        for name, x, scale in served_inputs(sizes, dtype, device, large):
-            yield Sample(name, (x,), scale)
+    def served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
+        for name, x, scale in served_inputs(sizes, source.dtype, source.device, source.large):
+            yield Sample(name, call(x), scale**power)
 
-    return declared(
+    return contract(
         oracle,
-        {"x": tensor("..., 2 * d") if gated else tensor("...")},
+        {"x": tensor("..., 2 * d") if gated else tensor("..."), **beside},
         (tensor("..., d") if gated else like("x"),),
-        samples=samples,
-        served=served,
+        samples=samples or of_x,
         by_token=frozenset({"x"}),
         second_form=second_form,
         tolerances=tolerances,
+        **{"served": served, **more},
     )
 
 

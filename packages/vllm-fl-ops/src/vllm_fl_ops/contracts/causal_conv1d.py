@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, integers, like, tensor, word
+from vllm_fl.contracts.arguments import Problem, integers, like, tensor, word
 from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
+from .common import contract
 from .sequences import boundaries, ends, fitting_features, slots, state_slots
 
 if TYPE_CHECKING:
@@ -83,20 +84,13 @@ def causal_conv1d(
     return out * out.sigmoid() if activation == "silu" else out, before
 
 
-def _by_torch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cache_indices: torch.Tensor,
-    has_initial_state: torch.Tensor,
-    activation: str | None = "silu",
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """PyTorch's own convolution over a padded sequence."""
     import torch
     import torch.nn.functional as F
 
+    x, weight, bias, conv_states, *rest = call
+    query_start_loc, cache_indices, has_initial_state, activation = rest
     width, after, outs = weight.shape[1], conv_states.double().clone(), [x.double()[:0]]
     wide = None if bias is None else bias.double()
     kept = conv_states.double() * 1.0
@@ -135,9 +129,7 @@ def _call(
     }
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
-
+def _samples(source: Source) -> Iterator[Sample]:
     def sample(name: str, call: dict[str, Any], **change: Any) -> Sample:
         return Sample(name, (*(call | change).values(),))
 
@@ -163,33 +155,24 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield sample("NaN in a sequence", broken)
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    def made(source: Source, tokens: int, dim: int, width: int) -> dict[str, Any]:
-        return _call(source, ends(tokens), dim, width)
+def served_features(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
+    """`served` of a convolution whose calls `made` makes: (source, tokens, dim, width) -> arguments
+    by parameter."""
 
-    yield from served_features(made, sizes, Source(dtype, device, large), large)
+    def served(
+        source: Source, sizes: ModelSizes, conv_features: int, conv_taps: int
+    ) -> Iterator[Sample]:
+        for tokens in sizes.tokens:
+            dim, smaller = fitting_features(tokens, conv_features)
+            call = made(source, tokens, dim, conv_taps)
+            if source.large:
+                call["x"] = source.spiked(tokens, dim, scale=4.0, peak=1e3)
+            if not sizes.more.get("conv_bias"):
+                call["bias"] = None
+            name = f"{tokens} x {dim}, {conv_taps} taps{', large' * source.large}"
+            yield Sample(name, (*call.values(),), 1e3 if source.large else 1.0, smaller)
 
-
-def served_features(
-    made: Callable[..., dict[str, Any]], sizes: ModelSizes, source: Source, large: bool
-) -> Iterator[Sample]:
-    """The calls of a convolution, which `made` makes: (source, tokens, dim, width) -> arguments by
-    parameter; none where the model's sizes are not told."""
-    told = [sizes.more.get(name) for name in ("conv_features", "conv_taps")]
-    if None in told:
-        return
-    features, width = (int(number or 0) for number in told)
-    for tokens in sizes.tokens:
-        dim, smaller = fitting_features(tokens, features)
-        call = made(source, tokens, dim, width)
-        if large:
-            call["x"] = source.spiked(tokens, dim, scale=4.0, peak=1e3)
-        if not sizes.more.get("conv_bias"):
-            call["bias"] = None
-        name = f"{tokens} x {dim}, {width} taps{', large' * large}"
-        yield Sample(name, (*call.values(),), 1e3 if large else 1.0, smaller)
+    return served
 
 
 TOLERANCES = {
@@ -228,7 +211,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "cache_indices below the slots", {"cache_indices": slot - len(good["conv_states"])}
 
 
-SPEC = declared(
+SPEC = contract(
     causal_conv1d,
     {
         "x": tensor("tokens, dim"),
@@ -245,7 +228,7 @@ SPEC = declared(
     overwrites=("", "conv_states"),
     bad=_bad,
     samples=_samples,
-    served=_served,
+    served=served_features(lambda source, tokens, *of: _call(source, ends(tokens), *of)),
     by_token=frozenset({"x"}),
     stands=True,
     second_form=_by_torch,

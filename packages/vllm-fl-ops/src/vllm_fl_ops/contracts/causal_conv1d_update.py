@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, integers, like, tensor, word
+from vllm_fl.contracts.arguments import Problem, integers, like, tensor, word
 from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample
+from vllm_fl.contracts.spec import Sample
 
 from .causal_conv1d import BIAS, STATES, TOLERANCES, WEIGHT, served_features
+from .common import contract
 from .sequences import slots, state_slots
 
 if TYPE_CHECKING:
@@ -74,15 +75,9 @@ def causal_conv1d_update(
     return torch.where(real[:, None], out, x.double()), after
 
 
-def _by_taps(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    conv_state_indices: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_taps(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Token by token and tap by tap, the state rolled."""
+    x, conv_state, weight, bias, activation, conv_state_indices = call
     import torch.nn.functional as F
 
     taps = weight.shape[1] - 1
@@ -114,9 +109,7 @@ def _call(
     }
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
-
+def _samples(source: Source) -> Iterator[Sample]:
     def sample(name: str, call: dict[str, Any], **change: Any) -> Sample:
         return Sample(name, (*(call | change).values(),))
 
@@ -142,12 +135,6 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield sample("NaN in a token", broken)
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    yield from served_features(_call, sizes, Source(dtype, device, large), large)
-
-
 def _also(x: Any, states: Any, weight: Any, bias: Any, activation: Any, indices: Any) -> Problem:
     return slots("conv_state_indices", indices, len(states))
 
@@ -159,7 +146,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "a negative index", {"conv_state_indices": at - len(states)}
 
 
-SPEC = declared(
+SPEC = contract(
     causal_conv1d_update,
     {
         "x": tensor("tokens, dim"),
@@ -174,7 +161,7 @@ SPEC = declared(
     overwrites=("x", "conv_state"),
     bad=_bad,
     samples=_samples,
-    served=_served,
+    served=served_features(_call),
     by_token=frozenset({"x", "conv_state_indices"}),
     stands=True,
     second_form=_by_taps,

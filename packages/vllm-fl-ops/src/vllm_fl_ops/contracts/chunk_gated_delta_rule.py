@@ -6,25 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, integers, like, scalar, tensor
+from vllm_fl.contracts.arguments import Problem, integers, like, scalar, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
+from .common import contract
 from .sequences import boundaries, ends, fitting_heads
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HEADS", "OUTPUTS", "SPEC", "served_heads"]
-
-SIZES = (
-    "linear_key_heads",
-    "linear_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-)
-"""The served model's sizes that a delta rule has."""
+__all__ = ["HEADS", "OUTPUTS", "SPEC", "normed", "qkv", "served_heads"]
 
 
 def chunk_gated_delta_rule(
@@ -97,19 +90,11 @@ def _widened(
     return q, k, v.double(), g.double(), beta.double()
 
 
-def _by_triangular_systems(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    epsilon: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_triangular_systems(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A whole sequence as one chunk: what its tokens add to the state solves a linear system."""
     import torch
 
+    q, k, v, g, beta, initial_state, cu_seqlens, epsilon = call
     q, k, v, g, beta = (x.transpose(0, 1) for x in _widened(q, k, v, g, beta, epsilon))
     outs, states = [], []
     for sequence, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
@@ -146,13 +131,8 @@ def _call(
     import torch.nn.functional as F
 
     tokens, fp32 = ends[-1], torch.float32
-    # As a model passes them: views of one convolution's result.
-    sizes = heads * key_size, heads * key_size, value_heads * value_size
-    q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
     return {
-        "q": q.unflatten(-1, (heads, key_size)),
-        "k": k.unflatten(-1, (heads, key_size)),
-        "v": v.unflatten(-1, (value_heads, value_size)),
+        **qkv(source, tokens, heads, value_heads, key_size, value_size),
         "g": -strength * F.softplus(source.normal(tokens, value_heads, dtype=fp32)),
         "beta": source.normal(tokens, value_heads, dtype=fp32).sigmoid().to(source.dtype),
         "initial_state": source.normal(
@@ -163,11 +143,27 @@ def _call(
     }
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    import torch
+def qkv(
+    source: Source, tokens: int, heads: int, value_heads: int, key_size: int, value_size: int
+) -> dict[str, torch.Tensor]:
+    """q, k and v as a model passes them: views of one convolution's result."""
+    sizes = heads * key_size, heads * key_size, value_heads * value_size
+    q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
+    q, k = (x.unflatten(-1, (heads, key_size)) for x in (q, k))
+    return {"q": q, "k": k, "v": v.unflatten(-1, (value_heads, value_size))}
+
+
+def normed(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with q and k that were normed before."""
     import torch.nn.functional as F
 
-    source = Source(dtype, device)
+    turned = {name: F.normalize(call[name].float(), dim=-1).to(call[name].dtype) for name in "qk"}
+    return call | turned | {"epsilon": None}
+
+
+def _samples(source: Source) -> Iterator[Sample]:
+    import torch
+
     for tokens in (16, 1, 0):
         name = f"{tokens} token{'s' * (tokens != 1)}"
         yield Sample(name, (*_call(source, (tokens,)).values(),))
@@ -175,15 +171,13 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     two["initial_state"][0] = 0  # a sequence that begins
     yield Sample("two sequences, the first beyond 64 tokens", (*two.values(),))
     yield Sample("an empty sequence between", (*_call(source, (5, 5, 9)).values(),))
-    normed = _call(source, (3, 8), 1, 2, 128, 128) | {"epsilon": None}
-    for name in "qk":
-        normed[name] = F.normalize(normed[name].float(), dim=-1).to(dtype)
-    yield Sample("normed before, heads of 128", (*normed.values(),))
+    before = normed(_call(source, (3, 8), 1, 2, 128, 128))
+    yield Sample("normed before, heads of 128", (*before.values(),))
     yield Sample("other sizes of keys and values", (*_call(source, (9,), 1, 3, 32, 16).values(),))
     fading = _call(source, (66,), strength=12.0)
     yield Sample("states that fade to nothing", (*fading.values(),))
     of_q = _call(source, (6, 11))
-    of_q["initial_state"] = of_q["initial_state"].to(dtype)
+    of_q["initial_state"] = of_q["initial_state"].to(source.dtype)
     yield Sample("states in the dtype of q", (*of_q.values(),))
     wide = _call(source, (7,), value_heads=4)
     wide["beta"] = wide["beta"].to(torch.float32)
@@ -194,31 +188,28 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a sequence", (*broken.values(),))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    def made(source: Source, tokens: int, *sizes_of_heads: int) -> dict[str, Any]:
-        return _call(source, ends(tokens), *sizes_of_heads)
+def served_heads(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
+    """`served` of a delta rule whose calls `made` makes: (source, tokens, heads, value_heads,
+    key_size, value_size) -> arguments by parameter."""
 
-    yield from served_heads(made, sizes, Source(dtype, device, large), large)
+    def served(
+        source: Source,
+        sizes: ModelSizes,
+        linear_key_heads: int,
+        linear_value_heads: int,
+        linear_key_head_dim: int,
+        linear_value_head_dim: int,
+    ) -> Iterator[Sample]:
+        widths = linear_key_head_dim, linear_value_head_dim
+        for tokens in sizes.tokens:
+            few, few_values, smaller = fitting_heads(tokens, linear_key_heads, linear_value_heads)
+            call = made(source, tokens, few, few_values, *widths)
+            if source.large:
+                call["v"] = call["v"] * 30.0
+            name = f"{tokens} x {few}+{few_values} heads of {widths[0]}{', large' * source.large}"
+            yield Sample(name, (*call.values(),), 30.0 if source.large else 1.0, smaller)
 
-
-def served_heads(
-    made: Callable[..., dict[str, Any]], sizes: ModelSizes, source: Source, large: bool
-) -> Iterator[Sample]:
-    """The calls of a delta rule, which `made` makes: (source, tokens, heads, value_heads, key_size,
-    value_size) -> arguments by parameter; none where the model's sizes are not told."""
-    told = [sizes.more.get(name) for name in SIZES]
-    if None in told:
-        return
-    heads, value_heads, *widths = (int(number or 0) for number in told)
-    for tokens in sizes.tokens:
-        few, few_values, smaller = fitting_heads(tokens, heads, value_heads)
-        call = made(source, tokens, few, few_values, *widths)
-        if large:
-            call["v"] = call["v"] * 30.0
-        name = f"{tokens} x {few}+{few_values} heads of {widths[0]}{', large' * large}"
-        yield Sample(name, (*call.values(),), 30.0 if large else 1.0, smaller)
+    return served
 
 
 OUTPUTS = (
@@ -264,7 +255,7 @@ HEADS = {
 }
 """Queries, keys and values of a delta rule."""
 
-SPEC = declared(
+SPEC = contract(
     chunk_gated_delta_rule,
     {
         **HEADS,
@@ -278,7 +269,7 @@ SPEC = declared(
     also=_also,
     bad=_bad,
     samples=_samples,
-    served=_served,
+    served=served_heads(lambda source, tokens, *of: _call(source, ends(tokens), *of)),
     by_token=frozenset({"q", "k", "v", "g", "beta"}),
     stands=True,
     second_form=_by_triangular_systems,

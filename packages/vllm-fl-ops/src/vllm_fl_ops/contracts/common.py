@@ -2,12 +2,73 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
-__all__ = ["OfLayer", "not_finite", "of_layer"]
+from vllm_fl.contracts.arguments import Argument, Tensor, declared
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OfLayer", "activations", "contract", "not_finite", "of_layer", "rounded"]
+
+
+def contract(
+    oracle: Callable[..., Any],
+    arguments: Mapping[str, Argument],
+    results: tuple[Tensor, ...] | Callable[..., Any],
+    *,
+    samples: Callable[[Source], Iterable[Sample]],
+    served: Callable[..., Iterable[Sample]],
+    **more: Any,
+) -> OpSpec:
+    """The contract of an op whose inputs are drawn from a source.
+
+    Args:
+        oracle, arguments, results, more: as of `declared`.
+        samples: a source -> the calls that every implementation must get right.
+        served: (a source, a model's sizes, further sizes that it names as its parameters) -> the
+            same for that model; there are none where one of these is not told.
+    """
+    asked = list(inspect.signature(served).parameters)[2:]
+
+    def of_model(
+        sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    ) -> Iterable[Sample]:
+        told = [getattr(sizes, name, sizes.more.get(name)) for name in asked]
+        if None in told:
+            return ()
+        return served(Source(dtype, device, large), sizes, *(int(size or 0) for size in told))
+
+    def of_all(dtype: torch.dtype, device: torch.device) -> Iterable[Sample]:
+        return samples(Source(dtype, device))
+
+    return declared(oracle, arguments, results, samples=of_all, served=of_model, **more)
+
+
+ROUNDED = {
+    "float32": (1.3e-6, "PyTorch's own fp32 default (vLLM's too)"),
+    "float16": (2e-3, "4 roundings of 2^-11"),
+    "bfloat16": (1.6e-2, "4 roundings of 2^-8, as vLLM's bf16 default"),
+}
+"""The relative tolerances of results that were rounded a few times, and why."""
+
+
+def rounded(**beside: tuple[float, str]) -> dict[str, Tolerance]:
+    """Tolerances of results that were rounded a few times.
+
+    Args:
+        beside: dtype -> (atol, what is said behind the reason of `ROUNDED`).
+    """
+    return {
+        dtype: Tolerance(ROUNDED[dtype][0], atol, ROUNDED[dtype][1] + why)
+        for dtype, (atol, why) in beside.items()
+    }
 
 
 class OfLayer(TypedDict):
@@ -40,6 +101,12 @@ def _reader(attribute: str) -> Callable[[Any], Any]:
     if second:
         return lambda layer: getattr(getattr(layer, first), second)
     return lambda layer: getattr(layer, first)
+
+
+def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
+    """Normal numbers; with large values others, some as large as activations get."""
+    x = source.normal(*shape)
+    return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
 
 
 def not_finite(*names: str) -> Iterator[tuple[str, dict[str, float]]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.arguments import declared, like, tensor
+from vllm_fl.contracts.arguments import like, tensor
 from vllm_fl.contracts.outputs import Exact
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
+from .common import activations, contract
 from .paging import (
     BLOCK_SIZE,
     SLOTS,
@@ -73,14 +74,12 @@ def _side_by_side(
     return torch.cat([written_one_by_one(*pair, slot_mapping) for pair in pairs], dim=-1)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-
-    source = Source(dtype, device)
 
     def sample(name: str, tokens: int, skipped: int = 0) -> Sample:
         kv_c, k_pe = source.normal(tokens, 64), source.normal(tokens, 16)
-        mapping = slots(tokens, 3 * BLOCK_SIZE, device, skipped=skipped)
+        mapping = slots(tokens, 3 * BLOCK_SIZE, source.device, skipped=skipped)
         return Sample(name, (kv_c, k_pe, source.normal(3, BLOCK_SIZE, 80), mapping))
 
     yield sample("1 token", 1)
@@ -92,25 +91,25 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
     kv_a = source.normal(9, 32 + 64 + 16)
     kv_c, k_pe = kv_a[:, 32:96], kv_a[:, 96:]
-    mapping = slots(9, 32, device, skipped=4)
+    mapping = slots(9, 32, source.device, skipped=4)
     mapping[0] = -1
     yield Sample("strided out of one projection", (kv_c, k_pe, source.normal(4, 8, 80), mapping))
 
     wide = source.normal(4, 8, 96)[..., :80]
-    mapping = slots(7, 32, device)
+    mapping = slots(7, 32, source.device)
     yield Sample("gaps between rows", (source.normal(7, 64), source.normal(7, 16), wide, mapping))
     apart = source.normal(4, 2, 8, 80)[:, 1]
-    mapping = slots(7, 32, device)
+    mapping = slots(7, 32, source.device)
     yield Sample(
         "gaps between blocks", (source.normal(7, 64), source.normal(7, 16), apart, mapping)
     )
 
     sparse = source.normal(4, 8, 160)[..., ::2]
-    mapping = slots(7, 32, device)
+    mapping = slots(7, 32, source.device)
     yield Sample("features apart", (source.normal(7, 64), source.normal(7, 16), sparse, mapping))
 
     for size in (32, 64, 128):
-        cache, mapping = source.normal(3, size, 80), slots(9, 3 * size, device, skipped=4)
+        cache, mapping = source.normal(3, size, 80), slots(9, 3 * size, source.device, skipped=4)
         kv_c, k_pe = source.normal(9, 64), source.normal(9, 16)
         yield Sample(f"blocks of {size}", (kv_c, k_pe, cache, mapping))
     blocks, mapping = far_slots(source, 16, BLOCK_SIZE)
@@ -119,13 +118,13 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
     odd = source.normal(4, 5, 43)
     yield Sample(
-        "odd sizes", (source.normal(7, 33), source.normal(7, 10), odd, slots(7, 20, device))
+        "odd sizes", (source.normal(7, 33), source.normal(7, 10), odd, slots(7, 20, source.device))
     )
     kv_c, k_pe, cache = source.normal(4, 64), source.normal(4, 16), source.normal(2, 4, 80)
     kv_c[0, 3], k_pe[1, 7], cache[1, 2, 5] = float("nan"), float("-inf"), float("inf")
-    yield Sample("NaN and infinity", (kv_c, k_pe, cache, slots(4, 8, device)))
+    yield Sample("NaN and infinity", (kv_c, k_pe, cache, slots(4, 8, source.device)))
     kv_c, k_pe = source.normal(9, 64), source.normal(9, 16)
-    mapping = slots(9, 32, device, skipped=3)
+    mapping = slots(9, 32, source.device, skipped=3)
     kv_c[mapping < 0], k_pe[mapping < 0] = float("nan"), float("nan")
     yield Sample("NaN in rows of padding", (kv_c, k_pe, source.normal(4, 8, 80), mapping))
     mapping = torch.tensor([31, 0, -1], device=source.device)
@@ -133,27 +132,22 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("the first slot and the last", ends)
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
+def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     rank, rope = sizes.more.get("kv_lora_rank", 0), sizes.more.get("qk_rope_head_dim", 0)
     if rank is None or rope is None:
         return
     rank, rope = int(rank) or 512, int(rope) or 64  # as all models have it, where none is told
     block = int(sizes.more.get("block_size") or BLOCK_SIZE)
-    source = Source(dtype, device, large)
     for tokens in sizes.tokens:
-        kv_c = source.normal(tokens, rank)
-        if large:
-            kv_c = source.spiked(tokens, rank, scale=30.0, peak=peak(dtype))
+        kv_c = activations(source, tokens, rank, scale=30.0)
         k_pe, blocks = source.normal(tokens, rope), blocks_for(tokens, block)
         cache = source.normal(blocks, block, rank + rope)
-        mapping = served_slots(tokens, blocks, block, device)
-        name = f"{tokens} x {rank} + {rope}, blocks of {block}{', large' * large}"
+        mapping = served_slots(tokens, blocks, block, source.device)
+        name = f"{tokens} x {rank} + {rope}, blocks of {block}{', large' * source.large}"
         yield Sample(name, (kv_c, k_pe, cache, mapping))
 
 
-SPEC = declared(
+SPEC = contract(
     concat_and_cache_mla,
     {
         "kv_c": tensor("tokens, kv_lora_rank"),

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.arguments import declared, scalar, tensor
+from vllm_fl.contracts.arguments import scalar
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import Sample
 
-from .activations import (
-    activation_inputs,
-    broken_row,
-    served_gated_inputs,
-)
-from .common import not_finite, of_layer
+from .activations import activation, activation_inputs, broken_row
+from .common import not_finite, of_layer, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +49,7 @@ def _by_product(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
     return (gate > threshold).double() * (gate * up)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
     for name, x in activation_inputs(source, 2):
         yield Sample(name, (x, 0.25))  # which every dtype represents
     near = source.normal(8, 2 * 128)
@@ -64,33 +59,18 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a row", (broken_row(source, 2), 0.25), open_rows=(1,))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
-        yield Sample(name, (x, 0.25), scale)
-
-
-SPEC = declared(
+SPEC = activation(
     fatrelu_and_mul,
-    {
-        "x": tensor("..., 2 * d"),
-        "threshold": scalar(),
-    },
-    (tensor("..., d"),),
+    _by_product,
+    rounded(
+        float32=(1e-9, "; one product, rounded once"),
+        float16=(1e-6, "; atol for subnormals, which are 6e-8 apart"),
+        bfloat16=(1e-6, ""),
+    ),
+    gated=True,
+    beside={"threshold": scalar()},
+    samples=_samples,
+    call=lambda x: (x, 0.25),
     bad=lambda good: not_finite("threshold"),
     **of_layer("threshold"),
-    samples=_samples,
-    served=_served,
-    by_token=frozenset({"x"}),
-    second_form=_by_product,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6, 1e-9, "PyTorch's own fp32 default (vLLM's too); one product, rounded once"
-        ),
-        "float16": Tolerance(
-            2e-3, 1e-6, "4 roundings of 2^-11; atol for subnormals, which are 6e-8 apart"
-        ),
-        "bfloat16": Tolerance(1.6e-2, 1e-6, "4 roundings of 2^-8, as vLLM's bf16 default"),
-    },
 )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import (
     Problem,
-    declared,
     flag,
     integer,
     integers,
@@ -19,6 +17,9 @@ from vllm_fl.contracts.arguments import (
 )
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import contract
+from .routing import taken_ids
 
 if TYPE_CHECKING:
     import torch
@@ -124,22 +125,12 @@ def _activated(inner: torch.Tensor, activation: str) -> torch.Tensor:
     return F.gelu(gate, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation]) * up
 
 
-def _dense(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w13_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _dense(*call: Any) -> torch.Tensor:
     """Every token through every expert of the model; those that are not here are zeros."""
     import torch
 
+    hidden_states, w13, w2, topk_weights, topk_ids, *rest = call
+    activation, apply_router_weight_on_input, _, expert_map, w13_bias, w2_bias = rest
     count = w13.shape[0] if expert_map is None else expert_map.numel()
     here = torch.arange(count) if expert_map is None else expert_map.long()
 
@@ -183,9 +174,9 @@ def _routing(
     """(weights, ids) of a router: k experts of each token, no two the same."""
     import torch
 
-    scores = source.normal(tokens, experts, dtype=torch.float32)
+    ids = taken_ids(source, tokens, k, experts)
     weights = source.normal(tokens, k, dtype=torch.float32).sigmoid() * (2 / k)
-    return weights, scores.argsort(dim=-1)[:, :k].to(torch.int32).contiguous()
+    return weights, ids.to(torch.int32).contiguous()
 
 
 def _weights(
@@ -197,10 +188,9 @@ def _weights(
     return w13.view(experts, 2 * inner, hidden), w2.view(experts, hidden, inner)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     plain = "silu", False, -1, None, None, None
     w13, w2 = _weights(source, 8, 64, 32)
     for tokens in (16, 1, 0):
@@ -270,23 +260,24 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source,
+    sizes: ModelSizes,
+    hidden: int,
+    experts: int,
+    experts_per_token: int,
+    expert_intermediate: int,
 ) -> Iterator[Sample]:
-    told = [sizes.more.get(n) for n in ("experts", "experts_per_token", "expert_intermediate")]
-    if sizes.hidden is None or None in told:
-        return
-    experts, k, inner = (int(number or 0) for number in told)
-    source, scale = Source(dtype, device, large), 80.0 if large else 1.0
-    shapes = tuple(_shapes(experts, k, sizes.hidden, inner))
+    scale = 80.0 if source.large else 1.0
+    shapes = tuple(_shapes(experts, experts_per_token, hidden, expert_intermediate))
     all_weights = [_weights(source, *shape[0]) for shape in shapes]
     for tokens in sizes.tokens:
         for (shape, taken, smaller), weights in zip(shapes, all_weights, strict=True):
-            count, hidden, within = shape
-            x = source.normal(tokens, hidden)
-            if large:
-                x = source.spiked(tokens, hidden, scale=4.0, peak=100.0)
+            count, features, within = shape
+            x = source.normal(tokens, features)
+            if source.large:
+                x = source.spiked(tokens, features, scale=4.0, peak=100.0)
             routed = _routing(source, tokens, count, taken)
-            name = f"{tokens} x {hidden} through {count} of {within}{', large' * large}"
+            name = f"{tokens} x {features} through {count} of {within}{', large' * source.large}"
             args = (x, *weights, *routed, "silu", False, -1, None, None, None)
             yield Sample(name, args, scale, smaller)
 
@@ -320,22 +311,11 @@ def _shapes(
         yield shape, min(k, 2), ", ".join(filter(None, (told, what)))
 
 
-def _part(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w13_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-) -> tuple[Any, ...]:
+def _part(*call: Any) -> tuple[Any, ...]:
     """The same call with the experts alone that its tokens take on this rank."""
     import torch
 
+    x, w13, w2, weights, topk_ids, activation, on_input, _, expert_map, *biases = call
     count, ids = w13.shape[0], topk_ids.long()
     here = torch.arange(count, device=ids.device) if expert_map is None else expert_map.long()
     known = ids[(ids >= 0) & (ids < len(here))]
@@ -346,28 +326,14 @@ def _part(
     places = torch.full((count,), -1, dtype=torch.int32, device=ids.device)
     places[taken] = torch.arange(len(taken), dtype=torch.int32, device=ids.device)
     left = torch.where(here >= 0, places[here.clamp(min=0)], -1).to(torch.int32)
-    return (
-        hidden_states,
-        w13[taken],
-        w2[taken],
-        topk_weights,
-        topk_ids,
-        activation,
-        apply_router_weight_on_input,
-        len(here),
-        left,
-        None if w13_bias is None else w13_bias[taken],
-        None if w2_bias is None else w2_bias[taken],
-    )
+    w13, w2, *biases = (None if of is None else of[taken] for of in (w13, w2, *biases))
+    return x, w13, w2, weights, topk_ids, activation, on_input, len(here), left, *biases
 
 
 def _also(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, *rest: Any) -> Problem:
     _, on_input, count, expert_map, *_ = rest
-    if on_input and ids.shape[1] != 1:
-        return (
-            "apply_router_weight_on_input",
-            f"must be False for {ids.shape[1]} experts of a token",
-        )
+    if on_input and (k := ids.shape[1]) != 1:
+        return "apply_router_weight_on_input", f"must be False for {k} experts of a token"
     known = len(w13) if expert_map is None else len(expert_map)
     if count != known and (count != -1 or expert_map is not None):
         return "global_num_experts", f"must be the number of experts, {known}, got {count}"
@@ -393,7 +359,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a bias for every token", {"w13_bias": x.new_zeros(len(x), w13.shape[1])}
 
 
-SPEC = declared(
+SPEC = contract(
     fused_experts,
     {
         "hidden_states": tensor("tokens, hidden"),
@@ -416,27 +382,25 @@ SPEC = declared(
     by_token=frozenset({"hidden_states", "topk_weights", "topk_ids"}),
     part=_part,
     second_form=_dense,
-    tolerances=MappingProxyType(
-        {
-            "float32": Tolerance(
-                1e-5,
-                4e-5,
-                "sums of thousands of products, in any order; atol for fp32's error function, "
-                "which is 1e-5 of the result off at a gate of -3",
-            ),
-            "float16": Tolerance(
-                2e-3,
-                3.5e-3,
-                "4 roundings of 2^-11; atol because products that were rounded before the second "
-                "matrix may cancel in it: 7 standard deviations of 3 roundings, since at 5 one "
-                "batch of 65536 elements in some tens of right ones has one beyond",
-            ),
-            "bfloat16": Tolerance(
-                1.6e-2,
-                2.8e-2,
-                "4 roundings of 2^-8; atol as for float16. vLLM's own tests of its fused experts "
-                "have 2e-2, for fewer elements",
-            ),
-        }
-    ),
+    tolerances={
+        "float32": Tolerance(
+            1e-5,
+            4e-5,
+            "sums of thousands of products, in any order; atol for fp32's error function, "
+            "which is 1e-5 of the result off at a gate of -3",
+        ),
+        "float16": Tolerance(
+            2e-3,
+            3.5e-3,
+            "4 roundings of 2^-11; atol because products that were rounded before the second "
+            "matrix may cancel in it: 7 standard deviations of 3 roundings, since at 5 one "
+            "batch of 65536 elements in some tens of right ones has one beyond",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2,
+            2.8e-2,
+            "4 roundings of 2^-8; atol as for float16. vLLM's own tests of its fused experts "
+            "have 2e-2, for fewer elements",
+        ),
+    },
 )

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, like, tensor
+from vllm_fl.contracts.arguments import like, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -63,10 +65,9 @@ def _calls(source: Source, tokens: int, heads: int, scale: float = 1.0) -> tuple
     return a, b, A_log, source.normal(heads)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     for tokens in (1, 16, 0):
         yield Sample(f"{tokens} token{'s' * (tokens != 1)}", _calls(source, tokens, 8))
     yield Sample("odd sizes", _calls(source, 5, 3))
@@ -76,7 +77,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("halves of one tensor", (halves[:, 6:], halves[:, :6], A_log, dt_bias))
     yield Sample("far from zero", _calls(source, 9, 16, scale=12.0))
     a, b, A_log, dt_bias = _calls(source, 4, 8)
-    yield Sample("A_log in the dtype of a", (a, b, A_log.to(dtype), dt_bias))
+    yield Sample("A_log in the dtype of a", (a, b, A_log.to(source.dtype), dt_bias))
     yield Sample("dt_bias in float32", (a, b, A_log, dt_bias.to(torch.float32)))
     a, b, A_log, dt_bias = _calls(source, 5, 8)
     a[1, 2], a[2, 3], a[3, 4] = math.nan, math.inf, -math.inf
@@ -84,19 +85,14 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN and infinity", (a, b, A_log, dt_bias))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    heads = sizes.more.get("linear_value_heads")
-    if heads is None:
-        return
-    source = Source(dtype, device, large)
+def _served(source: Source, sizes: ModelSizes, linear_value_heads: int) -> Iterator[Sample]:
+    heads = linear_value_heads
     for tokens in sizes.tokens:
-        call = _calls(source, tokens, int(heads), scale=12.0 if large else 1.0)
-        yield Sample(f"{tokens} x {int(heads)} heads{', large' * large}", call)
+        call = _calls(source, tokens, heads, scale=12.0 if source.large else 1.0)
+        yield Sample(f"{tokens} x {heads} heads{', large' * source.large}", call)
 
 
-SPEC = declared(
+SPEC = contract(
     gdn_gating,
     {
         "a": tensor("tokens, heads"),

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.arguments import declared, tensor, word
+from vllm_fl.contracts.arguments import word
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import ModelSizes, Sample
 
-from .activations import gated_inputs, served_gated_inputs
-from .common import of_layer
+from .activations import activation, gated_inputs, served_gated_inputs
+from .common import of_layer, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -58,49 +58,33 @@ def _by_torch(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return gelu(gate, approximate=approximate) * up
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     for approximate in APPROXIMATIONS:
-        for name, x in gated_inputs(Source(dtype, device)):
+        for name, x in gated_inputs(Source(source.dtype, source.device)):
             yield Sample(f"{name}, approximate={approximate}", (x, approximate))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
+def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     for approximate in APPROXIMATIONS:
-        for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
+        for name, x, scale in served_gated_inputs(sizes, source.dtype, source.device, source.large):
             yield Sample(f"{name}, approximate={approximate}", (x, approximate), scale)
 
 
-SPEC = declared(
+SPEC = activation(
     gelu_and_mul,
-    {
-        "x": tensor("..., 2 * d"),
-        "approximate": word(*APPROXIMATIONS),
-    },
-    (tensor("..., d"),),
-    **of_layer("approximate"),
+    _by_torch,
+    rounded(
+        float32=(1e-5, "; atol because 1 + erf cancels for a negative gate"),
+        float16=(
+            1e-4,
+            ": vLLM's native rounds gelu and the product (2); atol for that cancellation in fp32 "
+            "and for subnormals below 6e-5",
+        ),
+        bfloat16=(1e-4, "; atol for that cancellation in fp32"),
+    ),
+    gated=True,
+    beside={"approximate": word(*APPROXIMATIONS)},
     samples=_samples,
     served=_served,
-    by_token=frozenset({"x"}),
-    second_form=_by_torch,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6,
-            1e-5,
-            "PyTorch's own fp32 default (vLLM's too); atol because 1 + erf cancels "
-            "for a negative gate",
-        ),
-        "float16": Tolerance(
-            2e-3,
-            1e-4,
-            "4 roundings of 2^-11: vLLM's native rounds gelu and the product (2); "
-            "atol for that cancellation in fp32 and for subnormals below 6e-5",
-        ),
-        "bfloat16": Tolerance(
-            1.6e-2,
-            1e-4,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol for that cancellation in fp32",
-        ),
-    },
+    **of_layer("approximate"),
 )

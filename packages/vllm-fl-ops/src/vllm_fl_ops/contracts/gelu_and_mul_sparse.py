@@ -6,16 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Argument, Problem, declared, tensor, word
+from vllm_fl.contracts.arguments import Argument, Problem, word
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import Sample
 
-from .activations import (
-    activation_inputs,
-    broken_row,
-    served_gated_inputs,
-)
-from .common import not_finite, of_layer
+from .activations import activation, activation_inputs, broken_row
+from .common import not_finite, of_layer, rounded
 from .gelu_and_mul import APPROXIMATIONS
 
 if TYPE_CHECKING:
@@ -77,8 +73,7 @@ GEMMA = 1.6448536
 """Of a share of 0.95, which Gemma 3n has in its first layers."""
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
     for name, x in activation_inputs(source, 2):
         # Far ones are products of about 40 * 40.
         yield Sample(name, (x, GEMMA, "tanh"), 1600.0 if name == "far from zero" else 1.0)
@@ -89,13 +84,6 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a row", (broken_row(source, 2), GEMMA, "tanh"), open_rows=(1,))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
-        yield Sample(name, (x, GEMMA, "tanh"), scale**2)  # of a product
-
-
 class Multiplier(Argument):
     """A number, or a tensor with one."""
 
@@ -103,35 +91,30 @@ class Multiplier(Argument):
         return None if hasattr(value, "numel") else super().problem(name, value, call)
 
 
-SPEC = declared(
+SPEC = activation(
     gelu_and_mul_sparse,
-    {
-        "x": tensor("..., 2 * d"),
+    _by_torch,
+    rounded(
+        float32=(1e-5, "; atol as gate and cutoff cancel"),
+        float16=(
+            4e-3,
+            "; atol because vLLM's native rounds the cutoff, and gates lie a little above it: "
+            "seen up to 1.8e-3 beyond that, in 257 rows of 3072",
+        ),
+        bfloat16=(
+            3e-2,
+            "; atol because vLLM's native rounds the cutoff: seen up to 1.7e-2 beyond that, in "
+            "257 rows of 3072",
+        ),
+    ),
+    gated=True,
+    beside={
         "std_multiplier": Multiplier(kind="float", classes=(int, float)),
         "approximate": word(*APPROXIMATIONS),
     },
-    (tensor("..., d"),),
+    samples=_samples,
+    call=lambda x: (x, GEMMA, "tanh"),
+    power=2,  # of a product
     bad=lambda good: not_finite("std_multiplier"),
     **of_layer("std_multiplier", "approximate"),
-    samples=_samples,
-    served=_served,
-    by_token=frozenset({"x"}),
-    second_form=_by_torch,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); atol as gate and cutoff cancel"
-        ),
-        "float16": Tolerance(
-            2e-3,
-            4e-3,
-            "4 roundings of 2^-11; atol because vLLM's native rounds the cutoff, and gates lie a "
-            "little above it: seen up to 1.8e-3 beyond that, in 257 rows of 3072",
-        ),
-        "bfloat16": Tolerance(
-            1.6e-2,
-            3e-2,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native rounds the "
-            "cutoff: seen up to 1.7e-2 beyond that, in 257 rows of 3072",
-        ),
-    },
 )

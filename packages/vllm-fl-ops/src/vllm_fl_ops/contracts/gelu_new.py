@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.spec import Tolerance
-
 from .activations import activation
+from .common import rounded
 
 if TYPE_CHECKING:
     import torch
@@ -46,21 +45,17 @@ def _by_torch(x: torch.Tensor) -> torch.Tensor:
 SPEC = activation(
     gelu_new,
     _by_torch,
-    {
-        "float32": Tolerance(
-            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); atol because 1 + tanh cancels"
-        ),
-        "float16": Tolerance(
-            2e-3,
+    rounded(
+        float32=(1e-5, "; atol because 1 + tanh cancels"),
+        float16=(
             6e-4,
-            "4 roundings of 2^-11; atol because vLLM's native form and its CUDA kernel round tanh, "
-            "whose sum with 1 cancels: seen up to 4.4e-4 beyond that, at -3.6, which gives 0",
+            "; atol because vLLM's native form and its CUDA kernel round tanh, whose sum with 1 "
+            "cancels: seen up to 4.4e-4 beyond that, at -3.6, which gives 0",
         ),
-        "bfloat16": Tolerance(
-            1.6e-2,
+        bfloat16=(
             4e-3,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native form and its "
-            "CUDA kernel round tanh: seen up to 2.9e-3 beyond that, at -3.1, which gives 0",
+            "; atol because vLLM's native form and its CUDA kernel round tanh: seen up to 2.9e-3 "
+            "beyond that, at -3.1, which gives 0",
         ),
-    },
+    ),
 )

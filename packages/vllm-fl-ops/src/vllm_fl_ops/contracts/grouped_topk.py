@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, flag, integer, scalar, tensor, word
+from vllm_fl.contracts.arguments import flag, integer, scalar, tensor, word
 from vllm_fl.contracts.outputs import Routing
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import not_finite, of_layer
+from .common import contract, not_finite, of_layer
 from .routing import (
     MARGIN,
     RESULTS,
@@ -107,18 +107,11 @@ def _scores(
     return _allowed(scores, num_expert_group, topk_group, e_score_correction_bias)
 
 
-def _by_token(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_token(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
+    gating_output, topk, renormalize, num_expert_group, topk_group, *rest = call
+    scoring_func, routed_scaling_factor, e_score_correction_bias = rest
     wide = gating_output.double()
     if scoring_func == "softmax":
         scores = (wide - wide.logsumexp(-1, keepdim=True)).exp()
@@ -144,8 +137,7 @@ def _by_token(
     return weights, ids
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
     sizes = (6, True, 8, 3)
     one = router_logits(source, 1, 64)
     yield Sample("1 token", (one, *sizes, "softmax", 1.0, None))
@@ -189,24 +181,26 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source,
+    sizes: ModelSizes,
+    experts: int,
+    experts_per_token: int,
+    expert_groups: int,
+    expert_groups_per_token: int,
 ) -> Iterator[Sample]:
     import torch
 
-    names = ("experts", "experts_per_token", "expert_groups", "expert_groups_per_token")
-    told = [sizes.more.get(name) for name in names]
-    if None in told:
-        return
-    experts, topk, groups, best = (int(size) for size in told if size is not None)
-    bias = bias_for_choice(Source(dtype, device, large), experts, 0.1)
+    topk, groups, best = experts_per_token, expert_groups, expert_groups_per_token
+    large = ", large" * source.large
+    bias = bias_for_choice(source, experts, 0.1)
     # Routers with a bias give their logits in fp32.
-    kinds = {"sigmoid": torch.float32, "softmax": dtype}
+    kinds = {"sigmoid": torch.float32, "softmax": source.dtype}
     for how in ("sigmoid", "softmax"):
         for tokens in sizes.tokens:
-            source = Source(kinds[how], device, large)
-            logits = router_logits(source, tokens, experts, spread=4.0 if large else 1.0)
+            own = Source(kinds[how], source.device, source.large)
+            logits = router_logits(own, tokens, experts, spread=4.0 if source.large else 1.0)
             rest = ("sigmoid", 2.5, bias) if how == "sigmoid" else ("softmax", 1.0, None)
-            name = f"{topk} of {tokens} x {experts} in {best} of {groups}, {how}{', large' * large}"
+            name = f"{topk} of {tokens} x {experts} in {best} of {groups}, {how}{large}"
             args = (logits, topk, True, groups, best, *rest)
             if (
                 SPEC.check(*args) is None
@@ -238,7 +232,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{name} of {value}, with a bias", biased | {name: value}
 
 
-SPEC = declared(
+SPEC = contract(
     grouped_topk,
     {
         "gating_output": tensor("tokens, experts", where="experts >= 1"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, like, scalar, tensor
+from vllm_fl.contracts.arguments import Problem, like, scalar, tensor
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import ModelSizes, Sample
+
+from .common import contract, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +69,8 @@ def _by_moments(
     return result if bias is None else result + bias.double()
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-
-    source = Source(dtype, device)
 
     def sample(name: str, x: torch.Tensor, epsilon: float = 1e-5) -> Sample:
         weight, bias = source.normal(x.shape[-1]), source.normal(x.shape[-1])
@@ -104,21 +104,16 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield sample("NaN and infinity", broken)
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    if sizes.hidden is None:
-        return
-    source = Source(dtype, device, large)
+def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
     for tokens in sizes.tokens:
-        weight, bias = source.normal(sizes.hidden), source.normal(sizes.hidden)
-        if large:
-            x = source.spiked(tokens, sizes.hidden, scale=30.0, peak=peak(dtype))
+        weight, bias = source.normal(hidden), source.normal(hidden)
+        if source.large:
+            x = source.spiked(tokens, hidden, scale=30.0, peak=peak(source.dtype))
         else:
-            x = source.normal(tokens, sizes.hidden)
+            x = source.normal(tokens, hidden)
             x[5::16] *= 1e-3
             x[9::64] = 0.0
-        name = f"{tokens} x {sizes.hidden}{', large' * large}"
+        name = f"{tokens} x {hidden}{', large' * source.large}"
         yield Sample(name, (x, weight, bias, sizes.epsilon))
 
 
@@ -133,7 +128,7 @@ def _also(x: torch.Tensor, weight: Any, bias: Any, epsilon: float) -> Problem:
     return "bias", f"must be {wanted}, got {bias.dtype}"
 
 
-SPEC = declared(
+SPEC = contract(
     layer_norm,
     {
         "x": tensor("..., hidden", where="hidden >= 1"),
@@ -148,26 +143,19 @@ SPEC = declared(
     by_token=frozenset({"x"}),
     read_whole=frozenset({"weight", "bias"}),
     second_form=_by_moments,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6,
+    tolerances=rounded(
+        float32=(
             1e-5,
-            "PyTorch's own fp32 default (vLLM's too); room for x * factor - mean * factor, which "
-            "loses 2 * 2^-24 of the mean, 30 times the spread in samples",
+            "; room for x * factor - mean * factor, which loses 2 * 2^-24 of the mean, 30 times "
+            "the spread in samples",
         ),
-        "float16": Tolerance(
-            2e-3, 1e-4, "4 roundings of 2^-11; atol as for float32, where the bias cancels"
-        ),
-        "bfloat16": Tolerance(
-            1.6e-2, 1e-4, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float16"
-        ),
-    },
-    from_layer=MappingProxyType(
-        {
-            "weight": lambda layer: None if layer.weight is None else layer.weight.data,
-            "bias": lambda layer: None if layer.bias is None else layer.bias.data,
-            "epsilon": lambda layer: layer.eps,
-        }
+        float16=(1e-4, "; atol as for float32, where the bias cancels"),
+        bfloat16=(1e-4, "; atol as for float16"),
     ),
+    from_layer={
+        "weight": lambda layer: None if layer.weight is None else layer.weight.data,
+        "bias": lambda layer: None if layer.bias is None else layer.bias.data,
+        "epsilon": lambda layer: layer.eps,
+    },
     layer=_layer,
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, tensor
+from vllm_fl.contracts.arguments import tensor
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +52,7 @@ def _by_features(
     return result
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
     for name, tokens, features, out in (
         ("1 token", 1, 1024, 768),
         ("1 token, odd sizes beyond one block", 1, 2063, 259),
@@ -97,21 +98,19 @@ def _both(name: str, source: Source, x: torch.Tensor, out: int) -> Iterator[Samp
     yield Sample(f"{name}, no bias", (x.clone(), weight, None))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    source, most = Source(dtype, device, large), peak(dtype)
+def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
+    most = peak(source.dtype)
     for tokens in sizes.tokens:
         for features, out, biased in _projections(sizes):
             weight = source.normal(out, features, scale=features**-0.5)
             x, scale = source.normal(tokens, features), 1.0
-            if large:
+            if source.large:
                 # One feature of 61 is `most`, so that sums are of the magnitude of an eighth of
                 # it, and the largest of them within fp16's 65504.
                 x, scale = source.spiked(tokens, features, scale=most / 32, peak=most), most / 8
             # A bias of magnitude 1 would not be seen beside such sums.
-            bias = source.normal(out, scale=scale / 4 if large else 1.0) if biased else None
-            name = f"{tokens} x {features} -> {out}{', bias' * biased}{', large' * large}"
+            bias = source.normal(out, scale=scale / 4 if source.large else 1.0) if biased else None
+            name = f"{tokens} x {features} -> {out}{', bias' * biased}{', large' * source.large}"
             yield Sample(name, (x, weight, bias), scale)
 
 
@@ -142,7 +141,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "bias of a row for each token", {"bias": bias.expand(len(x), -1)}
 
 
-SPEC = declared(
+SPEC = contract(
     linear,
     {
         "x": tensor("tokens, in_features", where="in_features >= 1"),

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, like, tensor
+from vllm_fl.contracts.arguments import like, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +92,8 @@ def _by_sigmoid(
     return output.masked_fill(nothing[..., None], 0.0), lse
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-
-    source = Source(dtype, device)
 
     def lse(tokens: int, heads: int, scale: float = 2.0) -> torch.Tensor:
         """As vLLM has it: heads first in memory."""
@@ -140,16 +140,13 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
         yield Sample(f"unwritten where there are no keys, {name}", args, kit_only=True)
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
+def _served(source: Source, sizes: ModelSizes, heads: int) -> Iterator[Sample]:
     import torch
 
-    heads = sizes.heads
     width = int(sizes.more.get("v_head_dim") or 0) or sizes.head_size  # of latent attention first
-    if heads is None or width is None:
+    if width is None:
         return
-    source, scale = Source(dtype, device, large), 30.0 if large else 1.0
+    scale = 30.0 if source.large else 1.0
     for tokens in sizes.tokens:
         args = [
             part
@@ -160,7 +157,7 @@ def _served(
             )
         ]
         args[1][3::17] = -math.inf  # a request without a prefix
-        name = f"{tokens} x {heads} heads of {width}{', large' * large}"
+        name = f"{tokens} x {heads} heads of {width}{', large' * source.large}"
         yield Sample(name, tuple(args), scale)
 
 
@@ -172,7 +169,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{name} of heads, then tokens", {name: good[name].T}
 
 
-SPEC = declared(
+SPEC = contract(
     merge_attn_states,
     {
         "prefix_output": tensor("tokens, heads, head_size"),

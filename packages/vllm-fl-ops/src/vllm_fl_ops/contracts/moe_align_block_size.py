@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, flag, integer, integers, tensor
+from vllm_fl.contracts.arguments import flag, integer, integers, tensor
 from vllm_fl.contracts.outputs import ExpertBlocks
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
+
+from .common import contract
+from .routing import taken_ids
 
 if TYPE_CHECKING:
     import torch
@@ -100,17 +103,11 @@ def round_up(number: Any, block_size: int) -> Any:
     return (number + block_size - 1) // block_size * block_size
 
 
-def _one_by_one(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    expert_map: torch.Tensor | None = None,
-    pad_sorted_ids: bool = False,
-    ignore_invalid_experts: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _one_by_one(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A list of rows for each expert, put one behind the other."""
     import torch
 
+    topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, ignore_invalid_experts = call
     here = list(range(num_experts)) if expert_map is None else [int(n) for n in expert_map]
     filled: dict[int, list[int]] = {expert: [] for expert in range(num_experts)}
     rows = [int(expert) for token in topk_ids.tolist() for expert in token]
@@ -138,14 +135,6 @@ def _one_by_one(
     return next(results), next(results), next(results)
 
 
-def _ids(source: Source, tokens: int, topk: int, experts: int) -> torch.Tensor:
-    """Experts of each token, no expert twice, and some experts without a token."""
-    import torch
-
-    scores = source.normal(tokens, experts, dtype=torch.float32)
-    return scores.argsort(-1)[:, :topk].to(source.dtype)
-
-
 def _on_this_rank(source: Source, experts: int) -> torch.Tensor:
     """A map of a rank that has every third expert, the last one first."""
     import torch
@@ -154,11 +143,9 @@ def _on_this_rank(source: Source, experts: int) -> torch.Tensor:
     return torch.where(number % 3 == 0, (experts - 1 - number) // 3, -1).int()
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
-
+def _samples(source: Source) -> Iterator[Sample]:
     def ids(tokens: int, topk: int, experts: int) -> torch.Tensor:
-        return _ids(source, tokens, topk, experts)
+        return taken_ids(source, tokens, topk, experts).to(source.dtype)
 
     yield Sample("1 token", (ids(1, 8, 16), 16, 16, None, False, False))
     yield Sample("16 tokens", (ids(16, 4, 24), 16, 24, None, False, False))
@@ -184,19 +171,15 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, experts: int, experts_per_token: int
 ) -> Iterator[Sample]:
-    experts, topk = sizes.more.get("experts"), sizes.more.get("experts_per_token")
-    if experts is None or topk is None:
-        return
-    count, k = int(experts), int(topk)
-    source = Source(dtype, device, large)
+    topk = experts_per_token
     for tokens in sizes.tokens:
-        name = f"{tokens} x {k} of {count}"
-        more = ", large" * large
-        ids = _ids(source, tokens, k, count)
-        yield Sample(f"{name}, blocks of 16{more}", (ids, 16, count, None, False, False))
-        args = (ids.clone(), 128, count, _on_this_rank(source, count), False, True)
+        name = f"{tokens} x {topk} of {experts}"
+        more = ", large" * source.large
+        ids = taken_ids(source, tokens, topk, experts).to(source.dtype)
+        yield Sample(f"{name}, blocks of 16{more}", (ids, 16, experts, None, False, False))
+        args = (ids.clone(), 128, experts, _on_this_rank(source, experts), False, True)
         yield Sample(f"{name}, blocks of 128, experts elsewhere{more}", args)
 
 
@@ -218,7 +201,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "an id beyond the map", {"topk_ids": ids + len(here), "expert_map": here}
 
 
-SPEC = declared(
+SPEC = contract(
     moe_align_block_size,
     {
         "block_size": integer("value >= 1"),

@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, integers, tensor
+from vllm_fl.contracts.arguments import Problem, integers, tensor
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import contract
+from .routing import taken_ids
 
 if TYPE_CHECKING:
     import torch
@@ -78,13 +81,6 @@ def _one_by_one(
     return total
 
 
-def _ids(source: Source, tokens: int, topk: int, experts: int, dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    scores = source.normal(tokens, experts, dtype=torch.float32)
-    return scores.argsort(-1)[:, :topk].to(dtype)
-
-
 def _every_third(source: Source, experts: int) -> torch.Tensor:
     """A map of a rank that has the experts 0, 3, 6, ..."""
     import torch
@@ -93,10 +89,9 @@ def _every_third(source: Source, experts: int) -> torch.Tensor:
     return torch.where(number % 3 == 0, number // 3, -1)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     yield Sample("1 token", (source.normal(1, 8, 512), None, None))
     yield Sample("16 tokens", (source.normal(16, 2, 256), None, None))
     yield Sample("0 tokens", (source.normal(0, 8, 64), None, None))
@@ -107,18 +102,18 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     turned = source.normal(5, 32, 4).transpose(1, 2)
     yield Sample("hidden features apart", (turned, None, None))
     yield Sample("many experts", (source.normal(5, 10, 64), None, None))
-    ids = _ids(source, 9, 4, 16, torch.int32)
+    ids = taken_ids(source, 9, 4, 16).to(torch.int32)
     ids[2], ids[4, 1], ids[7, 3] = -1, -1, -1
     unwritten = source.normal(9, 4, 64)
     unwritten[2], unwritten[4, 1], unwritten[7, 3] = math.nan, math.inf, math.nan
     yield Sample("places without an expert", (unwritten, ids, None))
-    ids = _ids(source, 9, 4, 16, torch.int64)
+    ids = taken_ids(source, 9, 4, 16).to(torch.int64)
     ids[0, 0], ids[5] = -1, -1
     elsewhere = source.normal(9, 4, 64)
     where = _every_third(source, 16)
     elsewhere[_elsewhere(ids, where)] = math.nan
     yield Sample("experts elsewhere", (elsewhere, ids, where))
-    ids = _ids(source, 6, 8, 16, torch.int32)[::2, 2:6]
+    ids = taken_ids(source, 6, 8, 16).to(torch.int32)[::2, 2:6]
     yield Sample("strided ids", (source.normal(3, 4, 40), ids, _every_third(source, 16)))
     broken = source.normal(5, 4, 64)
     broken[1, 2, 7], broken[3, 0, 40] = math.nan, math.inf
@@ -126,19 +121,16 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, hidden: int, experts_per_token: int
 ) -> Iterator[Sample]:
-    topk = sizes.more.get("experts_per_token")
-    if sizes.hidden is None or topk is None:
-        return
-    source, scale = Source(dtype, device, large), 1.0
+    topk, scale = experts_per_token, 1.0
     for tokens in sizes.tokens:
-        if large:
-            scale = peak(dtype) / topk
-            input = source.spiked(tokens, int(topk), sizes.hidden, scale=4.0, peak=scale)
+        if source.large:
+            scale = peak(source.dtype) / topk
+            input = source.spiked(tokens, topk, hidden, scale=4.0, peak=scale)
         else:
-            input = source.normal(tokens, int(topk), sizes.hidden)
-        name = f"{tokens} x {int(topk)} x {sizes.hidden}{', large' * large}"
+            input = source.normal(tokens, topk, hidden)
+        name = f"{tokens} x {topk} x {hidden}{', large' * source.large}"
         yield Sample(name, (input, None, None), scale)
 
 
@@ -162,7 +154,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "an id beyond the map", {"topk_ids": beyond, "expert_map": here}
 
 
-SPEC = declared(
+SPEC = contract(
     moe_sum,
     {
         "input": tensor("tokens, topk, hidden"),

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, flag, integer, scalar, tensor, word
+from vllm_fl.contracts.arguments import flag, integer, scalar, tensor, word
 from vllm_fl.contracts.outputs import Routing
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import not_finite
+from .common import contract, not_finite
 from .routing import (
     MARGIN,
     RESULTS,
@@ -88,14 +88,9 @@ def _scores(
     return _choice(scored(gating_output, scoring_func), e_score_correction_bias)
 
 
-def _by_exponentials(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_exponentials(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    gating_output, topk, renormalize, scoring_func, *rest = call
+    routed_scaling_factor, e_score_correction_bias = rest
     wide = gating_output.double()
     if scoring_func == "softmax":
         powers = (wide - wide.amax(-1, keepdim=True)).exp()
@@ -109,8 +104,7 @@ def _by_exponentials(
     return weights, ids.int()
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("1 token", (router_logits(source, 1, 64), 8, True, "softmax", 1.0, None))
     yield Sample("16 tokens", (router_logits(source, 16, 128), 8, True, "softmax", 1.0, None))
     yield Sample("0 tokens", (router_logits(source, 0, 64), 8, True, "softmax", 1.0, None))
@@ -145,22 +139,19 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, experts: int, experts_per_token: int
 ) -> Iterator[Sample]:
-    told = [sizes.more.get(name) for name in ("experts", "experts_per_token")]
-    if None in told:
-        return
-    experts, topk = (int(size) for size in told if size is not None)
     import torch
 
-    source, how = Source(dtype, device, large), ", large" * large
-    wide = Source(torch.float32, device, large)  # as routers with a bias give them
+    topk = experts_per_token
+    how = ", large" * source.large
+    wide = Source(torch.float32, source.device, source.large)  # as routers with a bias give them
     for tokens in sizes.tokens:
-        logits = router_logits(source, tokens, experts, spread=16.0 if large else 1.0)
+        logits = router_logits(source, tokens, experts, spread=16.0 if source.large else 1.0)
         name = f"{topk} of {tokens} x {experts}, "
         yield Sample(f"{name}softmax{how}", (logits, topk, True, "softmax", 1.0, None))
     for tokens in sizes.tokens:
-        logits = router_logits(wide, tokens, experts, spread=4.0 if large else 1.0)
+        logits = router_logits(wide, tokens, experts, spread=4.0 if source.large else 1.0)
         bias = bias_for_choice(source, experts, 0.3)
         name = f"{topk} of {tokens} x {experts}, "
         args = logits, topk, True, "sigmoid", 2.5, bias
@@ -174,7 +165,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from not_finite("routed_scaling_factor")
 
 
-SPEC = declared(
+SPEC = contract(
     moe_topk,
     {
         "gating_output": tensor("tokens, experts", where="experts >= 1"),

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Argument, Problem, declared, flag, integers, like, tensor
+from vllm_fl.contracts.arguments import Argument, Problem, flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
+from .common import contract
 from .rotary_embedding import SPEC as ROTARY
-from .rotary_embedding import TABLE, heads_of_qkv, positions_elsewhere, served_positions, tables
+from .rotary_embedding import (
+    TABLE,
+    by_complex_numbers,
+    heads_of_qkv,
+    positions_elsewhere,
+    served_positions,
+    tables,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -91,19 +99,10 @@ def multimodal_rotary_embedding(
     return turn(query), turn(key)
 
 
-def _by_complex_numbers(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    mrope_section: list[int],
-    mrope_interleaved: bool = False,
-    rotary_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    half = cos.shape[-1]
+    query, key, cos, sin, position_ids, mrope_section, mrope_interleaved, rotary_interleaved = call
     table = torch.complex(cos.double(), sin.double())
     by_axis = [table[position_ids[:, axis].long()] for axis in range(3)]
     if mrope_interleaved:
@@ -114,18 +113,8 @@ def _by_complex_numbers(
     else:
         parts = zip(*(angles.split(list(mrope_section), dim=-1) for angles in by_axis), strict=True)
         factor = torch.cat([part[axis] for axis, part in enumerate(parts)], dim=-1)
-    factor = factor.unsqueeze(1)
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        rotating = x[..., : 2 * half].double()
-        pairs = rotating.unflatten(-1, (half, 2) if rotary_interleaved else (2, -1))
-        pairs = pairs if rotary_interleaved else pairs.transpose(-1, -2)
-        product = torch.complex(*pairs.unbind(-1)) * factor
-        turned = torch.stack((product.real, product.imag), dim=-1)
-        turned = (turned if rotary_interleaved else turned.transpose(-1, -2)).flatten(-2)
-        return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
-
-    return turn(query), turn(key)
+    query, key = (by_complex_numbers(x, factor, rotary_interleaved) for x in (query, key))
+    return query, key
 
 
 def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
@@ -136,10 +125,9 @@ def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
     return torch.stack([(ids * step + 7) % max_position for step in (31, 17, 5)]).t()
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     cos, sin = tables(source, 64, 64)
     section = [8, 12, 12]
     for tokens in (1, 16, 0):
@@ -175,30 +163,27 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, heads: int, kv_heads: int, head_size: int, rotary: int
 ) -> Iterator[Sample]:
     import torch
 
-    heads, kv_heads, head_size, rotary = sizes.heads, sizes.kv_heads, sizes.head_size, sizes.rotary
-    if heads is None or kv_heads is None or head_size is None or rotary is None:
-        return
     if sizes.more.get("kv_lora_rank"):  # no such model has latent attention
         return
-    source, scale = Source(dtype, device, large), 1e3 if large else 1.0
-    if large and str(dtype) != "torch.float16":
+    scale = 1e3 if source.large else 1.0
+    if source.large and str(source.dtype) != "torch.float16":
         scale = 3e4  # beyond fp16's range
-    base = 500000.0 if large else 10000.0
+    base = 500000.0 if source.large else 10000.0
     cos, sin = tables(source, sizes.max_position, rotary, base=base)
     half = rotary // 2
     section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
     for tokens in sizes.tokens:
-        one = served_positions(source, tokens, sizes.max_position, large)
+        one = served_positions(source, tokens, sizes.max_position, source.large)
         # Not transposed as a layer's: verification takes rows of memory for tokens.
         at = torch.stack([one, one // 2, one // 3], dim=-1)
         for interleaved in (False, True):
             q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
-            name += ", axes take turns" * interleaved + ", large" * large
+            name += ", axes take turns" * interleaved + ", large" * source.large
             yield Sample(name, (q, k, cos, sin, at, section, interleaved, False), scale)
 
 
@@ -228,7 +213,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     )
 
 
-SPEC = declared(
+SPEC = contract(
     multimodal_rotary_embedding,
     {
         "query": tensor("tokens, heads, head_size"),

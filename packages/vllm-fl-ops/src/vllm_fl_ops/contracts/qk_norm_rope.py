@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import (
     Problem,
-    declared,
     flag,
     integer,
     integers,
@@ -18,7 +17,8 @@ from vllm_fl.contracts.arguments import (
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .rotary_embedding import positions_elsewhere, served_positions
+from .common import contract
+from .rotary_embedding import positions_elsewhere, served_positions, table
 
 if TYPE_CHECKING:
     import torch
@@ -93,20 +93,12 @@ def qk_norm_rope(
     return result
 
 
-def _by_parts(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool = False,
-) -> torch.Tensor:
+def _by_parts(*call: Any) -> torch.Tensor:
     """Heads apart, each divided by its norm, and the rotation as a product of complex numbers."""
     import torch
 
+    qkv, q_weight, k_weight, cos_sin_cache, position_ids, *rest = call
+    heads, kv_heads, epsilon, rotary_interleaved = rest
     size = q_weight.shape[0]
     cos, sin = cos_sin_cache.double().index_select(0, position_ids.long()).chunk(2, dim=-1)
     factor, rotary = torch.complex(cos, sin), cos_sin_cache.shape[1]
@@ -131,22 +123,6 @@ def _by_parts(
     return torch.cat(results, dim=-1)
 
 
-def _table(
-    source: Source,
-    max_position: int,
-    rotary: int,
-    dtype: torch.dtype | None = None,
-    base: float = 10000.0,
-) -> torch.Tensor:
-    import torch
-
-    exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
-    positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
-    angles = positions[:, None] * base**-exponents
-    cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    return cache.to(source.device, dtype or source.dtype)
-
-
 def _weights(
     source: Source, head_size: int, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,10 +131,9 @@ def _weights(
     return (query + 1).to(dtype or source.dtype), (key + 0.75).to(dtype or source.dtype)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     at = torch.arange(16, device=source.device) * 31 % 64
 
     def sample(
@@ -177,9 +152,9 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     ) -> Sample:
         columns = (heads + kv_heads + (kv_heads if values is None else values)) * head_size
         qkv = source.normal(tokens, columns, scale=scale)
-        weights, table = _weights(source, head_size, wide), _table(source, 64, rotary, wide)
+        weights, angles = _weights(source, head_size, wide), table(source, 64, rotary, wide)
         rest = (at[:tokens].clone(), heads, kv_heads, epsilon, interleaved)
-        return Sample(name, (qkv, *weights, table, *rest))
+        return Sample(name, (qkv, *weights, angles, *rest))
 
     yield sample("1 token", 1, 4, 2, 64, 64)
     yield sample("16 tokens", 16, 2, 1, 128, 128)
@@ -209,31 +184,26 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, heads: int, kv_heads: int, head_size: int, rotary: int
 ) -> Iterator[Sample]:
-
-    heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
-    if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
-        return
     if sizes.more.get("kv_lora_rank"):  # latent attention norms no heads
         return
-    source = Source(dtype, device, large)
-    base = 500000.0 if large else 10000.0
-    table = _table(source, sizes.max_position, sizes.rotary, base=base)
+    base = 500000.0 if source.large else 10000.0
+    angles = table(source, sizes.max_position, rotary, base=base)
     weights, columns = _weights(source, head_size), (heads + 2 * kv_heads) * head_size
     for tokens in sizes.tokens:
         for interleaved in (False, True):
-            if large:
-                qkv = source.spiked(tokens, columns, scale=30.0, peak=peak(dtype))
+            if source.large:
+                qkv = source.spiked(tokens, columns, scale=30.0, peak=peak(source.dtype))
             else:
                 qkv = source.normal(tokens, columns)
                 qkv[5::16] *= 1e-3  # there epsilon matters
-            at = served_positions(source, tokens, sizes.max_position, large)
+            at = served_positions(source, tokens, sizes.max_position, source.large)
             name = f"{tokens} x {heads}+{kv_heads} heads of {head_size}"
-            name += ", interleaved" * interleaved + ", large" * large
-            args = (qkv, *weights, table, at, heads, kv_heads, sizes.epsilon, interleaved)
+            name += ", interleaved" * interleaved + ", large" * source.large
+            args = (qkv, *weights, angles, at, heads, kv_heads, sizes.epsilon, interleaved)
             # A peak among features near 0 comes out of its norm as sqrt(head_size) at most.
-            yield Sample(name, args, head_size**0.5 if large else 1.0)
+            yield Sample(name, args, head_size**0.5 if source.large else 1.0)
 
 
 def _also(qkv: Any, q_weight: Any, *rest: Any) -> Problem:
@@ -252,7 +222,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a table wider than a head", {"cos_sin_cache": good["cos_sin_cache"].repeat(1, 2)}
 
 
-SPEC = declared(
+SPEC = contract(
     qk_norm_rope,
     {
         "qkv": tensor("tokens, columns"),

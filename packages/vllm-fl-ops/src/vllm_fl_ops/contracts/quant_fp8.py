@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, flag, tensor
+from vllm_fl.contracts.arguments import Problem, flag, tensor
 from vllm_fl.contracts.outputs import QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import activations, contract
 
 if TYPE_CHECKING:
     import torch
@@ -99,10 +101,8 @@ def _by_limits(
     return torch.sign(wide) * torch.minimum(wide.abs(), most), limit / 448
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-
-    source = Source(dtype, device)
 
     def number(value: float, *shape: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.float32, device=source.device)
@@ -110,7 +110,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("1 token", (source.normal(1, 64), None, None, False))
     yield Sample("0 tokens, per token", (source.normal(0, 64), None, None, True))
     uneven = source.normal(16, 5 * 67)
-    uneven *= torch.arange(1, 17, device=source.device).to(dtype)[:, None] / 8
+    uneven *= torch.arange(1, 17, device=source.device).to(source.dtype)[:, None] / 8
     uneven[-1, -1] = 20.0  # the largest of all
     yield Sample("16 tokens, odd hidden size", (uneven, None, None, False))
     yield Sample("16 tokens, odd hidden size, per token", (uneven, None, None, True))
@@ -131,29 +131,21 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN and infinity, static", args, open_rows=(1, 3))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
+def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
     import torch
 
-    if sizes.hidden is None:
-        return
-    source, most = Source(dtype, device, large), peak(dtype)
+    most = peak(source.dtype)
     for tokens in sizes.tokens:
-        x = source.normal(tokens, sizes.hidden)
-        if large:
-            x = source.spiked(tokens, sizes.hidden, scale=1.0, peak=most)
-        size = f"{tokens} x {sizes.hidden}{', large' * large}"
+        x = activations(source, tokens, hidden, scale=1.0)
+        size = f"{tokens} x {hidden}{', large' * source.large}"
         yield Sample(f"{size}, per tensor", (x, None, None, False))
         yield Sample(f"{size}, per token", (x, None, None, True))
-        step = most / 400 if large else 0.01
+        step = most / 400 if source.large else 0.01
         scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
         yield Sample(f"{size}, static", (x, scale, None, False))
         if inner := sizes.intermediate:  # what goes into the MLP's second product
-            x = source.normal(tokens, inner)
-            if large:
-                x = source.spiked(tokens, inner, scale=1.0, peak=most)
-            size = f"{tokens} x {inner}{', large' * large}"
+            x = activations(source, tokens, inner, scale=1.0)
+            size = f"{tokens} x {inner}{', large' * source.large}"
             yield Sample(f"{size}, per token", (x, None, None, True))
 
 
@@ -186,7 +178,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "per_token with a scale", {"scale": one, "per_token": True}
 
 
-SPEC = declared(
+SPEC = contract(
     quant_fp8,
     {
         "x": tensor("tokens, hidden", where="hidden >= 1"),

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, flag, integer, scalar, tensor
+from vllm_fl.contracts.arguments import flag, integer, scalar, tensor
 from vllm_fl.contracts.outputs import QuantisedPair
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import not_finite
+from .common import activations, contract, not_finite
 
 if TYPE_CHECKING:
     import torch
@@ -76,16 +76,14 @@ def _by_frexp(
     return wide.clone(), torch.stack(steps, dim=1)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-
-    source = Source(dtype, device)
 
     def uneven(tokens: int, groups: int, size: int) -> torch.Tensor:
         """Groups of very different magnitudes, from 1/8 up."""
         x = source.normal(tokens, groups * size)
         power = torch.arange(tokens * groups, device=source.device).view(tokens, groups, 1) % 7
-        return (x.view(tokens, groups, size) * (2.0**power).to(dtype) / 8).flatten(1)
+        return (x.view(tokens, groups, size) * (2.0**power).to(source.dtype) / 8).flatten(1)
 
     yield Sample("1 token", (uneven(1, 4, 128), 128, 1e-10, False))
     yield Sample("0 tokens", (source.normal(0, 256), 128, 1e-10, False))
@@ -108,25 +106,16 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN and infinity", (broken, 128, 1e-10, False), open_rows=(1, 3))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    if sizes.hidden is None:
-        return
-    source = Source(dtype, device, large)
-    width = max(128, sizes.hidden // 128 * 128)
+def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
+    width = max(128, hidden // 128 * 128)
     for tokens in sizes.tokens:
-        x = source.normal(tokens, width)
-        if large:
-            x = source.spiked(tokens, width, scale=1.0, peak=peak(dtype))
+        x = activations(source, tokens, width, scale=1.0)
         for ue8m0 in (False, True):
-            how = f"{', powers of two' * ue8m0}{', large' * large}"
+            how = f"{', powers of two' * ue8m0}{', large' * source.large}"
             yield Sample(f"{tokens} x {width} by 128{how}", (x, 128, 1e-10, ue8m0))
         if inner := (sizes.intermediate or 0) // 128 * 128:  # into the MLP's second product
-            x = source.normal(tokens, inner)
-            if large:
-                x = source.spiked(tokens, inner, scale=1.0, peak=peak(dtype))
-            name = f"{tokens} x {inner} by 128{', large' * large}"
+            x = activations(source, tokens, inner, scale=1.0)
+            name = f"{tokens} x {inner} by 128{', large' * source.large}"
             yield Sample(name, (x, 128, 1e-10, False))
 
 
@@ -136,7 +125,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield from not_finite("eps")
 
 
-SPEC = declared(
+SPEC = contract(
     quant_fp8_group,
     {
         "x": tensor("tokens, hidden", where="hidden >= 1"),

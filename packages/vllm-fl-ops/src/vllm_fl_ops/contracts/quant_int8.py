@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Argument, Problem, declared, tensor
+from vllm_fl.contracts.arguments import Argument, Problem, tensor
 from vllm_fl.contracts.outputs import Exact, QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
+
+from .common import activations, contract
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +113,8 @@ def _uneven(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return x
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-
-    source = Source(dtype, device)
 
     def number(value: float, *shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.full(shape, value, dtype=of, device=source.device)
@@ -122,7 +122,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("1 token", (source.normal(1, 64), None, None, None))
     yield Sample("0 tokens", (source.normal(0, 64), None, None, None))
     uneven = source.normal(16, 5 * 67)
-    uneven *= torch.arange(1, 17, device=source.device).to(dtype)[:, None] / 8
+    uneven *= torch.arange(1, 17, device=source.device).to(source.dtype)[:, None] / 8
     yield Sample("16 tokens, odd hidden size", (uneven, None, None, None))
     zeros = source.normal(5, 96)
     zeros[2], zeros[3] = 0.0, zeros[3] * 1e-3
@@ -148,28 +148,20 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("asymmetric, rows of equal numbers", (equal, None, None, True), kit_only=True)
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
+def _served(source: Source, sizes: ModelSizes, hidden: int) -> Iterator[Sample]:
     import torch
 
-    if sizes.hidden is None:
-        return
-    source, most = Source(dtype, device, large), peak(dtype)
+    most = peak(source.dtype)
     for tokens in sizes.tokens:
-        x = source.normal(tokens, sizes.hidden)
-        if large:
-            x = source.spiked(tokens, sizes.hidden, scale=1.0, peak=most)
-        size = f"{tokens} x {sizes.hidden}{', large' * large}"
+        x = activations(source, tokens, hidden, scale=1.0)
+        size = f"{tokens} x {hidden}{', large' * source.large}"
         yield Sample(size, (x, None, None, None))
-        step = most / 100 if large else 0.03
+        step = most / 100 if source.large else 0.03
         scale = torch.full((1,), step, dtype=torch.float32, device=source.device)
         yield Sample(f"{size}, static", (x, scale, None, None))
         if inner := sizes.intermediate:  # what goes into the MLP's second product
-            x = source.normal(tokens, inner)
-            if large:
-                x = source.spiked(tokens, inner, scale=1.0, peak=most)
-            yield Sample(f"{tokens} x {inner}{', large' * large}", (x, None, None, None))
+            x = activations(source, tokens, inner, scale=1.0)
+            yield Sample(f"{tokens} x {inner}{', large' * source.large}", (x, None, None, None))
 
 
 def _fake(x: torch.Tensor, scale: torch.Tensor | None, azp: Any, asymmetric: bool | None) -> Any:
@@ -203,7 +195,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "asymmetric with a scale", {"scale": one, "asymmetric": True}
 
 
-SPEC = declared(
+SPEC = contract(
     quant_int8,
     {
         "x": tensor("tokens, hidden", where="hidden >= 1"),

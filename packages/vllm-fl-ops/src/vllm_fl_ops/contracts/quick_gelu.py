@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.spec import Tolerance
-
 from .activations import activation
+from .common import rounded
 
 if TYPE_CHECKING:
     import torch
@@ -41,21 +40,17 @@ def _by_tanh(x: torch.Tensor) -> torch.Tensor:
 SPEC = activation(
     quick_gelu,
     _by_tanh,
-    {
-        "float32": Tolerance(
-            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp"
-        ),
-        "float16": Tolerance(
-            2e-3,
+    rounded(
+        float32=(1e-5, "; room for a fast exp"),
+        float16=(
             1e-4,
-            "4 roundings of 2^-11; atol because vLLM's native form rounds 1.702 * x before the "
-            "sigmoid (seen up to 2.2e-5 beyond that, at -2.4), for subnormals and a fast exp",
+            "; atol because vLLM's native form rounds 1.702 * x before the sigmoid (seen up to "
+            "2.2e-5 beyond that, at -2.4), for subnormals and a fast exp",
         ),
-        "bfloat16": Tolerance(
-            1.6e-2,
+        bfloat16=(
             1e-4,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native form rounds "
-            "1.702 * x before the sigmoid (seen up to 2.5e-5 beyond that, at -2.8)",
+            "; atol because vLLM's native form rounds 1.702 * x before the sigmoid (seen up to "
+            "2.5e-5 beyond that, at -2.8)",
         ),
-    },
+    ),
 )

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, declared, integers, like, scalar, tensor
+from vllm_fl.contracts.arguments import Problem, integers, like, scalar, tensor
 from vllm_fl.contracts.outputs import Within
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import Sample, Tolerance
 
-from .chunk_gated_delta_rule import HEADS, OUTPUTS, served_heads
+from .chunk_gated_delta_rule import HEADS, OUTPUTS, normed, qkv, served_heads
+from .common import contract
 from .gdn_gating import SPEC as GATING
 from .sequences import slots, state_slots
 
@@ -92,21 +93,11 @@ def _normed(
     return q, k
 
 
-def _by_matrices(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    state_indices: torch.Tensor,
-    epsilon: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_matrices(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """S (alpha (I - beta k k^T)) + beta v k^T, token by token."""
     import torch
 
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, epsilon = call
     second: Any = GATING.second_form
     g, beta = second(a.double(), b.double(), A_log, dt_bias)
     q, k = _normed(q, k, v, epsilon)
@@ -133,15 +124,11 @@ def _call(
     import torch
 
     fp32 = torch.float32
-    # As a model passes them: views of one convolution's result, and of one projection's.
-    sizes = heads * key_size, heads * key_size, value_heads * value_size
-    q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
-    b, a = source.normal(tokens, 2 * value_heads).chunk(2, dim=-1)
+    heads_of_qkv = qkv(source, tokens, heads, value_heads, key_size, value_size)
+    b, a = source.normal(tokens, 2 * value_heads).chunk(2, dim=-1)  # as of one projection
     slots = tokens + 3
     return {
-        "q": q.unflatten(-1, (heads, key_size)),
-        "k": k.unflatten(-1, (heads, key_size)),
-        "v": v.unflatten(-1, (value_heads, value_size)),
+        **heads_of_qkv,
         "a": a,
         "b": b,
         "A_log": source.normal(value_heads, dtype=fp32).abs(),
@@ -152,11 +139,9 @@ def _call(
     }
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-    import torch.nn.functional as F
 
-    source = Source(dtype, device)
     for tokens in (16, 1, 0):
         name = f"{tokens} token{'s' * (tokens != 1)}"
         yield Sample(name, (*_call(source, tokens).values(),))
@@ -164,13 +149,11 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     padded = _call(source, 6, value_heads=4)
     padded["state_indices"][3:] = 0
     yield Sample("padding", (*padded.values(),))
-    normed = _call(source, 3, 1, 2, 128, 128) | {"epsilon": None}
-    for name in "qk":
-        normed[name] = F.normalize(normed[name].float(), dim=-1).to(dtype)
-    yield Sample("normed before, heads of 128", (*normed.values(),))
+    before = normed(_call(source, 3, 1, 2, 128, 128))
+    yield Sample("normed before, heads of 128", (*before.values(),))
     yield Sample("other sizes of keys and values", (*_call(source, 5, 1, 3, 64, 16).values(),))
     of_q = _call(source, 4)
-    of_q["state"] = of_q["state"].to(dtype)
+    of_q["state"] = of_q["state"].to(source.dtype)
     yield Sample("states in the dtype of q", (*of_q.values(),))
     paged = _call(source, 4)
     wide = paged["state"].flatten(1)
@@ -193,12 +176,6 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a token", (*broken.values(),))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    yield from served_heads(_call, sizes, Source(dtype, device, large), large)
-
-
 def _also(*args: Any) -> Problem:
     *_, state, indices, _ = args
     return slots("state_indices", indices, len(state))
@@ -214,7 +191,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "a negative index", {"state_indices": at - len(good["state"])}
 
 
-SPEC = declared(
+SPEC = contract(
     recurrent_gated_delta_rule,
     {
         **HEADS,
@@ -231,7 +208,7 @@ SPEC = declared(
     overwrites=("", "state"),
     bad=_bad,
     samples=_samples,
-    served=_served,
+    served=served_heads(_call),
     by_token=frozenset({"q", "k", "v", "a", "b", "state_indices"}),
     stands=True,
     second_form=_by_matrices,

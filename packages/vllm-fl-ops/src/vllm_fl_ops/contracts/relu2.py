@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.spec import Tolerance
-
 from .activations import activation
+from .common import rounded
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +40,10 @@ def _by_sign(x: torch.Tensor) -> torch.Tensor:
 SPEC = activation(
     relu2,
     _by_sign,
-    {
-        "float32": Tolerance(
-            1.3e-6, 1e-9, "PyTorch's own fp32 default (vLLM's too); a square is rounded once"
-        ),
-        "float16": Tolerance(
-            2e-3, 1e-6, "4 roundings of 2^-11; atol for subnormals, which are 6e-8 apart"
-        ),
-        "bfloat16": Tolerance(1.6e-2, 1e-6, "4 roundings of 2^-8, as vLLM's bf16 default"),
-    },
+    rounded(
+        float32=(1e-9, "; a square is rounded once"),
+        float16=(1e-6, "; atol for subnormals, which are 6e-8 apart"),
+        bfloat16=(1e-6, ""),
+    ),
     special=False,
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, like, tensor
+from vllm_fl.contracts.arguments import like, tensor
 from vllm_fl.contracts.outputs import Exact
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
+from .common import activations, contract
 from .paging import (
     BLOCK_SIZE,
     SLOTS,
@@ -99,14 +100,12 @@ def _heads_first(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tenso
     return both[..., :width], both[..., width:]
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-
-    source = Source(dtype, device)
 
     def sample(name: str, tokens: int, caches: Any = _separate, skipped: int = 0) -> Sample:
         key, value = source.normal(tokens, 2, 32), source.normal(tokens, 2, 32)
-        mapping = slots(tokens, 3 * BLOCK_SIZE, device, skipped=skipped)
+        mapping = slots(tokens, 3 * BLOCK_SIZE, source.device, skipped=skipped)
         return Sample(name, (key, value, *caches(source, 3, BLOCK_SIZE, 2, 32), mapping))
 
     yield sample("1 token", 1)
@@ -119,7 +118,7 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield sample("heads before slots, keys beside values", 16, _heads_first, skipped=7)
 
     apart = [source.normal(3, 2, BLOCK_SIZE, 32).transpose(1, 2) for _ in range(2)]
-    mapping = slots(7, 48, device)
+    mapping = slots(7, 48, source.device)
     mapping[0] = -1
     key, value = source.normal(7, 2, 32), source.normal(7, 2, 32)
     yield Sample("heads before slots, the first token skipped", (key, value, *apart, mapping))
@@ -127,23 +126,25 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     qkv = source.normal(9, (4 + 2 * 2) * 32)
     key, value = (qkv[:, at : at + 64].view(9, 2, 32) for at in (128, 192))
     caches = _separate(source, 4, 8, 2, 32)
-    yield Sample("strided out of qkv", (key, value, *caches, slots(9, 32, device, skipped=4)))
+    yield Sample(
+        "strided out of qkv", (key, value, *caches, slots(9, 32, source.device, skipped=4))
+    )
 
     key, value = source.normal(7, 2, 96).split(48, dim=-1)
     key, value = key[..., :32], value[..., :32]
     caches = _separate(source, 4, 8, 2, 32)
-    yield Sample("padded heads", (key, value, *caches, slots(7, 32, device)))
+    yield Sample("padded heads", (key, value, *caches, slots(7, 32, source.device)))
     key, value = source.normal(7, 2, 32, 2).unbind(-1)  # features apart, too
     caches = source.normal(4, 8, 2, 32), source.normal(4, 2, 8, 32).transpose(1, 2)
-    yield Sample("two layouts", (key, value, *caches, slots(7, 32, device)))
+    yield Sample("two layouts", (key, value, *caches, slots(7, 32, source.device)))
     key, value = source.normal(7, 2, 32), source.normal(7, 2, 32)
     sparse = source.normal(4, 8, 2, 32, 2).unbind(-1)
-    yield Sample("features apart", (key, value, *sparse, slots(7, 32, device)))
+    yield Sample("features apart", (key, value, *sparse, slots(7, 32, source.device)))
 
     for size in (32, 64, 128, 528):  # the last as beside states of linear attention
         key, value = source.normal(9, 2, 32), source.normal(9, 2, 32)
         caches = _separate(source, 3, size, 2, 32)
-        mapping = slots(9, 3 * size, device, skipped=4)
+        mapping = slots(9, 3 * size, source.device, skipped=4)
         yield Sample(f"blocks of {size}", (key, value, *caches, mapping))
     key, value = source.normal(16, 1, 8), source.normal(16, 1, 8)
     blocks, mapping = far_slots(source, 16, BLOCK_SIZE)
@@ -152,15 +153,15 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
     key, value = source.normal(7, 3, 33), source.normal(7, 3, 33)
     caches = _separate(source, 4, 5, 3, 33)
-    yield Sample("odd sizes", (key, value, *caches, slots(7, 20, device)))
+    yield Sample("odd sizes", (key, value, *caches, slots(7, 20, source.device)))
 
     key, value = source.normal(4, 1, 8), source.normal(4, 1, 8)
     caches = _separate(source, 2, 4, 1, 8)
     key[0, 0, 3], value[1, 0, 7] = float("nan"), float("-inf")
     caches[0][1, 2, 0, 5], caches[1][0, 3, 0, 0] = float("inf"), float("nan")
-    yield Sample("NaN and infinity, 1 head", (key, value, *caches, slots(4, 8, device)))
+    yield Sample("NaN and infinity, 1 head", (key, value, *caches, slots(4, 8, source.device)))
     key, value = source.normal(9, 2, 32), source.normal(9, 2, 32)
-    mapping = slots(9, 32, device, skipped=3)
+    mapping = slots(9, 32, source.device, skipped=3)
     key[mapping < 0], value[mapping < 0] = float("nan"), float("nan")
     caches = _separate(source, 4, 8, 2, 32)
     yield Sample("NaN in rows of padding", (key, value, *caches, mapping))
@@ -171,23 +172,19 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     )
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    heads, width = sizes.kv_heads, sizes.head_size
-    if heads is None or width is None or sizes.more.get("kv_lora_rank"):
+def _served(source: Source, sizes: ModelSizes, kv_heads: int, head_size: int) -> Iterator[Sample]:
+    heads, width = kv_heads, head_size
+    if sizes.more.get("kv_lora_rank"):
         return  # latent attention has a cache of another form
-    source, block = Source(dtype, device, large), int(sizes.more.get("block_size") or BLOCK_SIZE)
+    block = int(sizes.more.get("block_size") or BLOCK_SIZE)
     for tokens in sizes.tokens:
         shape = blocks_for(tokens, block), block, heads, width
-        mapping = served_slots(tokens, *shape[:2], device)
+        mapping = served_slots(tokens, *shape[:2], source.device)
         for layout, caches in (("", _of_one_tensor), (", heads before slots", _heads_first)):
-            kv = source.normal(tokens, 2 * heads * width)
-            if large:
-                kv = source.spiked(tokens, 2 * heads * width, scale=30.0, peak=peak(dtype))
+            kv = activations(source, tokens, 2 * heads * width, scale=30.0)
             key, value = (half.view(tokens, heads, width) for half in kv.chunk(2, dim=-1))
             name = f"{tokens} x {heads} heads of {width}, blocks of {block}"
-            name += f"{layout}{', large' * large}"
+            name += f"{layout}{', large' * source.large}"
             yield Sample(name, (key, value, *caches(source, *shape), mapping.clone()))
 
 
@@ -199,7 +196,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "value_cache of other blocks", {"value_cache": blocks.view(-1, 4, *blocks.shape[2:])}
 
 
-SPEC = declared(
+SPEC = contract(
     reshape_and_cache,
     {
         "key": tensor("tokens, kv_heads, head_size"),

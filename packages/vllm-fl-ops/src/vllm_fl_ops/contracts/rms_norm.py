@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, integer, like, scalar, tensor
+from vllm_fl.contracts.arguments import integer, like, scalar, tensor
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
+from vllm_fl.contracts.spec import ModelSizes, Sample, Variant
+
+from .common import contract, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +73,9 @@ def _by_sums(
     return normed if residual is None else (normed, y)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     for name, shape in (
         ("1 token", (1, 1024)),
         ("16 tokens", (16, 4096)),
@@ -130,36 +131,33 @@ def _both(name: str, source: Source, x: torch.Tensor, epsilon: float = 1e-6) -> 
     yield Sample(f"{name}, residual", (x, residual.to(x.dtype), weight, epsilon, None))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    source = Source(dtype, device, large)
+def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     eps, heads, kv_heads, size = sizes.epsilon, sizes.heads, sizes.kv_heads, sizes.head_size
     for tokens in sizes.tokens:
         if sizes.hidden is not None:
             weight = source.normal(sizes.hidden)
-            x, residual = (_activations(source, large, tokens, sizes.hidden) for _ in range(2))
-            name = f"{tokens} x {sizes.hidden}{', large' * large}"
+            x, residual = (_activations(source, tokens, sizes.hidden) for _ in range(2))
+            name = f"{tokens} x {sizes.hidden}{', large' * source.large}"
             yield Sample(name, (x, None, weight, eps, None))
             yield Sample(f"{name}, residual", (x.clone(), residual, weight, eps, None))
         is_latent = bool(sizes.more.get("kv_lora_rank"))  # attention, which norms no heads
         if heads is not None and kv_heads is not None and size is not None and not is_latent:
-            qkv = _activations(source, large, tokens, (heads + 2 * kv_heads) * size)
+            qkv = _activations(source, tokens, (heads + 2 * kv_heads) * size)
             query = qkv[:, : heads * size].view(tokens, heads, size)
             name = f"{tokens} x {heads} heads of {size}, strided out of qkv"
             yield Sample(
-                f"{name}{', large' * large}", (query, None, source.normal(size), eps, None)
+                f"{name}{', large' * source.large}", (query, None, source.normal(size), eps, None)
             )
         for rank, beside in (("q_lora_rank", 0), ("kv_lora_rank", 64)):  # of latent attention
             if width := int(sizes.more.get(rank) or 0):
-                latent = _activations(source, large, tokens, width + beside)[:, :width]
-                name = f"{tokens} x {width} of a latent{', large' * large}"
+                latent = _activations(source, tokens, width + beside)[:, :width]
+                name = f"{tokens} x {width} of a latent{', large' * source.large}"
                 yield Sample(name, (latent, None, source.normal(width), eps, None))
 
 
-def _activations(source: Source, large: bool, *shape: int) -> torch.Tensor:
+def _activations(source: Source, *shape: int) -> torch.Tensor:
     """Rows of a residual stream; in every 16th one epsilon matters, and one of 64 is zero."""
-    if large:
+    if source.large:
         return source.spiked(*shape, scale=30.0, peak=peak(source.dtype))
     x = source.normal(*shape)
     x[5::16] *= 1e-3
@@ -198,7 +196,7 @@ def _fake(x: torch.Tensor, residual: torch.Tensor | None, *_: Any) -> Any:
     return normed if residual is None else (normed, x.new_empty(x.shape))
 
 
-SPEC = declared(
+SPEC = contract(
     rms_norm,
     {
         "x": tensor("..., hidden"),
@@ -224,32 +222,20 @@ SPEC = declared(
     by_token=frozenset({"x", "residual"}),
     read_whole=frozenset({"weight"}),
     second_form=_by_sums,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6,
+    tolerances=rounded(
+        float32=(1e-5, "; room for a mean summed in any order and a fast rsqrt"),
+        float16=(
             1e-5,
-            "PyTorch's own fp32 default (vLLM's too); room for a mean summed in any "
-            "order and a fast rsqrt",
+            ": vLLM's native rounds before and after the weight (2); atol for subnormals below "
+            "6e-5",
         ),
-        "float16": Tolerance(
-            2e-3,
-            1e-5,
-            "4 roundings of 2^-11: vLLM's native rounds before and after the weight "
-            "(2); atol for subnormals below 6e-5",
-        ),
-        "bfloat16": Tolerance(
-            1.6e-2, 1e-5, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float32"
-        ),
-    },
-    from_layer=MappingProxyType(
-        {
-            "weight": lambda layer: (
-                layer.weight.data if getattr(layer, "has_weight", True) else None
-            ),
-            "epsilon": lambda layer: layer.variance_epsilon,
-            "variance_size": lambda layer: getattr(layer, "variance_size_override", None),
-        }
+        bfloat16=(1e-5, "; atol as for float32"),
     ),
+    from_layer={
+        "weight": lambda layer: layer.weight.data if getattr(layer, "has_weight", True) else None,
+        "epsilon": lambda layer: layer.variance_epsilon,
+        "variance_size": lambda layer: getattr(layer, "variance_size_override", None),
+    },
     layer=_layer,
     plain=_plain,
 )

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, flag, integer, like, scalar, tensor, word
+from vllm_fl.contracts.arguments import flag, integer, like, scalar, tensor, word
 from vllm_fl.contracts.sampling import Source, peak
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import ModelSizes, Sample
 
-from .common import of_layer
+from .common import contract, of_layer, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -69,17 +69,10 @@ def rms_norm_gated(
     return normed * gate if norm_before_gate else normed
 
 
-def _by_groups(
-    x: torch.Tensor,
-    z: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-    activation: str = "swish",
-) -> torch.Tensor:
+def _by_groups(*call: Any) -> torch.Tensor:
     import torch
 
+    x, z, weight, epsilon, group_size, norm_before_gate, activation = call
     size = x.shape[-1] if group_size is None else group_size
     gate: torch.Tensor | float = 1.0
     if z is not None:
@@ -91,13 +84,12 @@ def _by_groups(
     for part in (x.double() * first).split(size, dim=-1):
         squares = (part**2).sum(-1, keepdim=True)
         parts.append(part / (squares / size + epsilon) ** 0.5)
-    return torch.cat(parts, dim=-1) * weight.double() * last
+    result: torch.Tensor = torch.cat(parts, dim=-1) * weight.double() * last
+    return result
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
-
-    source = Source(dtype, device)
 
     def sample(name: str, rows: tuple[int, ...], *rest: Any, epsilon: float = 1e-5) -> Sample:
         x, z = source.normal(*rows), source.normal(*rows, scale=2.0)
@@ -124,24 +116,18 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN, and a row of zeros", (x, z, source.normal(256), 1e-5, 64, True, "swish"))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    width, groups = sizes.more.get("gated_norm"), sizes.more.get("gated_norm_groups")
-    if width is None:
-        return
-    hidden, group = int(width), int(width) // int(groups or 1)
-    source = Source(dtype, device, large)
+def _served(source: Source, sizes: ModelSizes, gated_norm: int) -> Iterator[Sample]:
+    hidden, group = gated_norm, gated_norm // int(sizes.more.get("gated_norm_groups") or 1)
     for tokens in sizes.tokens:
         for first in (True, False):
             x, z = source.normal(tokens, hidden), source.normal(tokens, hidden)
-            if large:  # the norm's result times the gate stays below fp16's 65504
-                x = source.spiked(tokens, hidden, scale=30.0, peak=peak(dtype))
+            if source.large:  # the norm's result times the gate stays below fp16's 65504
+                x = source.spiked(tokens, hidden, scale=30.0, peak=peak(source.dtype))
                 z = source.spiked(tokens, hidden, scale=4.0, peak=50.0)
             weight = source.normal(hidden)
             name = f"{tokens} x {hidden} by {group}, gated {'last' if first else 'first'}"
             args = (x, z, weight, sizes.epsilon, group, first, "swish")
-            yield Sample(name + ", large" * large, args, 50.0 if large else 1.0)
+            yield Sample(name + ", large" * source.large, args, 50.0 if source.large else 1.0)
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -150,7 +136,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "norm_before_gate is no flag", {"norm_before_gate": "yes"}
 
 
-SPEC = declared(
+SPEC = contract(
     rms_norm_gated,
     {
         "x": tensor("..., hidden", where="hidden >= 1"),
@@ -168,20 +154,14 @@ SPEC = declared(
     by_token=frozenset({"x", "z"}),
     read_whole=frozenset({"weight"}),
     second_form=_by_groups,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp and rsqrt"
-        ),
-        "float16": Tolerance(
-            2e-3,
+    tolerances=rounded(
+        float32=(1e-5, "; room for a fast exp and rsqrt"),
+        float16=(
             1e-5,
-            "4 roundings of 2^-11: the norm, the gate, their product, the weight; atol for "
-            "subnormals below 6e-5",
+            ": the norm, the gate, their product, the weight; atol for subnormals below 6e-5",
         ),
-        "bfloat16": Tolerance(
-            1.6e-2, 1e-5, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float32"
-        ),
-    },
+        bfloat16=(1e-5, "; atol as for float32"),
+    ),
     **of_layer(
         weight="weight.data",
         epsilon="eps",

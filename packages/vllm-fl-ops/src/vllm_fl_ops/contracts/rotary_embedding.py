@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, flag, integers, like, tensor
+from vllm_fl.contracts.arguments import flag, integers, like, tensor
 from vllm_fl.contracts.batches import positions
 from vllm_fl.contracts.cos_sin import joint_cos_sin
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
+
+from .common import contract
 
 if TYPE_CHECKING:
     import torch
@@ -17,10 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "SPEC",
     "TABLE",
+    "by_complex_numbers",
     "heads_of_qkv",
     "joint_cos_sin",
     "positions_elsewhere",
     "served_positions",
+    "table",
     "tables",
 ]
 
@@ -80,46 +84,51 @@ def rotary_embedding(
     return turn(query), None if key is None else turn(key)
 
 
-def _by_complex_numbers(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotary_interleaved: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     import torch
 
-    half = cos.shape[-1]
-    factor = torch.complex(cos.double(), sin.double())[position_ids.long()].unsqueeze(1)
+    query, key, cos, sin, position_ids, rotary_interleaved = call
+    factor = torch.complex(cos.double(), sin.double())[position_ids.long()]
+    query = by_complex_numbers(query, factor, rotary_interleaved)
+    return query, None if key is None else by_complex_numbers(key, factor, rotary_interleaved)
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        rotating = x[..., : 2 * half].double()
-        pairs = rotating.unflatten(-1, (half, 2) if rotary_interleaved else (2, -1))
-        pairs = pairs if rotary_interleaved else pairs.transpose(-1, -2)
-        product = torch.complex(*pairs.unbind(-1)) * factor
-        turned = torch.stack((product.real, product.imag), dim=-1)
-        turned = (turned if rotary_interleaved else turned.transpose(-1, -2)).flatten(-2)
-        return torch.cat((turned, x[..., 2 * half :].double()), dim=-1)
 
-    return turn(query), None if key is None else turn(key)
+def by_complex_numbers(x: torch.Tensor, factor: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Heads whose pairs are multiplied by a number for each token and pair: for `second_form`."""
+    import torch
+
+    rotary = 2 * factor.shape[-1]
+    pairs = x[..., :rotary].double().unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    product = torch.complex(*pairs.unbind(-1)) * factor.unsqueeze(1)
+    turned = torch.stack((product.real, product.imag), dim=-1)
+    turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
+    return torch.cat((turned, x[..., rotary:].double()), dim=-1)
 
 
 def tables(
+    source: Source, max_position: int, rotary: int, *rest: Any, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as a vLLM layer passes them: views of one cache, which `table` makes."""
+    cache = table(source, max_position, rotary, *rest, **named)
+    return cache[:, : rotary // 2], cache[:, rotary // 2 :]
+
+
+def table(
     source: Source,
     max_position: int,
     rotary: int,
     dtype: torch.dtype | None = None,
     base: float = 10000.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin as a vLLM layer passes them: views of one cache."""
+) -> torch.Tensor:
+    """(max_position, rotary): the cosines of each position, then its sines."""
     import torch
 
     exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
     positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
     angles = positions[:, None] * base**-exponents
-    cache = torch.cat((angles.cos(), angles.sin()), dim=-1).to(source.device, dtype or source.dtype)
-    return cache[:, : rotary // 2], cache[:, rotary // 2 :]
+    cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return cache.to(source.device, dtype or source.dtype)
 
 
 def _positions(
@@ -141,10 +150,9 @@ def heads_of_qkv(
     return q.view(tokens, heads, head_size), k.view(tokens, kv_heads, head_size)
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    source = Source(dtype, device)
     cos, sin = tables(source, 64, 128)
     for tokens in (1, 16, 0):
         q, k = heads_of_qkv(source, tokens, 16, 8, 128)
@@ -194,26 +202,23 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
 
 
 def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
+    source: Source, sizes: ModelSizes, heads: int, kv_heads: int, head_size: int, rotary: int
 ) -> Iterator[Sample]:
-    heads, kv_heads, head_size = sizes.heads, sizes.kv_heads, sizes.head_size
-    if heads is None or kv_heads is None or head_size is None or sizes.rotary is None:
-        return
     rank, rope = (int(sizes.more.get(n) or 0) for n in ("kv_lora_rank", "qk_rope_head_dim"))
-    source, scale = Source(dtype, device, large), 1e3 if large else 1.0
-    if large and str(dtype) != "torch.float16":
+    scale = 1e3 if source.large else 1.0
+    if source.large and str(source.dtype) != "torch.float16":
         scale = 3e4  # beyond fp16's range
-    base = 500000.0 if large else 10000.0
-    cos, sin = tables(source, sizes.max_position, rope or sizes.rotary, base=base)
+    base = 500000.0 if source.large else 10000.0
+    cos, sin = tables(source, sizes.max_position, rope or rotary, base=base)
     for tokens in sizes.tokens:
         for interleaved in (False, True):
             if rope:
                 q, k = _of_latent(source, tokens, heads, rank, rope, scale)
             else:
                 q, k = heads_of_qkv(source, tokens, heads, kv_heads, head_size, scale)
-            at = served_positions(source, tokens, sizes.max_position, large)
+            at = served_positions(source, tokens, sizes.max_position, source.large)
             name = f"{tokens} x {heads}+{k.shape[1]} heads of {k.shape[2]}"
-            name += ", interleaved" * interleaved + ", large" * large
+            name += ", interleaved" * interleaved + ", large" * source.large
             yield Sample(name, (q, k, cos, sin, at, interleaved), scale)
 
 
@@ -258,7 +263,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "both tables wider than half a head", {n: good[n].repeat(1, 2) for n in ("cos", "sin")}
 
 
-SPEC = declared(
+SPEC = contract(
     rotary_embedding,
     {
         "query": tensor("tokens, heads, head_size"),

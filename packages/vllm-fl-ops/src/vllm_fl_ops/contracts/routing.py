@@ -20,6 +20,7 @@ __all__ = [
     "highest",
     "router_logits",
     "scored",
+    "taken_ids",
 ]
 
 SCORING = ("softmax", "sigmoid")
@@ -84,6 +85,13 @@ def router_logits(source: Source, tokens: int, experts: int, spread: float = 1.0
     scale = 2.0 ** (torch.arange(rows, device=source.device) % 3 - 1)
     block = (grid[at] * scale.unsqueeze(-1)).to(source.dtype)
     return block if rows == tokens else block[source.rows(tokens)]
+
+
+def taken_ids(source: Source, tokens: int, topk: int, experts: int) -> torch.Tensor:
+    """(tokens, topk): experts of each token, no expert twice, and some experts without a token."""
+    import torch
+
+    return source.normal(tokens, experts, dtype=torch.float32).argsort(-1)[:, :topk]
 
 
 def bias_for_choice(source: Source, experts: int, scale: float) -> torch.Tensor:

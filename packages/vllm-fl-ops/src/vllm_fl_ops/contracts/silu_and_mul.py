@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.arguments import declared, tensor
-from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import Sample
 
-from .activations import gated_inputs, served_gated_inputs
+from .activations import activation, gated_inputs
+from .common import rounded
 
 if TYPE_CHECKING:
     import torch
@@ -42,42 +40,18 @@ def _by_torch(x: torch.Tensor) -> torch.Tensor:
     return silu(gate) * up
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    for name, x in gated_inputs(Source(dtype, device)):
-        yield Sample(name, (x,))
-
-
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    for name, x, scale in served_gated_inputs(sizes, dtype, device, large):
-        yield Sample(name, (x,), scale)
-
-
-SPEC = declared(
+SPEC = activation(
     silu_and_mul,
-    {
-        "x": tensor("..., 2 * d"),
-    },
-    (tensor("..., d"),),
-    samples=_samples,
-    served=_served,
-    by_token=frozenset({"x"}),
-    second_form=_by_torch,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp"
-        ),
-        "float16": Tolerance(
-            2e-3,
+    _by_torch,
+    rounded(
+        float32=(1e-5, "; room for a fast exp"),
+        float16=(
             1e-4,
-            "4 roundings of 2^-11: vLLM's native rounds silu and the product (2); "
-            "atol for subnormals below 6e-5 and a fast exp",
+            ": vLLM's native rounds silu and the product (2); atol for subnormals below 6e-5 and "
+            "a fast exp",
         ),
-        "bfloat16": Tolerance(
-            1.6e-2,
-            1e-4,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol for a fast exp of a far gate",
-        ),
-    },
+        bfloat16=(1e-4, "; atol for a fast exp of a far gate"),
+    ),
+    gated=True,
+    samples=lambda source: (Sample(name, (x,)) for name, x in gated_inputs(source)),
 )

@@ -6,16 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.arguments import declared, scalar, tensor
+from vllm_fl.contracts.arguments import scalar
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import Sample
 
-from .activations import (
-    activation_inputs,
-    broken_row,
-    served_gated_inputs,
-)
-from .common import not_finite, of_layer
+from .activations import activation, activation_inputs, broken_row
+from .common import not_finite, of_layer, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +61,7 @@ def _by_tanh(x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.
     return silu * up + silu * beta
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
     for name, x in activation_inputs(source, 2):
         yield Sample(name, (x, 7.0, 1.0, 0.0))
     infinite = source.normal(5, 2 * 256)
@@ -77,43 +72,27 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a row", (broken_row(source, 2), 7.0, 1.0, 0.0), open_rows=(1,))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    for name, x, _ in served_gated_inputs(sizes, dtype, device, large):
-        yield Sample(name, (x, 7.0, 1.0, 0.0))  # clamped: results are below 50 all the same
-
-
-SPEC = declared(
+SPEC = activation(
     silu_and_mul_with_clamp,
-    {
-        "x": tensor("..., 2 * d"),
-        "limit": scalar("value > 0"),
-        "alpha": scalar(),
-        "beta": scalar(),
-    },
-    (tensor("..., d"),),
+    _by_tanh,
+    rounded(
+        float32=(1e-5, "; room for a fast exp"),
+        float16=(
+            4e-4,
+            "; atol because vLLM's native rounds alpha * gate and up + beta: seen up to 2.1e-4 "
+            "beyond that, at a result of -0.3",
+        ),
+        bfloat16=(
+            1e-3,
+            "; atol because vLLM's native rounds alpha * gate and up + beta: seen up to 7.2e-4 "
+            "beyond that, at a result of -0.11",
+        ),
+    ),
+    gated=True,
+    beside={"limit": scalar("value > 0"), "alpha": scalar(), "beta": scalar()},
+    samples=_samples,
+    call=lambda x: (x, 7.0, 1.0, 0.0),
+    power=0,  # clamped: results are below 50 all the same
     bad=lambda good: not_finite("limit", "alpha", "beta"),
     **of_layer(limit="swiglu_limit", alpha="alpha", beta="beta"),
-    samples=_samples,
-    served=_served,
-    by_token=frozenset({"x"}),
-    second_form=_by_tanh,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp"
-        ),
-        "float16": Tolerance(
-            2e-3,
-            4e-4,
-            "4 roundings of 2^-11; atol because vLLM's native rounds alpha * gate and up + beta: "
-            "seen up to 2.1e-4 beyond that, at a result of -0.3",
-        ),
-        "bfloat16": Tolerance(
-            1.6e-2,
-            1e-3,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native rounds "
-            "alpha * gate and up + beta: seen up to 7.2e-4 beyond that, at a result of -0.11",
-        ),
-    },
 )

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import declared, scalar, tensor
+from vllm_fl.contracts.arguments import scalar
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import Sample
 
-from .activations import (
-    broken_row,
-    gated_inputs,
-    served_gated_inputs,
-)
-from .common import not_finite, of_layer
+from .activations import activation, broken_row, gated_inputs
+from .common import not_finite, of_layer, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +59,7 @@ def _by_tanh(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch
     )
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
     for name, x in gated_inputs(source):
         if not name.startswith("NaN"):
             yield Sample(name, (x, 1.702, 7.0))
@@ -79,43 +74,31 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a row", (broken_row(source, 2), 1.702, 7.0), open_rows=(1,))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    for name, x, _ in served_gated_inputs(sizes, dtype, device, large):
-        pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-        yield Sample(name, (pairs, 1.702, 7.0))  # clamped: results are of magnitude 1 all the same
+def _in_pairs(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), 1.702, 7.0
 
 
-SPEC = declared(
+SPEC = activation(
     swigluoai_and_mul,
-    {
-        "x": tensor("..., 2 * d"),
-        "alpha": scalar(),
-        "limit": scalar("value > 0"),
-    },
-    (tensor("..., d"),),
+    _by_tanh,
+    rounded(
+        float32=(1e-5, "; room for a fast exp"),
+        float16=(
+            4e-4,
+            "; atol because vLLM's native rounds alpha * gate before the sigmoid: seen up to "
+            "2.8e-4 beyond that, at a gate near -2.4 and up at the limit",
+        ),
+        bfloat16=(
+            1e-3,
+            "; atol because vLLM's native rounds alpha * gate before the sigmoid: seen up to "
+            "6.4e-4 beyond that, at a gate near -2.8",
+        ),
+    ),
+    gated=True,
+    beside={"alpha": scalar(), "limit": scalar("value > 0")},
+    samples=_samples,
+    call=_in_pairs,
+    power=0,  # clamped: results are of magnitude 1 all the same
     bad=lambda good: not_finite("alpha", "limit"),
     **of_layer("alpha", "limit"),
-    samples=_samples,
-    served=_served,
-    by_token=frozenset({"x"}),
-    second_form=_by_tanh,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6, 1e-5, "PyTorch's own fp32 default (vLLM's too); room for a fast exp"
-        ),
-        "float16": Tolerance(
-            2e-3,
-            4e-4,
-            "4 roundings of 2^-11; atol because vLLM's native rounds alpha * gate before the "
-            "sigmoid: seen up to 2.8e-4 beyond that, at a gate near -2.4 and up at the limit",
-        ),
-        "bfloat16": Tolerance(
-            1.6e-2,
-            1e-3,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native rounds "
-            "alpha * gate before the sigmoid: seen up to 6.4e-4 beyond that, at a gate near -2.8",
-        ),
-    },
 )

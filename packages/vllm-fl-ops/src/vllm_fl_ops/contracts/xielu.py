@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.arguments import declared, like, tensor
+from vllm_fl.contracts.arguments import tensor
 from vllm_fl.contracts.sampling import Source
-from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+from vllm_fl.contracts.spec import Sample
 
-from .activations import (
-    activation_inputs,
-    broken_row,
-    served_activation_inputs,
-)
+from .activations import activation, activation_inputs, broken_row
+from .common import of_layer, rounded
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["SPEC"]
+
+LEARNED = ("alpha_p", "alpha_n", "beta", "eps")
+"""The arguments beside x, which a layer has under these names."""
 
 
 def xielu(
@@ -90,8 +90,7 @@ def _learned(
     )
 
 
-def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
-    source = Source(dtype, device)
+def _samples(source: Source) -> Iterator[Sample]:
     for name, x in activation_inputs(source):
         yield Sample(name, _learned(x))
     yield Sample("other slopes", _learned(source.normal(5, 256), 1.5, 0.75, 0.25))
@@ -99,53 +98,27 @@ def _samples(dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     yield Sample("NaN in a row", _learned(broken_row(source)), open_rows=(1,))
 
 
-def _served(
-    sizes: ModelSizes, dtype: torch.dtype, device: torch.device, large: bool = False
-) -> Iterator[Sample]:
-    for name, x, scale in served_activation_inputs(sizes, dtype, device, large):
-        yield Sample(name, _learned(x), scale)
-
-
-SPEC = declared(
+SPEC = activation(
     xielu,
-    {
-        "x": tensor("..."),
-        "alpha_p": tensor("", "x", "bfloat16"),
-        "alpha_n": tensor("", "x", "bfloat16"),
-        "beta": tensor("", "x", "bfloat16"),
-        "eps": tensor("", "x", "bfloat16"),
-    },
-    (like("x"),),
-    bad=lambda good: ((f"{name} of more", {name: good["x"]}) for name in list(good)[1:]),
-    samples=_samples,
-    served=_served,
-    by_token=frozenset({"x"}),
-    second_form=_by_torch,
-    tolerances={
-        "float32": Tolerance(
-            1.3e-6, 1e-6, "PyTorch's own fp32 default (vLLM's too); atol as the two terms cancel"
-        ),
-        "float16": Tolerance(
-            2e-3,
+    _by_torch,
+    rounded(
+        float32=(1e-6, "; atol as the two terms cancel"),
+        float16=(
             4e-3,
-            "4 roundings of 2^-11; atol because vLLM's native rounds both terms, of which one is "
-            "subtracted below 0: seen up to 2.6e-3 beyond that, at a result of 1.0",
+            "; atol because vLLM's native rounds both terms, of which one is subtracted below 0: "
+            "seen up to 2.6e-3 beyond that, at a result of 1.0",
         ),
-        "bfloat16": Tolerance(
+        bfloat16=(
             1.6e-2,
-            1.6e-2,
-            "4 roundings of 2^-8, as vLLM's bf16 default; atol because vLLM's native rounds both "
-            "terms: seen up to 9.4e-3 beyond that, at a result of 0.16 with a steep slope",
+            "; atol because vLLM's native rounds both terms: seen up to 9.4e-3 beyond that, at a "
+            "result of 0.16 with a steep slope",
         ),
-    },
-    from_layer=MappingProxyType(
-        {
-            "alpha_p": lambda layer: layer.alpha_p,
-            "alpha_n": lambda layer: layer.alpha_n,
-            "beta": lambda layer: layer.beta,
-            "eps": lambda layer: layer.eps,
-        }
     ),
+    beside=dict.fromkeys(LEARNED, tensor("", "x", "bfloat16")),
+    samples=_samples,
+    call=_learned,
+    bad=lambda good: ((f"{name} of more", {name: good["x"]}) for name in LEARNED),
+    from_layer=of_layer(*LEARNED)["from_layer"],
     # vLLM's layer asks whether the package xielu has given it a kernel.
     layer=lambda **learned: SimpleNamespace(**learned, _xielu_cuda_obj=None),
 )

@@ -1,5 +1,0 @@
-import sys
-
-from vllm_fl_ops.contracts import gelu_and_mul_sparse
-
-sys.modules[__name__] = gelu_and_mul_sparse
