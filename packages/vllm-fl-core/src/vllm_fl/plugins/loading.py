@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pluggy
 
 from ..contracts.binding import Binding, Contract
-from ..errors import PlaceError, PluginError
+from ..errors import PluginError
 from ..logs import get_logger
 from ..text import clean, nearest
 from . import hookspecs
 from .calling import ENDED, contained, whose
-from .communicator import NAMED_CLASSES
 from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity, required_by
 from .plugin import Owner, Plugin, Status
@@ -338,7 +337,7 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
         for contract, _ in plugin.contracts:
             if not op_holder(contract.name, plugin.owner):
                 claims.setdefault(contract.name, []).append(plugin.owner)
-    known = registry.snapshot()
+    first = registry.snapshot()
     refused: list[list[Refused]] = [[] for _ in plugins]
     in_turn = sorted(
         zip(plugins, refused, strict=True), key=lambda each: not brings_ops(each[0].owner)
@@ -346,27 +345,22 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
     for plugin, of_plugin in in_turn:
         for contract, binding in plugin.contracts:
             name = contract.name
+            if (first.contracts.get(name), first.authors.get(name)) == (
+                contract.spec,
+                plugin.owner,
+            ):
+                continue  # a script's registry began with it
             claimants = claims.get(name, [])
-            others = [each for each in claimants if each != plugin.owner]
-            holder: object = op_holder(name, plugin.owner)
-            if not holder and (name in known.contracts or name in NAMED_CLASSES):
-                holder = known.authors.get(name, CORE)
-                if holder == plugin.owner and known.contracts[name] is contract.spec:
-                    continue  # a script's registry began with it
-            why, kind = "", PluginError
-            if holder:
+            why, kind = registry.snapshot().objection(name, binding)
+            if holder := op_holder(name, plugin.owner):
                 why = f"{holder} has this op; give yours another name"
             elif len(claimants) > 1:
-                named = ", ".join(clean(str(other)) for other in others) or "the same plugin"
-                why = (
-                    f"{named} brings one of this name too, and it is loaded from none of them; "
-                    "uninstall all but one, or name the ones to load in VLLM_FL_PLUGINS"
-                )
-            elif clash := registry.snapshot().clash(name, binding):
-                kind = PlaceError
-                why = (
-                    f"{clash}, which keeps it: a place is one op's. Take it out of the binding, "
-                    "uninstall one of the two, or name the ones to load in VLLM_FL_PLUGINS"
+                others = [clean(str(each)) for each in claimants if each != plugin.owner]
+                why, kind = (
+                    f"{', '.join(others) or 'the same plugin'} brings one of this name too, and it "
+                    "is loaded from none of them; uninstall all but one, or name the ones to load "
+                    "in VLLM_FL_PLUGINS",
+                    PluginError,
                 )
             if why:
                 of_plugin.append(Refused(name, f"the contract of op {name!r}: {why}", kind))
@@ -500,12 +494,10 @@ def _check_settings(specs: Sequence[object]) -> None:
                 "flagos_, reference_ or vendor_<vendor>_"
             )
     declared = [spec for spec in specs if isinstance(spec, SettingSpec)]
-    settings = Counter(spec.key for spec in declared)
-    variables = Counter(name for spec in declared for name in spec.variables)
-    for what, counts in (("setting", settings), ("variable", variables)):
-        for name, count in counts.items():
-            if count > 1:
-                raise ValueError(f"it declares the {what} {name!r} twice")
+    names = Counter(name for spec in declared for name in {spec.key, *spec.variables})
+    for name, count in names.items():
+        if count > 1:
+            raise ValueError(f"it declares the setting or variable {name!r} twice")
     blacklists = {spec.key: spec for spec in declared if spec.names and spec.default is not None}
     for spec in declared:
         if not spec.excludes:
