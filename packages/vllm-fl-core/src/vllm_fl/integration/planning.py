@@ -126,8 +126,6 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             if getattr(compilation.pass_config, name, False)
         ),
         passes_off=tuple(entry.get("passes_off", ())),
-        runs_passes=compilation.mode == CompilationMode.VLLM_COMPILE
-        and compilation.backend in ("", "inductor"),
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()

@@ -106,7 +106,7 @@ def _is_ours(place: FusionPlace, facts: EngineFacts) -> bool:
     return bool(
         place.own is not None
         and device is not None
-        and facts.runs_passes
+        and facts.by_range
         and not set(place.in_ir) - set(ir_ops())
         and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
     )
