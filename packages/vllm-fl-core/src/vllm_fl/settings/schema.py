@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -281,20 +281,9 @@ class Settings(Mapping[str, Setting]):
     def to_json(self) -> dict[str, Any]:
         """These settings as plain JSON data, for a process that has another environment."""
         return {
-            "settings": [
-                {
-                    "key": setting.key,
-                    "value": _encode(setting.value),
-                    "origin": setting.origin,
-                    "overrides": _encode_each(setting.overrides),
-                    "variable": setting.variable,
-                    "merged": _encode_each(setting.merged),
-                    "disagreements": list(setting.disagreements),
-                }
-                for setting in self.entries
-            ],
-            "warnings": list(self.warnings),
-            "unchecked": list(self.unchecked),
+            "settings": [_encode(vars(setting)) for setting in self.entries],
+            "warnings": _encode(self.warnings),
+            "unchecked": _encode(self.unchecked),
             "pinned": None if self.pinned is None else self.pinned.to_json(),
         }
 
@@ -308,19 +297,11 @@ class Settings(Mapping[str, Setting]):
         try:
             settings = cls(
                 tuple(
-                    Setting(
-                        entry["key"],
-                        _decode(entry["value"]),
-                        _str(entry["origin"]),
-                        _decode_each(entry["overrides"]),
-                        entry["variable"],
-                        _decode_each(entry["merged"]),
-                        tuple(map(_str, entry["disagreements"])),
-                    )
+                    Setting(**{name: _decode(value) for name, value in entry.items()})
                     for entry in data["settings"]
                 ),
-                tuple(map(_str, data["warnings"])),
-                tuple(map(_str, data["unchecked"])),
+                tuple(data["warnings"]),
+                tuple(data["unchecked"]),
                 pinned=_pinned(data["pinned"]),
             )
             bad = [key for key, spec in ITEMS.items() if not accepts(spec, settings[key].value)]
@@ -382,23 +363,19 @@ TAKEN = (*VARIABLES, *ITEMS)
 
 
 def _encode(value: object) -> object:
+    """As JSON data: a tuple as a list, an order as it is written."""
     if isinstance(value, OpOrder):
         return {"order": value.written, "pinned": value.pinned}
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, dict):
+        return {name: _encode(each) for name, each in value.items()}
+    return [*map(_encode, value)] if isinstance(value, tuple) else value
 
 
-def _encode_each(values: tuple[tuple[object, str], ...]) -> list[dict[str, object]]:
-    return [{"value": _encode(value), "origin": origin} for value, origin in values]
-
-
-def _decode(value: object) -> object:
+def _decode(value: object) -> Any:
+    """What `_encode` was given, as an attribute of a `Setting`."""
     if isinstance(value, Mapping):
         return order_of(value["order"], pinned=bool(value["pinned"]))
-    return tuple(map(_str, value)) if isinstance(value, list) else value
-
-
-def _decode_each(values: Iterable[Mapping[str, Any]]) -> tuple[tuple[object, str], ...]:
-    return tuple((_decode(each["value"]), _str(each["origin"])) for each in values)
+    return tuple(map(_decode, value)) if isinstance(value, list) else value
 
 
 def _pinned(data: Mapping[str, Any] | None) -> Pinned | None:
@@ -407,9 +384,3 @@ def _pinned(data: Mapping[str, Any] | None) -> Pinned | None:
     from .table import Pinned  # which reads files, and few engines have one
 
     return Pinned.from_json(data)
-
-
-def _str(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
-    return value
