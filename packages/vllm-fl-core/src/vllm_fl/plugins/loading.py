@@ -494,10 +494,10 @@ def _check_settings(specs: Sequence[object]) -> None:
                 "flagos_, reference_ or vendor_<vendor>_"
             )
     declared = [spec for spec in specs if isinstance(spec, SettingSpec)]
-    names = Counter(name for spec in declared for name in {spec.key, *spec.variables})
-    for name, count in names.items():
-        if count > 1:
-            raise ValueError(f"it declares the setting or variable {name!r} twice")
+    settings = Counter(spec.key for spec in declared)
+    variables = Counter(name for spec in declared for name in spec.variables)
+    for name in (name for counts in (settings, variables) for name, n in counts.items() if n > 1):
+        raise ValueError(f"it declares {name!r} twice")
     blacklists = {spec.key: spec for spec in declared if spec.names and spec.default is not None}
     for spec in declared:
         if not spec.excludes:
