@@ -20,6 +20,7 @@ from .values import (
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
+    checked,
     expected,
     name_of,
     order_of,
@@ -102,10 +103,8 @@ def read_orders(path: str) -> Layer:
         key = f"{ORDER_PREFIX}{op}"
         if not op.isidentifier():
             raise wrong("op_config", origin, f"{op!r} is not a valid op name")
-        try:
-            layer[key] = Setting(key, order_of(value), origin, variable=OP_CONFIG)
-        except ValueError as error:
-            raise wrong(key, origin, str(error)) from error
+        order = checked(order_of, value, key, origin)
+        layer[key] = Setting(key, order, origin, variable=OP_CONFIG)
     return layer
 
 
@@ -262,10 +261,7 @@ class _File:
         return str(node.value)
 
     def checked(self, key: str, node: Node, read: Callable[[Any], T], value: object) -> T:
-        try:
-            return read(value)
-        except ValueError as error:
-            raise wrong(key, self.at(node), str(error)) from error
+        return checked(read, value, key, self.at(node))
 
     def mistyped(self, key: str, node: Node, wanted: str) -> SettingsError:
         kind = node.tag.removeprefix(TAG)

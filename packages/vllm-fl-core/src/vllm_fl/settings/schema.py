@@ -265,9 +265,7 @@ class Settings(Mapping[str, Setting]):
     def chosen(self) -> dict[str, Setting]:
         """The settings that the user set, by variables or in a file of theirs."""
         paired = {key for pair in pairs(self.declared) for key in pair}
-        appends = (spec.append for spec in self.declared.values() if spec.append)
-        appending = (f" and environment {variable}" for variable in appends)
-        marks = (f"(environment {OP_CONFIG})", *appending)
+        marks = (f"(environment {OP_CONFIG})", " and environment ")  # a file, a list's second part
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
@@ -22,6 +22,7 @@ __all__ = [
     "PER_OP",
     "PLATFORMS",
     "accepts",
+    "checked",
     "expected",
     "name_of",
     "near",
@@ -34,6 +35,8 @@ __all__ = [
     "value_of",
     "wrong",
 ]
+
+T = TypeVar("T")
 
 PER_OP = "VLLM_FL_PER_OP"
 OP_CONFIG = "VLLM_FL_OP_CONFIG"
@@ -72,6 +75,14 @@ def wrong(
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
     key = _short(key if key.isprintable() else ascii(key), 80)
     return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
+
+
+def checked(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
+    """What `read` makes of a value; its ValueError becomes the error of this setting."""
+    try:
+        return read(value)
+    except ValueError as error:
+        raise wrong(key, origin, str(error)) from error
 
 
 def _short(text: str, most: int) -> str:
