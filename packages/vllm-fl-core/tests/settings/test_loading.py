@@ -755,7 +755,7 @@ def test_empty_allow_list_allows_nobody(write: Write) -> None:
         ('{"a": 1}', "op_backends.a", None, "expected a token"),
         ('{"a": [1]}', "op_backends.a", None, "expected a token"),
         ('{"a": []}', "op_backends.a", None, "non-empty"),
-        ('{"a": "vendor:\\ud800"}', "op_backends.a", None, "is not a valid name"),
+        ('{"a": "vendor:\\ud800"}', "op_backends.a", None, "is not a valid token"),
         ('{"a": {"eager": null}}', "op_backends.a", None, "expected a token"),
         ('{"a": "refrence"}', "op_backends.a", None, "Did you mean 'reference'?"),
         ('{"a": {"<=8": "stock"}}', "op_backends.a", None, "need 'rest'"),

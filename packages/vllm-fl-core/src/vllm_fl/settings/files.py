@@ -11,19 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import SettingsError
 from ..plugins.types import SettingSpec
-from .policy import REST, OpOrder, Token, ceiling_of, closest, is_by_size
+from .policy import MAX_ROWS, MAX_TOKENS, REST, OpOrder, Token, ceiling_of, closest, is_by_size
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     BOOLEANS,
-    MAX_ROWS,
-    MAX_TOKENS,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
     checked,
     expected,
     name_of,
-    order_of,
     read_text,
     value_of,
     wrong,
@@ -79,7 +76,7 @@ def read_settings_file(
 
 
 def read_orders(path: str) -> Layer:
-    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> what `order_of` reads.
+    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> what `OpOrder.of` reads.
 
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong.
@@ -103,7 +100,7 @@ def read_orders(path: str) -> Layer:
         key = f"{ORDER_PREFIX}{op}"
         if not op.isidentifier():
             raise wrong("op_config", origin, f"{op!r} is not a valid op name")
-        order = checked(order_of, value, key, origin)
+        order = checked(OpOrder.of, value, key, origin)
         layer[key] = Setting(key, order, origin, variable=OP_CONFIG)
     return layer
 
@@ -179,7 +176,7 @@ class _File:
             plain = self.side(key, node)
         else:
             plain = {mode: self.side(key, side) for mode, (_, side) in entries.items()}
-        return self.checked(key, node, lambda value: order_of(value, pinned=self.users), plain)
+        return self.checked(key, node, partial(OpOrder.of, pinned=self.users), plain)
 
     def side(self, key: str, node: Node) -> object:
         """One mode's order: a token, a list of tokens, or rows of such by the size of a call."""

@@ -40,7 +40,6 @@ from .values import (
     checked,
     near,
     normalise_platform,
-    order_of,
     value_of,
     wrong,
 )
@@ -271,7 +270,7 @@ def _per_op(env: Mapping[str, str]) -> Layer:
         key = f"{ORDER_PREFIX}{op}"
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        order = checked(order_of, [*map(str.strip, tokens.split("|"))], key, origin)
+        order = checked(OpOrder.of, [*map(str.strip, tokens.split("|"))], key, origin)
         layer[key] = Setting(key, order, origin, variable=PER_OP)
     return layer
 

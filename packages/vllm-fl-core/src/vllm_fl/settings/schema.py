@@ -21,7 +21,6 @@ from .values import (
     ORDER_PREFIX,
     PER_OP,
     accepts,
-    order_of,
     read_platform,
     read_prefer,
     read_share,
@@ -372,7 +371,7 @@ def _encode(value: object) -> object:
 def _decode(value: object) -> Any:
     """What `_encode` was given, as an attribute of a `Setting`."""
     if isinstance(value, Mapping):
-        return order_of(value["order"], pinned=bool(value["pinned"]))
+        return OpOrder.of(value["order"], pinned=bool(value["pinned"]))
     return tuple(map(_decode, value)) if isinstance(value, list) else value
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
 from ..text import nearest, quote
-from .policy import KINDS, OpOrder, Token, closest, is_by_size
+from .policy import KINDS, closest
 
 __all__ = [
     "BOOLEANS",
-    "MAX_ROWS",
-    "MAX_TOKENS",
     "OP_CONFIG",
     "ORDER_PREFIX",
     "PER_OP",
@@ -27,7 +25,6 @@ __all__ = [
     "name_of",
     "near",
     "normalise_platform",
-    "order_of",
     "read_platform",
     "read_prefer",
     "read_share",
@@ -46,12 +43,6 @@ ORDER_PREFIX = "op_backends."
 
 PLATFORMS = ("cuda", "ascend", "cpu")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
-
-MAX_TOKENS = 64
-"""An order of more tokens is a mistake, or an attack by YAML aliases."""
-
-MAX_ROWS = 256
-"""The same of rows by size: vLLM captures graphs of some fifty sizes."""
 
 MAX_BYTES = 64 * 1024
 """More is no settings file. Every line of a real one costs time at each start."""
@@ -100,45 +91,6 @@ def name_of(value: str) -> str:
         problem = "is not a valid name; a name has no spaces, quotes or separators"
         raise ValueError(f"{value!r} {problem}")
     return value
-
-
-def order_of(value: object, *, pinned: bool = True) -> OpOrder:
-    """An op's order from plain data: a token, a list of them, such lists by the size of a call, or
-    any of these for each mode; see `OpOrder.of`.
-
-    Raises:
-        ValueError: another type, an unknown token or mode, wrong rows, an empty or an endless list.
-    """
-    for side in _lists(value):
-        tokens = [side] if isinstance(side, str) else side
-        if not isinstance(tokens, Sequence) or not all(isinstance(t, str) for t in tokens):
-            raise ValueError(
-                "expected a token, a list of tokens, the lists eager and compiled, or the rows of "
-                "an order by size"
-            )
-        if len(tokens) > MAX_TOKENS:
-            raise ValueError(f"an order has at most {MAX_TOKENS} tokens")
-        for token in tokens:
-            name = Token.parse(token).name
-            if name is not None:
-                name_of(name)
-    return OpOrder.of(value, pinned=pinned)
-
-
-def _lists(value: object) -> list[object]:
-    """What an order holds of lists: of one mode or of both, each perhaps in rows by size."""
-    sides = [value]
-    if isinstance(value, Mapping) and not is_by_size(value):
-        sides = [*value.values()]
-    lists: list[object] = []
-    for side in sides:
-        if not isinstance(side, Mapping):
-            lists.append(side)
-            continue
-        if len(side) > MAX_ROWS:
-            raise ValueError(f"an order by size has at most {MAX_ROWS} rows")
-        lists += side.values()
-    return lists
 
 
 def expected(spec: SettingSpec[Any]) -> str:
