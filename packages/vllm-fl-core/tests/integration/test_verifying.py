@@ -21,11 +21,11 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 
 def preflight_of(**fields: Any) -> Any:
-    from vllm_fl.integration.verifying import Preflight
+    from vllm_fl.integration.verifying import Start
 
     settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
     facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
-    return Preflight(facts, 1, torch.device("cpu"))
+    return Start(facts, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom")], ids=repr)
