@@ -215,10 +215,7 @@ def start_in_worker(
     """
     reports = {}
     for plugin in plugins:
-        where = "Leave it out with VLLM_FL_PLUGINS"
-        if plugin.owner.distribution is None:
-            where = "Take it out of VLLM_FL_PLUGIN_MODULES"
-        todo = f"{where}, or set what it asks for."
+        todo = f"Set what it asks for. {leave_out(plugin.owner.distribution)}"
         try:
             for report in call_hook(plugin, "worker_start", WorkerReport, todo, context=context):
                 with contained(plugin.owner, "its worker_start report", todo):

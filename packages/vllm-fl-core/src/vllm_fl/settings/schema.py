@@ -203,9 +203,6 @@ class Settings(Mapping[str, Setting]):
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._by_key
-
     @cached_property
     def policy(self) -> SelectionPolicy:
         """What decides between implementations."""
