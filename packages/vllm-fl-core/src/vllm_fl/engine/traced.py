@@ -64,7 +64,7 @@ def trial(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> str:
     with FakeTensorMode(shape_env=unknowns) as mode:
         fakes = [
             _without_memory(mode, arg, name in spec.by_token)
-            for name, arg in zip(spec.parameters, args, strict=True)
+            for name, arg in spec.named(args).items()
         ]
         tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         known = len(unknowns.guards)

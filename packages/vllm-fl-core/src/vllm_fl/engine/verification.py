@@ -152,13 +152,11 @@ def as_call(
     """
     if not impl.needs_layer:
         return impl.fn
-    provided = [name for name in spec.parameters if name in spec.from_layer]
 
     def call(*args: Any) -> Any:
-        given = dict(zip(spec.parameters, args, strict=True))
-        values = {name: given.pop(name) for name in provided}
+        values = {name: arg for name, arg in spec.named(args).items() if name in spec.from_layer}
         layer = layer_for(spec, values) if layer_for else spec.layer(**values)
-        return impl.fn(layer, *given.values())
+        return impl.fn(layer, *spec.unprovided(args))
 
     return call
 
@@ -206,7 +204,7 @@ def compare(
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
     if off is None:
         off = partial(worst, wanted=wanted_of(spec, sample))
-    given = dict(zip(spec.parameters, sample.args, strict=True))
+    given = spec.named(sample.args)
     call = guarded(given, spec.by_token) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
     share = math.nan

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..contracts.binding import Binding, FusionPlace, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
-from ..engine.determinism import find_variant
 from ..engine.digest import fingerprint
 from ..engine.facts import EngineFacts
 from ..engine.live import Live
@@ -173,6 +172,7 @@ class Start:
                 in_graphs = op in found_by_passes and is_first and impl.traced is not None
                 owner = owners[key].name if key in owners else ""
                 roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs))
+        asks = self.facts.wants_invariance
         assert self.facts.dtype is not None  # a worker has a model
         request = Request(
             roles,
@@ -185,17 +185,15 @@ class Start:
             seed=self.seed,
             specs=plan.contracts,
             provided=self.facts.provided,
+            invariant=bool(asks),
         )
         found = find_faults(request)
         self.remarks += found.remarks
         self.smaller |= found.smaller
-        asks = self.facts.wants_invariance
-        right = [role for role in roles if role.key not in found.faults | found.refused]
-        variant = find_variant(dataclasses.replace(request, roles=right if asks else ()))
         return (
             {key: reason for key, (reason, _) in found.faults.items()},
             {key: f"{REFUSES} ({why})" for key, why in found.refused.items()},
-            {key: f"{asks}, and it is {why}" for key, why in variant.items()},
+            {key: f"{asks}, and it is {why}" for key, why in found.variant.items()},
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
