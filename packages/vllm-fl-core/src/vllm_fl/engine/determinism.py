@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,7 +18,9 @@ from ..contracts import Exact, OpSpec
 from ..contracts.batches import POOL
 from ..logs import get_logger
 from ..plugins import breadcrumb
+from ..plugins.registry import RegistrySnapshot
 from ..plugins.types import OpImpl
+from .facts import EngineFacts
 from .guarded import bits, rows_of
 from .trials import Form, Request, Role, Trials, lowered, token_counts
 from .verification import (
@@ -32,10 +34,6 @@ from .verification import (
     dtype_name,
 )
 from .wanted import parts, promised
-
-if TYPE_CHECKING:
-    from ..plugins.registry import RegistrySnapshot
-    from .facts import EngineFacts
 
 __all__ = [
     "BY_CONTRACT",

@@ -286,13 +286,8 @@ def _completing(spec: OpSpec, variant: Variant) -> Callable[[Sequence[Any]], lis
 
     A variant leaves some out, and torch the trailing ones that equal the schema's defaults.
     """
-    names, absent = (
-        variant.parameters,
-        {
-            name: None if p.default is p.empty else p.default
-            for name, p in spec.signature.parameters.items()
-        },
-    )
+    names, known = variant.parameters, spec.signature.parameters.values()
+    absent = {p.name: None if p.default is p.empty else p.default for p in known}
     return lambda args: [*{**absent, **dict(zip(names, args, strict=False))}.values()]
 
 

@@ -44,6 +44,7 @@ from .verification import (
     compare,
     dtype_name,
     misuse,
+    shares,
 )
 from .wanted import worst
 
@@ -617,7 +618,6 @@ def _kept(result: Any, laid: Guarded) -> Any:
     """A result that stays what it is when the memory of the arguments `laid` is written anew."""
     if isinstance(result, tuple):
         return tuple(_kept(part, laid) for part in result)
-    alias: Callable[..., bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-    if result is not None and any(alias(result, storage.memory) for storage in laid.storages):
+    if result is not None and any(shares(result, storage.memory) for storage in laid.storages):
         return result.clone()
     return result

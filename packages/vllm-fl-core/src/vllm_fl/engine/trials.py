@@ -26,7 +26,7 @@ from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
 from .guarded import Guarded, bits, guarded, handed_over, poisoned, taken
 from .verification import LayerFactory, dtype_name, tried
-from .wanted import Wanted, parts, wanted_of, worst
+from .wanted import Off, Wanted, parts, wanted_of, worst
 
 __all__ = [
     "Form",
@@ -212,8 +212,8 @@ class Form:
             self._pools[large] = poisoned(self.spec.with_rows(self.samples[large].args))
         return self._pools[large]
 
-    def off(self, large: bool, rows: torch.Tensor, got: Any) -> tuple[float, str]:
-        """(worst error as a share of the tolerance, what is wrong or nothing) of a batch's results.
+    def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
+        """How far off a batch's results are.
 
         Where they have a row per token, or repeated rows change nothing, the oracle is asked once,
         about the pool. Of equal rows the first is compared with it, and each that has other bits.

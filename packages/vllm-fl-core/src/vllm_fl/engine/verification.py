@@ -17,7 +17,7 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
-from .wanted import closed, parts, wanted_of, worst
+from .wanted import Off, closed, parts, wanted_of, worst
 
 __all__ = [
     "BY_CHAIN",
@@ -39,6 +39,7 @@ __all__ = [
     "misplaced",
     "misuse",
     "refusal_of",
+    "shares",
     "synchronise",
     "tried",
 ]
@@ -178,7 +179,7 @@ def compare(
     sample: Sample,
     dtype: torch.dtype,
     *,
-    off: Callable[[Any], tuple[float, str]] | None = None,
+    off: Callable[[Any], Off] | None = None,
     layer_for: LayerFactory | None = None,
     packed: bool | None = None,
     memory: Guarded | None = None,
@@ -193,8 +194,7 @@ def compare(
         spec: its op's contract.
         sample: the arguments, on the implementation's device. They are left as they are.
         dtype: the dtype that the sample was made for.
-        off: (the worst error as a share of the tolerance, what is wrong or nothing) of results, as
-            `worst` tells them; None asks the oracle.
+        off: how far off results are; None asks the oracle.
         layer_for: as for `as_call`.
         packed: whether results must be contiguous. None: not of a sample whose activations lie as
             no layer of vLLM's has them, since plain PyTorch often keeps their layout.
@@ -343,12 +343,12 @@ def misplaced(
             return f"{where} has dtype {mine.dtype}, not {shape.dtype}"
         if mine.device != shape.device:
             return f"{where} lies on {mine.device}, not {shape.device}"
-        shared = [n for n, arg in call.arguments.items() if _shares(mine, arg)]
+        shared = [n for n, arg in call.arguments.items() if shares(mine, arg)]
         if set(consumed).intersection(shared):
             continue  # written in place: its memory and layout are the argument's
         if shared:
             return f"{where} shares memory with {shared[0]!r}"
-        if any(_shares(mine, other) for other in own):
+        if any(shares(mine, other) for other in own):
             return "two results share memory"
         if packed and not mine.is_contiguous():
             return f"{where} has strides {mine.stride()}: the contract promises a contiguous result"
@@ -388,7 +388,8 @@ def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -
     return f"overwrote {name!r}, which it does not declare in consumes"
 
 
-def _shares(a: torch.Tensor, b: Any) -> bool:
+def shares(a: torch.Tensor, b: Any) -> bool:
+    """Whether two tensors lie in one storage; empty ones share nothing."""
     if not isinstance(b, torch.Tensor) or not a.numel() or not b.numel():
         return False
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
