@@ -348,8 +348,8 @@ class OpSpec:
         """Those of one call's `arguments` that no layer provides, in order."""
         if not self.from_layer:  # so it is where a contract has no parameters, and takes any
             return tuple(arguments)
-        given = self.named(arguments).items()
-        return tuple(arg for name, arg in given if name not in self.from_layer)
+        given = zip(self.parameters, arguments, strict=True)
+        return tuple([arg for name, arg in given if name not in self.from_layer])
 
     def with_rows(self, arguments: Iterable[Any]) -> dict[str, Any]:
         """Those of one call's `arguments` that have a row per token, by name; without None."""
