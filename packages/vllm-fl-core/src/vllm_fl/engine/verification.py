@@ -33,7 +33,6 @@ __all__ = [
     "attempt",
     "called",
     "compare",
-    "compare_all",
     "contract_args",
     "dtype_name",
     "misplaced",
@@ -289,15 +288,6 @@ def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> None:
     verdict = attempt("its supports raised", verdict_of, impl, spec, args)
     if verdict is not True:
         raise Refusal(str(verdict))
-
-
-def compare_all(
-    impl: OpImpl, spec: OpSpec, dtypes: Iterable[torch.dtype], device: torch.device
-) -> Iterator[Comparison]:
-    """Run every sample that a start tries in every dtype, one after the other."""
-    for dtype in dtypes:
-        for sample in tried(spec, dtype, device):
-            yield compare(impl, spec, sample, dtype)
 
 
 def tried(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
