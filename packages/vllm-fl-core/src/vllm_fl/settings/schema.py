@@ -14,13 +14,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
-from ..text import quote
 from .policy import KINDS, OpOrder, SelectionPolicy
 from .values import (
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
-    accepts,
     read_platform,
     read_prefer,
     read_share,
@@ -272,54 +270,35 @@ class Settings(Mapping[str, Setting]):
                 chosen[key] = setting
         return chosen
 
-    def to_json(self) -> dict[str, Any]:
-        """These settings as plain JSON data, for a process that has another environment."""
-        return {
-            "settings": [_encode(vars(setting)) for setting in self.entries],
-            "warnings": _encode(self.warnings),
-            "unchecked": _encode(self.unchecked),
-            "pinned": None if self.pinned is None else self.pinned.to_json(),
-        }
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What plugins declare stays here: readers of their own need not travel.
+        return _carried, (FORM, self.entries, self.warnings, self.unchecked, self.pinned)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Settings:
-        """What `to_json` gave.
 
-        Raises:
-            SettingsError: it is something else, as from another release of vllm-fl-core.
-        """
-        try:
-            settings = cls(
-                tuple(
-                    Setting(**{name: _decode(value) for name, value in entry.items()})
-                    for entry in data["settings"]
-                ),
-                tuple(data["warnings"]),
-                tuple(data["unchecked"]),
-                pinned=_pinned(data["pinned"]),
-            )
-            bad = [key for key, spec in ITEMS.items() if not accepts(spec, settings[key].value)]
-            bad += [
-                key
-                for key, setting in settings.items()
-                if key.startswith(ORDER_PREFIX) and not isinstance(setting.value, OpOrder)
-            ]
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            bad = [quote(error)]
-        if bad:
-            raise wrong(
-                "settings",
-                "JSON",
-                f"not what this vllm-fl-core writes ({bad[0]}); install the same release of it "
-                "wherever a worker of one engine runs",
-            )
-        return settings
+def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
+    """The settings of another process of the engine.
+
+    Raises:
+        SettingsError: another release of vllm-fl-core has sent them.
+    """
+    if form != FORM:
+        raise wrong(
+            "settings",
+            "another process",
+            "not what this vllm-fl-core sends; install the same release of it wherever a worker of "
+            "one engine runs",
+        )
+    entries, warnings, unchecked, pinned = fields
+    return Settings(entries, warnings, unchecked, pinned=pinned)
 
 
 ITEMS: Declared = MappingProxyType(
     {spec.key: spec for spec in vars(Settings).values() if isinstance(spec, SettingSpec)}
 )
 """Core's own settings."""
+
+FORM = (*ITEMS, *Setting.__dataclass_fields__, *OpOrder.__dataclass_fields__)
+"""What settings are made of in this release: those of another one are not taken over."""
 
 
 def variables(declared: Declared) -> tuple[str, ...]:
@@ -354,27 +333,3 @@ VARIABLES = variables(ITEMS)
 
 TAKEN = (*VARIABLES, *ITEMS)
 """The names that no plugin's setting may have."""
-
-
-def _encode(value: object) -> object:
-    """As JSON data: a tuple as a list, an order as it is written."""
-    if isinstance(value, OpOrder):
-        return {"order": value.written, "pinned": value.pinned}
-    if isinstance(value, dict):
-        return {name: _encode(each) for name, each in value.items()}
-    return [*map(_encode, value)] if isinstance(value, tuple) else value
-
-
-def _decode(value: object) -> Any:
-    """What `_encode` was given, as an attribute of a `Setting`."""
-    if isinstance(value, Mapping):
-        return OpOrder.of(value["order"], pinned=bool(value["pinned"]))
-    return tuple(map(_decode, value)) if isinstance(value, list) else value
-
-
-def _pinned(data: Mapping[str, Any] | None) -> Pinned | None:
-    if data is None:
-        return None
-    from .table import Pinned  # which reads files, and few engines have one
-
-    return Pinned.from_json(data)
