@@ -38,7 +38,7 @@ from .verification import (
     misuse,
     synchronise,
 )
-from .wanted import parts, wanted_of, worst, worst_place
+from .wanted import parts, wanted_of, worst
 
 __all__ = ["Live"]
 
@@ -327,15 +327,8 @@ class Live:
             return ""
         rows = before.rows
         got = tuple(_on_host(part, rows) for part in parts(result))
-        _, problem = worst(got if isinstance(result, tuple) else got[0], wanted)
-        if not problem:
-            return ""
-        told = f"it is wrong: {problem}"
-        if (found := worst_place(got, wanted)) is not None:
-            (row, *others), mine, exact = found[0] or (0,), *found[1:]
-            at = (row if rows is None else int(rows[row]), *others)
-            told += f", which is {mine:.6g} instead of {exact:.6g} at {at}"
-        return told
+        _, problem = worst(got if isinstance(result, tuple) else got[0], wanted, rows)
+        return f"it is wrong: {problem}" if problem else ""
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:

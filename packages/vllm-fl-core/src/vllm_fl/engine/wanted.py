@@ -24,7 +24,6 @@ __all__ = [
     "wanted_here",
     "wanted_of",
     "worst",
-    "worst_place",
 ]
 
 
@@ -125,8 +124,18 @@ class _Near(Wanted):
     dtype: torch.dtype
 
     def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
-        off = self.share(results[0].to(self.exact.device))
-        return off[0], _problem(names[0], *off, results[0].numel())
+        mine = results[0].to(self.exact.device)
+        off = self.share(mine)
+        problem = _problem(names[0], *off, mine.numel())
+        return off[0], problem and f"{problem}, which is {self._farthest(mine, tokens)}"
+
+    def _farthest(self, mine: torch.Tensor, tokens: Tokens) -> str:
+        """The element that is farthest off, in words."""
+        shares = self.shares(mine)
+        at = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
+        got, exact = (float(each[at]) for each in (mine.to(self.exact.dtype), self.exact))
+        place = (_token(at[0], tokens), *at[1:]) if at else ()
+        return f"{got:.6g} instead of {exact:.6g} at {place}"
 
     def share(self, mine: torch.Tensor) -> tuple[float, int]:
         """(worst share, elements beyond the tolerance)."""
@@ -529,28 +538,6 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
             return share, problem
         largest = max(largest, share)
     return largest, ""
-
-
-def worst_place(
-    got: Any, wanted: Iterable[Wanted | None]
-) -> tuple[tuple[int, ...], float, float] | None:
-    """(index, result, exact number) of the element that is farthest off, of the first output that
-    is wrong; None where that is not compared number by number.
-
-    Args:
-        got: the results, with as many rows as the wanted ones.
-        wanted: what each output must be.
-    """
-    for want, results, names in paired(got, wanted):
-        if not want.off(results, names, None)[1]:
-            continue
-        if not isinstance(want, _Near):
-            return None
-        mine = results[0].to(want.exact.device, want.exact.dtype)
-        shares = want.shares(mine)
-        place = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
-        return place, float(mine[place]), float(want.exact[place])
-    return None
 
 
 def paired(
