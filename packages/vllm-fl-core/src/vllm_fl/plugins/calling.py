@@ -81,9 +81,11 @@ class contained:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> Literal[False]:
         self.running.__exit__(None, None, None)
+        owner = self.owner
         if error is None or isinstance(error, KeyboardInterrupt):
             return False
-        owner = self.owner
+        if isinstance(error, PluginError) and error.plugin == owner.plugin:
+            return False  # it says whose it is
         part = f": {self.what} failed" if self.what.startswith("its") else " failed"
         if log.isEnabledFor(logging.DEBUG):  # as text, which the log cleans, as it does no exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))

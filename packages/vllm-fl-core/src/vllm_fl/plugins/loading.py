@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pluggy
 
@@ -84,19 +84,20 @@ class Found:
     """The distributions that its own requires."""
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A contract that is not loaded.
+class Refused(NamedTuple):
+    """A contract, or an implementation, that is not loaded.
 
-    Args:
+    Attributes:
         op: the op.
         why: what is said of it.
         kind: as which error.
+        impl: the implementation's id.
     """
 
     op: str
     why: str
-    kind: type[PluginError]
+    kind: type[PluginError] = PluginError
+    impl: str | None = None
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
@@ -388,35 +389,27 @@ def _register(
         todo: what to do where the registration fails.
     """
     owner = plugin.owner
-    kept, lost = [], {}
-    for impl in impls:
-        key = _key(impl)
-        why = "" if key is None else _not_its_own(key, owner, claims[key])
-        if key is None or not why:
-            kept.append(impl)
-        else:
-            lost[key] = why
-    claimed = tuple(dict.fromkeys(key[1] for key in map(_key, impls) if key is not None))
+    whys = {key: _not_its_own(key, owner, claims[key]) for key in filter(None, map(_key, impls))}
+    kept = [impl for impl in impls if (key := _key(impl)) is None or not whys[key]]
+    lost = [
+        Refused(op, f"{op} implementation {impl_id!r}: {why}", impl=impl_id)
+        for (op, impl_id), why in whys.items()
+        if why
+    ]
+    claimed = tuple(dict.fromkeys(impl_id for _, impl_id in whys))
     error = None
-    if lost or refused:
-        op, impl_id = next(iter(lost), (refused[0].op if refused else None, None))
-        told = [each.why for each in refused]
-        told += [f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items()]
+    if every := (*refused, *lost):
+        first = (*lost, *refused)[0]
         error = owner.error(
-            f": not loaded: {'; '.join(told)}. What else it brings is loaded.",
-            kind=refused[0].kind if refused else PluginError,
-            op=op,
-            impl=impl_id,
+            f": not loaded: {'; '.join(each.why for each in every)}. What else it brings is "
+            "loaded.",
+            kind=every[0].kind,
+            op=first.op,
+            impl=first.impl,
         )
     try:
         with contained(owner, "the registration", todo, _package(plugin.target)):
-            try:
-                registry.register_many(kept, owner)
-            except PluginError as refusal:
-                if refusal.plugin != owner.plugin:
-                    raise  # from code of the plugin's that was asked for its parameters
-                # The registry's own: it says whose it is.
-                return _failed(registry, plugin, refusal, claims=claimed)
+            registry.register_many(kept, owner)
     except PluginError as failure:
         return _failed(registry, plugin, failure, claims=claimed)
     is_left = bool(kept) or len(refused) < len(plugin.contracts)
@@ -427,7 +420,7 @@ def _register(
         claims=claimed,
         error=error,
         manager=plugin.manager if status != "failed" else None,
-        lost=tuple(lost),
+        lost=tuple((each.op, str(each.impl)) for each in lost),
     )
 
 
