@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .verifying import Start
 
 __all__ = [
-    "RUNS_MODEL",
     "STARTS",
     "Choice",
     "Serving",
@@ -50,29 +49,6 @@ STARTS = (
     "compile_or_warm_up_model",
 )
 """The methods of vLLM's workers that an engine starts with. One that fails ends it."""
-
-RUNS_MODEL = (
-    *STARTS[1:],
-    "add_lora",
-    "apply_model",
-    "discard",
-    "elastic_ep_execute",
-    "execute_dummy_batch",
-    "execute_model",
-    "finish_weight_update",
-    "pin_lora",
-    "reload_weights",
-    "remove_lora",
-    "reset_weights",
-    "sample_tokens",
-    "sleep",
-    "start_draft_weight_update",
-    "start_weight_update",
-    "update_weights",
-    "wake_up",
-)
-"""The methods of vLLM's workers, beside `load_model`, that run a model's code, or that of its
-layers on new weights. A worker may lack some of them."""
 
 
 @dataclass(frozen=True)

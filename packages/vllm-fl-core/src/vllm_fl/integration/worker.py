@@ -7,6 +7,8 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Container
+from inspect import getattr_static
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -43,7 +45,7 @@ from .seams.layers import (
     replace_layers,
 )
 from .seams.lookups import over_class, path_over
-from .serving import RUNS_MODEL, Serving, calling, with_own_engine
+from .serving import Serving, calling, with_own_engine
 from .verifying import (
     Start,
     meets_a_compiler,
@@ -74,13 +76,14 @@ class PlannedWorker:
     vllm_fl_serving: Serving | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the methods of vLLM's worker that run the model say for which engine they do, and
-        those that change weights or memory that they did."""
+        """Let the methods of vLLM's worker say for which engine they run, and those that change
+        weights or memory that they did."""
         super().__init_subclass__(**kwargs)
         after.watch(cls)
-        for name in ("load_model", *RUNS_MODEL):
-            if hasattr(cls, name):
-                setattr(cls, name, with_own_engine(getattr(cls, name)))
+        for name in dir(cls):
+            method = getattr_static(cls, name)
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, with_own_engine(method))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""

@@ -1,4 +1,4 @@
-"""Reading what a setting takes: from a variable's text, from a file, from JSON."""
+"""Reading what a setting takes: from a variable's text, from a file."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _read(spec: SettingSpec[Any], read: Callable[[str], object], text: str) -> o
 
 
 def accepts(spec: SettingSpec[Any], value: object) -> bool:
-    """Whether a value, as from JSON, is one that the setting takes."""
+    """Whether a value is one that the setting takes."""
     if value is None:
         return spec.default is None
     if spec.names:
