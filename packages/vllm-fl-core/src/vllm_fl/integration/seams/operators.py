@@ -189,6 +189,7 @@ class _Override(taking.Stand[OperatorPlace]):
     """
 
     def __init__(self, place: OperatorPlace, key: str) -> None:
+        self.key = key
         for former in list(_left_behind):
             if (former.place.name, former.key) == (place.name, key) and not former.after:
                 former.library._destroy()
@@ -196,7 +197,7 @@ class _Override(taking.Stand[OperatorPlace]):
         schema, before = _schema(place.name), _registered(place.name, key)
         names = tuple(argument.name for argument in schema.arguments)
         super().__init__(place, names, _defaults(schema))
-        self.key, self.kernel = key, torch.library.get_kernel(place.name, key)
+        self.kernel = torch.library.get_kernel(place.name, key)
         self.before, self.beneath = before or ("an unknown place",), len(before)
         if len(before) > 1:
             log.warning(
