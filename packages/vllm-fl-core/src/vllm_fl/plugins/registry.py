@@ -78,15 +78,6 @@ class RegistrySnapshot:
         if op in self.contracts or op in NAMED_CLASSES:
             holder = self.authors.get(op, CORE)
             return f"{holder} has this op; give yours another name", DuplicateError
-        clash = self.clash(op, binding)
-        told = (
-            f"{clash}, which keeps it: a place is one op's. Take it out of the binding, uninstall "
-            "one of the two, or name the ones to load in VLLM_FL_PLUGINS"
-        )
-        return told if clash else "", PlaceError
-
-    def clash(self, op: str, binding: Binding) -> str:
-        """The first place of an op's binding that is another op's, and whose; else empty."""
         taken = {ATTENTION_BACKEND: ATTENTION}
         for other, bound in self.bindings.items():
             taken |= dict.fromkeys(bound.claims, other)
@@ -94,8 +85,13 @@ class RegistrySnapshot:
             holder = taken.get(place, op)
             if holder != op:
                 whose = clean(str(self.authors.get(holder, CORE)))
-                return f"{place} is a place of op {holder!r}, of {whose}"
-        return ""
+                told = (
+                    f"{place} is a place of op {holder!r}, of {whose}, which keeps it: a place is "
+                    "one op's. Take it out of the binding, uninstall one of the two, or name the "
+                    "ones to load in VLLM_FL_PLUGINS"
+                )
+                return told, PlaceError
+        return "", PluginError
 
 
 EMPTY = RegistrySnapshot({}, {})
