@@ -17,11 +17,7 @@ from vllm_fl.settings.schema import ITEMS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 OP = "silu_and_mul"
-RMS_NORM = {
-    "order": {mode: ["vendor", "reference"] for mode in ("eager", "compiled")},
-    "pinned": True,
-    "left_out": [],
-}
+RMS_NORM = ["vendor", "reference"]
 
 
 def every_setting(folder: Path, model: str, env: envs.Env) -> dict[str, tuple[str, str, Any]]:
@@ -95,11 +91,11 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
     assert {worker["node"] for worker in seen} == {"0", "1"}
     for worker in seen:
         assert set(worker["variables"]) == startup & variables.keys()
-        settings = {entry["key"]: entry for entry in worker["settings"]["settings"]}
+        settings = worker["settings"]
         assert settings.keys() >= ITEMS.keys()
-        assert {key: entry["value"] for key, entry in settings.items()} == meant
-        assert {key: settings[key]["origin"] for key in origins} == origins
-        assert worker["settings"]["pinned"]["file"] == meant["table"]
+        assert {key: value for key, (value, _) in settings.items()} == meant
+        assert {key: settings[key][1] for key in origins} == origins
+        assert worker["table"] == meant["table"]
 
     first, second = ours["report"]
     assert (first["rank"], second["rank"]) == (0, 1)

@@ -146,7 +146,8 @@ def planning(
 @cache
 def engine_of(plan: Plan, worker: Any = None) -> Any:
     """The engine that serves with this plan, in this worker."""
-    from vllm_fl.integration.serving import Serving, Start  # which import vLLM
+    from vllm_fl.integration.serving import Serving  # which import vLLM
+    from vllm_fl.integration.verifying import Start
 
     start = Start(EngineFacts(load_settings({}), plan.mode), 0, torch.device("cpu"))
     return Serving(plan, start, worker or SimpleNamespace())

@@ -417,7 +417,8 @@ def lowered(plan: Plan) -> str:
 
     from vllm_fl.engine.facts import EngineFacts
     from vllm_fl.integration.seams.ir import bind_provider, prioritise, register_provider
-    from vllm_fl.integration.serving import Serving, Start
+    from vllm_fl.integration.serving import Serving
+    from vllm_fl.integration.verifying import Start
     from vllm_fl.settings.loading import load_settings
 
     def norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:

@@ -26,7 +26,11 @@ def worker_start(context: WorkerContext) -> WorkerReport:
     folder = context.settings[FOLDER.key].value
     told = {
         "node": os.environ["NODE"],
-        "settings": context.settings.to_json(),
+        "settings": {
+            key: (getattr(setting.value, "written", setting.value), setting.origin)
+            for key, setting in context.settings.items()
+        },
+        "table": context.settings.pinned.file,
         "variables": sorted(name for name in os.environ if name.startswith(("VLLM_FL_", "FLAGCX"))),
     }
     (Path(folder) / f"rank{context.rank}.json").write_text(json.dumps(told))

@@ -21,12 +21,13 @@ from vllm_fl.engine.determinism import (
     STANDS,
     Determinism,
     determinism_of,
-    find_variant,
     unmeasured,
+    variance,
 )
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
+from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role, Trials
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
@@ -171,6 +172,30 @@ def test_where_rows_depend_on_each_other_only_runs_are_compared() -> None:
     assert determinism_of(oracle(spec), trials) == Determinism(True, None, NO_ROWS)
 
 
+def variant(request: Request) -> dict[tuple[str, str], str]:
+    """(op, impl id) -> why it may not serve."""
+    with request.trials() as trials:
+        told = {
+            role.key: variance(request, role, trials[role.impl.op_name]) for role in request.roles
+        }
+    return {key: why for key, why in told.items() if why}
+
+
+def test_a_start_measures_what_is_right_and_only_where_that_is_asked() -> None:
+    def other_alone(x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        exact = F.silu(x[..., :half].double()) * x[..., half:]
+        return exact.to(x.dtype) * (1 + 2e-7 * (len(x) == 1))
+
+    wrong = of(lambda x: 2 * other_alone(x))
+    roles = [Role(of(other_alone)), Role(replace(wrong, impl_id="vendor.wrong", vendor="wrong"))]
+    request = Request(roles, torch.float32, CPU, SIZES, seconds=0.0)
+    assert not find_faults(request).variant
+    found = find_faults(replace(request, invariant=True))
+    assert [*found.faults] == [("silu_and_mul", "vendor.wrong")]
+    assert [*found.variant] == [("silu_and_mul", "vendor.acme")]
+
+
 def test_a_start_is_told_why_each_may_not_serve() -> None:
     def fails(x: Tensor) -> Tensor:
         raise SystemExit(3)
@@ -180,7 +205,7 @@ def test_a_start_is_told_why_each_may_not_serve() -> None:
         OpImpl("silu_and_mul", f"vendor.n{number}", BackendImplKind.VENDOR, impl.fn, f"n{number}")
         for number, impl in enumerate(impls)
     ]
-    found = find_variant(Request([*map(Role, impls)], torch.float32, CPU, SIZES, seconds=0.0))
+    found = variant(Request([*map(Role, impls)], torch.float32, CPU, SIZES, seconds=0.0))
     assert set(found) == {("silu_and_mul", "vendor.n1"), ("silu_and_mul", "vendor.n2")}
     assert found["silu_and_mul", "vendor.n1"].startswith("not batch-invariant: ")
     assert found["silu_and_mul", "vendor.n2"].startswith("not known to be batch-invariant: it rais")
@@ -193,9 +218,9 @@ def test_the_form_that_a_compiler_gets_is_measured_too() -> None:
         return result * (1 + 2e-7 * (x.shape[0] > 32))
 
     impl = of(sound)
-    assert find_variant(Request([Role(impl)], torch.float32, CPU, SIZES, seconds=0.0)) == {}
+    assert variant(Request([Role(impl)], torch.float32, CPU, SIZES, seconds=0.0)) == {}
     role = Role(impl, compiled=compiled)
-    found = find_variant(Request([role], torch.float32, CPU, SIZES, backend="eager", seconds=0.0))
+    found = variant(Request([role], torch.float32, CPU, SIZES, backend="eager", seconds=0.0))
     assert found[role.key].startswith("not batch-invariant: compiled by eager: ")
 
 
@@ -276,7 +301,7 @@ def test_what_hangs_while_it_is_measured_is_named_and_noted(
     impl = of(slow) if where == "fn" else of(sound, supports=slow)
     sizes = replace(SIZES, tokens=(1, 4))
     role = Role(impl, owner="vllm-fl-acme 1.0")
-    assert find_variant(Request([role], torch.float32, CPU, sizes, seconds=0.0)) == {}
+    assert variant(Request([role], torch.float32, CPU, sizes, seconds=0.0)) == {}
     assert noted == ["the measuring of the bits of silu_and_mul=vendor.acme of vllm-fl-acme 1.0"]
     said = [each.getMessage() for each in caplog.records if "has been running" in each.msg]
     assert len(said) == 1

@@ -26,7 +26,7 @@ from vllm_fl.contracts import (
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded, in_place
 from vllm_fl.engine.trials import Form, dtypes_of
-from vllm_fl.engine.wanted import promised, wanted_of, worst, worst_place
+from vllm_fl.engine.wanted import promised, wanted_of, worst
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
@@ -113,13 +113,14 @@ def test_the_worst_element_is_that_of_the_output_that_is_named() -> None:
     )
     spec = replace(silu, oracle=lambda x: exact, fake=lambda x: torch.ones(3, 4))
     wanted = wanted_of(spec, Sample("a call", (None,)))
-    assert worst_place(torch.ones(3, 4), wanted) is None
+    assert worst(torch.ones(3, 4), wanted) == (0.0, "")
     for value in (5.0, NAN, INF):
         got = torch.ones(3, 4)
         got[1, 2], got[2, 3] = 2.0, value
-        found = worst_place(got, wanted)
-        assert found is not None and found[0] == (2, 3) and found[2] == 1.0
-        assert found[1] == value or math.isnan(value)
+        for places, at in ((None, "(2, 3)"), (torch.tensor([4, 5, 9]), "(9, 3)")):
+            assert worst(got, wanted, places)[1].endswith(
+                f"which is {value:g} instead of 1 at {at}"
+            )
 
 
 def test_a_contract_that_contradicts_itself_says_where() -> None:

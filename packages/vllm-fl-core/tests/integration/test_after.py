@@ -292,5 +292,4 @@ def test_what_is_compiled_with_it_does_not_start(engine: Engine) -> None:
 def test_the_names_of_updates_are_those_of_vllms_worker() -> None:
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
-    names = (*after.ENDS_UPDATE, *after.WITHIN_UPDATE, "sleep", "discard", "wake_up")
-    assert [name for name in names if not hasattr(GpuWorker, name)] == []
+    assert [name for name in after.FOLLOWS if not hasattr(GpuWorker, name)] == []

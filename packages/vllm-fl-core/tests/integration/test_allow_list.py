@@ -33,7 +33,7 @@ from vllm_fl.integration.planning import KEY, Carried, load_plugins
 from vllm_fl.errors import VllmFLError
 
 env = json.loads(os.environ["ENGINE"])
-carried = Carried(settings=load_settings(env, platform="cpu").to_json())
+carried = Carried(load_settings(env, platform="cpu"))
 engine = SimpleNamespace(additional_config={KEY: carried if env is not None else {}})
 trace = lambda: open(os.environ["TRACE"]).read().split()
 told = {"error": None}

@@ -130,7 +130,7 @@ def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan])
     noted: list[str] = []
 
     def note(request: AttentionRequest) -> Any:
-        noted.append(breadcrumb._notes.stack[-1][0])
+        noted.append(breadcrumb.now())
         return PATH if len(noted) > 1 else True
 
     made = plan(note, supports=note)

@@ -138,7 +138,7 @@ fake.model_config.get_vocab_size = lambda: 500
 object.__setattr__(config, "model_config", fake.model_config)
 object.__setattr__(
     config, "additional_config",
-    {"vllm_fl": pickle.loads(pickle.dumps(Carried(settings=settings.to_json())))})
+    {"vllm_fl": pickle.loads(pickle.dumps(Carried(settings)))})
 object.__setattr__(config.scheduler_config, "max_num_batched_tokens", 512)
 worker = type("Planned", (PlannedWorker, Worker), {})(config)
 told = {}

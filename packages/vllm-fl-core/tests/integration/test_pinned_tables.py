@@ -89,7 +89,7 @@ def start(process: OpManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             variables["VLLM_FL_TABLE"] = str(path)
         settings = load_settings({"VLLM_FL_PREFLIGHT": "off", **variables})
         facts = EngineFacts(settings, "eager", dtype=torch.bfloat16, sizes=SIZES)
-        preflight = verifying.Preflight(facts, 0, torch.device("cpu"))
+        preflight = verifying.Start(facts, 0, torch.device("cpu"))
         found = verifying.verified_plan(preflight, alone=not others)
         return *found, preflight.limits(found[0]), preflight.table
 

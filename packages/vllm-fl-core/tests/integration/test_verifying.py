@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +20,11 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 
 def preflight_of(**fields: Any) -> Any:
-    from vllm_fl.integration.verifying import Preflight
+    from vllm_fl.integration.verifying import Start
 
     settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
     facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
-    return Preflight(facts, 1, torch.device("cpu"))
+    return Start(facts, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom")], ids=repr)
@@ -52,31 +51,28 @@ def test_whatever_a_plugin_raises_is_this_ranks_verdict(
 def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Measured is what has no fault, as it will serve, and only where somebody asks for it."""
+    """It is measured only where somebody asks for it."""
     from vllm_fl.integration import verifying
 
-    measured: list[list[str]] = []
+    asked: list[bool] = []
 
-    def faults(*_: Any, **__: Any) -> Any:
-        return Findings({("silu_and_mul", "vendor.wrong"): ("it is wrong", None)})
+    def finds(request: Request) -> Findings:
+        asked.append(request.invariant)
+        variant = {("silu_and_mul", "vendor.acme"): "not batch-invariant: 1 row"}
+        faults = {("silu_and_mul", "vendor.wrong"): ("it is wrong", None)}
+        return Findings(faults, variant=variant if request.invariant else {})
 
-    def variant(request: Request) -> Any:
-        measured.append([role.impl.impl_id for role in request.roles])
-        return {("silu_and_mul", i): "not batch-invariant: 1 row" for i in measured[-1][:1]}
-
-    monkeypatch.setattr(verifying, "find_faults", faults)
-    monkeypatch.setattr(verifying, "find_variant", variant)
+    monkeypatch.setattr(verifying, "find_faults", finds)
     plan = planning(managing(silu("vendor.wrong"), silu("vendor.acme"), silu("vendor.emca")))
     env = {"VLLM_FL_REQUIRE": "batch_invariant", "VLLM_FL_PREFLIGHT": "verify"}
     verdict = preflight_of(env=env).verdict(plan, {})
     assert set(verdict.faults) == {("silu_and_mul", "vendor.wrong")}
-    assert measured == [["vendor.acme", "vendor.emca"]]
     assert verdict.rejections == {
         ("silu_and_mul", "vendor.acme"): "VLLM_FL_REQUIRE=batch_invariant, and it is not "
         "batch-invariant: 1 row"
     }
     preflight_of().verdict(plan, {})
-    assert measured[1:] == [[]]
+    assert asked == [True, False]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -115,12 +111,7 @@ def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch,
     def noting(request: Request) -> Any:
         compiled = {role.impl.impl_id for role in request.roles if role.compiled}
         seen.append(([role.impl.impl_id for role in request.roles], compiled))
-        return SimpleNamespace(
-            remarks=[],
-            refused={},
-            smaller={},
-            faults={("silu_and_mul", "vendor.acme"): ("wrong", None)},
-        )
+        return Findings({("silu_and_mul", "vendor.acme"): ("wrong", None)})
 
     monkeypatch.setattr(verifying, "find_faults", noting)
     impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")

@@ -33,12 +33,18 @@ from vllm_fl.engine.opaque import opaque_op
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
-from vllm_fl.engine.verification import compare_all
+from vllm_fl.engine.verification import Comparison, compare, tried
 from vllm_fl.errors import AllFailedError, PluginError
 from vllm_fl.plugins.forms import fitted
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.plugins.types import OpImpl
 
 CPU = torch.device("cpu")
+
+
+def compared(impl: OpImpl, spec: OpSpec) -> list[Comparison]:
+    kind = torch.float32
+    return [compare(impl, spec, sample, kind) for sample in tried(spec, kind, CPU)]
 
 
 def test_the_seeds_signatures_serve_a_script() -> None:
@@ -88,7 +94,7 @@ def test_they_pass_preflight_and_refuse_only_what_they_lack(op_fn: Any) -> None:
     op, fn = op_fn
     impl = held(of(op, fn))
     assert find_faults(Request([Role(impl)], torch.float32, CPU, None)).faults == {}
-    results = list(compare_all(impl, known_contracts().contracts[op], [torch.float32], CPU))
+    results = compared(impl, known_contracts().contracts[op])
     reasons = {r.reason for r in results if r.status == "refused"}
     assert {r.status for r in results} == {"ok", "refused"}
     assert len(reasons) == 1 and reasons.pop().startswith("takes no ")
@@ -382,7 +388,7 @@ def test_every_kind_in_a_compiled_plan(
 def test_the_start_takes_every_form(fn: Any, lacks: list[str], grown: OpSpec) -> None:
     impl = held(of("grown", fn))
     assert find_faults(Request([Role(impl)], torch.float32, CPU, None, seed=1)).faults == {}
-    results = list(compare_all(impl, grown, [torch.float32], CPU))
+    results = compared(impl, grown)
     # Of a call whose activations lie otherwise, what it says is that of the call itself.
     told = {r.sample.partition(",")[0]: r.reason for r in results if r.status != "ok"}
     assert told == {name if name != "mode" else "negate": f"takes no {name}" for name in lacks}

@@ -138,7 +138,7 @@ def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> No
         return SPEC.oracle(x)
 
     contract = Contract(dataclasses.replace(SPEC, oracle=acme_c))
-    with pytest.raises(PlaceError, match=r"'acme_c' operator _C::norm is a place of op 'acme_a'"):
+    with pytest.raises(PlaceError, match=r"'acme_c': operator _C::norm is a place of op 'acme_a'"):
         registry.add_contract(contract, Binding((place,)), Owner("late"))
 
 
@@ -146,4 +146,4 @@ def test_our_own_ops_share_no_place() -> None:
     snapshot = known_contracts()
     alone = RegistrySnapshot({}, {}, bindings=snapshot.bindings)
     for op, binding in snapshot.bindings.items():
-        assert not alone.clash(op, binding)
+        assert alone.objection(op, binding)[0] == ""

@@ -13,7 +13,7 @@ from sample_ops import FOLDER, RIGHT, WRONG, impl_of, sample_contracts
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
-from vllm_fl.engine.verification import compare_all
+from vllm_fl.engine.verification import compare, tried
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl_tools.testing import CHECKS, failures
@@ -40,7 +40,9 @@ def compared(impl: OpImpl) -> dict[str, tuple[str, str]]:
     """(dtype, sample) -> (status, reason)."""
     spec = known_contracts().contracts[impl.op_name]
     dtypes = [getattr(torch, name) for name in spec.dtypes]
-    found = compare_all(impl, spec, dtypes, CPU)
+    found = (
+        compare(impl, spec, sample, kind) for kind in dtypes for sample in tried(spec, kind, CPU)
+    )
     return {f"{c.dtype}, {c.sample}": (c.status, c.reason) for c in found}
 
 

@@ -76,13 +76,13 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for name in [asked] if asked in there else there:
         try:
             with answering():  # what a library prints is no part of an answer
-                verb = load(name, there[name])
+                summary, verb = load(name, there[name])
         except VllmFLError as error:
             if name == asked:
                 raise
             verbs.add_parser(name, help=_in_help(clean(error.message)))
             continue
-        sub = verbs.add_parser(name, help=_in_help(verb.summary), description=f"{verb.summary}.")
+        sub = verbs.add_parser(name, help=_in_help(summary), description=f"{summary}.")
         sub.add_argument("--json", action="store_true", help="print JSON for programs")
         sub.set_defaults(takes_more=False)
         verb.add_arguments(sub)

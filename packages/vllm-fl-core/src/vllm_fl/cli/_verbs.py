@@ -9,9 +9,7 @@ Each names a module with `add_arguments(parser)` and `run(arguments) -> int`. It
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +19,7 @@ from ..plugins.installed import CORE, canonical, entry_points, identity
 from ..text import quote
 from ._show import UsageError, say
 
-__all__ = ["ELSEWHERE", "GROUP", "OWN", "Verb", "VerbError", "brought", "load", "missing"]
+__all__ = ["ELSEWHERE", "GROUP", "OWN", "VerbError", "brought", "load", "missing"]
 
 GROUP = "vllm_fl.cli"
 """The entry-point group by which verbs are found."""
@@ -51,21 +49,6 @@ class VerbError(VllmFLError):
         self.verb = verb
 
 
-@dataclass(frozen=True)
-class Verb:
-    """A verb that can be run.
-
-    Attributes:
-        summary: what it does, in one line without a full stop.
-        add_arguments: gives a parser its options.
-        run: does it; answers the exit status.
-    """
-
-    summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-
-
 def brought() -> dict[str, list[Any]]:
     """The name of each verb -> others' entry points that bring it, in the order of `sys.path`."""
     found: dict[str, list[Any]] = {name: [] for name in OWN}
@@ -85,8 +68,11 @@ def missing(name: str) -> UsageError:
     )
 
 
-def load(name: str, entries: Sequence[Any]) -> Verb:
+def load(name: str, entries: Sequence[Any]) -> tuple[str, Any]:
     """The verb of this name: core's, or that of these entry points.
+
+    Returns:
+        (what it does, in one line without a full stop; its module).
 
     Raises:
         VerbError: two distributions bring it and neither is core, its module cannot be imported,
@@ -131,7 +117,7 @@ def load(name: str, entries: Sequence[Any]) -> Verb:
         )
     heading = str(getattr(module, "__doc__", None) or f"from {owner}").splitlines()[0]
     summary = heading.removeprefix(f"`vllm-fl {name}`: ").rstrip(".")
-    return Verb(summary, module.add_arguments, module.run)
+    return summary, module
 
 
 def _owner(entry: Any) -> str:

@@ -24,7 +24,7 @@ from ..contracts.binding import (
 )
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..dispatch.resolver import UNORDERED
+from ..dispatch.resolver import UNORDERED, Trace
 from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
@@ -216,21 +216,19 @@ def _view(manager: OpManager, op: str, mode: str, settings: Settings) -> dict[st
     *rows, (_, trace) = manager.rows(
         op, mode=side, engine=engine, settings=own, without_layer=not engine
     )
+
+    def told(trace: Trace) -> dict[str, Any]:
+        return {
+            "order": [str(token) for token in trace.order],
+            "selected": trace.selected.impl_id if trace.selected else None,
+            "candidates": as_rows(manager, trace),
+        }
+
     return {
         "mode": mode,
-        "order": [str(token) for token in trace.order],
         "origin": _origin(settings, op, side),
-        "selected": trace.selected.impl_id if trace.selected else None,
-        "candidates": as_rows(manager, trace),
-        "rows": [
-            {
-                "up_to": ceiling,
-                "order": [str(token) for token in row.order],
-                "selected": row.selected.impl_id if row.selected else None,
-                "candidates": as_rows(manager, row),
-            }
-            for ceiling, row in rows
-        ],
+        **told(trace),
+        "rows": [{"up_to": ceiling, **told(row)} for ceiling, row in rows],
     }
 
 

@@ -340,10 +340,29 @@ class OpSpec:
         present = {p for p, arg in zip(self.parameters, arguments, strict=False) if arg is not None}
         return frozenset(p for p in declared if p in present and self.consumed_with[p] <= present)
 
+    def named(self, arguments: Iterable[Any]) -> dict[str, Any]:
+        """One call's `arguments`, by name."""
+        return dict(zip(self.parameters, arguments, strict=True))
+
+    def unprovided(self, arguments: Iterable[Any]) -> tuple[Any, ...]:
+        """Those of one call's `arguments` that no layer provides, in order."""
+        if not self.from_layer:  # so it is where a contract has no parameters, and takes any
+            return tuple(arguments)
+        given = zip(self.parameters, arguments, strict=True)
+        return tuple([arg for name, arg in given if name not in self.from_layer])
+
     def with_rows(self, arguments: Iterable[Any]) -> dict[str, Any]:
         """Those of one call's `arguments` that have a row per token, by name; without None."""
-        given = zip(self.parameters, arguments, strict=True)
+        given = self.named(arguments).items()
         return {name: arg for name, arg in given if name in self.by_token and arg is not None}
+
+    def with_changed_rows(
+        self, arguments: Iterable[Any], change: Callable[[Any], Any]
+    ) -> tuple[Any, ...]:
+        """One call's `arguments`, those that have a row per token as `change` gives them."""
+        given = self.named(arguments)
+        rows = self.with_rows(given.values()).items()
+        return tuple((given | {name: change(arg) for name, arg in rows}).values())
 
     def tokens(self, arguments: Iterable[Any]) -> Any:
         """How many tokens one call has: the rows of the first of its `arguments` that has one for

@@ -137,7 +137,7 @@ class Chain:
                 return refusal(verdict), None
         args = self._safe(impl, call)
         if impl.needs_layer:
-            args = [call.layer, *self._for_layer(args)]
+            args = [call.layer, *self.spec.unprovided(args)]
         return None, impl.fn(*args, **call.keywords)
 
     def _safe(self, impl: OpImpl, call: Call) -> Sequence[Any]:
@@ -186,14 +186,6 @@ class Chain:
         if mistake is not None:
             cause = outcome if isinstance(outcome, Exception) else None
             raise CallError(self.op, *mistake, cause=cause)
-
-    def _for_layer(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments that a layer does not provide."""
-        provided = self.spec.from_layer
-        if not provided:
-            return args
-        given = zip(self.spec.parameters, args, strict=True)
-        return [arg for name, arg in given if name not in provided]
 
 
 def uncontracted(op: str, impl: OpImpl) -> OpSpec:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,7 +18,9 @@ from ..contracts import Exact, OpSpec
 from ..contracts.batches import POOL
 from ..logs import get_logger
 from ..plugins import breadcrumb
+from ..plugins.registry import RegistrySnapshot
 from ..plugins.types import OpImpl
+from .facts import EngineFacts
 from .guarded import bits, rows_of
 from .trials import Form, Request, Role, Trials, lowered, token_counts
 from .verification import (
@@ -33,18 +35,14 @@ from .verification import (
 )
 from .wanted import parts, promised
 
-if TYPE_CHECKING:
-    from ..plugins.registry import RegistrySnapshot
-    from .facts import EngineFacts
-
 __all__ = [
     "BY_CONTRACT",
     "NO_ROWS",
     "STANDS",
     "Determinism",
     "determinism_of",
-    "find_variant",
     "unmeasured",
+    "variance",
 ]
 
 log = get_logger("engine")
@@ -271,25 +269,14 @@ def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
     return int((differs.flatten(1).any(1) if differs.ndim > 1 else differs).sum())
 
 
-def find_variant(request: Request) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why it may not serve where only batch-invariant implementations may.
+def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
+    """Why it may not serve where only batch-invariant implementations may, or nothing.
 
     Args:
-        request: right implementations of ops that can be measured. Compiled forms are measured,
-            too.
+        request: what is verified.
+        role: a right implementation of it. Its compiled form is measured, too.
+        trials: those of its op, one for each dtype.
     """
-    found: dict[tuple[str, str], str] = {}
-    if not request.roles:
-        return found
-    with request.trials() as trials:
-        for role in request.roles:
-            if why := _variance(request, role, trials[role.impl.op_name]):
-                found[role.key] = why
-    return found
-
-
-def _variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
-    """Why an implementation may not serve, or nothing."""
     forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
     if role.compiled is not None:
         form = lowered(role.compiled, request.backend)

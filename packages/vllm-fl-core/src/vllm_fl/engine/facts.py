@@ -37,13 +37,13 @@ class EngineFacts:
         passes_on: vLLM's passes that are on, of those that take an op of ours into a kernel of
             their own.
         passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
-        runs_passes: whether vLLM runs its passes over graphs of the model.
         absent: the ops that the model cannot have, as their bindings read its configuration, and
             those that only layers run, of which it has none.
         provided: op -> the dtypes of what the model's layers provide for it (parameter -> dtype),
             each set of them once; an op that is not in it has no layers, or they are not known.
         captured: the batches, in tokens, of which vLLM captures graphs.
-        by_range: whether vLLM compiles the model for each range of token counts apart.
+        by_range: whether vLLM compiles the model for each range of token counts apart, and runs its
+            passes over the graphs.
     """
 
     settings: Settings
@@ -60,7 +60,6 @@ class EngineFacts:
     compile_backend: str = ""
     passes_on: frozenset[str] = frozenset()
     passes_off: tuple[str, ...] = ()
-    runs_passes: bool = False
     absent: frozenset[str] = frozenset()
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]] = field(default_factory=dict)
     captured: tuple[int, ...] = ()

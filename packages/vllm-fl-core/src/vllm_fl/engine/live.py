@@ -38,7 +38,7 @@ from .verification import (
     misuse,
     synchronise,
 )
-from .wanted import parts, wanted_of, worst, worst_place
+from .wanted import parts, wanted_of, worst
 
 __all__ = ["Live"]
 
@@ -265,18 +265,17 @@ class Live:
             raise _LeftOut("the time for it had passed")
         if spec.check(*args) is not None:
             raise _LeftOut("a layer's call is not the contract's")
-        call = in_place(dict(zip(spec.parameters, args, strict=True)))
+        call = in_place(spec.named(args))
         rows = None if spec.whole_batch else _rows(spec, args, self.rows)
         synchronise(self.device)  # what another stream still writes is not this call's
         if call.nbytes > LARGEST:
             rows, of_rows = _part(spec, args)
             call = call.below(LARGEST // 4)
-            on_host = tuple(_on_host(arg, None) for arg in of_rows)
         else:
-            on_host = tuple(
-                _on_host(arg, rows if name in spec.by_token else None)
-                for name, arg in zip(spec.parameters, args, strict=True)
-            )
+            of_rows = args
+            if rows is not None:
+                of_rows = spec.with_changed_rows(args, partial(taken, rows=rows))
+        on_host = tuple(_on_host(arg, None) for arg in of_rows)
         call.remember()
         sample = Sample("live", on_host, self._scale(spec, on_host))
         consumed = spec.consumed(impl.consumes, args)
@@ -328,15 +327,8 @@ class Live:
             return ""
         rows = before.rows
         got = tuple(_on_host(part, rows) for part in parts(result))
-        _, problem = worst(got if isinstance(result, tuple) else got[0], wanted)
-        if not problem:
-            return ""
-        told = f"it is wrong: {problem}"
-        if (found := worst_place(got, wanted)) is not None:
-            (row, *others), mine, exact = found[0] or (0,), *found[1:]
-            at = (row if rows is None else int(rows[row]), *others)
-            told += f", which is {mine:.6g} instead of {exact:.6g} at {at}"
-        return told
+        _, problem = worst(got if isinstance(result, tuple) else got[0], wanted, rows)
+        return f"it is wrong: {problem}" if problem else ""
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
@@ -368,10 +360,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
     few = min(count, PART_ROWS)
     while few:
         rows = torch.arange(few, device="cpu") * (count - 1) // max(1, few - 1)
-        given = (
-            arg[rows.to(arg.device)] if name in spec.by_token and arg is not None else arg
-            for name, arg in zip(spec.parameters, args, strict=True)
-        )
+        given = spec.with_changed_rows(args, partial(taken, rows=rows))
         found = spec.part(*given)
         if sum(arg.nbytes for arg in found if isinstance(arg, torch.Tensor)) <= PART:
             return rows, found
@@ -433,7 +422,7 @@ def _described(spec: OpSpec, args: Sequence[Any]) -> str:
     """The tensors of a call: `x (256, 512) bfloat16, weight (512,) bfloat16`."""
     return ", ".join(
         f"{name} {tuple(arg.shape)} {dtype_name(arg.dtype)}"
-        for name, arg in zip(spec.parameters, args, strict=True)
+        for name, arg in spec.named(args).items()
         if isinstance(arg, torch.Tensor)
     )
 

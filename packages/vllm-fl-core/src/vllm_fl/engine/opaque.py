@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
-from ..contracts.routes import put
+from ..contracts.routes import Route, by_place, put
 from ..dispatch.guard import Chain, call_guard
 from ..plugins.types import OpImpl
 
@@ -225,13 +225,13 @@ def _site(chain: Chain, variant: Variant) -> Site:
 
     Its results are contiguous, as the operator's are, and no memory of an argument.
     """
-    complete = _completing(chain.spec, variant)
+    spec = chain.spec
+    tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
 
     def alone(impl: OpImpl) -> Callable[..., Any]:
-        run = _returning(variant, inlined(chain, impl))
-        return lambda *args: run(*complete(args))
+        return _of_variant(spec, variant, _returning(variant, inlined(chain, impl)))
 
-    return Site(chain, lambda args: chain.spec.tokens(complete(args)), alone)
+    return Site(chain, lambda args: tokens(*args), alone)
 
 
 def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,18 +262,18 @@ def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None
     """Define the operator of a variant, unless it is; its body is the one in `_operators`."""
     if name in _operators:
         return
-    complete = _completing(spec, variant)
     LIBRARY.define(name + (variant.mutating_schema if written else variant.schema))
 
     def newest(*args: Any) -> Any:
-        return _operators[name].body(*complete(args))
+        return _operators[name].body(*args)
 
     def shapes(*args: Any) -> Any:
-        result = None if written else spec.fake(*complete(args))
+        result = None if written else spec.fake(*args)
         return result[0] if variant.returns == 1 and isinstance(result, tuple) else result
 
-    LIBRARY.impl(name, newest, dispatch_key="CompositeExplicitAutograd")
-    torch.library.register_fake(f"vllm_fl::{name}", shapes, lib=LIBRARY)
+    kernel, fake = (_of_variant(spec, variant, function) for function in (newest, shapes))
+    LIBRARY.impl(name, kernel, dispatch_key="CompositeExplicitAutograd")
+    torch.library.register_fake(f"vllm_fl::{name}", fake, lib=LIBRARY)
 
 
 def _overload(name: str) -> Callable[..., Any]:
@@ -281,19 +281,15 @@ def _overload(name: str) -> Callable[..., Any]:
     return found
 
 
-def _completing(spec: OpSpec, variant: Variant) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function: the arguments of the variant's operator -> all of the contract's, in its order.
+def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
+    """`op`, which takes all of the contract's arguments, by the parameters of a variant's operator.
 
     A variant leaves some out, and torch the trailing ones that equal the schema's defaults.
     """
-    names, absent = (
-        variant.parameters,
-        {
-            name: None if p.default is p.empty else p.default
-            for name, p in spec.signature.parameters.items()
-        },
-    )
-    return lambda args: [*{**absent, **dict(zip(names, args, strict=False))}.values()]
+    parameters = spec.signature.parameters.values()
+    absent = {p.name: None for p in parameters if p.default is p.empty}
+    left_out = {name: None for name in absent if name not in variant.parameters}
+    return by_place(Route(constants=left_out), variant.parameters, spec, op)
 
 
 def _router(

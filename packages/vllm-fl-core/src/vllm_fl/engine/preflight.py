@@ -28,6 +28,7 @@ from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..plugins.types import OpImpl
 from . import graphs, launches, process_state
+from .determinism import variance
 from .guarded import Guarded, rows_of
 from .trials import Form, Request, Role, Trials, lowered, token_counts
 from .verification import (
@@ -43,6 +44,7 @@ from .verification import (
     compare,
     dtype_name,
     misuse,
+    shares,
 )
 from .wanted import worst
 
@@ -93,12 +95,15 @@ class Findings:
             these are right, and of no use here.
         smaller: op -> what of its calls was tried in a smaller size than the model's, one phrase
             each; empty where none of them was.
+        variant: (op, impl id) -> why it may not serve where only batch-invariant implementations
+            may, of those without a fault that take some call; empty where any may.
     """
 
     faults: dict[tuple[str, str], tuple[str, BaseException | None]] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     refused: dict[tuple[str, str], str] = field(default_factory=dict)
     smaller: dict[str, list[str]] = field(default_factory=dict)
+    variant: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def find_faults(request: Request) -> Findings:
@@ -108,12 +113,16 @@ def find_faults(request: Request) -> Findings:
     with breadcrumb.Watchdog(log) as watch, request.trials() as trials:
         start = _Start(request, watch)
         for role in request.roles:
+            own = trials[role.impl.op_name]
             try:
-                _look(start, role, trials[role.impl.op_name])
+                _look(start, role, own)
             except Refusal as refusal:
                 found.refused[role.key] = str(refusal)
             except Fault as fault:
                 found.faults[role.key] = fault.why, fault.error
+            else:
+                if request.invariant and (why := variance(request, role, own)):
+                    found.variant[role.key] = why
         found.smaller = {op: each for op, some in trials.items() if (each := _smaller(some))}
         calls = {op: any(each.calls for each in some) for op, some in trials.items() if some}
     unknown = [op for op, has_some in calls.items() if request.sizes and not has_some]
@@ -386,8 +395,8 @@ def _samples(run: _Run) -> None:
     """The contract's own samples, edges that every caller may bring, and calls that stand."""
     trials, refused = run.trials, []
     memories = trials.shared()
-    for index, sample in enumerate(trials.samples):
-        off, memory = partial(worst, wanted=trials.wanted(index)), memories.get(index)
+    for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
+        off, memory = partial(worst, wanted=wanted), memories.get(index)
         look = partial(run.compared, run.impl, sample, off=off, memory=memory)
         result = run.at(sample.name, look)
         run.judge(result)
@@ -601,7 +610,7 @@ def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
         arg.new_empty_strided(arg.shape, arg.stride()).copy_(arg)
         if name in spec.by_token and place(arg) and seen[place(arg)] > 1
         else arg
-        for name, arg in zip(spec.parameters, args, strict=True)
+        for name, arg in spec.named(args).items()
     )
 
 
@@ -609,7 +618,6 @@ def _kept(result: Any, laid: Guarded) -> Any:
     """A result that stays what it is when the memory of the arguments `laid` is written anew."""
     if isinstance(result, tuple):
         return tuple(_kept(part, laid) for part in result)
-    alias: Callable[..., bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-    if result is not None and any(alias(result, storage.memory) for storage in laid.storages):
+    if result is not None and any(shares(result, storage.memory) for storage in laid.storages):
         return result.clone()
     return result

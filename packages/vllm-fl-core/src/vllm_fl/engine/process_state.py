@@ -311,17 +311,17 @@ def _umask() -> str:
     return next(line.split()[1] for line in lines if line.startswith("Umask:"))
 
 
-def _of_torch_c(name: str, get: str, put: str) -> Iterator[_Piece]:
+def _of_torch_c(name: str, get: str, put: str = "") -> Iterator[_Piece]:
     """A switch of torch's, where this release has it."""
-    if hasattr(torch._C, get) and hasattr(torch._C, put):
-        yield _Piece(name, getattr(torch._C, get), getattr(torch._C, put))
+    getter, setter = f"_get_{get}", f"_set_{put or get}"
+    if hasattr(torch._C, getter) and hasattr(torch._C, setter):
+        yield _Piece(name, getattr(torch._C, getter), getattr(torch._C, setter))
 
 
 def _reduced(kind: str) -> Iterator[_Piece]:
     """Whether sums of products may be made in less precision; newer releases have two switches."""
     name = f"the reduced precision of sums of {kind} products"
-    what = f"cublas_allow_{kind}_reduced_precision_reduction"
-    for piece in _of_torch_c(name, f"_get_{what}", f"_set_{what}"):
+    for piece in _of_torch_c(name, f"cublas_allow_{kind}_reduced_precision_reduction"):
         yield piece._replace(set=partial(_set_each, piece.set))
 
 
@@ -362,26 +362,22 @@ _PIECES: tuple[_Piece, ...] = (
         torch.get_float32_matmul_precision,
         torch.set_float32_matmul_precision,
     ),
-    *_of_torch_c("cuDNN's TF32", "_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    *_of_torch_c("cuDNN's TF32", "cudnn_allow_tf32"),
     *_precisions(),
-    *_of_torch_c(
-        "the accumulation of float16 products",
-        "_get_cublas_allow_fp16_accumulation",
-        "_set_cublas_allow_fp16_accumulation",
-    ),
+    *_of_torch_c("the accumulation of float16 products", "cublas_allow_fp16_accumulation"),
     *_reduced("fp16"),
     *_reduced("bf16"),
-    *_of_torch_c("cuDNN's being on", "_get_cudnn_enabled", "_set_cudnn_enabled"),
-    *_of_torch_c("cuDNN's benchmark", "_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    *_of_torch_c("cuDNN's determinism", "_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    *_of_torch_c("oneDNN's being on", "_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    *_of_torch_c("flash attention's being on", "_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    *_of_torch_c("cuDNN's being on", "cudnn_enabled"),
+    *_of_torch_c("cuDNN's benchmark", "cudnn_benchmark"),
+    *_of_torch_c("cuDNN's determinism", "cudnn_deterministic"),
+    *_of_torch_c("oneDNN's being on", "mkldnn_enabled"),
+    *_of_torch_c("flash attention's being on", "flash_sdp_enabled", "sdp_use_flash"),
     *_of_torch_c(
         "memory-efficient attention's being on",
-        "_get_mem_efficient_sdp_enabled",
-        "_set_sdp_use_mem_efficient",
+        "mem_efficient_sdp_enabled",
+        "sdp_use_mem_efficient",
     ),
-    *_of_torch_c("plain attention's being on", "_get_math_sdp_enabled", "_set_sdp_use_math"),
+    *_of_torch_c("plain attention's being on", "math_sdp_enabled", "sdp_use_math"),
     # Not cuDNN's: vLLM itself turns that off when its platform for CUDA is imported.
     _Piece(
         "torch's anomaly mode",

@@ -285,15 +285,13 @@ class _Call:
     def of(cls, key: Key, spec: OpSpec, args: tuple[Any, ...], turn: int) -> _Call:
         """_TooLarge where there is too much to compare; of many rows those whose turn it is."""
         tokens, rows = spec.tokens(args), slice(None)
-        by_token = [name in spec.with_rows(args) for name in spec.parameters]
         if tokens > ROWS and not spec.whole_batch:
             stride = -(-tokens // ROWS)
             rows = slice(turn % stride, None, stride)
-        kept = [arg[rows] if is_ else arg for arg, is_ in zip(args, by_token, strict=True)]
+        kept = spec.with_changed_rows(args, lambda arg: arg[rows])
         if sum(8 * arg.numel() for arg in kept if isinstance(arg, torch.Tensor)) > LARGEST:
             raise _TooLarge
-        held = (arg.clone() if is_ else arg for arg, is_ in zip(kept, by_token, strict=True))
-        return cls(key, tuple(held), rows)
+        return cls(key, spec.with_changed_rows(kept, torch.clone), rows)
 
     def measured(self, spec: OpSpec, result: Any) -> list[torch.Tensor]:
         """As `Wanted.measured`, of all outputs; nothing where there is nothing to compare."""

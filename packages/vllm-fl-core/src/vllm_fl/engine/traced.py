@@ -21,9 +21,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from ..contracts import OpSpec
-from ..dispatch.guard import refusal
 from ..plugins.forms import verdict_of
-from ..plugins.types import OpImpl
+from ..plugins.types import OpImpl, answered
 from ..text import quote
 
 __all__ = ["functional", "refused", "trial"]
@@ -42,11 +41,8 @@ def refused(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> str:
         impl, spec: the implementation, and its op's contract.
         args: the contract's arguments, as a graph has them: tensors without memory.
     """
-    try:
-        verdict = verdict_of(impl, spec, args)
-    except Exception as error:  # it may raise anything
-        return f"its supports raised {quote(error)}"
-    return "" if verdict is True else refusal(verdict)
+    verdict = answered("its supports", lambda: verdict_of(impl, spec, args))
+    return "" if verdict is True else verdict
 
 
 def trial(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> str:
@@ -64,7 +60,7 @@ def trial(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> str:
     with FakeTensorMode(shape_env=unknowns) as mode:
         fakes = [
             _without_memory(mode, arg, name in spec.by_token)
-            for name, arg in zip(spec.parameters, args, strict=True)
+            for name, arg in spec.named(args).items()
         ]
         tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
         known = len(unknowns.guards)

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
 from .guarded import Guarded, bits, guarded, handed_over, poisoned, taken
 from .verification import LayerFactory, dtype_name, tried
-from .wanted import Wanted, parts, wanted_of, worst
+from .wanted import Off, Wanted, parts, wanted_of, worst
 
 __all__ = [
     "Form",
@@ -103,6 +103,7 @@ class Request:
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
         profiled: whether a profile tells at how many tokens other kernels are launched, beside
             Triton: not for a process that serves afterwards.
+        invariant: whether only batch-invariant implementations may serve.
     """
 
     roles: Sequence[Role]
@@ -117,6 +118,7 @@ class Request:
     seconds: float = field(default_factory=lambda: SECONDS)
     provided: Mapping[str, Provided] = field(default_factory=dict)
     profiled: bool = False
+    invariant: bool = False
 
     @property
     def share(self) -> float:
@@ -194,7 +196,7 @@ class Form:
         self._wanted: dict[bool, list[Wanted | None]] = {}
 
     def _others(self, sample: Sample) -> dict[str, Any]:
-        given = zip(self.spec.parameters, sample.args, strict=True)
+        given = self.spec.named(sample.args).items()
         return {n: a for n, a in given if n not in self.spec.by_token or a is None}
 
     def switch(self, large: bool) -> None:
@@ -210,8 +212,8 @@ class Form:
             self._pools[large] = poisoned(self.spec.with_rows(self.samples[large].args))
         return self._pools[large]
 
-    def off(self, large: bool, rows: torch.Tensor, got: Any) -> tuple[float, str]:
-        """(worst error as a share of the tolerance, what is wrong or nothing) of a batch's results.
+    def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
+        """How far off a batch's results are.
 
         Where they have a row per token, or repeated rows change nothing, the oracle is asked once,
         about the pool. Of equal rows the first is compared with it, and each that has other bits.
@@ -258,10 +260,9 @@ class Form:
 
     def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
         """The call with these rows of the pool."""
-        sample, spec = self.samples[large], self.spec
-        given = dict(zip(spec.parameters, sample.args, strict=True))
-        of_rows = {name: arg[rows] for name, arg in spec.with_rows(sample.args).items()}
-        return dataclasses.replace(sample, args=tuple({**given, **of_rows}.values()))
+        sample = self.samples[large]
+        given = self.spec.with_changed_rows(sample.args, partial(taken, rows=rows))
+        return dataclasses.replace(sample, args=given)
 
     def call(self, activations: Guarded) -> Guarded:
         """The whole call: activations, weights and tables, in the contract's order."""
@@ -290,7 +291,6 @@ class Trials:
     sizes: ModelSizes | None
     seed: int
     provided: Provided = ()
-    _wanted: dict[int, list[Wanted | None]] = field(default_factory=dict, init=False)
 
     @cached_property
     def samples(self) -> list[Sample]:
@@ -321,16 +321,14 @@ class Trials:
                 (arg.shape, arg.dtype) if isinstance(arg, torch.Tensor) else arg for arg in args
             )
             if shapes not in found:
-                given = dict(zip(self.spec.parameters, args, strict=True))
-                found[shapes] = guarded(given, self.spec.by_token)
+                found[shapes] = guarded(self.spec.named(args), self.spec.by_token)
             memories[index] = found[shapes]
         return memories
 
-    def wanted(self, index: int) -> list[Wanted | None]:
-        """What a sample of the contract must give."""
-        if index not in self._wanted:
-            self._wanted[index] = wanted_of(self.spec, self.samples[index])
-        return self._wanted[index]
+    @cached_property
+    def wanted(self) -> list[list[Wanted | None]]:
+        """What each of the samples must give."""
+        return [wanted_of(self.spec, sample) for sample in self.samples]
 
     @cached_property
     def forms(self) -> list[Form]:
@@ -369,7 +367,7 @@ class Trials:
 def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
     """A call with what layers provide in the dtypes that theirs has."""
     told, args = [], []
-    for name, arg in zip(spec.parameters, sample.args, strict=True):
+    for name, arg in spec.named(sample.args).items():
         dtype = dtypes.get(name)
         if isinstance(arg, torch.Tensor) and dtype is not None and arg.dtype != dtype:
             args.append(arg.to(dtype))

@@ -17,7 +17,7 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
-from .wanted import closed, parts, wanted_of, worst
+from .wanted import Off, closed, parts, wanted_of, worst
 
 __all__ = [
     "BY_CHAIN",
@@ -33,12 +33,12 @@ __all__ = [
     "attempt",
     "called",
     "compare",
-    "compare_all",
     "contract_args",
     "dtype_name",
     "misplaced",
     "misuse",
     "refusal_of",
+    "shares",
     "synchronise",
     "tried",
 ]
@@ -152,13 +152,11 @@ def as_call(
     """
     if not impl.needs_layer:
         return impl.fn
-    provided = [name for name in spec.parameters if name in spec.from_layer]
 
     def call(*args: Any) -> Any:
-        given = dict(zip(spec.parameters, args, strict=True))
-        values = {name: given.pop(name) for name in provided}
+        values = {name: arg for name, arg in spec.named(args).items() if name in spec.from_layer}
         layer = layer_for(spec, values) if layer_for else spec.layer(**values)
-        return impl.fn(layer, *given.values())
+        return impl.fn(layer, *spec.unprovided(args))
 
     return call
 
@@ -180,7 +178,7 @@ def compare(
     sample: Sample,
     dtype: torch.dtype,
     *,
-    off: Callable[[Any], tuple[float, str]] | None = None,
+    off: Callable[[Any], Off] | None = None,
     layer_for: LayerFactory | None = None,
     packed: bool | None = None,
     memory: Guarded | None = None,
@@ -195,8 +193,7 @@ def compare(
         spec: its op's contract.
         sample: the arguments, on the implementation's device. They are left as they are.
         dtype: the dtype that the sample was made for.
-        off: (the worst error as a share of the tolerance, what is wrong or nothing) of results, as
-            `worst` tells them; None asks the oracle.
+        off: how far off results are; None asks the oracle.
         layer_for: as for `as_call`.
         packed: whether results must be contiguous. None: not of a sample whose activations lie as
             no layer of vLLM's has them, since plain PyTorch often keeps their layout.
@@ -206,7 +203,7 @@ def compare(
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
     if off is None:
         off = partial(worst, wanted=wanted_of(spec, sample))
-    given = dict(zip(spec.parameters, sample.args, strict=True))
+    given = spec.named(sample.args)
     call = guarded(given, spec.by_token) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
     share = math.nan
@@ -293,15 +290,6 @@ def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> None:
         raise Refusal(str(verdict))
 
 
-def compare_all(
-    impl: OpImpl, spec: OpSpec, dtypes: Iterable[torch.dtype], device: torch.device
-) -> Iterator[Comparison]:
-    """Run every sample that a start tries in every dtype, one after the other."""
-    for dtype in dtypes:
-        for sample in tried(spec, dtype, device):
-            yield compare(impl, spec, sample, dtype)
-
-
 def tried(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
     """The contract's own samples that a start tries, and some of them laid out otherwise."""
     own = []
@@ -345,12 +333,12 @@ def misplaced(
             return f"{where} has dtype {mine.dtype}, not {shape.dtype}"
         if mine.device != shape.device:
             return f"{where} lies on {mine.device}, not {shape.device}"
-        shared = [n for n, arg in call.arguments.items() if _shares(mine, arg)]
+        shared = [n for n, arg in call.arguments.items() if shares(mine, arg)]
         if set(consumed).intersection(shared):
             continue  # written in place: its memory and layout are the argument's
         if shared:
             return f"{where} shares memory with {shared[0]!r}"
-        if any(_shares(mine, other) for other in own):
+        if any(shares(mine, other) for other in own):
             return "two results share memory"
         if packed and not mine.is_contiguous():
             return f"{where} has strides {mine.stride()}: the contract promises a contiguous result"
@@ -390,7 +378,8 @@ def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -
     return f"overwrote {name!r}, which it does not declare in consumes"
 
 
-def _shares(a: torch.Tensor, b: Any) -> bool:
+def shares(a: torch.Tensor, b: Any) -> bool:
+    """Whether two tensors lie in one storage; empty ones share nothing."""
     if not isinstance(b, torch.Tensor) or not a.numel() or not b.numel():
         return False
     return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]

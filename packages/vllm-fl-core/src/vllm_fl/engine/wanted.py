@@ -15,6 +15,7 @@ from .guarded import taken
 
 __all__ = [
     "MEASURED",
+    "Off",
     "Wanted",
     "closed",
     "paired",
@@ -23,8 +24,17 @@ __all__ = [
     "wanted_here",
     "wanted_of",
     "worst",
-    "worst_place",
 ]
+
+
+Off = tuple[float, str]
+"""The worst error as a share of the tolerance, and what is wrong or nothing."""
+
+Results = Sequence[torch.Tensor]
+"""Those of one output."""
+
+Tokens = torch.Tensor | None
+"""Which tokens of a batch some rows are; None for all."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +46,18 @@ class Wanted:
 
     results: ClassVar[int] = 1
 
-    def off(
-        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
-    ) -> tuple[float, str]:
-        """(worst error as a share of the tolerance, what is wrong or nothing).
+    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+        """How far off results are.
 
         Args:
             results: what an implementation returned, as many rows, on the device of these tensors
                 or another.
             names: what messages call them.
-            tokens: which of a batch these rows are, for messages; None for all.
+            tokens: which of a batch these rows are, for messages.
         """
         raise NotImplementedError
 
-    def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def measured(self, results: Results) -> list[torch.Tensor]:
         """How far off the results are, in numbers that stay on the device; it waits for nothing.
 
         Args:
@@ -65,7 +73,7 @@ class Wanted:
         """
         raise NotImplementedError
 
-    def is_empty(self, results: Sequence[torch.Tensor]) -> bool:
+    def is_empty(self, results: Results) -> bool:
         """Whether there is nothing to compare in results of these sizes."""
         return not results[0].numel()
 
@@ -115,11 +123,19 @@ class _Near(Wanted):
     allowed: torch.Tensor
     dtype: torch.dtype
 
-    def off(
-        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
-    ) -> tuple[float, str]:
-        off = self.share(results[0].to(self.exact.device))
-        return off[0], _problem(names[0], *off, results[0].numel())
+    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
+        mine = results[0].to(self.exact.device)
+        off = self.share(mine)
+        problem = _problem(names[0], *off, mine.numel())
+        return off[0], problem and f"{problem}, which is {self._farthest(mine, tokens)}"
+
+    def _farthest(self, mine: torch.Tensor, tokens: Tokens) -> str:
+        """The element that is farthest off, in words."""
+        shares = self.shares(mine)
+        at = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
+        got, exact = (float(each[at]) for each in (mine.to(self.exact.dtype), self.exact))
+        place = (_token(at[0], tokens), *at[1:]) if at else ()
+        return f"{got:.6g} instead of {exact:.6g} at {place}"
 
     def share(self, mine: torch.Tensor) -> tuple[float, int]:
         """(worst share, elements beyond the tolerance)."""
@@ -138,7 +154,7 @@ class _Near(Wanted):
     def _same(self, mine: torch.Tensor) -> torch.Tensor:
         return (mine == self.exact.to(mine.dtype)) | (mine.isnan() & self.exact.isnan())
 
-    def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def measured(self, results: Results) -> list[torch.Tensor]:
         (mine,), exact = results, self.exact
         squared = (
             numbers.nan_to_num(0.0, 0.0, 0.0).square().sum(dtype=torch.float64)
@@ -163,9 +179,7 @@ class _Same(Wanted):
 
     exact: torch.Tensor
 
-    def off(
-        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
-    ) -> tuple[float, str]:
+    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
         mine, exact = _comparable(results[0].to(self.exact.device)), self.exact
         differs = self._differs(mine)
         count = int(differs.sum())
@@ -177,7 +191,7 @@ class _Same(Wanted):
         total = results[0].numel()
         return math.inf, f"{names[0]}: {count} of {total} elements differ, {first}"
 
-    def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def measured(self, results: Results) -> list[torch.Tensor]:
         mine = _comparable(results[0])
         differs = self._differs(mine)
         worst = torch.where(differs.any(), math.inf, 0.0).double()
@@ -206,9 +220,7 @@ class _Pair(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(
-        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
-    ) -> tuple[float, str]:
+    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
         exact = self.number.exact
         value, scale = (result.to(exact.device) for result in results)
         number = value.to(exact.dtype) * _spread(scale.to(exact.dtype), value.shape)
@@ -220,7 +232,7 @@ class _Pair(Wanted):
         problem = _problem(product, *number_off, value.numel())
         return number_off[0] if problem else max(scale_off[0], number_off[0]), problem
 
-    def measured(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def measured(self, results: Results) -> list[torch.Tensor]:
         value, scale = results
         wide = self.number.exact.dtype
         number = value.to(wide) * _spread(scale.to(wide), value.shape)
@@ -245,9 +257,7 @@ class _Routed(Wanted):
 
     results: ClassVar[int] = 2
 
-    def off(
-        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
-    ) -> tuple[float, str]:
+    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
         weights, ids = (result.to(self.ids.device) for result in results)
         ascending, order = ids.to(torch.int64).sort(-1)
         unfit = self.unfit(ascending)
@@ -315,12 +325,10 @@ class _Blocks(Wanted):
 
     results: ClassVar[int] = 3
 
-    def is_empty(self, results: Sequence[torch.Tensor]) -> bool:
+    def is_empty(self, results: Results) -> bool:
         return False  # without any row, the number of places in use must still be 0
 
-    def off(
-        self, results: Sequence[torch.Tensor], names: Sequence[str], tokens: torch.Tensor | None
-    ) -> tuple[float, str]:
+    def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
         device = self.experts.device
         rows, experts, used = (result.to(device, torch.int64) for result in results)
         if not torch.equal(used, self.used):
@@ -515,10 +523,8 @@ def _near(
     return _Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
 
 
-def worst(
-    got: Any, wanted: Iterable[Wanted | None], places: torch.Tensor | None = None
-) -> tuple[float, str]:
-    """(worst error of all results as a share of the tolerance, what is wrong or nothing).
+def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Off:
+    """How far off the results of a call are.
 
     Args:
         got: one result or several, of the shapes and dtypes that the contract says.
@@ -532,28 +538,6 @@ def worst(
             return share, problem
         largest = max(largest, share)
     return largest, ""
-
-
-def worst_place(
-    got: Any, wanted: Iterable[Wanted | None]
-) -> tuple[tuple[int, ...], float, float] | None:
-    """(index, result, exact number) of the element that is farthest off, of the first output that
-    is wrong; None where that is not compared number by number.
-
-    Args:
-        got: the results, with as many rows as the wanted ones.
-        wanted: what each output must be.
-    """
-    for want, results, names in paired(got, wanted):
-        if not want.off(results, names, None)[1]:
-            continue
-        if not isinstance(want, _Near):
-            return None
-        mine = results[0].to(want.exact.device, want.exact.dtype)
-        shares = want.shares(mine)
-        place = tuple(int(n) for n in torch.unravel_index(shares.argmax(), shares.shape))
-        return place, float(mine[place]), float(want.exact[place])
-    return None
 
 
 def paired(
@@ -577,7 +561,7 @@ def parts(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _token(row: int, places: torch.Tensor | None) -> int:
+def _token(row: int, places: Tokens) -> int:
     """Which token of a batch a row is."""
     return row if places is None else int(places[row])
 

@@ -22,91 +22,67 @@ __all__ = ["verify", "watch"]
 
 log = get_logger("engine")
 
-ENDS_UPDATE = ("finish_weight_update", "reload_weights")
-"""The methods of vLLM's workers after which a model has other weights."""
-
-WITHIN_UPDATE = ("start_draft_weight_update", "start_weight_update", "update_weights")
-"""Those that come before such an end, and may fail."""
-
 SLEEPS = frozenset({"kv_cache", "weights"})
 """What a worker that sleeps has given back, by vLLM's names."""
 
 
 def watch(cls: type) -> None:
     """Let a worker's methods that change weights or memory say so here; it may lack some."""
-    wrappers = {
-        **dict.fromkeys(ENDS_UPDATE, _ending_an_update),
-        **dict.fromkeys(WITHIN_UPDATE, _within_an_update),
-        "sleep": _falling_asleep,
-        "discard": _falling_asleep,
-        "wake_up": _waking_up,
-    }
-    for name, wrapper in wrappers.items():
+    for name, (done, failed) in FOLLOWS.items():
         if hasattr(cls, name):
-            setattr(cls, name, wrapper(getattr(cls, name)))
+            setattr(cls, name, _followed(getattr(cls, name), done, failed))
 
 
-def _watched(worker: Any) -> Serving | None:
-    """The worker's engine, where its model is looked at once more; None before it is loaded."""
-    found: Serving | None = worker.vllm_fl_serving
-    return found if found is not None and found.is_watched else None
+def _followed(
+    method: Callable[..., Any],
+    done: Callable[[Serving, frozenset[str]], object],
+    failed: Callable[[Serving, Exception], object],
+) -> Callable[..., Any]:
+    """A worker's method, whose end an engine is told that is looked at once more.
 
+    Args:
+        method: the method.
+        done: called with the engine and the memory that the call names.
+        failed: called with the engine and the method's error, which is raised all the same.
+    """
 
-def _ending_an_update(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        serving = _watched(worker)
+        serving: Serving | None = worker.vllm_fl_serving
+        if serving is None or not serving.is_watched:  # before the model is loaded
+            return method(worker, *args, **kwargs)
         try:
             result = method(worker, *args, **kwargs)
         except Exception as error:
-            if serving is not None:
-                _missed(serving, error)
+            failed(serving, error)
             raise
-        if serving is not None:
-            verify(serving, "the weights were updated")
+        done(serving, _named(args, kwargs))
         return result
 
     return called
 
 
-def _within_an_update(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(worker, *args, **kwargs)
-        except Exception as error:
-            serving = _watched(worker)
-            if serving is not None and _is_asked_for(serving):
-                log.warning("%s", _told_of_failure(_failed_here(serving, error)))
-            raise
-
-    return called
+def _updated(serving: Serving, _: frozenset[str]) -> None:
+    verify(serving, "the weights were updated")
 
 
-def _falling_asleep(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`sleep`, or `discard` of some of it."""
-
-    @functools.wraps(method)
-    def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(worker, *args, **kwargs)
-        if serving := _watched(worker):
-            serving.asleep |= _named(args, kwargs) or SLEEPS
-        return result
-
-    return called
+def _fell_asleep(serving: Serving, named: frozenset[str]) -> None:
+    serving.asleep |= named or SLEEPS
 
 
-def _waking_up(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(worker, *args, **kwargs)
-        if serving := _watched(worker):
-            serving.asleep -= _named(args, kwargs) or serving.asleep
-            if serving.due and not serving.asleep:
-                verify(serving, "the weights were updated while it slept")
-        return result
+def _woke_up(serving: Serving, named: frozenset[str]) -> None:
+    serving.asleep -= named or serving.asleep
+    if serving.due and not serving.asleep:
+        verify(serving, "the weights were updated while it slept")
 
-    return called
+
+def _failed_within(serving: Serving, error: Exception) -> None:
+    if _is_asked_for(serving):
+        log.warning("%s", _told_of_failure(_failed_here(serving, error)))
+
+
+def _nothing(serving: Serving, _: object) -> None:
+    """Nothing follows."""
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
@@ -241,3 +217,18 @@ def _raises(serving: Serving) -> bool:
     own = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
     last: int = parallel.world_size - 1
     return own or serving.start.rank == last
+
+
+FOLLOWS = {
+    **dict.fromkeys(("finish_weight_update", "reload_weights"), (_updated, _missed)),
+    **dict.fromkeys(
+        ("start_draft_weight_update", "start_weight_update", "update_weights"),
+        (_nothing, _failed_within),
+    ),
+    **dict.fromkeys(("sleep", "discard"), (_fell_asleep, _nothing)),
+    "wake_up": (_woke_up, _nothing),
+}
+"""Methods of vLLM's workers -> what follows when one has come to its end, and when it has failed.
+
+The first two end an update: the model has other weights then. The next three come before its end.
+"""

@@ -71,16 +71,13 @@ def watch(serving: Serving) -> Canary | None:
     runner.execute_model = execute_model
     dummy = getattr(worker, "execute_dummy_batch", None)
     if dummy is not None:  # another replica of data parallelism has a real step
-        worker.execute_dummy_batch = _counted(dummy, shadow)
+
+        def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
+            shadow.steps += 1
+            return dummy(*args, **kwargs)
+
+        worker.execute_dummy_batch = execute_dummy_batch
     return canary
-
-
-def _counted(dummy: Callable[..., Any], shadow: Shadow) -> Callable[..., Any]:
-    def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
-        shadow.steps += 1
-        return dummy(*args, **kwargs)
-
-    return execute_dummy_batch
 
 
 def _obstacle(serving: Serving, model: torch.nn.Module | None) -> str:

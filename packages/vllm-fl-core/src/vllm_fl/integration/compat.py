@@ -224,12 +224,7 @@ def shared_table(path: str) -> MutableMapping[Any, Any] | None:
 @cache
 def _is_defined(path: str) -> bool:
     module, _, name = path.partition(":")
-    top, _, rest = module.partition(".")
-    try:
-        spec = find_spec(top)
-    except (ImportError, ValueError):
-        return False
-    known = _defined(map(Path, (spec.submodule_search_locations if spec else None) or ()), rest)
+    known = _defined(vllm_folders(), module.removeprefix("vllm."))
     return known is not None and name in known
 
 

@@ -34,7 +34,7 @@ from ..text import quote
 from . import ranges
 from .functional_operators import own
 from .planning import digest_of
-from .seams.ir import chain_of, ir_ops
+from .seams.ir import chain_of, ir_op_of, ir_ops
 from .serving import Serving
 from .unknowns import under_one
 
@@ -150,9 +150,7 @@ def _in_ir(plan: Plan) -> dict[Any, Site]:
             continue
         chain = chain_of(plan, op, of_op)
         for place in of_op:
-            from vllm import ir
-
-            ir_op = getattr(ir.ops, place.name)
+            ir_op = ir_op_of(place)
             found[ir_op.torch_op] = _ir_site(chain, place.route, ir_op)
     return found
 

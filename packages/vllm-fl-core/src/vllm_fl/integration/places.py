@@ -6,7 +6,7 @@ Imports no vLLM, so that the command line and the documentation may read it anyw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..contracts.binding import AttentionPlace, Binding, Place
 from ..dispatch import get_default_manager
@@ -14,7 +14,17 @@ from ..plugins.attention import ATTENTION
 from ..plugins.registry import RegistrySnapshot
 from ..plugins.types import BackendImplKind, OpImpl
 
-__all__ = ["ATTENTION_LAYERS", "all_bindings", "installed_bindings", "places", "stock_form"]
+if TYPE_CHECKING:
+    from ..engine.plan import Plan
+
+__all__ = [
+    "ATTENTION_LAYERS",
+    "all_bindings",
+    "installed_bindings",
+    "places",
+    "planned",
+    "stock_form",
+]
 
 P = TypeVar("P", bound=Place)
 
@@ -48,6 +58,11 @@ def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
         for place in binding.places
         if isinstance(place, kind)
     ]
+
+
+def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
+    """(op, place) for every place of one kind of this process whose op `plan` does not leave."""
+    return [each for each in places(installed_bindings(), kind) if not plan.is_stock(each[0])]
 
 
 def stock_form(

@@ -25,7 +25,7 @@ from .compat import lacks as lacks_names
 from .places import installed_bindings
 from .seams import attention, communicator, fusions, torch_operators, whole_layers
 from .seams.ir import ir_ops
-from .seams.layers import Layer, foreign_layers, known_layers, layer_table
+from .seams.layers import foreign_layers, known_layers, layer_table
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,25 +55,18 @@ class Carried(dict[str, Any]):
 
     A plain dictionary there was written by hand. It would set what nobody reads from there.
 
-    The settings in it are JSON. A process decodes them once; a copy for another process, which
-    may have another release of vllm-fl-core, has the JSON alone.
+    Args:
+        settings: the engine's; None where nobody has read them yet, or the plan is sealed. They
+            travel along, and vLLM hashes the entries alone.
+        entries: what is under `KEY`.
     """
 
-    _settings: Settings | None = None
-
-    @property
-    def settings(self) -> Settings | None:
-        """The engine's settings; None where nobody has read them yet, or the plan is sealed."""
-        if self._settings is None and "settings" in self:
-            self._settings = Settings.from_json(self["settings"])
-        return self._settings
-
-    def carry(self, settings: Settings) -> None:
-        """Give the engine's processes these settings."""
-        self["settings"], self._settings = settings.to_json(), settings
+    def __init__(self, settings: Settings | None = None, **entries: Any) -> None:
+        super().__init__(entries)
+        self.settings = settings
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Carried, (dict(self),)
+        return Carried, (self.settings,), None, None, iter(self.items())
 
 
 log = get_logger("engine")
@@ -126,8 +119,6 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             if getattr(compilation.pass_config, name, False)
         ),
         passes_off=tuple(entry.get("passes_off", ())),
-        runs_passes=compilation.mode == CompilationMode.VLLM_COMPILE
-        and compilation.backend in ("", "inductor"),
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
@@ -170,9 +161,9 @@ def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
 def _settings_of(vllm_config: VllmConfig) -> Settings:
     """The engine's settings: read once, where its configuration is made.
 
-    They travel in `additional_config`, as JSON, so that a worker that does not inherit the
-    environment has them too, and so that two engines of one process have each their own. A process
-    that could not read settings of its own takes the engine's over.
+    They travel with `additional_config`, so that a worker that does not inherit the environment has
+    them too, and so that two engines of one process have each their own. A process that could not
+    read settings of its own takes the engine's over.
     """
     from vllm.platforms import current_platform
 
@@ -185,7 +176,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
             return startup.settings  # the engine's own are gone, and its files may be: ask neither
         settings = _read_settings(current_platform.vllm_fl_platform)
         _check_loaded(settings)
-        _entry(vllm_config).carry(settings)
+        _entry(vllm_config).settings = settings
     if startup.problem is not None:
         manager.use_startup(replace(startup, settings=settings, problem=None), manager.registry)
     return settings
@@ -402,14 +393,12 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
     for op in dict.fromkeys(layer.op for layer in layers):
         of_op = [layer for layer in layers if layer.op == op]
         by_layer = op not in in_ir
-        left = {
-            layer: why
+        whys = {
+            layer: _oot_note({layer.cls, layer.registered}, facts.settings)
+            or (facts.custom_op_note(layer.registered) if by_layer else "")
             for layer in of_op
-            if (
-                why := _oot_note({layer.cls, layer.registered}, facts.settings)
-                or _custom_op_note(layer, facts)
-            )
         }
+        left = {layer: why for layer, why in whys.items() if why}
         if len(left) == len(of_op) or (left and not by_layer and not facts.settings.oot_whitelist):
             notes[op] = next(iter(left.values()))
         elif all(layer in left or layer.cls in foreign for layer in of_op):
@@ -453,13 +442,6 @@ def _whole_layer_notes(facts: EngineFacts) -> dict[str, str]:
         for name, registered in whole_layers.known().items()
     }
     return {name: why for name, why in notes.items() if why}
-
-
-def _custom_op_note(layer: Layer, facts: EngineFacts) -> str:
-    """The entry of `custom_ops` by which the user keeps this layer as it is, or nothing."""
-    if facts.mode == "compiled" and layer.op in ir_ops():
-        return ""  # compiled code has no such layer
-    return facts.custom_op_note(layer.registered)
 
 
 def _user_notes(facts: EngineFacts) -> dict[str, str]:

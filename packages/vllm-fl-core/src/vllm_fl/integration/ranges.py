@@ -40,11 +40,8 @@ def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
-    return (
-        compilation.mode == CompilationMode.VLLM_COMPILE
-        and compilation.backend in ("", "inductor")
-        and hasattr(compilation, "compile_ranges_endpoints")
-    )
+    is_inductor = compilation.backend in ("", "inductor")
+    return is_inductor and compilation.mode == CompilationMode.VLLM_COMPILE
 
 
 def _chains(plan: Plan) -> dict[str, Chain]:

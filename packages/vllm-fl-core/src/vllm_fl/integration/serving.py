@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ..contracts.binding import FunctionPlace, OperatorPlace
-from ..engine.facts import EngineFacts
 from ..engine.plan import Plan
 from ..engine.ranges import Range
-from ..engine.tables import Standing
-from .ranks import Out
 from .seams.arguments import Answer
 from .seams.empty import Definition
 
@@ -32,15 +29,13 @@ if TYPE_CHECKING:
 
     from ..engine.metrics import MetricsFile
     from ..engine.shadow import Shadow
-    from .seams.communicator import Groups
+    from .verifying import Start
 
 __all__ = [
-    "RUNS_MODEL",
     "STARTS",
     "Choice",
     "Serving",
     "Sites",
-    "Start",
     "calling",
     "now",
     "with_own_engine",
@@ -54,60 +49,6 @@ STARTS = (
     "compile_or_warm_up_model",
 )
 """The methods of vLLM's workers that an engine starts with. One that fails ends it."""
-
-RUNS_MODEL = (
-    *STARTS[1:],
-    "add_lora",
-    "apply_model",
-    "discard",
-    "elastic_ep_execute",
-    "execute_dummy_batch",
-    "execute_model",
-    "finish_weight_update",
-    "pin_lora",
-    "reload_weights",
-    "remove_lora",
-    "reset_weights",
-    "sample_tokens",
-    "sleep",
-    "start_draft_weight_update",
-    "start_weight_update",
-    "update_weights",
-    "wake_up",
-)
-"""The methods of vLLM's workers, beside `load_model`, that run a model's code, or that of its
-layers on new weights. A worker may lack some of them."""
-
-
-@dataclass
-class Start:
-    """One rank's start of an engine: what it begins with, and what it has found.
-
-    Args:
-        facts: what the engine's configuration says.
-        rank: its number within the engine.
-        device: the worker's.
-        groups: what makes the communicators of vLLM's groups of ranks; None where vLLM does.
-        worker_facts: what plugins have reported, by distribution.
-        table: what becomes of the table that the settings name.
-        out: (op, impl id) -> why it is out, on all ranks.
-        live_counts: the token counts at which all ranks run the loaded model.
-        not_reached: op -> why this engine is not seen to call it.
-        smaller: op -> what of its calls was tried in a smaller size than the model's.
-        remarks: what else the start line says of it.
-    """
-
-    facts: EngineFacts
-    rank: int
-    device: torch.device
-    groups: Groups | None = None
-    worker_facts: dict[str, Any] = field(default_factory=dict)
-    table: Standing = field(default_factory=Standing)
-    out: dict[tuple[str, str], Out] = field(default_factory=dict)
-    live_counts: frozenset[int] = frozenset()
-    not_reached: dict[str, str] = field(default_factory=dict)
-    smaller: dict[str, list[str]] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..contracts.binding import Binding, FusionPlace, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
-from ..engine.determinism import find_variant
 from ..engine.digest import fingerprint
 from ..engine.facts import EngineFacts
 from ..engine.live import Live
@@ -42,13 +41,16 @@ from .ranks import (
     lacking,
     refusing,
 )
-from .seams import attention, fusions, whole_layers
+from .seams import attention, communicator, fusions, whole_layers
 from .seams.layers import foreign_code, layer_for, layer_table
-from .serving import Serving, Start, calling
+from .serving import Serving, calling
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "Agreed",
-    "Preflight",
+    "Start",
     "compared",
     "meets_a_compiler",
     "planned_for_nothing",
@@ -71,8 +73,36 @@ Outs = Mapping[tuple[str, str], Out]
 
 
 @dataclasses.dataclass
-class Preflight(Start):
-    """Runs and compares what a plan may call, each implementation once. It keeps what it finds."""
+class Start:
+    """One rank's start of an engine: what it begins with, and what it has found.
+
+    It runs and compares what a plan may call, each implementation once.
+
+    Args:
+        facts: what the engine's configuration says.
+        rank: its number within the engine.
+        device: the worker's.
+        groups: what makes the communicators of vLLM's groups of ranks; None where vLLM does.
+        worker_facts: what plugins have reported, by distribution.
+        table: what becomes of the table that the settings name.
+        out: (op, impl id) -> why it is out, on all ranks.
+        live_counts: the token counts at which all ranks run the loaded model.
+        not_reached: op -> why this engine is not seen to call it.
+        smaller: op -> what of its calls was tried in a smaller size than the model's.
+        remarks: what else the start line says of it.
+    """
+
+    facts: EngineFacts
+    rank: int
+    device: torch.device
+    groups: communicator.Groups | None = None
+    worker_facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    table: Standing = dataclasses.field(default_factory=Standing)
+    out: dict[tuple[str, str], Out] = dataclasses.field(default_factory=dict)
+    live_counts: frozenset[int] = frozenset()
+    not_reached: dict[str, str] = dataclasses.field(default_factory=dict)
+    smaller: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    remarks: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         faults = self.groups.faults if self.groups is not None else {}
@@ -142,6 +172,7 @@ class Preflight(Start):
                 in_graphs = op in found_by_passes and is_first and impl.traced is not None
                 owner = owners[key].name if key in owners else ""
                 roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs))
+        asks = self.facts.wants_invariance
         assert self.facts.dtype is not None  # a worker has a model
         request = Request(
             roles,
@@ -154,17 +185,15 @@ class Preflight(Start):
             seed=self.seed,
             specs=plan.contracts,
             provided=self.facts.provided,
+            invariant=bool(asks),
         )
         found = find_faults(request)
         self.remarks += found.remarks
         self.smaller |= found.smaller
-        asks = self.facts.wants_invariance
-        right = [role for role in roles if role.key not in found.faults | found.refused]
-        variant = find_variant(dataclasses.replace(request, roles=right if asks else ()))
         return (
             {key: reason for key, (reason, _) in found.faults.items()},
             {key: f"{REFUSES} ({why})" for key, why in found.refused.items()},
-            {key: f"{asks}, and it is {why}" for key, why in variant.items()},
+            {key: f"{asks}, and it is {why}" for key, why in found.variant.items()},
         )
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
@@ -236,7 +265,7 @@ def step(before: Agreed, verdicts: list[Verdict]) -> tuple[Agreed, bool]:
     return Agreed(table, {**before.out, **new}), is_settled
 
 
-def verified_plan(preflight: Preflight, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
+def verified_plan(start: Start, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
     """Resolve, run and compare, agree; again while an implementation had to be taken out.
 
     Returns:
@@ -245,39 +274,39 @@ def verified_plan(preflight: Preflight, *, alone: bool) -> tuple[Plan, dict[str,
     Raises:
         StartError: strict mode and a fault, on whichever rank.
     """
-    registry, facts = get_default_manager().registry, preflight.facts
+    registry, facts = get_default_manager().registry, start.facts
     snapshot = registry.snapshot()
-    preflight.table = standing(facts, snapshot, preflight.device)
+    start.table = standing(facts, snapshot, start.device)
     is_settled = False
     while not is_settled:
-        out = {key: each.reason for key, each in preflight.out.items()}
-        plan = plan_for(facts, out, table=preflight.table)
+        out = {key: each.reason for key, each in start.out.items()}
+        plan = plan_for(facts, out, table=start.table)
         consists = fingerprint(
             plan,
             snapshot.owners,
             snapshot.authors,
-            table=preflight.table.digest,
+            table=start.table.digest,
             required="batch_invariant" if facts.wants_invariance else "",
             settings=facts.settings,
             plugins=registry.plugins,
         )
-        contents = {**consists, "workers": preflight.worker_facts, "foreign": foreign_code()}
-        verdict = preflight.verdict(plan, contents)
+        contents = {**consists, "workers": start.worker_facts, "foreign": foreign_code()}
+        verdict = start.verdict(plan, contents)
         verdicts = [verdict] if alone else agree(verdict)
-        agreed, is_settled = step(Agreed(preflight.table, preflight.out), verdicts)
-        preflight.table = agreed.table
-        _take_out(preflight, agreed.out)
-    if preflight.rank == 0:
-        if preflight.table.reason:
-            log.warning("%s. Going on without a table [FL610]", preflight.table.reason)
-        for op, why in preflight.table.left_out.items():
+        agreed, is_settled = step(Agreed(start.table, start.out), verdicts)
+        start.table = agreed.table
+        _take_out(start, agreed.out)
+    if start.rank == 0:
+        if start.table.reason:
+            log.warning("%s. Going on without a table [FL610]", start.table.reason)
+        for op, why in start.table.left_out.items():
             log.warning("The table's rows of op '%s' have no effect: %s [FL610]", op, why)
         for line in differences(verdicts):
             log.warning("The ranks differ. %s [FL503]", line)
-    for (op, impl_id), each in preflight.out.items():
+    for (op, impl_id), each in start.out.items():
         if each.code != REJECTED:
             plan.record.demote(op, impl_id, each.reason)
-    preflight.live_counts = frozenset[int]().union(*(v.counts for v in verdicts))
+    start.live_counts = frozenset[int]().union(*(v.counts for v in verdicts))
     return plan, contents
 
 

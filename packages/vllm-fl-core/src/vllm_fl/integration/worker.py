@@ -7,6 +7,8 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Container
+from inspect import getattr_static
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -43,9 +45,9 @@ from .seams.layers import (
     replace_layers,
 )
 from .seams.lookups import over_class, path_over
-from .serving import RUNS_MODEL, Serving, calling, with_own_engine
+from .serving import Serving, calling, with_own_engine
 from .verifying import (
-    Preflight,
+    Start,
     meets_a_compiler,
     planned_for_nothing,
     verified_plan,
@@ -74,13 +76,14 @@ class PlannedWorker:
     vllm_fl_serving: Serving | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the methods of vLLM's worker that run the model say for which engine they do, and
-        those that change weights or memory that they did."""
+        """Let the methods of vLLM's worker say for which engine they run, and those that change
+        weights or memory that they did."""
         super().__init_subclass__(**kwargs)
         after.watch(cls)
-        for name in ("load_model", *RUNS_MODEL):
-            if hasattr(cls, name):
-                setattr(cls, name, with_own_engine(getattr(cls, name)))
+        for name in dir(cls):
+            method = getattr_static(cls, name)
+            if isinstance(method, FunctionType) and not name.startswith("_"):
+                setattr(cls, name, with_own_engine(method))
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
@@ -106,14 +109,14 @@ class PlannedWorker:
         joins = bool(kwargs.get("load_dummy_weights"))
         began = time.monotonic()
         replace_layers()
-        preflight, lines = _begun(self)
-        plan, contents = verified_plan(preflight, alone=joins)
+        start, lines = _begun(self)
+        plan, contents = verified_plan(start, alone=joins)
         how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
-        took = [f"{how[preflight.how]} {time.monotonic() - began:.1f} s"]
-        preflight.not_reached |= planned_for_nothing(plan, preflight.facts)
+        took = [f"{how[start.how]} {time.monotonic() - began:.1f} s"]
+        start.not_reached |= planned_for_nothing(plan, start.facts)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
-        serving = self.vllm_fl_serving = Serving(plan, preflight, self)
+        serving = self.vllm_fl_serving = Serving(plan, start, self)
         _enter(serving, plan, contents)
         attention.forget_choices()
         forget_shared_layers()
@@ -121,10 +124,10 @@ class PlannedWorker:
             plan = serving.plan
             with building(plan), calling(serving), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
-            if preflight.live_counts and not joins:
-                took += verify_live(serving, lambda: _renew(serving, preflight))
+            if start.live_counts and not joins:
+                took += verify_live(serving, lambda: _renew(serving))
         finally:
-            _say_plan(serving, preflight, took)
+            _say_plan(serving, took)
         serving.layers = _built_layers(serving)
         _warn_of_unexpected_layers(serving)
         _name_overriders(serving)
@@ -244,7 +247,7 @@ class PlannedWorker:
         super().shutdown()  # type: ignore[misc]
 
 
-def _begun(worker: PlannedWorker) -> tuple[Preflight, list[str]]:
+def _begun(worker: PlannedWorker) -> tuple[Start, list[str]]:
     """(what the worker's start begins with, the lines that plugins have for the log)."""
     facts = _facts_of_model(worker.vllm_config)
     startup = get_default_manager().startup
@@ -262,7 +265,7 @@ def _begun(worker: PlannedWorker) -> tuple[Preflight, list[str]]:
         for name, (plugin, report) in found.items()
     }
     lines = [line for _, report in found.values() for line in report.lines]
-    return Preflight(facts, worker.rank, worker.device, worker.vllm_fl_groups, told), lines
+    return Start(facts, worker.rank, worker.device, worker.vllm_fl_groups, told), lines
 
 
 def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
@@ -312,23 +315,22 @@ def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:
     torch_operators.watch(serving)
 
 
-def _renew(serving: Serving, preflight: Preflight) -> None:
+def _renew(serving: Serving) -> None:
     """Make another plan, without what was taken out, and bind the models to it."""
     serving.leave()
-    _enter(serving, *verified_plan(preflight, alone=False))
+    _enter(serving, *verified_plan(serving.start, alone=False))
     for model in serving.models.values():
         bind_anew(model, serving.plan, serving.config)
 
 
 def _verify_with_cache(serving: Serving) -> None:
     """Verify the plan once more, with the KV cache in memory; a plan that changes is said anew."""
-    preflight, before = serving.start, serving.plan
-    assert isinstance(preflight, Preflight)
-    told = verify_with_cache(serving, lambda: _renew(serving, preflight))
+    before = serving.plan
+    told = verify_with_cache(serving, lambda: _renew(serving))
     if serving.plan is not before:
-        _say_plan(serving, preflight, [told])
+        _say_plan(serving, [told])
         _write_metrics(serving)
-    elif preflight.rank == 0:
+    elif serving.start.rank == 0:
         log.info("%s", told)
 
 
@@ -361,20 +363,21 @@ def _name_overriders(serving: Serving) -> None:
             )
 
 
-def _say_plan(serving: Serving, preflight: Preflight, took: list[str]) -> None:
+def _say_plan(serving: Serving, took: list[str]) -> None:
     """The start line, and what goes with it; rank 0 says it once."""
-    if preflight.rank != 0:
+    start, plan = serving.start, serving.plan
+    if start.rank != 0:
         return
-    facts, plan = preflight.facts, serving.plan
+    facts = start.facts
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
-    remarks = [*_of_table(facts, preflight.table), *_of_invariance(preflight, plan)]
-    remarks += [*preflight.limits(plan), *_of_length(serving), *said]
+    remarks = [*_of_table(facts, start.table), *_of_invariance(start, plan)]
+    remarks += [*start.limits(plan), *_of_length(serving), *said]
     _warn_of_foreign_layers(plan)
     inlined = ranges.planned(plan, serving.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
-    out = [f"{op}: {impl} {o.told}" for (op, impl), o in preflight.out.items() if o.told]
+    out = [f"{op}: {impl} {o.told}" for (op, impl), o in start.out.items() if o.told]
     told = (*out, *took, f"digest {serving.digest}", *remarks)
-    log.info("%s", plan.line(*told, not_reached=preflight.not_reached))
+    log.info("%s", plan.line(*told, not_reached=start.not_reached))
     _say_what_is_taken_whole(plan, inlined)
 
 
@@ -458,7 +461,7 @@ def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
     return [pinned.label if table.digest else f"without the table {pinned.file}"]
 
 
-def _of_invariance(start: Preflight, plan: Plan) -> list[str]:
+def _of_invariance(start: Start, plan: Plan) -> list[str]:
     """What the start line says where only batch-invariant implementations may serve."""
     facts = start.facts
     if not facts.wants_invariance:

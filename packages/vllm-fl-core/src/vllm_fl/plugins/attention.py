@@ -6,13 +6,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ..text import quote
 from .types import (
     AttentionImpl,
     AttentionRequest,
     CommunicatorImpl,
     LayerImpl,
     OpImpl,
+    answered,
     parameters_of,
 )
 
@@ -27,15 +27,8 @@ def refusal(impl: AttentionImpl | CommunicatorImpl | LayerImpl, request: object)
     supports: Callable[[Any], object] | None = impl.supports
     if supports is None:
         return None
-    try:
-        verdict = supports(request)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a plugin's mistake costs the plugin, not the engine
-        return f"its supports raised {quote(error)}"
-    if verdict is True:
-        return None
-    return str(verdict) if verdict else "its supports said no and gave no reason"
+    verdict = answered("its supports", lambda: supports(request))
+    return None if verdict is True else verdict
 
 
 def class_path_for(impl: AttentionImpl | CommunicatorImpl | LayerImpl, request: Any) -> str:

@@ -99,10 +99,6 @@ def _is_here(owner: str) -> bool:
         return True
 
 
-_Entry = tuple[str, str, float]
-"""(what runs, whose it is, since when)."""
-
-
 def _host() -> str:
     """What the names of this machine's files begin with."""
     return f"{os.uname().nodename}-"
@@ -113,26 +109,24 @@ class _Notes:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.stack: list[_Entry] = []
+        self.stack: list[Crumb] = []
         self.fd: int | None = None
         self.path: Path | None = None
         self.kept = False
         """Whether the file is a caller's, which is not removed."""
         self.dead: dict[str, Crumb] | None = None
 
-    def push(self, what: str, owner: str) -> _Entry:
-        entry = (what, owner, time.time())
+    def push(self, crumb: Crumb) -> None:
         with self.lock:
-            self.stack.append(entry)
+            self.stack.append(crumb)
             if self.fd is None:
                 self._open()
             self._write()
-        return entry
 
-    def pop(self, entry: _Entry) -> None:
+    def pop(self, crumb: Crumb) -> None:
         with self.lock:
-            if entry in self.stack:
-                self.stack.remove(entry)
+            if crumb in self.stack:
+                self.stack.remove(crumb)
             if self.stack or self.kept:
                 self._write()
             else:
@@ -169,11 +163,8 @@ class _Notes:
     def _write(self) -> None:
         if self.fd is None:
             return
-        data = b"[]"
-        if self.stack:
-            what, owner, when = self.stack[-1]
-            crumb = Crumb(what, os.getpid(), when, owner, sys.prefix, os.getsid(0))
-            data = json.dumps([{k: v for k, v in vars(crumb).items() if k != "file"}]).encode()
+        latest = ({k: v for k, v in vars(c).items() if k != "file"} for c in self.stack[-1:])
+        data = json.dumps([*latest]).encode()
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(self.fd, 0)
             os.pwrite(self.fd, data, 0)
@@ -199,7 +190,8 @@ os.register_at_fork(after_in_child=_notes.start_clean_in_child)
 
 def now() -> str:
     """What foreign code this process is running at this moment; empty where it is none."""
-    return entry[0] if (entry := next(reversed(_notes.stack), None)) else ""
+    crumb = next(reversed(_notes.stack), None)
+    return crumb.what if crumb else ""
 
 
 def folder() -> Path | None:
@@ -224,7 +216,8 @@ def running(what: str, owner: str = "", *, named: bool = True) -> Iterator[None]
         named: False where the caller itself names what takes long.
     """
     what = clean(what)[:1000]
-    entry = _notes.push(what, clean(owner)[:200])
+    crumb = Crumb(what, os.getpid(), time.time(), clean(owner)[:200], sys.prefix, os.getsid(0))
+    _notes.push(crumb)
     line = "%s has been running for %.0f s and has not come back yet"
     try:
         if not named or _notes.kept:  # a parent that keeps the notes says it itself
@@ -234,7 +227,7 @@ def running(what: str, owner: str = "", *, named: bool = True) -> Iterator[None]
                 yield
         _notes.heal(what)
     finally:
-        _notes.pop(entry)
+        _notes.pop(crumb)
 
 
 class Watchdog:

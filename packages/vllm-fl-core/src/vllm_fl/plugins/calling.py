@@ -81,9 +81,11 @@ class contained:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> Literal[False]:
         self.running.__exit__(None, None, None)
+        owner = self.owner
         if error is None or isinstance(error, KeyboardInterrupt):
             return False
-        owner = self.owner
+        if isinstance(error, PluginError) and error.plugin == owner.plugin:
+            return False  # it says whose it is
         part = f": {self.what} failed" if self.what.startswith("its") else " failed"
         if log.isEnabledFor(logging.DEBUG):  # as text, which the log cleans, as it does no exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
@@ -135,17 +137,30 @@ def policy_files(
     Returns:
         [(distribution, path)] and {plugin name: its error}.
     """
-    files: list[tuple[str, Any]] = []
-    errors: dict[str, PluginError] = {}
     kept = "Its implementations are kept, its settings not."
+    found, errors = _asked(plugins, "policy", PolicyDefaults, kept, platform=platform)
+    files = [(owner.name, defaults.path) for owner, defaults in found]
+    return files, {str(error.plugin): error for error in errors}
+
+
+def _asked(
+    plugins: Sequence[Plugin], hook: str, kind: type, consequence: str = "", **arguments: object
+) -> tuple[list[tuple[Owner, Any]], list[PluginError]]:
+    """What a hook of each plugin returns, with who brings it; and the errors of those that failed.
+
+    Arguments as for `call_hook`. Without a consequence an error says how to leave the plugin out.
+    """
+    found: list[tuple[Owner, Any]] = []
+    errors = []
     for plugin in plugins:
+        todo = consequence or leave_out(plugin.owner.distribution)
         try:
-            found = call_hook(plugin, "policy", PolicyDefaults, kept, platform=platform)
+            values = call_hook(plugin, hook, kind, todo, **arguments)
         except PluginError as error:
-            errors[plugin.owner.plugin] = error
+            errors.append(error)
         else:
-            files += [(plugin.owner.name, defaults.path) for defaults in found]
-    return files, errors
+            found += [(plugin.owner, value) for value in values]
+    return found, errors
 
 
 def rejections(
@@ -188,17 +203,7 @@ def devices(
 ) -> tuple[list[tuple[Owner, DeviceProfile]], list[PluginError]]:
     """The hardware that plugins bring, each with who brings it; and the errors of those that
     failed to say."""
-    found: list[tuple[Owner, DeviceProfile]] = []
-    errors = []
-    for plugin in plugins:
-        try:
-            todo = leave_out(plugin.owner.distribution)
-            profiles = call_hook(plugin, "device", DeviceProfile, todo)
-        except PluginError as error:
-            errors.append(error)
-        else:
-            found += [(plugin.owner, profile) for profile in profiles]
-    return found, errors
+    return _asked(plugins, "device", DeviceProfile)
 
 
 def start_in_worker(
@@ -212,10 +217,7 @@ def start_in_worker(
     """
     reports = {}
     for plugin in plugins:
-        where = "Leave it out with VLLM_FL_PLUGINS"
-        if plugin.owner.distribution is None:
-            where = "Take it out of VLLM_FL_PLUGIN_MODULES"
-        todo = f"{where}, or set what it asks for."
+        todo = f"Set what it asks for. {leave_out(plugin.owner.distribution)}"
         try:
             for report in call_hook(plugin, "worker_start", WorkerReport, todo, context=context):
                 with contained(plugin.owner, "its worker_start report", todo):

@@ -14,17 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pluggy
 
 from ..contracts.binding import Binding, Contract
-from ..errors import PlaceError, PluginError
+from ..errors import PluginError
 from ..logs import get_logger
 from ..text import clean, nearest
 from . import hookspecs
 from .calling import ENDED, contained, whose
-from .communicator import NAMED_CLASSES
 from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity, required_by
 from .plugin import Owner, Plugin, Status
@@ -85,19 +84,20 @@ class Found:
     """The distributions that its own requires."""
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A contract that is not loaded.
+class Refused(NamedTuple):
+    """A contract, or an implementation, that is not loaded.
 
-    Args:
+    Attributes:
         op: the op.
         why: what is said of it.
         kind: as which error.
+        impl: the implementation's id.
     """
 
     op: str
     why: str
-    kind: type[PluginError]
+    kind: type[PluginError] = PluginError
+    impl: str | None = None
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
@@ -338,7 +338,7 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
         for contract, _ in plugin.contracts:
             if not op_holder(contract.name, plugin.owner):
                 claims.setdefault(contract.name, []).append(plugin.owner)
-    known = registry.snapshot()
+    first = registry.snapshot()
     refused: list[list[Refused]] = [[] for _ in plugins]
     in_turn = sorted(
         zip(plugins, refused, strict=True), key=lambda each: not brings_ops(each[0].owner)
@@ -346,27 +346,22 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
     for plugin, of_plugin in in_turn:
         for contract, binding in plugin.contracts:
             name = contract.name
+            if (first.contracts.get(name), first.authors.get(name)) == (
+                contract.spec,
+                plugin.owner,
+            ):
+                continue  # a script's registry began with it
             claimants = claims.get(name, [])
-            others = [each for each in claimants if each != plugin.owner]
-            holder: object = op_holder(name, plugin.owner)
-            if not holder and (name in known.contracts or name in NAMED_CLASSES):
-                holder = known.authors.get(name, CORE)
-                if holder == plugin.owner and known.contracts[name] is contract.spec:
-                    continue  # a script's registry began with it
-            why, kind = "", PluginError
-            if holder:
+            why, kind = registry.snapshot().objection(name, binding)
+            if holder := op_holder(name, plugin.owner):
                 why = f"{holder} has this op; give yours another name"
             elif len(claimants) > 1:
-                named = ", ".join(clean(str(other)) for other in others) or "the same plugin"
-                why = (
-                    f"{named} brings one of this name too, and it is loaded from none of them; "
-                    "uninstall all but one, or name the ones to load in VLLM_FL_PLUGINS"
-                )
-            elif clash := registry.snapshot().clash(name, binding):
-                kind = PlaceError
-                why = (
-                    f"{clash}, which keeps it: a place is one op's. Take it out of the binding, "
-                    "uninstall one of the two, or name the ones to load in VLLM_FL_PLUGINS"
+                others = [clean(str(each)) for each in claimants if each != plugin.owner]
+                why, kind = (
+                    f"{', '.join(others) or 'the same plugin'} brings one of this name too, and it "
+                    "is loaded from none of them; uninstall all but one, or name the ones to load "
+                    "in VLLM_FL_PLUGINS",
+                    PluginError,
                 )
             if why:
                 of_plugin.append(Refused(name, f"the contract of op {name!r}: {why}", kind))
@@ -394,35 +389,27 @@ def _register(
         todo: what to do where the registration fails.
     """
     owner = plugin.owner
-    kept, lost = [], {}
-    for impl in impls:
-        key = _key(impl)
-        why = "" if key is None else _not_its_own(key, owner, claims[key])
-        if key is None or not why:
-            kept.append(impl)
-        else:
-            lost[key] = why
-    claimed = tuple(dict.fromkeys(key[1] for key in map(_key, impls) if key is not None))
+    whys = {key: _not_its_own(key, owner, claims[key]) for key in filter(None, map(_key, impls))}
+    kept = [impl for impl in impls if (key := _key(impl)) is None or not whys[key]]
+    lost = [
+        Refused(op, f"{op} implementation {impl_id!r}: {why}", impl=impl_id)
+        for (op, impl_id), why in whys.items()
+        if why
+    ]
+    claimed = tuple(dict.fromkeys(impl_id for _, impl_id in whys))
     error = None
-    if lost or refused:
-        op, impl_id = next(iter(lost), (refused[0].op if refused else None, None))
-        told = [each.why for each in refused]
-        told += [f"{o} implementation {i!r}: {why}" for (o, i), why in lost.items()]
+    if every := (*refused, *lost):
+        first = (*lost, *refused)[0]
         error = owner.error(
-            f": not loaded: {'; '.join(told)}. What else it brings is loaded.",
-            kind=refused[0].kind if refused else PluginError,
-            op=op,
-            impl=impl_id,
+            f": not loaded: {'; '.join(each.why for each in every)}. What else it brings is "
+            "loaded.",
+            kind=every[0].kind,
+            op=first.op,
+            impl=first.impl,
         )
     try:
         with contained(owner, "the registration", todo, _package(plugin.target)):
-            try:
-                registry.register_many(kept, owner)
-            except PluginError as refusal:
-                if refusal.plugin != owner.plugin:
-                    raise  # from code of the plugin's that was asked for its parameters
-                # The registry's own: it says whose it is.
-                return _failed(registry, plugin, refusal, claims=claimed)
+            registry.register_many(kept, owner)
     except PluginError as failure:
         return _failed(registry, plugin, failure, claims=claimed)
     is_left = bool(kept) or len(refused) < len(plugin.contracts)
@@ -433,7 +420,7 @@ def _register(
         claims=claimed,
         error=error,
         manager=plugin.manager if status != "failed" else None,
-        lost=tuple(lost),
+        lost=tuple((each.op, str(each.impl)) for each in lost),
     )
 
 
@@ -502,10 +489,8 @@ def _check_settings(specs: Sequence[object]) -> None:
     declared = [spec for spec in specs if isinstance(spec, SettingSpec)]
     settings = Counter(spec.key for spec in declared)
     variables = Counter(name for spec in declared for name in spec.variables)
-    for what, counts in (("setting", settings), ("variable", variables)):
-        for name, count in counts.items():
-            if count > 1:
-                raise ValueError(f"it declares the {what} {name!r} twice")
+    for name in (name for counts in (settings, variables) for name, n in counts.items() if n > 1):
+        raise ValueError(f"it declares {name!r} twice")
     blacklists = {spec.key: spec for spec in declared if spec.names and spec.default is not None}
     for spec in declared:
         if not spec.excludes:

@@ -73,8 +73,11 @@ class RegistrySnapshot:
         """The implementation of `op` with this id."""
         return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
 
-    def clash(self, op: str, binding: Binding) -> str:
-        """The first place of an op's binding that is another op's, and whose; else empty."""
+    def objection(self, op: str, binding: Binding) -> tuple[str, type[PluginError]]:
+        """Why no contract may be added for this op and binding, and as which error; else empty."""
+        if op in self.contracts or op in NAMED_CLASSES:
+            holder = self.authors.get(op, CORE)
+            return f"{holder} has this op; give yours another name", DuplicateError
         taken = {ATTENTION_BACKEND: ATTENTION}
         for other, bound in self.bindings.items():
             taken |= dict.fromkeys(bound.claims, other)
@@ -82,8 +85,13 @@ class RegistrySnapshot:
             holder = taken.get(place, op)
             if holder != op:
                 whose = clean(str(self.authors.get(holder, CORE)))
-                return f"{place} is a place of op {holder!r}, of {whose}"
-        return ""
+                told = (
+                    f"{place} is a place of op {holder!r}, of {whose}, which keeps it: a place is "
+                    "one op's. Take it out of the binding, uninstall one of the two, or name the "
+                    "ones to load in VLLM_FL_PLUGINS"
+                )
+                return told, PlaceError
+        return "", PluginError
 
 
 EMPTY = RegistrySnapshot({}, {})
@@ -199,23 +207,9 @@ class OpRegistry:
         """
         with self._lock:
             before, name = self._snapshot, contract.name
-            if name in before.contracts or name in NAMED_CLASSES:
-                holder = before.authors.get(name)
-                raise _refusal(
-                    owner,
-                    None,
-                    kind=DuplicateError,
-                    problem=f"its contract names the op {name!r}, which {holder or CORE} has. "
-                    "Give the op another name, uninstall one of the two, or name the ones to load "
-                    "in VLLM_FL_PLUGINS",
-                )
-            if clash := before.clash(name, binding):
-                raise _refusal(
-                    owner,
-                    None,
-                    kind=PlaceError,
-                    problem=f"by the binding of its op {name!r} {clash}: a place is one op's",
-                )
+            why, kind = before.objection(name, binding)
+            if why:
+                raise _refusal(owner, None, f"the contract of op {name!r}: {why}", kind=kind)
             specs = {**before.contracts, name: contract.spec}
             self._change(
                 replace(

@@ -100,8 +100,9 @@ class _Impl:
             available = self.available or older_probe(fn)
             return True if available is None else available()
 
-        code = self.available or fn
-        return _verdict("its availability check", f"{self.op_name}={self.impl_id}", ask, code)
+        note = f"the availability check of {self.op_name}={self.impl_id}"
+        with running(note, top_module(self.available or fn)):
+            return answered("its availability check", ask)
 
     def _check(self, who: str) -> None:
         for name in ("available", "supports", "traced"):
@@ -413,7 +414,8 @@ class DeviceProfile:
 
     def detection(self) -> Availability:
         """True, or why this machine has none of it."""
-        return _verdict("its detection", f"the device {self.name}", self.detect, self.detect)
+        with running(f"the detection of the device {self.name}", top_module(self.detect)):
+            return answered("its detection", self.detect)
 
 
 @dataclass(frozen=True)
@@ -573,14 +575,18 @@ def parameters_of(fn: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | Non
         return None
 
 
-def _verdict(who: str, whose: str, probe: Callable[[], Availability], code: object) -> Availability:
-    """What `probe` says; `code` is what it asks, for the note of what runs."""
+def answered(who: str, ask: Callable[[], object]) -> Availability:
+    """True, or why not, of foreign code that is asked; a breakage is a negative with a reason.
+
+    Args:
+        who: what is asked, for the reason: `its supports`.
+        ask: asks it.
+    """
     try:
-        with running(f"{who.replace('its', 'the')} of {whose}", top_module(code)):
-            verdict = probe()
+        verdict = ask()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a probe that breaks is a negative with a reason, never a crash
+    except BaseException as error:  # never a crash
         return f"{who} raised {quote(error)}"
     if verdict is True:
         return True

@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import SettingsError
 from ..plugins.types import SettingSpec
-from .policy import REST, OpOrder, Token, ceiling_of, closest, is_by_size
+from .policy import MAX_ROWS, MAX_TOKENS, REST, OpOrder, Token, ceiling_of, closest, is_by_size
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     BOOLEANS,
-    MAX_ROWS,
-    MAX_TOKENS,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
+    checked,
     expected,
     name_of,
-    order_of,
     read_text,
     value_of,
     wrong,
@@ -78,7 +76,7 @@ def read_settings_file(
 
 
 def read_orders(path: str) -> Layer:
-    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> what `order_of` reads.
+    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> what `OpOrder.of` reads.
 
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong.
@@ -102,10 +100,8 @@ def read_orders(path: str) -> Layer:
         key = f"{ORDER_PREFIX}{op}"
         if not op.isidentifier():
             raise wrong("op_config", origin, f"{op!r} is not a valid op name")
-        try:
-            layer[key] = Setting(key, order_of(value), origin, variable=OP_CONFIG)
-        except ValueError as error:
-            raise wrong(key, origin, str(error)) from error
+        order = checked(OpOrder.of, value, key, origin)
+        layer[key] = Setting(key, order, origin, variable=OP_CONFIG)
     return layer
 
 
@@ -180,7 +176,7 @@ class _File:
             plain = self.side(key, node)
         else:
             plain = {mode: self.side(key, side) for mode, (_, side) in entries.items()}
-        return self.checked(key, node, lambda value: order_of(value, pinned=self.users), plain)
+        return self.checked(key, node, partial(OpOrder.of, pinned=self.users), plain)
 
     def side(self, key: str, node: Node) -> object:
         """One mode's order: a token, a list of tokens, or rows of such by the size of a call."""
@@ -262,10 +258,7 @@ class _File:
         return str(node.value)
 
     def checked(self, key: str, node: Node, read: Callable[[Any], T], value: object) -> T:
-        try:
-            return read(value)
-        except ValueError as error:
-            raise wrong(key, self.at(node), str(error)) from error
+        return checked(read, value, key, self.at(node))
 
     def mistyped(self, key: str, node: Node, wanted: str) -> SettingsError:
         kind = node.tag.removeprefix(TAG)

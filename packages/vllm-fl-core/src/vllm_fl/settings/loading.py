@@ -10,8 +10,9 @@ import dataclasses
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
 from ..plugins.types import SettingSpec
@@ -36,9 +37,9 @@ from .values import (
     ORDER_PREFIX,
     PER_OP,
     PLATFORMS,
+    checked,
     near,
     normalise_platform,
-    order_of,
     value_of,
     wrong,
 )
@@ -240,10 +241,8 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
         if text is None:
             continue
         origin = f"environment {spec.variable}"
-        try:
-            layer[key] = Setting(key, value_of(spec, text), origin, variable=spec.variable)
-        except ValueError as error:
-            raise wrong(key, origin, str(error)) from error
+        value = checked(partial(value_of, spec), text, key, origin)
+        layer[key] = Setting(key, value, origin, variable=spec.variable)
     return layer
 
 
@@ -271,10 +270,7 @@ def _per_op(env: Mapping[str, str]) -> Layer:
         key = f"{ORDER_PREFIX}{op}"
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        try:
-            order = order_of([token.strip() for token in tokens.split("|")])
-        except ValueError as error:
-            raise wrong(key, origin, str(error)) from error
+        order = checked(OpOrder.of, [*map(str.strip, tokens.split("|"))], key, origin)
         layer[key] = Setting(key, order, origin, variable=PER_OP)
     return layer
 
@@ -327,10 +323,7 @@ def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> N
         if text is None:
             continue
         origin, held = f"environment {spec.append}", entries[spec.key]
-        try:
-            names = cast("tuple[str, ...]", value_of(spec, text))
-        except ValueError as error:
-            raise wrong(spec.key, origin, str(error)) from error
+        names: Any = checked(partial(value_of, spec), text, spec.key, origin)
         for white in (entries[white] for white, black in pairs(declared) if black == spec.key):
             if white.value is not None:
                 problem = f"has no effect beside {white.key} ({white.origin}); unset one"

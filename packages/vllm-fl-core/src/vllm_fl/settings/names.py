@@ -37,17 +37,10 @@ class _Use(NamedTuple):
     label: str
     setting: Setting
 
-    @property
-    def is_users_op(self) -> bool:
-        """Whether it is an op that an order of the user's is for."""
+    def is_users(self, space: str) -> bool:
+        """Whether it is such a name and an order of the user's has it."""
         order = self.setting.value
-        return self.space == "op" and isinstance(order, OpOrder) and order.pinned
-
-    @property
-    def in_users_order(self) -> bool:
-        """Whether it is a vendor in an order of the user's, of which `unmatched` speaks."""
-        order = self.setting.value
-        return self.space == "vendor" and isinstance(order, OpOrder) and order.pinned
+        return self.space == space and isinstance(order, OpOrder) and order.pinned
 
 
 def check_names(
@@ -99,7 +92,7 @@ def check_names(
                 f"{use.setting.origin}: {use.setting.key}: the installed vLLM has no layer "
                 f"{use.name!r}, so that it has no effect."
             )
-        elif names is not None and use.is_users_op and use.name in older_ops:
+        elif names is not None and use.is_users("op") and use.name in older_ops:
             warnings.append(
                 f"{use.setting.origin}: {use.setting.key}: {use.name!r} is vllm-plugin-FL's op, "
                 f"and has no effect. What it computes is part of {older_ops[use.name]!r} here: "
@@ -114,7 +107,7 @@ def check_names(
         else:
             near_to = names if use.space in known else ops
             slip = near(use.name, near_to) if near_to and use.name not in near_to else None
-            if slip and not (impls is not None and use.in_users_order):
+            if slip and (impls is None or not use.is_users("vendor")):  # `unmatched` says it
                 warnings.append(
                     f"{use.setting.origin}: {use.setting.key}: no {use.space} {use.name!r} is "
                     f"installed, so that it has no effect. Did you mean {slip!r}?"

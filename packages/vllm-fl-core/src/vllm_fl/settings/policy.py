@@ -23,6 +23,8 @@ __all__ = [
     "DEFAULT_ORDERS",
     "ENGINE_ORDERS",
     "KINDS",
+    "MAX_ROWS",
+    "MAX_TOKENS",
     "REST",
     "Mode",
     "OpOrder",
@@ -76,11 +78,12 @@ class Token:
     def parse(cls, text: str) -> Token:
         """Read one token. Raises ValueError that says what was likely meant."""
         if not isinstance(text, str):
-            raise ValueError(f"a token is text such as 'vendor:cuda', got {text!r}")
+            raise ValueError(f"expected a token such as 'vendor:cuda', got {text!r}")
         head, colon, name = text.strip().partition(":")
         if head in (*KINDS, "stock") and not colon:
             return cls(head)  # type: ignore[arg-type]
-        if head in ("vendor", "impl") and name and not any(map(str.isspace, name)):
+        is_name = name.isprintable() and not any(map(str.isspace, name))
+        if head in ("vendor", "impl") and name and is_name:
             return cls(head, name)  # type: ignore[arg-type]
         raise ValueError(
             f"{text!r} is not a valid token; use flagos, reference, vendor, vendor:NAME, impl:ID "
@@ -116,6 +119,12 @@ def _meant(text: str) -> str:
         return f" Did you mean '{f'vendor:{rest}' if first == 'vendor' else f'impl:{head}'}'?"
     return closest(text.strip(), (*KINDS, "stock"))
 
+
+MAX_TOKENS = 64
+"""An order of more tokens is a mistake, or an attack by YAML aliases."""
+
+MAX_ROWS = 256
+"""The same of rows by size: vLLM captures graphs of some fifty sizes."""
 
 REST = "rest"
 """The key of the row for calls of more tokens than every ceiling."""
@@ -297,6 +306,8 @@ def _side(value: object) -> Rows[tuple[Token, ...]]:
             "expected a token, a list of tokens, or '<=N' and rest for orders by size, got "
             f"{', '.join(map(str, value)) or 'nothing'}"
         )
+    if len(value) > MAX_ROWS:
+        raise ValueError(f"an order by size has at most {MAX_ROWS} rows")
     rows = [(ceiling_of(key), _tokens(tokens)) for key, tokens in value.items() if key != REST]
     rest = [(None, _tokens(value[REST]))] if REST in value else []
     return (*rows, *rest)
@@ -307,6 +318,8 @@ def _tokens(value: object) -> tuple[Token, ...]:
         value = [value]
     if not isinstance(value, Sequence) or not value:
         raise ValueError(f"expected a token or a non-empty list of tokens, got {value!r}")
+    if len(value) > MAX_TOKENS:
+        raise ValueError(f"an order has at most {MAX_TOKENS} tokens")
     tokens = tuple(item if isinstance(item, Token) else Token.parse(item) for item in value)
     if len(set(tokens)) != len(tokens):
         raise ValueError(f"a token is listed twice in [{', '.join(map(str, tokens))}]")

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
-from ..text import quote
 from .policy import KINDS, OpOrder, SelectionPolicy
 from .values import (
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
-    accepts,
-    order_of,
     read_platform,
     read_prefer,
     read_share,
@@ -204,9 +201,6 @@ class Settings(Mapping[str, Setting]):
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._by_key
-
     @cached_property
     def policy(self) -> SelectionPolicy:
         """What decides between implementations."""
@@ -265,9 +259,7 @@ class Settings(Mapping[str, Setting]):
     def chosen(self) -> dict[str, Setting]:
         """The settings that the user set, by variables or in a file of theirs."""
         paired = {key for pair in pairs(self.declared) for key in pair}
-        appends = (spec.append for spec in self.declared.values() if spec.append)
-        appending = (f" and environment {variable}" for variable in appends)
-        marks = (f"(environment {OP_CONFIG})", *appending)
+        marks = (f"(environment {OP_CONFIG})", " and environment ")  # a file, a list's second part
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:
@@ -278,73 +270,35 @@ class Settings(Mapping[str, Setting]):
                 chosen[key] = setting
         return chosen
 
-    def to_json(self) -> dict[str, Any]:
-        """These settings as plain JSON data, for a process that has another environment."""
-        return {
-            "settings": [
-                {
-                    "key": setting.key,
-                    "value": _encode(setting.value),
-                    "origin": setting.origin,
-                    "overrides": _encode_each(setting.overrides),
-                    "variable": setting.variable,
-                    "merged": _encode_each(setting.merged),
-                    "disagreements": list(setting.disagreements),
-                }
-                for setting in self.entries
-            ],
-            "warnings": list(self.warnings),
-            "unchecked": list(self.unchecked),
-            "pinned": None if self.pinned is None else self.pinned.to_json(),
-        }
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What plugins declare stays here: readers of their own need not travel.
+        return _carried, (FORM, self.entries, self.warnings, self.unchecked, self.pinned)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Settings:
-        """What `to_json` gave.
 
-        Raises:
-            SettingsError: it is something else, as from another release of vllm-fl-core.
-        """
-        try:
-            settings = cls(
-                tuple(
-                    Setting(
-                        entry["key"],
-                        _decode(entry["value"]),
-                        _str(entry["origin"]),
-                        _decode_each(entry["overrides"]),
-                        entry["variable"],
-                        _decode_each(entry["merged"]),
-                        tuple(map(_str, entry["disagreements"])),
-                    )
-                    for entry in data["settings"]
-                ),
-                tuple(map(_str, data["warnings"])),
-                tuple(map(_str, data["unchecked"])),
-                pinned=_pinned(data["pinned"]),
-            )
-            bad = [key for key, spec in ITEMS.items() if not accepts(spec, settings[key].value)]
-            bad += [
-                key
-                for key, setting in settings.items()
-                if key.startswith(ORDER_PREFIX) and not isinstance(setting.value, OpOrder)
-            ]
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            bad = [quote(error)]
-        if bad:
-            raise wrong(
-                "settings",
-                "JSON",
-                f"not what this vllm-fl-core writes ({bad[0]}); install the same release of it "
-                "wherever a worker of one engine runs",
-            )
-        return settings
+def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
+    """The settings of another process of the engine.
+
+    Raises:
+        SettingsError: another release of vllm-fl-core has sent them.
+    """
+    if form != FORM:
+        raise wrong(
+            "settings",
+            "another process",
+            "not what this vllm-fl-core sends; install the same release of it wherever a worker of "
+            "one engine runs",
+        )
+    entries, warnings, unchecked, pinned = fields
+    return Settings(entries, warnings, unchecked, pinned=pinned)
 
 
 ITEMS: Declared = MappingProxyType(
     {spec.key: spec for spec in vars(Settings).values() if isinstance(spec, SettingSpec)}
 )
 """Core's own settings."""
+
+FORM = (*ITEMS, *Setting.__dataclass_fields__, *OpOrder.__dataclass_fields__)
+"""What settings are made of in this release: those of another one are not taken over."""
 
 
 def variables(declared: Declared) -> tuple[str, ...]:
@@ -379,37 +333,3 @@ VARIABLES = variables(ITEMS)
 
 TAKEN = (*VARIABLES, *ITEMS)
 """The names that no plugin's setting may have."""
-
-
-def _encode(value: object) -> object:
-    if isinstance(value, OpOrder):
-        return {"order": value.written, "pinned": value.pinned}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _encode_each(values: tuple[tuple[object, str], ...]) -> list[dict[str, object]]:
-    return [{"value": _encode(value), "origin": origin} for value, origin in values]
-
-
-def _decode(value: object) -> object:
-    if isinstance(value, Mapping):
-        return order_of(value["order"], pinned=bool(value["pinned"]))
-    return tuple(map(_str, value)) if isinstance(value, list) else value
-
-
-def _decode_each(values: Iterable[Mapping[str, Any]]) -> tuple[tuple[object, str], ...]:
-    return tuple((_decode(each["value"]), _str(each["origin"])) for each in values)
-
-
-def _pinned(data: Mapping[str, Any] | None) -> Pinned | None:
-    if data is None:
-        return None
-    from .table import Pinned  # which reads files, and few engines have one
-
-    return Pinned.from_json(data)
-
-
-def _str(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
-    return value

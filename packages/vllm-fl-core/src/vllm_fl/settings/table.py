@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 from .policy import Mode, OpOrder, Token, joined
 from .values import read_text, wrong
@@ -39,8 +39,6 @@ DEFAULT = "default"
 
 STOCK = "stock"
 """In a row: vLLM's own path."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -239,17 +237,9 @@ class Pinned:
             return dataclasses.replace(order, eager=rows)
         return dataclasses.replace(order, compiled=rows)
 
-    def to_json(self) -> dict[str, Any]:
-        """It as plain JSON data, without its figures."""
+    def __reduce__(self) -> tuple[Any, ...]:
         ops = {op: dataclasses.replace(t, figures=()) for op, t in self.table.ops.items()}
-        bare = dataclasses.replace(self.table, ops=ops)
-        return {"file": self.file, "digest": self.digest, "table": dataclasses.asdict(bare)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Pinned:
-        """What `to_json` gave. Raises ValueError where it is something else."""
-        read: Pinned = _read(cls, _checked(dict, data, ""), "")
-        return read
+        return Pinned, (self.file, self.digest, dataclasses.replace(self.table, ops=ops))
 
 
 def _tokens_of(row: Row, base: tuple[Token, ...]) -> tuple[Token, ...]:
@@ -289,10 +279,12 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
         raise wrong(key, path, problem + (f"; it says {found!r}" if found is not None else ""))
     told = {name: data[name] for name in data if name not in ("vllm_fl_table", "digest")}
     try:
-        table: Table = _read(Table, told, "")
-    except ValueError as error:
-        raise wrong(key, path, str(error)) from error
-    if (contradiction := _inconsistent(table)) is not None:
+        table = _table_of(told)
+        contradiction = _inconsistent(table)
+    except (AttributeError, KeyError, TypeError) as error:
+        problem = f"is no whole table ({error}). Tune again, or fetch it again"
+        raise wrong(key, path, problem) from error
+    if contradiction is not None:
         raise wrong(key, path, contradiction)
     # Until 0.3.0 files were sealed without their verdict; these are taken as they are.
     if data.get("digest") not in (table.seal, table.digest):
@@ -326,50 +318,17 @@ def _inconsistent(table: Table) -> str | None:
     return None
 
 
-def _read(kind: Any, value: object, where: str) -> Any:
-    """`value`, as JSON has it, as `kind`; ValueError says where it is not."""
-    origin = get_origin(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _read_fields(kind, _checked(dict, value, where), where)
-    if origin is Mapping or origin is dict:
-        inner = get_args(kind)[1]
-        items = _checked(dict, value, where).items()
-        return {name: _read(inner, item, _at(where, name)) for name, item in items}
-    if origin is tuple:
-        inner = get_args(kind)[0]
-        listed = _checked(list, [*value] if isinstance(value, tuple) else value, where)
-        return tuple(_read(inner, item, f"{where}[{n}]") for n, item in enumerate(listed))
-    if origin is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{where}: expected {' or '.join(get_args(kind))}, got {value!r}")
-        return value
-    if type(None) in get_args(kind):
-        (inner,) = (arg for arg in get_args(kind) if arg is not type(None))
-        return None if value is None else _read(inner, value, where)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    return _checked(kind, value, where)
+def _table_of(told: Mapping[str, Any]) -> Table:
+    """The table of a file's content. What its values are, its seal says.
 
-
-def _read_fields(kind: type[T], value: Mapping[str, object], where: str) -> T:
-    hints = get_type_hints(kind)
-    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for name in value:
-        if name not in known:
-            raise ValueError(f"{_at(where, name)}: unknown; known are {', '.join(known)}")
-    for name, entry in known.items():
-        required = entry.default is dataclasses.MISSING
-        if required and entry.default_factory is dataclasses.MISSING and name not in value:
-            raise ValueError(f"{_at(where, name)} is missing")
-    told = {name: _read(hints[name], item, _at(where, name)) for name, item in value.items()}
-    return kind(**told)
-
-
-def _checked(kind: type[T], value: object, where: str) -> T:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where or 'it'}: expected {kind.__name__}, got {value!r:.60}")
-    return value
-
-
-def _at(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
+    Raises:
+        AttributeError, KeyError, TypeError: the content has other parts than a table.
+    """
+    ops = {}
+    for op, tuned in told["ops"].items():
+        rows = tuple(Row(**row) for row in tuned["rows"])
+        figures = tuple(Figure(**figure) for figure in tuned["figures"])
+        ops[op] = TunedOp(**{**tuned, "rows": rows, "figures": figures})
+    accepted = told.get("accepted")
+    verdict = None if accepted is None else Verdict(**accepted)
+    return Table(**{**told, "ops": ops, "accepted": verdict})

@@ -1,32 +1,30 @@
-"""Reading what a setting takes: from a variable's text, from a file, from JSON."""
+"""Reading what a setting takes: from a variable's text, from a file."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
 from ..text import nearest, quote
-from .policy import KINDS, OpOrder, Token, closest, is_by_size
+from .policy import KINDS, closest
 
 __all__ = [
     "BOOLEANS",
-    "MAX_ROWS",
-    "MAX_TOKENS",
     "OP_CONFIG",
     "ORDER_PREFIX",
     "PER_OP",
     "PLATFORMS",
     "accepts",
+    "checked",
     "expected",
     "name_of",
     "near",
     "normalise_platform",
-    "order_of",
     "read_platform",
     "read_prefer",
     "read_share",
@@ -34,6 +32,8 @@ __all__ = [
     "value_of",
     "wrong",
 ]
+
+T = TypeVar("T")
 
 PER_OP = "VLLM_FL_PER_OP"
 OP_CONFIG = "VLLM_FL_OP_CONFIG"
@@ -43,12 +43,6 @@ ORDER_PREFIX = "op_backends."
 
 PLATFORMS = ("cuda", "ascend", "cpu")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
-
-MAX_TOKENS = 64
-"""An order of more tokens is a mistake, or an attack by YAML aliases."""
-
-MAX_ROWS = 256
-"""The same of rows by size: vLLM captures graphs of some fifty sizes."""
 
 MAX_BYTES = 64 * 1024
 """More is no settings file. Every line of a real one costs time at each start."""
@@ -74,6 +68,14 @@ def wrong(
     return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
 
 
+def checked(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
+    """What `read` makes of a value; its ValueError becomes the error of this setting."""
+    try:
+        return read(value)
+    except ValueError as error:
+        raise wrong(key, origin, str(error)) from error
+
+
 def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
@@ -89,45 +91,6 @@ def name_of(value: str) -> str:
         problem = "is not a valid name; a name has no spaces, quotes or separators"
         raise ValueError(f"{value!r} {problem}")
     return value
-
-
-def order_of(value: object, *, pinned: bool = True) -> OpOrder:
-    """An op's order from plain data: a token, a list of them, such lists by the size of a call, or
-    any of these for each mode; see `OpOrder.of`.
-
-    Raises:
-        ValueError: another type, an unknown token or mode, wrong rows, an empty or an endless list.
-    """
-    for side in _lists(value):
-        tokens = [side] if isinstance(side, str) else side
-        if not isinstance(tokens, Sequence) or not all(isinstance(t, str) for t in tokens):
-            raise ValueError(
-                "expected a token, a list of tokens, the lists eager and compiled, or the rows of "
-                "an order by size"
-            )
-        if len(tokens) > MAX_TOKENS:
-            raise ValueError(f"an order has at most {MAX_TOKENS} tokens")
-        for token in tokens:
-            name = Token.parse(token).name
-            if name is not None:
-                name_of(name)
-    return OpOrder.of(value, pinned=pinned)
-
-
-def _lists(value: object) -> list[object]:
-    """What an order holds of lists: of one mode or of both, each perhaps in rows by size."""
-    sides = [value]
-    if isinstance(value, Mapping) and not is_by_size(value):
-        sides = [*value.values()]
-    lists: list[object] = []
-    for side in sides:
-        if not isinstance(side, Mapping):
-            lists.append(side)
-            continue
-        if len(side) > MAX_ROWS:
-            raise ValueError(f"an order by size has at most {MAX_ROWS} rows")
-        lists += side.values()
-    return lists
 
 
 def expected(spec: SettingSpec[Any]) -> str:
@@ -176,7 +139,7 @@ def _read(spec: SettingSpec[Any], read: Callable[[str], object], text: str) -> o
 
 
 def accepts(spec: SettingSpec[Any], value: object) -> bool:
-    """Whether a value, as from JSON, is one that the setting takes."""
+    """Whether a value is one that the setting takes."""
     if value is None:
         return spec.default is None
     if spec.names:

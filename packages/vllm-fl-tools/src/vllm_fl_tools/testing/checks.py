@@ -199,7 +199,7 @@ def _with_each_elsewhere(subject: Subject, dtype: str) -> dict[str, Sample]:
     for sample in subject.samples(dtype):
         if subject.impl.supports is not None and not _verdict(subject.impl, sample):
             continue
-        for at, (name, arg) in enumerate(zip(subject.spec.parameters, sample.args, strict=True)):
+        for at, (name, arg) in enumerate(subject.spec.named(sample.args).items()):
             if name in found or not isinstance(arg, torch.Tensor) or not arg.numel():
                 continue
             args = (*sample.args[:at], arg.to("meta"), *sample.args[at + 1 :])

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
 from vllm_fl.contracts.batches import STANDING_COUNTS
 from vllm_fl.engine.trials import as_provided
@@ -237,8 +239,6 @@ def served_dtype(spec: OpSpec) -> str:
 
 def families_of(spec: OpSpec) -> list[str]:
     """The families that use the op; of those that make the same calls the first."""
-    import torch
-
     found, dtype = [], getattr(torch, served_dtype(spec))
     seen: set[tuple[str, ...]] = set()
     for family in FAMILIES:
@@ -255,8 +255,6 @@ def families_of(spec: OpSpec) -> list[str]:
 def _made(spec: OpSpec, sizes: ModelSizes, dtype: Any) -> list[Sample]:
     """The calls of a model of these sizes, without their numbers; none of an op of its author's own
     that asks for what these configurations do not have, or makes no call without numbers."""
-    import torch
-
     try:
         return list(spec.served(sizes, dtype, torch.device("meta")))
     except Exception as error:
@@ -266,8 +264,6 @@ def _made(spec: OpSpec, sizes: ModelSizes, dtype: Any) -> list[Sample]:
 
 def calls_of(spec: OpSpec, name: str, device: Any) -> Iterator[Sample]:
     """The calls of the family of this name with each number of tokens."""
-    import torch
-
     dtype = getattr(torch, served_dtype(spec))
     family = next(each for each in FAMILIES if each.name == name)
     told = family.provided.get(spec.name, {})
@@ -285,8 +281,6 @@ def smaller(specs: Mapping[str, OpSpec]) -> dict[str, str]:
     Args:
         specs: the contracts by op.
     """
-    import torch
-
     found: dict[str, str] = {}
     for op, spec in specs.items():
         dtype = getattr(torch, served_dtype(spec))

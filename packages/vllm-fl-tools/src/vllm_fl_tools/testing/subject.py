@@ -20,7 +20,7 @@ from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.verification import as_call
-from vllm_fl.engine.wanted import promised
+from vllm_fl.engine.wanted import parts, promised
 from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot, known_contracts
 from vllm_fl.plugins.types import OpImpl
@@ -224,14 +224,13 @@ def pattern(sample: Sample) -> tuple[object, ...]:
 
 def tensors(result: Any) -> list[torch.Tensor]:
     """The tensors of a result."""
-    parts = result if isinstance(result, tuple) else (result,)
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    return [part for part in parts(result) if isinstance(part, torch.Tensor)]
 
 
 def digest(result: Any) -> str:
     """A hash of a result's bits."""
     hashed = hashlib.sha256()
-    for part in result if isinstance(result, tuple) else (result,):
+    for part in parts(result):
         if not isinstance(part, torch.Tensor):
             hashed.update(repr(part).encode())
             continue

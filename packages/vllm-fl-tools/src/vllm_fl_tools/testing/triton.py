@@ -495,16 +495,6 @@ def _small_floats() -> None:
     builder.get_bf16 = get_bf16
 
 
-class _DeviceGuard(contextlib.AbstractContextManager[None]):
-    """`torch.cuda.device`, where all devices are the CPU."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def __exit__(self, *args: Any) -> None:
-        pass
-
-
 def _stand_in_for_cuda() -> None:
     """What kernel libraries ask of torch.cuda when they are imported, and at launches."""
     cuda: Any = import_module("torch.cuda")
@@ -516,4 +506,4 @@ def _stand_in_for_cuda() -> None:
     cuda.get_device_capability = lambda *_: (8, 0)
     cuda.current_device = lambda: 0
     cuda.device_count = lambda: 1
-    cuda.device = _DeviceGuard
+    cuda.device = lambda *_: contextlib.nullcontext()

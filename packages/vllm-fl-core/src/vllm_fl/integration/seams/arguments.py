@@ -8,7 +8,7 @@ from typing import Any
 
 from ...contracts.binding import Bound, FunctionPlace, OperatorPlace
 
-__all__ = ["Answer", "Leaves", "known", "leaving", "left_to_vllm", "misfit"]
+__all__ = ["Answer", "Leaves", "known", "leaving", "misfit"]
 
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 """(what a call gave by position, what by name) -> whether the plan leaves it to vLLM."""
@@ -43,11 +43,6 @@ def misfit(
         return f"its parameters are {', '.join(names)}; known are {', '.join(place.parameters)}"
     required = [name for name in names[count:] if name not in optional]
     return f"it has further parameters without default: {', '.join(required)}" if required else ""
-
-
-def left_to_vllm(left: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """op -> place -> what a report says of those that stay vLLM's: `left`, why."""
-    return {op: {name: {"left": why} for name, why in of.items()} for op, of in left.items() if of}
 
 
 def leaving(

@@ -65,7 +65,7 @@ def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
     return {
         (ATTENTION, impl.impl_id): problem
         for impl in plan.entries[ATTENTION].classes(AttentionImpl)[:1]
-        if (problem := _class_of(impl, request)[1])
+        if (problem := classes.class_of(impl, ATTENTION, request, _problem)[2])
     }
 
 
@@ -99,7 +99,7 @@ def choose(
     for impl in backends:
         reason = classes.refusal_of(impl, ATTENTION, request)
         if reason is None:
-            path, reason = _class_of(impl, request)
+            path, _, reason = classes.class_of(impl, ATTENTION, request, _problem)
             if not reason:
                 _note_fallback(plan, impl.impl_id, causes)
                 return path
@@ -135,12 +135,6 @@ def _layer_request(config: Any, num_heads: int | None) -> AttentionRequest:
     fields = config._asdict()
     known = {name: fields.pop(name) for name in FIELDS if name in fields}
     return AttentionRequest(**known, num_heads=num_heads, extras=MappingProxyType(fields))
-
-
-def _class_of(impl: AttentionImpl, request: AttentionRequest) -> tuple[str, str]:
-    """(what there is of a class path, why its class cannot be used)."""
-    path, _, problem = classes.class_of(impl, ATTENTION, request, _problem)
-    return path, problem
 
 
 def _problem(path: str, cls: Any) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ...dispatch import get_default_manager
 from ...plugins.attention import class_path_for, refusal
+from ...plugins.breadcrumb import running
 from ...plugins.types import AttentionImpl, CommunicatorImpl, LayerImpl
 from ...text import quote
-from ..noting import noted
 from .lookups import named
 
 __all__ = ["ClassImpl", "class_of", "refusal_of", "refusals"]
@@ -18,9 +19,16 @@ ClassImpl = AttentionImpl | CommunicatorImpl | LayerImpl
 """An implementation that names a class."""
 
 
+def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:
+    """While the block runs, this part of an implementation is noted for the next process."""
+    owner = get_default_manager().registry.snapshot().owners.get((op, impl_id))
+    whose = owner.name if owner else ""
+    return running(f"{what} of {op}={impl_id}{whose and f' of {whose}'}", whose)
+
+
 def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:
     """Why a class does not take what vLLM asks; None when it does."""
-    with noted("the supports", op, impl.impl_id):
+    with _noted("the supports", op, impl.impl_id):
         return refusal(impl, request)
 
 
@@ -64,7 +72,7 @@ def class_of(
     """
     path = ""
     try:
-        with noted("the class", op, impl.impl_id):
+        with _noted("the class", op, impl.impl_id):
             path = class_path_for(impl, request)
             cls = named(path)
             return path, cls, problem(path, cls)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ...text import quote
 from ..serving import Choice, Serving
 from . import taking
 from .arguments import misfit
-from .lookups import Target, target_of
+from .lookups import target_of
 
 __all__ = ["choose", "own", "take"]
 
@@ -71,22 +70,38 @@ def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.kind not in taken]
 
 
-@dataclass(eq=False, kw_only=True)
 class _Replacement(taking.Stand[FunctionPlace]):
-    """What stands in the place of one function of vLLM's in this process.
+    """What stands in the place of one function of vLLM's in this process, wherever that is looked
+    up.
 
-    Args:
+    Attributes:
         own: vLLM's.
         targets: where it was.
     """
 
-    own: Callable[..., Any]
-    targets: tuple[Target, ...]
-    function: Callable[..., Any] | None = None
-
-    def install(self) -> None:
-        """Put ours wherever vLLM's is looked up."""
-        own, answered = self.own, self.answering()
+    def __init__(self, place: FunctionPlace) -> None:
+        first = target_of(place.name)
+        own = self.own = first.function
+        self.targets = [first]
+        for path in place.paths[1:]:
+            try:
+                target = target_of(path)
+            except Exception as error:  # a release without this module
+                log.debug("Function %s is not looked up at %s: %s", place.name, path, quote(error))
+                continue
+            if target.function is own:
+                self.targets.append(target)
+            else:
+                log.warning(
+                    "Function %s is another one at %s, which somebody has replaced: it is left "
+                    "there",
+                    place.name,
+                    path,
+                )
+        parameters = _named(own)
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        super().__init__(place, tuple(parameter.name for parameter in parameters), defaults)
+        answered = self.answering()
 
         @functools.wraps(own)
         def function(*args: Any, **named: Any) -> Any:
@@ -127,34 +142,4 @@ class _Replacement(taking.Stand[FunctionPlace]):
 
 def take(serving: Serving) -> None:
     """Replace the functions that the engine has chosen, until it leaves."""
-    taking.take(serving, serving.functions, _installed)
-
-
-def _installed(place: FunctionPlace) -> _Replacement:
-    first = target_of(place.name)
-    own = first.function
-    targets = [first]
-    for path in place.paths[1:]:
-        try:
-            target = target_of(path)
-        except Exception as error:  # a release without this module
-            log.debug("Function %s is not looked up at %s: %s", place.name, path, quote(error))
-            continue
-        if target.function is own:
-            targets.append(target)
-        else:
-            log.warning(
-                "Function %s is another one at %s, which somebody has replaced: it is left there",
-                place.name,
-                path,
-            )
-    parameters = _named(own)
-    replacement = _Replacement(
-        place,
-        tuple(parameter.name for parameter in parameters),
-        {p.name: p.default for p in parameters if p.default is not p.empty},
-        own=own,
-        targets=tuple(targets),
-    )
-    replacement.install()
-    return replacement
+    taking.take(serving, serving.functions, _Replacement)

@@ -23,7 +23,7 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.types import OpImpl
 from ...text import quote
-from ..places import installed_bindings, places, stock_form
+from ..places import installed_bindings, places, planned, stock_form
 from ..serving import Serving, Sites, now
 from .ir import ir_ops
 from .lookups import named
@@ -60,10 +60,6 @@ _watched: set[type] = set()
 
 def _places() -> list[tuple[str, FusionPlace]]:
     return places(installed_bindings(), FusionPlace)
-
-
-def _planned(plan: Plan) -> Iterator[tuple[str, FusionPlace]]:
-    return ((op, place) for op, place in _places() if not plan.is_stock(op))
 
 
 def turned_off(vllm_config: VllmConfig) -> list[str]:
@@ -106,7 +102,7 @@ def _is_ours(place: FusionPlace, facts: EngineFacts) -> bool:
     return bool(
         place.own is not None
         and device is not None
-        and facts.runs_passes
+        and facts.by_range
         and not set(place.in_ir) - set(ir_ops())
         and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
     )
@@ -126,7 +122,7 @@ def operators(plan: Plan) -> list[tuple[str, OperatorPlace, Chain]]:
     known = places(installed_bindings(), OperatorPlace)
     return [
         (op, operator, plan.chain(op, last=stock_form(op, place.native)))
-        for op, place in _planned(plan)
+        for op, place in planned(plan, FusionPlace)
         if _is_there(place)
         for of_op, operator in known
         if of_op == op
@@ -140,7 +136,7 @@ def by_range(plan: Plan) -> dict[str, tuple[FusionPlace, Chain]]:
     operator that the pass puts there.
     """
     found = {}
-    for op, place in _planned(plan):
+    for op, place in planned(plan, FusionPlace):
         if plan.is_partly_stock(op) and is_by_range(place):
             found[op] = place, taken_whole(plan.chain(op, last=stock_form(op, place.native)))
     return found
@@ -168,7 +164,7 @@ def left(plan: Plan) -> dict[str, str]:
     """
     in_ir = ir_ops()
     found: dict[str, str] = {}
-    for op, place in _planned(plan):
+    for op, place in planned(plan, FusionPlace):
         parts = [part for part in place.parts if part not in in_ir]
         if _is_there(place):
             why = f"vLLM's pass for {op} looks for vLLM's own"
@@ -183,7 +179,12 @@ def left(plan: Plan) -> dict[str, str]:
 def whole(plan: Plan) -> frozenset[str]:
     """The ops that a compiler must take whole, so that a pass of ours finds them."""
     in_ir = ir_ops()
-    parts = (part for _, place in _planned(plan) if not _is_there(place) for part in place.parts)
+    parts = (
+        part
+        for _, place in planned(plan, FusionPlace)
+        if not _is_there(place)
+        for part in place.parts
+    )
     return frozenset(part for part in parts if part not in in_ir)
 
 
@@ -191,7 +192,7 @@ def layers(plan: Plan) -> Iterator[str]:
     """The layers, by the names in `custom_ops`, that planned ops' passes look for."""
     return (
         layer
-        for _, place in _planned(plan)
+        for _, place in planned(plan, FusionPlace)
         if not _finds_ours(plan, place)
         for layer in place.layers
     )
@@ -211,7 +212,7 @@ def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any])
         entry: where it is remembered which are ours.
     """
     passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
-    wanted = {place.flag for _, place in _planned(plan) if not _finds_ours(plan, place)}
+    wanted = {place.flag for _, place in planned(plan, FusionPlace) if not _finds_ours(plan, place)}
     for flag in ours - wanted:
         setattr(passes, flag, False)
     added = {flag for flag in wanted if not getattr(passes, flag, False)}
@@ -228,7 +229,7 @@ def watch(serving: Serving) -> None:
     """
     plan = serving.plan
     serving.sites, serving.passes = {}, []
-    for op, place in _planned(plan):
+    for op, place in planned(plan, FusionPlace):
         if _finds_ours(plan, place):
             known = serving.sites[op] = Sites()
             last = stock_form(op, place.native, plan.contracts[op].consumable)
@@ -281,7 +282,7 @@ def _counting(run: Callable[..., Any], op: str) -> Callable[..., Any]:
 def say(serving: Serving) -> None:
     """Log what the passes found, once the model is compiled: none is worth a warning."""
     plan = serving.plan
-    vllms = {op for op, place in _planned(plan) if not _finds_ours(plan, place)}
+    vllms = {op for op, place in planned(plan, FusionPlace) if not _finds_ours(plan, place)}
     for op, known in serving.sites.items():
         _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
 

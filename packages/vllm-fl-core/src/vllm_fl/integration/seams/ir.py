@@ -32,6 +32,7 @@ __all__ = [
     "PROVIDER",
     "bind_provider",
     "chain_of",
+    "ir_op_of",
     "ir_ops",
     "natives",
     "prioritise",
@@ -58,6 +59,13 @@ def ir_ops() -> dict[str, list[IrPlace]]:
     return found
 
 
+def ir_op_of(place: IrPlace) -> Any:
+    """vLLM's IR op of one of the places of `ir_ops`."""
+    from vllm import ir
+
+    return getattr(ir.ops, place.name)
+
+
 def register_provider() -> None:
     """Give vLLM our provider of each IR op that a binding names, once per process.
 
@@ -65,9 +73,7 @@ def register_provider() -> None:
     """
     for of_op in ir_ops().values():
         for place in of_op:
-            from vllm import ir
-
-            op = getattr(ir.ops, place.name)
+            op = ir_op_of(place)
             if PROVIDER not in op.impls:
                 op.register_impl(PROVIDER, supported=True)(_provider(place.name, op))
 
@@ -138,14 +144,12 @@ def bind_provider(serving: Serving, *, by_range: bool = False) -> None:
     plan, digest = serving.plan, serving.digest
     direct: dict[str, Callable[..., Any]] = {}
     for op, of_op in ir_ops().items():
-        from vllm import ir
-
         last = stock_form(op, natives().get(op))
         is_ours = plan.mode == "compiled" and not plan.is_stock(op)
         chain = chain_of(plan, op, of_op) if is_ours else None
         run = None if chain is None else _compiled(plan, chain, by_range)
         for place in of_op:
-            ir_op = getattr(ir.ops, place.name)
+            ir_op = ir_op_of(place)
             ours = ir_op.impls[PROVIDER]
             native = ir_op.impls["native"].impl_fn
             _bound[place.name] = native if run is None else place.route(run.fn)
@@ -183,12 +187,10 @@ def _direct(
 
     The contract's plain form would be slower there than what vLLM has.
     """
-    from vllm import ir
-
     is_stock = serving.plan.stock_at(op)
     if is_stock is None:
         return ours
-    ir_op, behind = getattr(ir.ops, place.name), serving.behind
+    ir_op, behind = ir_op_of(place), serving.behind
 
     def by_size(*args: Any, **named: Any) -> Any:
         if not is_stock((args[0] if args else next(iter(named.values()))).shape[0]):

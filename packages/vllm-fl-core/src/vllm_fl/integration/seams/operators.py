@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -179,32 +178,40 @@ def _calls_of(
     return {operator.name() for operator, _, _ in watched.calls}
 
 
-@dataclass(eq=False, kw_only=True)
 class _Override(taking.Stand[OperatorPlace]):
-    """The one override of an operator in this process.
+    """The one override of an operator in this process, in front of the kernel that was there.
 
-    Args:
+    Attributes:
         key: the dispatch key of its kernel.
         kernel: the kernel that was there before.
         before: who had registered that, and those beneath it, the active one first.
         beneath: how many of them are for this key.
     """
 
-    key: str
-    kernel: Any
-    before: tuple[str, ...]
-    beneath: int
-    library: Any = None
-
-    def install(self) -> None:
-        """Put the override in front of the kernel that is there."""
-        namespace, _, operator = self.place.name.partition("::")
-        self.library = torch.library.Library(namespace, "IMPL")
+    def __init__(self, place: OperatorPlace, key: str) -> None:
+        self.key = key
+        for former in list(_left_behind):
+            if (former.place.name, former.key) == (place.name, key) and not former.after:
+                former.library._destroy()
+                _left_behind.remove(former)
+        schema, before = _schema(place.name), _registered(place.name, key)
+        names = tuple(argument.name for argument in schema.arguments)
+        super().__init__(place, names, _defaults(schema))
+        self.kernel = torch.library.get_kernel(place.name, key)
+        self.before, self.beneath = before or ("an unknown place",), len(before)
+        if len(before) > 1:
+            log.warning(
+                "Operator %s had been overridden already, by %s: that is what `stock` means there",
+                place.name,
+                before[0],
+            )
+        namespace, _, operator = place.name.partition("::")
+        self.library: Any = torch.library.Library(namespace, "IMPL")
         with warnings.catch_warnings():
             # torch says so at the first override of a process, and never again.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             self.library.impl(
-                operator, self.answering(), self.key, with_keyset=True, allow_override=True
+                operator, self.answering(), key, with_keyset=True, allow_override=True
             )
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
@@ -278,32 +285,7 @@ def take(serving: Serving, device: torch.device) -> None:
     key, defined = _dispatch_key(device), serving.operators.defined
     empty.define(defined)
     serving.hold(lambda: empty.forget(defined, {o.place.name for o in _left_behind}))
-    taking.take(serving, serving.operators, partial(_installed, key=key), key)
-
-
-def _installed(place: OperatorPlace, key: str) -> _Override:
-    for former in list(_left_behind):
-        if (former.place.name, former.key) == (place.name, key) and not former.after:
-            former.library._destroy()
-            _left_behind.remove(former)
-    schema, before = _schema(place.name), _registered(place.name, key)
-    override = _Override(
-        place,
-        tuple(argument.name for argument in schema.arguments),
-        _defaults(schema),
-        key=key,
-        kernel=torch.library.get_kernel(place.name, key),
-        before=before or ("an unknown place",),
-        beneath=len(before),
-    )
-    if len(override.before) > 1:
-        log.warning(
-            "Operator %s had been overridden already, by %s: that is what `stock` means there",
-            place.name,
-            override.before[0],
-        )
-    override.install()
-    return override
+    taking.take(serving, serving.operators, partial(_Override, key=key), key)
 
 
 def overriders(serving: Serving) -> dict[str, str]:

@@ -17,7 +17,7 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ..places import stock_form
 from ..serving import Choice, Serving, now
-from .arguments import Answer, known, leaving, left_to_vllm
+from .arguments import Answer, known, leaving
 
 __all__ = ["Stand", "choose", "fitting", "report", "standing_at", "take"]
 
@@ -211,7 +211,11 @@ def report(serving: Serving, chosen: Choice) -> dict[str, dict[str, dict[str, An
         For one that is left to vLLM `left`, why; for the others what `Stand.told` says. Calls are
         counted for all engines of the process.
     """
-    told = left_to_vllm(chosen.left)
+    told: dict[str, dict[str, dict[str, Any]]] = {
+        op: {name: {"left": why} for name, why in left.items()}
+        for op, left in chosen.left.items()
+        if left
+    }
     stands = {stand.place.name: stand for stand in serving.answers}
     for op, names in chosen.names.items():
         told.setdefault(op, {}).update({name: stands[name].told() for name in names})

@@ -7,7 +7,7 @@ graphs of the sizes at which it is planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...dispatch.guard import Chain
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind
-from ..places import installed_bindings, places, stock_form
+from ..places import installed_bindings, places, planned, stock_form
 from ..serving import Serving, Sites
 from .fusions import operator_of, taken_whole
 
@@ -40,11 +40,6 @@ class Replaced:
     sites: Sites
 
 
-def _planned(plan: Plan) -> Iterator[tuple[str, GraphPlace]]:
-    table = places(installed_bindings(), GraphPlace)
-    return ((op, place) for op, place in table if not plan.is_stock(op))
-
-
 def notes(facts: EngineFacts) -> dict[str, str]:
     """op -> why it is left to PyTorch in this engine, whatever the policy says."""
     if facts.mode == "eager":
@@ -64,7 +59,7 @@ def left(plan: Plan) -> dict[str, str]:
     reference = BackendImplKind.REFERENCE
     return {
         op: why
-        for op, _ in _planned(plan)
+        for op, _ in planned(plan, GraphPlace)
         if all(impl.kind is reference for impl in plan.entries[op].firsts)
     }
 
@@ -77,7 +72,7 @@ def by_range(plan: Plan) -> dict[str, Chain]:
     """Op -> its candidates by rows, of ops that are left to PyTorch at some sizes."""
     return {
         op: taken_whole(_chain(plan, op, place))
-        for op, place in _planned(plan)
+        for op, place in planned(plan, GraphPlace)
         if plan.is_partly_stock(op)
     }
 
@@ -86,7 +81,7 @@ def watch(serving: Serving) -> None:
     """Create the operators now: graphs from vLLM's cache call them, too."""
     plan = serving.plan
     serving.replaced = []
-    for op, place in _planned(plan):
+    for op, place in planned(plan, GraphPlace):
         chain = _chain(plan, op, place)
         sites = serving.sites[op] = Sites()
         made = Replaced(place, taken_whole(chain), operator_of(plan, chain), sites)
