@@ -26,6 +26,8 @@ for package in ("vllm_fl", "vllm_fl.cli", "vllm_fl.dispatch", "vllm_fl.contracts
 for package in (vllm_fl.cli, vllm_fl.contracts):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         names.append(importlib.import_module(module.name).__name__)
+for op in ("rms_norm", "linear"):
+    names.append(importlib.import_module(f"vllm_fl.contracts.{op}").__name__)
 print(json.dumps(names))
 """
     )
