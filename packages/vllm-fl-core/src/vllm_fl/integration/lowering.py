@@ -40,6 +40,7 @@ from .unknowns import under_one
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.ir.op import IrOp
 
 __all__ = ["RangeLowering"]
 
@@ -150,7 +151,7 @@ def _in_ir(plan: Plan) -> dict[Any, Site]:
             continue
         chain = chain_of(plan, op, of_op)
         for place in of_op:
-            ir_op = ir_op_of(place)
+            ir_op: IrOp = ir_op_of(place)
             found[ir_op.torch_op] = _ir_site(chain, place.route, ir_op)
     return found
 

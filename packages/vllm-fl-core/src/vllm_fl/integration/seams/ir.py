@@ -27,6 +27,7 @@ from ..serving import Serving, now
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.ir.op import IrOp
 
 __all__ = [
     "PROVIDER",
@@ -73,7 +74,7 @@ def register_provider() -> None:
     """
     for of_op in ir_ops().values():
         for place in of_op:
-            op = ir_op_of(place)
+            op: IrOp = ir_op_of(place)
             if PROVIDER not in op.impls:
                 op.register_impl(PROVIDER, supported=True)(_provider(place.name, op))
 
@@ -149,7 +150,7 @@ def bind_provider(serving: Serving, *, by_range: bool = False) -> None:
         chain = chain_of(plan, op, of_op) if is_ours else None
         run = None if chain is None else _compiled(plan, chain, by_range)
         for place in of_op:
-            ir_op = ir_op_of(place)
+            ir_op: IrOp = ir_op_of(place)
             ours = ir_op.impls[PROVIDER]
             native = ir_op.impls["native"].impl_fn
             _bound[place.name] = native if run is None else place.route(run.fn)
@@ -190,7 +191,8 @@ def _direct(
     is_stock = serving.plan.stock_at(op)
     if is_stock is None:
         return ours
-    ir_op, behind = ir_op_of(place), serving.behind
+    ir_op: IrOp = ir_op_of(place)
+    behind = serving.behind
 
     def by_size(*args: Any, **named: Any) -> Any:
         if not is_stock((args[0] if args else next(iter(named.values()))).shape[0]):
