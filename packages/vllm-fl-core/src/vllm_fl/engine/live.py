@@ -38,7 +38,7 @@ from .verification import (
     misuse,
     synchronise,
 )
-from .wanted import parts, wanted_of, worst
+from .wanted import each_part, magnitudes, wanted_of, worst
 
 __all__ = ["Live"]
 
@@ -285,7 +285,7 @@ class Live:
         """The magnitude of a call's values, where the contract's errors grow with it."""
         if spec.name not in self._growth:
             self._growth[spec.name] = _growth(spec)
-        return float(max(1.0, _largest(spec, args)) ** self._growth[spec.name])
+        return float(_largest(spec, args) ** self._growth[spec.name])
 
     def _run(self, impl: OpImpl, given: tuple[Any, ...], before: _Before) -> Any:
         """The result of a call.
@@ -325,9 +325,8 @@ class Live:
             log.debug("%s on live tensors: %s", spec.name, quote(error))
             self.left_out.setdefault(spec.name, "its contract tells no result of a layer's call")
             return ""
-        rows = before.rows
-        got = tuple(_on_host(part, rows) for part in parts(result))
-        _, problem = worst(got if isinstance(result, tuple) else got[0], wanted, rows)
+        got = each_part(result, partial(_on_host, rows=before.rows))
+        _, problem = worst(got, wanted, before.rows)
         return f"it is wrong: {problem}" if problem else ""
 
 
@@ -397,13 +396,8 @@ def _growth(spec: OpSpec) -> int:
 
 
 def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
-    """The largest magnitude of the finite numbers in a call's activations; 1 where it has none."""
-    finite = [
-        arg.double().abs().nan_to_num(0.0, 0.0, 0.0)
-        for arg in spec.with_rows(args).values()
-        if isinstance(arg, torch.Tensor) and arg.is_floating_point()
-    ]
-    return max((float(each.max()) for each in finite if each.numel()), default=1.0)
+    """The largest magnitude of the finite numbers in a call's activations, at least 1."""
+    return float(torch.as_tensor(magnitudes(spec, args)).max())
 
 
 def _kind_of(layer: str) -> str:
@@ -429,6 +423,4 @@ def _described(spec: OpSpec, args: Sequence[Any]) -> str:
 
 def _zeros(shapes: Any) -> Any:
     """Results of these shapes that no layer behind stumbles over."""
-    if isinstance(shapes, tuple):
-        return tuple(_zeros(part) for part in shapes)
-    return None if shapes is None else torch.zeros_like(shapes)
+    return each_part(shapes, torch.zeros_like)

@@ -46,7 +46,7 @@ from .verification import (
     misuse,
     shares,
 )
-from .wanted import worst
+from .wanted import each_part, worst
 
 __all__ = ["Findings", "find_faults"]
 
@@ -616,8 +616,9 @@ def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def _kept(result: Any, laid: Guarded) -> Any:
     """A result that stays what it is when the memory of the arguments `laid` is written anew."""
-    if isinstance(result, tuple):
-        return tuple(_kept(part, laid) for part in result)
-    if result is not None and any(shares(result, storage.memory) for storage in laid.storages):
-        return result.clone()
-    return result
+
+    def kept(part: torch.Tensor) -> torch.Tensor:
+        lies_there = any(shares(part, storage.memory) for storage in laid.storages)
+        return part.clone() if lies_there else part
+
+    return each_part(result, kept)

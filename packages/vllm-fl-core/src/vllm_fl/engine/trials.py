@@ -26,7 +26,7 @@ from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
 from .guarded import Guarded, bits, guarded, handed_over, poisoned, taken
 from .verification import LayerFactory, dtype_name, tried
-from .wanted import Off, Wanted, parts, wanted_of, worst
+from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
 
 __all__ = [
     "Form",
@@ -397,11 +397,7 @@ def _has_rows(part: torch.Tensor, count: int) -> bool:
 
 def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
     """The results of these tokens, of a batch of `count`."""
-    if isinstance(got, tuple):
-        return tuple(_of_tokens(part, tokens, count) for part in got)
-    if not isinstance(got, torch.Tensor) or not _has_rows(got, count):
-        return got
-    return taken(got, tokens)
+    return each_part(got, lambda part: taken(part, tokens) if _has_rows(part, count) else part)
 
 
 def release(device: torch.device) -> None:
