@@ -132,15 +132,14 @@ class Live:
     _running: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
     _growth: dict[str, int] = field(default_factory=dict, init=False)
-    _watch: breadcrumb.Watchdog = field(
-        default_factory=partial(breadcrumb.Watchdog, log), init=False
-    )
+    _watch: breadcrumb.Watchdog = field(init=False, repr=False)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside the block, calls of the plan's implementations are compared."""
         handles: list[Any] = []
-        self.plan.record.begin()
+        record = self.plan.record
+        record.begin()
         try:
             for prefix, model in self.models.items():
                 for name, module in model.named_modules():
@@ -148,20 +147,16 @@ class Live:
                     handles.append(module.register_forward_pre_hook(enter))
                     handles.append(module.register_forward_hook(self._leave, always_call=True))
             self._watch = breadcrumb.Watchdog(log)
-            with self._watch, self.plan.record.replacing(self._instead, self._asking):
+            with self._watch, record.replacing(self._instead, self._asking):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._note_refusals()
-            self.plan.record.begin()  # of serving, which has not begun
-
-    def _note_refusals(self) -> None:
-        record = self.plan.record
-        self.reached |= {op for op, _ in record.refusals}
-        self.refused |= record.passed_over()
-        for key in self.served | self.faults.keys():
-            self.refused.pop(key, None)
+            self.reached |= {op for op, _ in record.refusals}
+            self.refused |= record.passed_over()
+            for key in self.served | self.faults.keys():
+                self.refused.pop(key, None)
+            record.begin()  # of serving, which has not begun
 
     def _enter(self, name: str, *_: Any) -> None:
         self._inside.append(name)
@@ -205,9 +200,7 @@ class Live:
         whose = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
         what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
-        line = "%s has been running for %.0f s and has not come back yet"
-        noted = breadcrumb.running(what, whose, named=False)
-        with noted, self._watch.over(line, what, breadcrumb.SLOW):
+        with breadcrumb.running(what, whose, named=False), self._watch.over(what):
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:

@@ -260,10 +260,9 @@ class _Run:
         It is named in the log while it takes long. Two slow calls in a row are a fault: it would
         stall the engine. One that `compiles` may take as long as it likes.
         """
-        line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
-        watch, impl = self.start.watch, self.impl
+        watch = self.start.watch
         try:
-            with watch.over(line, impl.impl_id, impl.op_name, breadcrumb.SLOW, where):
+            with watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
                 got = call()
         except Refusal as refusal:
             self.refusals.append(f"{where}: {refusal}")
