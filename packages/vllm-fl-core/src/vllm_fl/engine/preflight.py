@@ -462,7 +462,7 @@ def _further_batches(run: _Run) -> None:
 
         def kernels(count: int, form: Form = form) -> launches.Launched:
             call = partial(run.call_at, form, count)
-            return launches.launched(call, trials.device, profiled=run.request.profiled)
+            return run.request.launched(call, trials.device)
 
         for count in launches.edges(kernels, trials.largest, deadline):
             run.batches(form, count, ORDERS[1:2], less=ORDERS[0])

@@ -24,6 +24,7 @@ from ..contracts.batches import rows as drawn_rows
 from ..plugins import breadcrumb
 from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
+from . import launches
 from .guarded import Guarded, bits, guarded, handed_over, poisoned, taken
 from .verification import LayerFactory, dtype_name, tried
 from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
@@ -44,6 +45,8 @@ __all__ = [
 SECONDS = 2.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
 each has an equal share, and what goes beyond it is left out."""
+
+Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
 Provided = Sequence[Mapping[str, torch.dtype]]
 """The dtypes of what layers provide, by parameter: each set of them once."""
@@ -101,8 +104,8 @@ class Request:
             nothing else.
         seconds: how long further token counts are tried, for all implementations together.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
-        profiled: whether a profile tells at how many tokens other kernels are launched, beside
-            Triton: not for a process that serves afterwards.
+        launched: what a call launches on a device, as `launches.launched`, which knows Triton's
+            kernels alone.
         invariant: whether only batch-invariant implementations may serve.
     """
 
@@ -117,7 +120,7 @@ class Request:
     specs: Mapping[str, OpSpec] = field(default_factory=lambda: known_contracts().contracts)
     seconds: float = field(default_factory=lambda: SECONDS)
     provided: Mapping[str, Provided] = field(default_factory=dict)
-    profiled: bool = False
+    launched: Launches = launches.launched
     invariant: bool = False
 
     @property
