@@ -12,10 +12,10 @@ Each check is a function of a `_Run`, and returns where it finds nothing (`_CHEC
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -431,25 +431,19 @@ def _batches(run: _Run) -> None:
 
 def _in_another_thread(run: _Run, form: Form) -> None:
     """A batch in another thread than the one that builds the model, as micro-batches have."""
-    stopped: list[BaseException] = []
 
     def look() -> None:
         device = run.trials.device
-        try:
-            if device.index is not None:
-                torch.get_device_module(device).set_device(device)
-            with torch.inference_mode():
-                run.batches(form, min(7, run.trials.largest), ORDERS[:2])
-        except BaseException as error:
-            stopped.append(error)
+        if device.index is not None:
+            torch.get_device_module(device).set_device(device)
+        with torch.inference_mode():
+            run.batches(form, min(7, run.trials.largest), ORDERS[:2])
 
-    thread = threading.Thread(target=look, name="vllm-fl verification")
-    thread.start()
-    thread.join()
-    for error in stopped:
-        if isinstance(error, Fault):
-            raise Fault(f"in another thread {error.why}", error.error)
-        raise error
+    try:
+        with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
+            thread.submit(look).result()
+    except Fault as fault:
+        raise Fault(f"in another thread {fault.why}", fault.error) from fault
 
 
 def _further_batches(run: _Run) -> None:
