@@ -35,15 +35,7 @@ from .verification import (
 )
 from .wanted import parts, promised
 
-__all__ = [
-    "BY_CONTRACT",
-    "NO_ROWS",
-    "STANDS",
-    "Determinism",
-    "determinism_of",
-    "unmeasured",
-    "variance",
-]
+__all__ = ["Determinism", "determinism_of", "unmeasured", "variance"]
 
 log = get_logger("engine")
 
