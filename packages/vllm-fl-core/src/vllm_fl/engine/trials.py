@@ -25,7 +25,7 @@ from ..plugins import breadcrumb
 from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
 from . import launches
-from .guarded import Guarded, bits, guarded, handed_over, poisoned, taken
+from .guarded import Guarded, bits, guarded, handed_over, taken
 from .verification import LayerFactory, dtype_name, tried
 from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
 
@@ -195,7 +195,7 @@ class Form:
         self.samples = (ordinary, large)
         self.name = ordinary.name.partition(" x ")[2]
         self.static = guarded(self._others(ordinary))
-        self._pools: dict[bool, dict[str, torch.Tensor]] = {}
+        self._pools: dict[bool, Guarded] = {}
         self._wanted: dict[bool, list[Wanted | None]] = {}
 
     def _others(self, sample: Sample) -> dict[str, Any]:
@@ -209,10 +209,11 @@ class Form:
                 self.static.arguments[name].copy_(value)
         self.static.remember()
 
-    def pool(self, large: bool) -> dict[str, torch.Tensor]:
+    def pool(self, large: bool) -> Guarded:
         """The rows of the activations."""
         if large not in self._pools:
-            self._pools[large] = poisoned(self.spec.with_rows(self.samples[large].args))
+            rows = self.spec.with_rows(self.samples[large].args)
+            self._pools[large] = guarded(rows, rows.keys())
         return self._pools[large]
 
     def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
