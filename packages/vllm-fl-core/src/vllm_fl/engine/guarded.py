@@ -27,7 +27,7 @@ class _Storage:
 
     memory: torch.Tensor
     views: dict[str, torch.Tensor] = field(default_factory=dict)
-    before: torch.Tensor | None = None
+    before: torch.Tensor = field(init=False)
 
     def poison(self) -> None:
         """Fill everything that no view covers."""
@@ -45,13 +45,11 @@ class _Storage:
         """Put back what these arguments held; what was written beside them stays, to be seen."""
         for name in consumed:
             if name in self.views:
-                assert self.before is not None
                 now = _same_place(self.views[name], bits(self.memory))
                 now.copy_(_same_place(self.views[name], self.before))
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
         """(the argument that was overwritten, or empty; how many elements); None for nothing."""
-        assert self.before is not None
         now = bits(self.memory)
         if torch.equal(now, self.before):
             return None
