@@ -46,14 +46,13 @@ NAMES = {
 """Older name -> (where its object is, what to write instead)."""
 
 
-def outdated(what: str, instead: str, *, stacklevel: int = 3) -> None:
+def outdated(what: str, instead: str) -> None:
     """Warn that `what` is an older name, and of what to write `instead`."""
-    warnings.warn(
-        f"{what} is vllm-plugin-FL's: use {instead}", DeprecationWarning, stacklevel=stacklevel
-    )
+    told = f"{what} is vllm-plugin-FL's: use {instead}"
+    warnings.warn(told, DeprecationWarning, stacklevel=3)
 
 
-def lookup(name: str, *, module: str = PACKAGE, stacklevel: int = 3) -> Any:
+def lookup(name: str, *, module: str = PACKAGE) -> Any:
     """The object of an older name, for the `__getattr__` of a module that had it.
 
     Raises:
@@ -67,7 +66,7 @@ def lookup(name: str, *, module: str = PACKAGE, stacklevel: int = 3) -> Any:
         home = instead = f"{PACKAGE}:{name}"
     else:
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-    outdated(f"{module}.{name}", instead.replace(":", "."), stacklevel=stacklevel)
+    outdated(f"{module}.{name}", instead.replace(":", "."))
     where, _, attribute = home.partition(":")
     return getattr(import_module(where), attribute)
 

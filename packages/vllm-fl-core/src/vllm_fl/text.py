@@ -11,23 +11,12 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 
-__all__ = [
-    "HIDDEN",
-    "INDENTED",
-    "ONE_LINE",
-    "clean",
-    "is_secret",
-    "nearest",
-    "quote",
-    "scrub",
-    "spelt",
-]
+__all__ = ["HIDDEN", "INDENTED", "clean", "is_secret", "nearest", "quote", "scrub", "spelt"]
 
 HIDDEN = "<redacted>"
 
-ONE_LINE = " "
 INDENTED = "\n    "
-"""What a line break becomes: in a log a foreign line must not begin where ours begin."""
+"""What a line break becomes in a log, where a foreign line must not begin where ours begin."""
 
 SHORTEST = 6
 """Characters. A shorter value may stand in any text, and taking it out would say what it is."""
@@ -57,12 +46,12 @@ _SHAPES = re.compile(
 """Tokens that are known by their form: Hugging Face's, GitHub's, GitLab's, OpenAI's and so on."""
 
 
-def clean(text: str, line_break: str = ONE_LINE) -> str:
+def clean(text: str, line_break: str = " ") -> str:
     r"""`text` without secrets, and with nothing in it that acts on a terminal or a log.
 
     Args:
         text: anything.
-        line_break: what a line break becomes, `ONE_LINE` or `INDENTED`.
+        line_break: what a line break becomes, a blank or `INDENTED`.
 
     Returns:
         Printable characters and `line_break`. Others are shown escaped (`\x1b`).

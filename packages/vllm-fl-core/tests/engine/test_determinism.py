@@ -305,4 +305,4 @@ def test_what_hangs_while_it_is_measured_is_named_and_noted(
     assert noted == ["the measuring of the bits of silu_and_mul=vendor.acme of vllm-fl-acme 1.0"]
     said = [each.getMessage() for each in caplog.records if "has been running" in each.msg]
     assert len(said) == 1
-    assert said[0].startswith("Implementation 'vendor.acme' of op 'silu_and_mul' has been running")
+    assert said[0].startswith("one call of silu_and_mul=vendor.acme (")

@@ -36,7 +36,7 @@ def test_no_time_is_left() -> None:
 def test_nothing_is_launched_on_a_cpu() -> None:
     called: list[int] = []
     cpu = torch.device("cpu")
-    assert launches.launched(lambda: called.append(1), cpu, profiled=False) == frozenset()
+    assert launches.launched(lambda: called.append(1), cpu) == frozenset()
     assert called == []
 
 
@@ -50,12 +50,12 @@ def test_triton_tells_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         for hook in hooks:
             hook(SimpleNamespace(get=lambda: {"name": "norm_kernel", "function": 7}))
 
-    found = launches.launched(call, torch.device("meta"), profiled=False)
+    found = launches.launched(call, torch.device("meta"))
     assert found == {("norm_kernel", 7)}
     assert hooks == []
 
 
-def test_both_sides_of_an_edge_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_of_an_edge_are_verified() -> None:
     """A kernel that is wrong at the first sizes of its second variant alone."""
 
     def silu(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_both_sides_of_an_edge_are_verified(monkeypatch: pytest.MonkeyPatch) -> 
 
     count = SimpleNamespace(now=0)
 
-    def told(call: Any, device: torch.device, *, profiled: bool) -> launches.Launched:
+    def told(call: Any, device: torch.device) -> launches.Launched:
         call()
         return variant(count.now)
 
@@ -76,6 +76,7 @@ def test_both_sides_of_an_edge_are_verified(monkeypatch: pytest.MonkeyPatch) -> 
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, counting, "acme")
     sizes = ModelSizes(64, 64, 2, 1, 64, 64, tokens=(1, 2048))
     cpu = torch.device("cpu")
-    monkeypatch.setattr(launches, "launched", told)
-    found = find_faults(Request([Role(impl)], torch.float32, cpu, sizes, seed=3, seconds=60.0))
+    found = find_faults(
+        Request([Role(impl)], torch.float32, cpu, sizes, seed=3, seconds=60.0, launched=told)
+    )
     assert "700 x" in found.faults["silu_and_mul", "vendor.acme"][0]

@@ -304,19 +304,20 @@ def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> Non
 @pytest.mark.parametrize(
     ("rows", "experts", "used", "told"),
     [
-        (ROWS, OF_BLOCKS, [8], "result 2: [8] places are in use instead of [12]"),
-        (ROWS, OF_BLOCKS, [16], "result 2: [16] places"),
-        (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 blocks have another expert, the first is "
-         "block 1 with 3 instead of 1"),
+        (ROWS, OF_BLOCKS, [8], "result 2: 1 of 1 elements differ, the first is 8 instead of 12"),
+        (ROWS, OF_BLOCKS, [16], "result 2: 1 of 1 elements differ, the first is 16"),
+        (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 elements differ, the first is 3 instead "
+         "of 1, at (1,)"),
         (ROWS, [1, 1, -1, -1], IN_USE, "result 1: 1 of 3"),
-        (rows_with(p0=1, p8=2), OF_BLOCKS, IN_USE, "result 0: 2 of 12 rows are not those of their "
-         "expert, the first is 1 instead of 2, in a block of expert 1"),
-        (rows_with(p0=3), OF_BLOCKS, IN_USE, "result 0: 1 of 12 rows"),  # twice, and another lost
-        (rows_with(p0=-1), OF_BLOCKS, IN_USE, "result 0: 2 of 12 rows"),
-        (rows_with(p0=100), OF_BLOCKS, IN_USE, "result 0: "),
-        (rows_with(p0=9, p6=2), OF_BLOCKS, IN_USE, "result 0: 2 of 12 places hold padding where a "
-         "row belongs, or a row where padding does; the first is place 0 with 9"),
-        (rows_with(p6=16), OF_BLOCKS, IN_USE, "result 0: 1 of 12 places"),
+        (rows_with(p0=1, p8=2), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 2 of 12 "
+         "elements differ, the first is 1 instead of 2"),
+        # twice, and another lost
+        (rows_with(p0=3), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 1 of 12"),
+        (rows_with(p0=-1), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 2 of 12"),
+        (rows_with(p0=100), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: "),
+        (rows_with(p0=9, p6=2), OF_BLOCKS, IN_USE, "the padding of result 0: 2 of 12 elements "
+         "differ, the first is 1 instead of 0, at (0,)"),
+        (rows_with(p6=16), OF_BLOCKS, IN_USE, "the padding of result 0: 1 of 12"),
     ],
 )  # fmt: skip
 def test_other_blocks_of_rows_are_wrong(
@@ -329,7 +330,7 @@ def test_other_blocks_of_rows_are_wrong(
 def test_without_any_row_no_place_is_in_use() -> None:
     none = blocks([], [], [0])
     assert judged(none, none, BLOCKS) == (0.0, "")
-    assert judged(blocks([], [], [4]), none, BLOCKS)[1].startswith("result 2: [4] places")
+    assert judged(blocks([], [], [4]), none, BLOCKS)[1].startswith("result 2: 1 of 1")
 
 
 def test_blocks_without_their_size_are_refused() -> None:

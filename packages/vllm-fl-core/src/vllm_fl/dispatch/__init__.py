@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..logs import get_logger, set_log_level
@@ -32,9 +31,7 @@ from ..settings.schema import TAKEN as _TAKEN
 from . import manager as _manager
 from .context import chosen, override, policy_context
 from .manager import OpManager
-
-if TYPE_CHECKING:
-    from .method import dispatch_method
+from .method import dispatch_method
 
 __all__ = [
     "AttentionImpl",
@@ -198,8 +195,4 @@ class _Found:
 
 
 if not TYPE_CHECKING:  # a checker sees what is written here alone
-
-    def __getattr__(name: str) -> Any:
-        if name == "dispatch_method":  # with an engine's plan, which a script starts without
-            return import_module(".method", __name__).dispatch_method
-        return lookup(name, stacklevel=4)
+    __getattr__ = lookup

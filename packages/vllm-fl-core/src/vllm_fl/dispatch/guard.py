@@ -24,14 +24,7 @@ from ..text import spelt
 from .record import Guard, Record, Skipped
 from .resolver import STOCK
 
-__all__ = [
-    "NEEDS_LAYER",
-    "Chain",
-    "call_guard",
-    "method_guard",
-    "refusal",
-    "uncontracted",
-]
+__all__ = ["NEEDS_LAYER", "Chain", "call_guard", "method_guard", "refusal", "uncontracted"]
 
 NEEDS_LAYER = (
     "it takes the calling layer first (self), which only call_method_op and eager layers pass"

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -362,26 +363,22 @@ class OpManager(OlderManager):
         spec = self._registry.snapshot().contracts.get(op) or uncontracted(op, impls[0])
         return Chain(op, tuple(rows), spec, policy.strict, self._record, grants)
 
-    def _bound(self, op: str) -> Bound:
-        policy = override.get()
+    def _bound(self, op: str, grants: frozenset[str] | None = None) -> Bound:
+        """`op` as a function; as a method of layers that own `grants`, where these are given."""
+        policy, key = override.get(), op if grants is None else (op, grants)
         with self._lock:
             self.ensure_initialized()
             tables = self._tables
-            bound = tables.get(policy, {}).get(op)
+            if policy not in tables and len(tables) > POLICIES_AT_MOST:
+                # The oldest policy of a context gives way.
+                del tables[next(each for each in tables if each is not None)]
+            table = tables.setdefault(policy, {})
+            bound = table.get(key)
             if bound is None:
-                chain = self._chain(op, without_layer=True)
-                bound = call_guard(chain)
-                self._table(tables, policy)[op] = bound
+                guard = call_guard if grants is None else method_guard
+                chain = self._chain(op, without_layer=grants is None, grants=grants or frozenset())
+                bound = table[key] = guard(chain)
             return bound
-
-    @staticmethod
-    def _table(
-        tables: dict[SelectionPolicy | None, dict[object, Bound]], policy: SelectionPolicy | None
-    ) -> dict[object, Bound]:
-        """What was resolved under `policy`; the oldest policy of a context gives way to it."""
-        if policy not in tables and len(tables) > POLICIES_AT_MOST:
-            del tables[next(each for each in tables if each is not None)]
-        return tables.setdefault(policy, {})
 
     # Calling.
 
@@ -426,15 +423,7 @@ class OpManager(OlderManager):
             instance: the layer.
             grants: arguments that the layer owns, so that an implementation may overwrite them.
         """
-        policy, key = override.get(), (op, grants)
-        with self._lock:
-            self.ensure_initialized()
-            table = self._table(self._tables, policy)
-            method = table.get(key)
-            if method is None:
-                chain = self._chain(op, without_layer=False, grants=grants)
-                method = table[key] = method_guard(chain)
-        return MethodType(method, instance)
+        return MethodType(self._bound(op, grants), instance)
 
     # Changing.
 
@@ -557,26 +546,19 @@ def _blame_signature(
 
 _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
 
-
-_held: list[threading.RLock] = []
+_held = ExitStack()
+"""The locks that are held over a fork, whatever managers come and go meanwhile."""
 
 
 def _hold_for_fork() -> None:
     """A fork waits for a start that another thread is in the middle of."""
-    locks = [manager._lock for manager in sorted(_managers, key=id)]
-    for lock in locks:
-        lock.acquire()
-    _held.extend(locks)  # those, whatever managers come and go meanwhile
-
-
-def _release_after_fork() -> None:
-    while _held:
-        _held.pop().release()
+    for manager in sorted(_managers, key=id):
+        _held.enter_context(manager._lock)
 
 
 def _start_clean_in_child() -> None:
     """A child keeps what is registered and decides anew: its device may be another one."""
-    _held.clear()
+    _held.pop_all()  # without releasing them
     for manager in _managers:
         manager._lock = threading.RLock()
         manager._registry._lock = threading.Lock()  # perhaps held by a thread that is not here
@@ -586,7 +568,7 @@ def _start_clean_in_child() -> None:
 
 os.register_at_fork(
     before=_hold_for_fork,
-    after_in_parent=_release_after_fork,
+    after_in_parent=lambda: _held.pop_all().close(),
     after_in_child=_start_clean_in_child,
 )
 

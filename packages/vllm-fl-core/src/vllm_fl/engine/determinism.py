@@ -35,15 +35,7 @@ from .verification import (
 )
 from .wanted import parts, promised
 
-__all__ = [
-    "BY_CONTRACT",
-    "NO_ROWS",
-    "STANDS",
-    "Determinism",
-    "determinism_of",
-    "unmeasured",
-    "variance",
-]
+__all__ = ["Determinism", "determinism_of", "unmeasured", "variance"]
 
 log = get_logger("engine")
 
@@ -235,11 +227,9 @@ class _Measured:
         spec = self.trials.spec
         laid = form.call(rows_of(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
-        line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
         where = f"{self._where(form, len(rows))}, whether it gives the same bits"
-        names = self.impl.impl_id, self.impl.op_name
         try:
-            with self.watch.over(line, *names, breadcrumb.SLOW, where):
+            with self.watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
                 got = answer(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
         except Refusal:
             return None

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.machinery import all_suffixes
 from importlib.util import find_spec
@@ -37,18 +37,7 @@ LARGE = 8 * 2**20
 
 UNKNOWN = "no file of it is found"
 NO_CODE = (".pyc", ".pth", ".dist-info", ".egg-info")
-NO_CODE_IN = frozenset(
-    (
-        "__pycache__",
-        ".git",
-        ".hg",
-        ".hypothesis",
-        ".mypy_cache",
-        ".pytest_cache",
-        ".ruff_cache",
-        ".svn",
-    )
-)
+NO_CODE_IN = re.compile(r"__pycache__|\.(git|hg|svn|hypothesis|(mypy|pytest|ruff)_cache)")
 """Folders in which nothing is that runs. Other ones count, hidden or not."""
 
 MODULES = tuple(all_suffixes())
@@ -151,12 +140,14 @@ def _declared(
 
 
 def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
-    module = _module_of(impl)
+    code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
+    module = _module_of(code)
     if owner.distribution is None and _top(module) in BENEATH:
         module = owner.plugin  # a function of torch's own is known by the module that brings it
     facts = code_facts(owner, module)
     if facts["source"] == UNKNOWN:
-        facts["source"] = f"{UNKNOWN}: {_name_of(impl)}"
+        name = code if isinstance(code, str) else type(code).__qualname__
+        facts["source"] = f"{UNKNOWN}: {name}"
     return {
         "impl": impl.impl_id,
         **({"class": impl.class_path} if isinstance(impl, LayerImpl) else {}),
@@ -393,7 +384,7 @@ def _beneath(
     for entry in entries:
         inner, is_link = f"{name}{entry.name}", entry.is_symlink()
         if entry.is_dir():
-            if entry.name not in NO_CODE_IN:
+            if not NO_CODE_IN.fullmatch(entry.name):
                 for each, path, linked in _beneath(entry.path, f"{inner}/", (*above, real)):
                     yield each, path, linked or is_link
         elif _is_code(inner, entry.path) and (entry.is_file() or not os.path.exists(entry.path)):
@@ -410,19 +401,13 @@ def _archive(path: str) -> str | None:
     return None
 
 
-def _module_of(impl: Impl) -> str:
-    """The module that an implementation is written in; empty where nobody can tell."""
-    code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
+def _module_of(code: Callable[..., Any] | str) -> str:
+    """The module of a function or of a class's path; empty where nobody can tell."""
     if isinstance(code, str):
         return code.rpartition(".")[0]
     code = inspect.unwrap(code)
     function = getattr(code, "func", code)  # functools.partial
     return str(getattr(function, "__module__", None) or type(function).__module__ or "")
-
-
-def _name_of(impl: Impl) -> str:
-    code = impl.fn if isinstance(impl, OpImpl) else impl.class_path
-    return code if isinstance(code, str) else type(code).__qualname__
 
 
 def _distribution(name: str | None) -> Any:

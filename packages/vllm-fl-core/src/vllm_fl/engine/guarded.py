@@ -7,7 +7,7 @@ views, holds NaN (0 in integers), so that a kernel that reads it computes NaN.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class _Storage:
 
     memory: torch.Tensor
     views: dict[str, torch.Tensor] = field(default_factory=dict)
-    before: torch.Tensor | None = None
+    before: torch.Tensor = field(init=False)
 
     def poison(self) -> None:
         """Fill everything that no view covers."""
@@ -45,13 +45,11 @@ class _Storage:
         """Put back what these arguments held; what was written beside them stays, to be seen."""
         for name in consumed:
             if name in self.views:
-                assert self.before is not None
                 now = _same_place(self.views[name], bits(self.memory))
                 now.copy_(_same_place(self.views[name], self.before))
 
     def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
         """(the argument that was overwritten, or empty; how many elements); None for nothing."""
-        assert self.before is not None
         now = bits(self.memory)
         if torch.equal(now, self.before):
             return None
@@ -191,13 +189,11 @@ def in_place(arguments: Mapping[str, Any]) -> Guarded:
     return Guarded(arguments, tuple(s for place, s in storages.items() if place not in mixed))
 
 
-def rows_of(
-    pool: Mapping[str, torch.Tensor], rows: torch.Tensor, into: Guarded | None = None
-) -> Guarded:
+def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> Guarded:
     """Rows of the activations `pool`, in its layout, on guarded memory.
 
     Args:
-        pool: by parameter; each has one row per token in its first dimension.
+        pool: each has one row per token in its first dimension.
         rows: which of its rows, in order; (tokens,), int64, on the pool's device.
         into: arguments that an earlier call gave for as many rows or more: their memory is written
             anew. Behind fewer rows, those of before stay, as in a buffer of vLLM's.
@@ -205,10 +201,10 @@ def rows_of(
     written = iter(into.storages) if into is not None else None
     storages: list[_Storage] = []
     laid: dict[str, torch.Tensor] = {}
-    for names in _by_storage(pool):
-        first = pool[names[0]]
+    for source in pool.storages:
+        first = next(iter(source.views.values()))
         width = first.stride(0)
-        whole = first.as_strided((len(first), width), (width, 1), 0)
+        whole = source.memory.as_strided((len(first), width), (width, 1), GUARD)
         if written is None:
             memory = first.new_empty(2 * GUARD + len(rows) * width)
             memory[:GUARD] = memory[len(memory) - GUARD :] = _poison(memory.dtype)
@@ -217,40 +213,19 @@ def rows_of(
             storage = next(written)
         inner = storage.memory[GUARD : GUARD + len(rows) * width].view(len(rows), width)
         torch.index_select(whole, 0, rows, out=inner)
-        for name in names:
-            arg = pool[name]
+        for name, view in source.views.items():
             storage.views[name] = laid[name] = storage.memory.as_strided(
-                (len(rows), *arg.shape[1:]), arg.stride(), GUARD + arg.storage_offset()
+                (len(rows), *view.shape[1:]), view.stride(), view.storage_offset()
             )
         storages.append(storage)
-    return Guarded({name: laid[name] for name in pool}, tuple(storages))
-
-
-def poisoned(pool: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy of the activations in which everything beside their views is poison."""
-    laid: dict[str, torch.Tensor] = {}
-    for names in _by_storage(pool):
-        first = pool[names[0]]
-        width, rows = first.stride(0), len(first)
-        memory = first.new_full((rows * width,), _poison(first.dtype))
-        for name in names:
-            arg = pool[name]
-            laid[name] = memory.as_strided(arg.shape, arg.stride(), arg.storage_offset())
-            laid[name].copy_(arg)
-    return {name: laid[name] for name in pool}
-
-
-def _by_storage(pool: Mapping[str, torch.Tensor]) -> Iterable[list[str]]:
-    groups: dict[tuple[int, torch.dtype], list[str]] = {}
-    for name, arg in pool.items():
-        groups.setdefault((arg.untyped_storage().data_ptr(), arg.dtype), []).append(name)
-    return groups.values()
+    return Guarded({name: laid[name] for name in pool.arguments}, tuple(storages))
 
 
 def _copied(arg: torch.Tensor) -> torch.Tensor:
-    """The whole storage of `arg` between two guards."""
+    """The whole storage of `arg` between two guards, and its last row to that row's end."""
     size = arg.untyped_storage().nbytes() // arg.element_size()
-    memory = torch.empty(size + 2 * GUARD, dtype=arg.dtype, device=arg.device)
+    whole = max(size, len(arg) * arg.stride(0)) if arg.ndim else size
+    memory = torch.empty(whole + 2 * GUARD, dtype=arg.dtype, device=arg.device)
     memory[GUARD : GUARD + size] = arg.detach().as_strided((size,), (1,), 0)
     return memory
 

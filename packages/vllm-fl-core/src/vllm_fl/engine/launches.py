@@ -2,8 +2,8 @@
 other.
 
 Triton tells which compiled variant of a kernel it launches. Kernels of other compilers are told
-apart by their names in a profile, where a caller asks for one: it leaves the driver's tracing on,
-which an engine must not have.
+apart by their names in a profile, which leaves the driver's tracing on: an engine must not have
+that, and the kit's check of a start has it (`Request.launched`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-
-from .verification import synchronise
 
 __all__ = ["Launched", "edges", "launched"]
 
@@ -56,26 +54,17 @@ def edges(kernels: Callable[[int], Launched], largest: int, deadline: float) -> 
         yield high
 
 
-def launched(call: Callable[[], object], device: torch.device, *, profiled: bool) -> Launched:
-    """What a call launches on a device; nothing on a CPU.
+def launched(call: Callable[[], object], device: torch.device) -> Launched:
+    """What a call launches of Triton's kernels; on a CPU it launches nothing, and is not made.
 
     Args:
         call: the call.
         device: where it runs.
-        profiled: whether kernels that Triton has not compiled are told apart, too.
     """
     found: set[tuple[str, int]] = set()
-    if device.type == "cpu":
-        return frozenset()
-    with _told_by_triton(found):
-        if not profiled:
+    if device.type != "cpu":
+        with _told_by_triton(found):
             call()
-            return frozenset(found)
-        kinds = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-            call()
-            synchronise(device)
-    found |= {(each.name, 0) for each in profile.events() if each.device_type.name != "CPU"}
     return frozenset(found)
 
 

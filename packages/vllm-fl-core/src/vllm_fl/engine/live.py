@@ -38,7 +38,7 @@ from .verification import (
     misuse,
     synchronise,
 )
-from .wanted import parts, wanted_of, worst
+from .wanted import each_part, magnitudes, wanted_of, worst
 
 __all__ = ["Live"]
 
@@ -132,15 +132,14 @@ class Live:
     _running: bool = field(default=False, init=False)
     _spent: float = field(default=0.0, init=False)
     _growth: dict[str, int] = field(default_factory=dict, init=False)
-    _watch: breadcrumb.Watchdog = field(
-        default_factory=partial(breadcrumb.Watchdog, log), init=False
-    )
+    _watch: breadcrumb.Watchdog = field(init=False, repr=False)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside the block, calls of the plan's implementations are compared."""
         handles: list[Any] = []
-        self.plan.record.begin()
+        record = self.plan.record
+        record.begin()
         try:
             for prefix, model in self.models.items():
                 for name, module in model.named_modules():
@@ -148,20 +147,16 @@ class Live:
                     handles.append(module.register_forward_pre_hook(enter))
                     handles.append(module.register_forward_hook(self._leave, always_call=True))
             self._watch = breadcrumb.Watchdog(log)
-            with self._watch, self.plan.record.replacing(self._instead, self._asking):
+            with self._watch, record.replacing(self._instead, self._asking):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
-            self._note_refusals()
-            self.plan.record.begin()  # of serving, which has not begun
-
-    def _note_refusals(self) -> None:
-        record = self.plan.record
-        self.reached |= {op for op, _ in record.refusals}
-        self.refused |= record.passed_over()
-        for key in self.served | self.faults.keys():
-            self.refused.pop(key, None)
+            self.reached |= {op for op, _ in record.refusals}
+            self.refused |= record.passed_over()
+            for key in self.served | self.faults.keys():
+                self.refused.pop(key, None)
+            record.begin()  # of serving, which has not begun
 
     def _enter(self, name: str, *_: Any) -> None:
         self._inside.append(name)
@@ -205,9 +200,7 @@ class Live:
         whose = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
         what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
-        line = "%s has been running for %.0f s and has not come back yet"
-        noted = breadcrumb.running(what, whose, named=False)
-        with noted, self._watch.over(line, what, breadcrumb.SLOW):
+        with breadcrumb.running(what, whose, named=False), self._watch.over(what):
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
@@ -285,7 +278,7 @@ class Live:
         """The magnitude of a call's values, where the contract's errors grow with it."""
         if spec.name not in self._growth:
             self._growth[spec.name] = _growth(spec)
-        return float(max(1.0, _largest(spec, args)) ** self._growth[spec.name])
+        return float(_largest(spec, args) ** self._growth[spec.name])
 
     def _run(self, impl: OpImpl, given: tuple[Any, ...], before: _Before) -> Any:
         """The result of a call.
@@ -325,9 +318,8 @@ class Live:
             log.debug("%s on live tensors: %s", spec.name, quote(error))
             self.left_out.setdefault(spec.name, "its contract tells no result of a layer's call")
             return ""
-        rows = before.rows
-        got = tuple(_on_host(part, rows) for part in parts(result))
-        _, problem = worst(got if isinstance(result, tuple) else got[0], wanted, rows)
+        got = each_part(result, partial(_on_host, rows=before.rows))
+        _, problem = worst(got, wanted, before.rows)
         return f"it is wrong: {problem}" if problem else ""
 
 
@@ -397,13 +389,8 @@ def _growth(spec: OpSpec) -> int:
 
 
 def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
-    """The largest magnitude of the finite numbers in a call's activations; 1 where it has none."""
-    finite = [
-        arg.double().abs().nan_to_num(0.0, 0.0, 0.0)
-        for arg in spec.with_rows(args).values()
-        if isinstance(arg, torch.Tensor) and arg.is_floating_point()
-    ]
-    return max((float(each.max()) for each in finite if each.numel()), default=1.0)
+    """The largest magnitude of the finite numbers in a call's activations, at least 1."""
+    return float(torch.as_tensor(magnitudes(spec, args)).max())
 
 
 def _kind_of(layer: str) -> str:
@@ -429,6 +416,4 @@ def _described(spec: OpSpec, args: Sequence[Any]) -> str:
 
 def _zeros(shapes: Any) -> Any:
     """Results of these shapes that no layer behind stumbles over."""
-    if isinstance(shapes, tuple):
-        return tuple(_zeros(part) for part in shapes)
-    return None if shapes is None else torch.zeros_like(shapes)
+    return each_part(shapes, torch.zeros_like)

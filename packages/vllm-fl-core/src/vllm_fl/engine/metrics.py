@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..files import Draft
 from ..logs import get_logger
@@ -26,13 +26,18 @@ EVERY = 20.0
 PATIENCE = 1.0
 """Seconds that `close` waits for a file system that does not answer."""
 
-SHADOW = (
-    ("vllm_fl_shadow_seen_total", "counter", "Calls of steps that were sampled.", "seen"),
-    ("vllm_fl_shadow_calls_total", "counter", "Calls that were compared while serving.", "calls"),
-    ("vllm_fl_shadow_wrong_total", "counter", "Those beyond the tolerance.", "wrong"),
-    ("vllm_fl_shadow_worst_share", "gauge", "The worst error, over the tolerance.", "share"),
-)
-"""(metric, type, what it is, field of `Tally`)."""
+FAMILIES = {
+    "vllm_fl_plan_info": "What each op runs with.",
+    "vllm_fl_demoted": "Implementations that were taken out at start.",
+    "vllm_fl_fallbacks_total": "Calls that a later candidate took over.",
+    "vllm_fl_refusals_total": "Calls that an implementation refused.",
+    "vllm_fl_calls_total": "Calls, or tracings where a compiler traces.",
+    "vllm_fl_shadow_seen_total": "Calls of steps that were sampled.",
+    "vllm_fl_shadow_calls_total": "Calls that were compared while serving.",
+    "vllm_fl_shadow_wrong_total": "Those beyond the tolerance.",
+    "vllm_fl_shadow_worst_share": "The worst error, over the tolerance.",
+}
+"""Metric -> what it is. A total is a counter, what else there is a gauge."""
 
 log = get_logger("engine")
 
@@ -53,48 +58,37 @@ def exposition(
     record = plan.record
     # A counter that is there from the start lets Prometheus see its first step.
     zero = {(op, i.impl_id): 0 for op, entry in plan.entries.items() for i in entry.impls}
-    counters = {
-        "fallbacks": ("Calls that a later candidate took over.", record.fallbacks),
-        "refusals": ("Calls that an implementation refused.", record.refusals),
+    about = {"mode": plan.mode, "digest": digest}
+    samples: dict[str, list[tuple[dict[str, str], float]]] = {
+        "plan_info": [({"op": op, "impl": e.label, **about}, 1) for op, e in plan.entries.items()],
+        "demoted": _labelled(dict.fromkeys(record.demotions, 1)),
+        "fallbacks_total": _labelled({**zero, **record.fallbacks}),
+        "refusals_total": _labelled({**zero, **record.refusals}),
     }
     if plan.counts_calls:
-        counters["calls"] = ("Calls, or tracings where a compiler traces.", record.calls)
-    about = {"mode": plan.mode, "digest": digest}
-    lines = [
-        *_head("vllm_fl_plan_info", "gauge", "What each op runs with."),
-        *(
-            _sample("vllm_fl_plan_info", {**whose, "op": op, "impl": entry.label, **about}, 1)
-            for op, entry in plan.entries.items()
-        ),
-        *_head("vllm_fl_demoted", "gauge", "Implementations that were taken out at start."),
-        *(
-            _sample("vllm_fl_demoted", {**whose, "op": op, "impl": impl_id}, 1)
-            for op, impl_id in record.demotions
-        ),
-    ]
-    for what, (told, counted) in counters.items():
-        name = f"vllm_fl_{what}_total"
-        lines += _head(name, "counter", told)
-        for (op, impl_id), count in {**zero, **counted}.items():
-            lines.append(_sample(name, {**whose, "op": op, "impl": impl_id}, count))
+        samples["calls_total"] = _labelled({**zero, **record.calls})
     if shadow is not None:
         seen = dict(shadow.seen)
-        for name, kind, told, field in SHADOW:
-            lines += _head(name, kind, told)
-            for (op, impl_id, tokens), tally in seen.items():
-                labels = {**whose, "op": op, "impl": impl_id, "tokens": str(tokens)}
-                lines.append(_sample(name, labels, getattr(tally, field)))
+        for name in ("seen_total", "calls_total", "wrong_total", "worst_share"):
+            field = name.removesuffix("_total").removeprefix("worst_")
+            figures = {key: getattr(tally, field) for key, tally in seen.items()}
+            samples[f"shadow_{name}"] = _labelled(figures)
+    lines = []
+    for what, some in samples.items():
+        name = f"vllm_fl_{what}"
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# HELP {name} {FAMILIES[name]}", f"# TYPE {name} {kind}"]
+        for labels, value in some:
+            both = {**whose, **labels}.items()
+            written = ",".join(f'{key}="{_escaped(label)}"' for key, label in both)
+            lines.append(f"{name}{{{written}}} {value}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _head(name: str, kind: str, told: str) -> Iterator[str]:
-    yield f"# HELP {name} {told}"
-    yield f"# TYPE {name} {kind}"
-
-
-def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
-    written = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels.items())
-    return f"{name}{{{written}}} {value}"
+def _labelled(figures: Mapping[Any, float]) -> list[tuple[dict[str, str], float]]:
+    """The figures, by (op, impl id) or (op, impl id, tokens), as samples of one metric."""
+    names = ("op", "impl", "tokens")
+    return [(dict(zip(names, map(str, key), strict=False)), n) for key, n in figures.items()]
 
 
 def _escaped(label: str) -> str:

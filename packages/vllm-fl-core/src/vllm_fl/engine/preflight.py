@@ -12,10 +12,10 @@ Each check is a function of a `_Run`, and returns where it finds nothing (`_CHEC
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ from .verification import (
     misuse,
     shares,
 )
-from .wanted import worst
+from .wanted import each_part, worst
 
 __all__ = ["Findings", "find_faults"]
 
@@ -260,10 +260,9 @@ class _Run:
         It is named in the log while it takes long. Two slow calls in a row are a fault: it would
         stall the engine. One that `compiles` may take as long as it likes.
         """
-        line = "Implementation '%s' of op '%s' has been running for %.0f s on one call (%s)"
-        watch, impl = self.start.watch, self.impl
+        watch = self.start.watch
         try:
-            with watch.over(line, impl.impl_id, impl.op_name, breadcrumb.SLOW, where):
+            with watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
                 got = call()
         except Refusal as refusal:
             self.refusals.append(f"{where}: {refusal}")
@@ -432,25 +431,19 @@ def _batches(run: _Run) -> None:
 
 def _in_another_thread(run: _Run, form: Form) -> None:
     """A batch in another thread than the one that builds the model, as micro-batches have."""
-    stopped: list[BaseException] = []
 
     def look() -> None:
         device = run.trials.device
-        try:
-            if device.index is not None:
-                torch.get_device_module(device).set_device(device)
-            with torch.inference_mode():
-                run.batches(form, min(7, run.trials.largest), ORDERS[:2])
-        except BaseException as error:
-            stopped.append(error)
+        if device.index is not None:
+            torch.get_device_module(device).set_device(device)
+        with torch.inference_mode():
+            run.batches(form, min(7, run.trials.largest), ORDERS[:2])
 
-    thread = threading.Thread(target=look, name="vllm-fl verification")
-    thread.start()
-    thread.join()
-    for error in stopped:
-        if isinstance(error, Fault):
-            raise Fault(f"in another thread {error.why}", error.error)
-        raise error
+    try:
+        with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
+            thread.submit(look).result()
+    except Fault as fault:
+        raise Fault(f"in another thread {fault.why}", fault.error) from fault
 
 
 def _further_batches(run: _Run) -> None:
@@ -463,7 +456,7 @@ def _further_batches(run: _Run) -> None:
 
         def kernels(count: int, form: Form = form) -> launches.Launched:
             call = partial(run.call_at, form, count)
-            return launches.launched(call, trials.device, profiled=run.request.profiled)
+            return run.request.launched(call, trials.device)
 
         for count in launches.edges(kernels, trials.largest, deadline):
             run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
@@ -616,8 +609,9 @@ def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
 
 def _kept(result: Any, laid: Guarded) -> Any:
     """A result that stays what it is when the memory of the arguments `laid` is written anew."""
-    if isinstance(result, tuple):
-        return tuple(_kept(part, laid) for part in result)
-    if result is not None and any(shares(result, storage.memory) for storage in laid.storages):
-        return result.clone()
-    return result
+
+    def kept(part: torch.Tensor) -> torch.Tensor:
+        lies_there = any(shares(part, storage.memory) for storage in laid.storages)
+        return part.clone() if lies_there else part
+
+    return each_part(result, kept)

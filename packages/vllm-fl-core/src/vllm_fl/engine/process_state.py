@@ -66,11 +66,6 @@ class _Piece(NamedTuple):
     set: Callable[[Any], object]
     draw: Callable[[], object] | None = None
 
-    @property
-    def moves(self) -> bool:
-        """Whether it moves on, whoever uses it."""
-        return self.draw is not None
-
 
 class _Untold(str):
     """In the place of a value whose getter raised."""
@@ -129,9 +124,8 @@ def restore(before: State, device: torch.device) -> None:
     # One after the other, each read when those before are set: some are defaults of others.
     for piece, _ in _otherwise(before, device):
         then, name = before.values[piece.name], piece.name
-        if name in before.others or (piece.moves and name not in before.blamed):
-            continue
-        if isinstance(then, _Untold):  # what it was made of is told by other pieces
+        is_others = name in before.others or (piece.draw and name not in before.blamed)
+        if is_others or isinstance(then, _Untold):  # what that was made of, other pieces tell
             continue
         try:
             piece.set(then)
@@ -144,7 +138,7 @@ def _judge(before: State, device: torch.device, again: Callable[[], object] | No
     known = before.others | before.blamed
     suspects = {piece for piece, _ in _otherwise(before, device) if piece.name not in known}
     if again is None:
-        suspects = {piece for piece in suspects if not piece.moves}
+        suspects = {piece for piece in suspects if not piece.draw}
     found = {piece.name for piece in _of_others(suspects, again)}
     before.others |= found
     before.blamed |= {piece.name for piece in suspects} - found
@@ -163,10 +157,14 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
         then = {piece: _read(piece) for piece in left}
         time.sleep(quiet * random.SystemRandom().uniform(1, 2))  # not in step with what others do
         found |= {piece for piece in left if not _same(then[piece], _read(piece))}
-        moving = {piece: _read(piece) for piece in left - found if piece.moves}
+        moving = {piece: _read(piece) for piece in left - found if piece.draw}
         if not moving or again is None:
             continue
-        drawn = {piece: _drawn(piece) for piece in moving}
+        drawn = {}
+        for piece in moving:
+            with suppress(Exception):  # modes that a kernel left on
+                piece.draw and piece.draw()
+            drawn[piece] = _read(piece)
         begun = time.monotonic()
         with suppress(Exception):  # what is wrong with a call is found elsewhere
             again()
@@ -175,14 +173,6 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
             piece.set(moving[piece])  # nobody has drawn: they go on as if we had not either
             found.add(piece)
     return found
-
-
-def _drawn(piece: _Piece) -> Any:
-    """What it is once we have drawn ourselves."""
-    with suppress(Exception):  # modes that a kernel left on
-        if piece.draw is not None:
-            piece.draw()
-    return _read(piece)
 
 
 def _otherwise(before: State, device: torch.device) -> Iterator[tuple[_Piece, Any]]:
@@ -312,17 +302,17 @@ def _umask() -> str:
 
 
 def _of_torch_c(name: str, get: str, put: str = "") -> Iterator[_Piece]:
-    """A switch of torch's, where this release has it."""
-    getter, setter = f"_get_{get}", f"_set_{put or get}"
-    if hasattr(torch._C, getter) and hasattr(torch._C, setter):
-        yield _Piece(name, getattr(torch._C, getter), getattr(torch._C, setter))
+    """A switch of torch's, where this release has it; some have several values in newer ones."""
+    getter = getattr(torch._C, f"_get_{get}", None)
+    setter = getattr(torch._C, f"_set_{put or get}", None)
+    if getter and setter:
+        yield _Piece(name, getter, partial(_set_each, setter))
 
 
 def _reduced(kind: str) -> Iterator[_Piece]:
-    """Whether sums of products may be made in less precision; newer releases have two switches."""
+    """Whether sums of products may be made in less precision."""
     name = f"the reduced precision of sums of {kind} products"
-    for piece in _of_torch_c(name, f"cublas_allow_{kind}_reduced_precision_reduction"):
-        yield piece._replace(set=partial(_set_each, piece.set))
+    return _of_torch_c(name, f"cublas_allow_{kind}_reduced_precision_reduction")
 
 
 def _set_each(put: Callable[..., object], values: Any) -> None:

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ..text import quote
 from .opaque import computes
 from .plan import Plan
 from .verification import contract_args
-from .wanted import MEASURED, paired, parts, wanted_here
+from .wanted import MEASURED, magnitudes, paired, parts, wanted_here
 
 __all__ = ["Shadow", "Tally"]
 
@@ -80,16 +79,9 @@ class Tally:
     inf: int = 0
 
     def plus(self, other: Tally) -> Tally:
-        """Both together."""
-        return Tally(
-            self.seen + other.seen,
-            self.calls + other.calls,
-            max(self.share, other.share),
-            max(self.relative, other.relative),
-            self.wrong + other.wrong,
-            self.nan + other.nan,
-            self.inf + other.inf,
-        )
+        """Both together: of errors the worst, and the sums of what is counted."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Tally(*(max(a, b) if isinstance(a, float) else a + b for a, b in pairs))
 
     @classmethod
     def of_call(cls, figures: Iterable[Sequence[float]]) -> Tally:
@@ -228,7 +220,8 @@ class Shadow:
     # An engine serves on whatever becomes of a comparison, out of memory included.
 
     def _kept(self, impl: OpImpl, spec: OpSpec, args: tuple[Any, ...]) -> _Call | None:
-        """What is needed to compare a call later; None where it is not compared."""
+        """What is needed to compare a call later, of many rows those whose turn it is; None where
+        it is not compared."""
         try:
             whole = contract_args(spec, impl, args)
             tokens = spec.tokens(whole)
@@ -238,8 +231,13 @@ class Shadow:
             turn = self._turn(key)
             if turn is None or spec.name in self.left:
                 return None
-            return _Call.of(key, spec, whole, turn)
-        except _TooLarge:
+            rows = slice(None)
+            if tokens > ROWS and not spec.whole_batch:
+                stride = -(-tokens // ROWS)
+                rows = slice(turn % stride, None, stride)
+            kept = spec.with_changed_rows(whole, lambda arg: arg[rows])
+            if sum(8 * arg.numel() for arg in kept if isinstance(arg, torch.Tensor)) <= LARGEST:
+                return _Call(key, spec.with_changed_rows(kept, torch.clone), rows)
             self.too_large[spec.name] += 1
         except Exception as error:
             self._leave(spec.name, error)
@@ -281,36 +279,11 @@ class _Call:
     args: tuple[Any, ...]
     rows: slice
 
-    @classmethod
-    def of(cls, key: Key, spec: OpSpec, args: tuple[Any, ...], turn: int) -> _Call:
-        """_TooLarge where there is too much to compare; of many rows those whose turn it is."""
-        tokens, rows = spec.tokens(args), slice(None)
-        if tokens > ROWS and not spec.whole_batch:
-            stride = -(-tokens // ROWS)
-            rows = slice(turn % stride, None, stride)
-        kept = spec.with_changed_rows(args, lambda arg: arg[rows])
-        if sum(8 * arg.numel() for arg in kept if isinstance(arg, torch.Tensor)) > LARGEST:
-            raise _TooLarge
-        return cls(key, spec.with_changed_rows(kept, torch.clone), rows)
-
     def measured(self, spec: OpSpec, result: Any) -> list[torch.Tensor]:
         """As `Wanted.measured`, of all outputs; nothing where there is nothing to compare."""
         rows = tuple(r if r is None or not r.ndim else r[self.rows] for r in parts(result))
-        wanted = wanted_here(spec, self.args, self._scale(spec))
+        wanted = wanted_here(spec, self.args, magnitudes(spec, self.args))
         return [each for want, mine, _ in paired(rows, wanted) for each in want.measured(mine)]
-
-    def _scale(self, spec: OpSpec) -> torch.Tensor | float:
-        """The magnitude of each row's numbers, at least 1."""
-        wide = [
-            arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(len(arg), -1).amax(1)
-            for arg in spec.with_rows(self.args).values()
-            if arg.is_floating_point() and arg.numel()
-        ]
-        return reduce(torch.maximum, wide).clamp(min=1.0) if wide else 1.0
-
-
-class _TooLarge(Exception):
-    """A call of which more would have to be computed than there may be room for."""
 
 
 def _left(spec: OpSpec) -> str:

@@ -24,9 +24,10 @@ from ..contracts.batches import rows as drawn_rows
 from ..plugins import breadcrumb
 from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
-from .guarded import Guarded, bits, guarded, handed_over, poisoned, taken
+from . import launches
+from .guarded import Guarded, bits, guarded, handed_over, taken
 from .verification import LayerFactory, dtype_name, tried
-from .wanted import Off, Wanted, parts, wanted_of, worst
+from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
 
 __all__ = [
     "Form",
@@ -44,6 +45,8 @@ __all__ = [
 SECONDS = 2.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
 each has an equal share, and what goes beyond it is left out."""
+
+Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
 Provided = Sequence[Mapping[str, torch.dtype]]
 """The dtypes of what layers provide, by parameter: each set of them once."""
@@ -101,8 +104,8 @@ class Request:
             nothing else.
         seconds: how long further token counts are tried, for all implementations together.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
-        profiled: whether a profile tells at how many tokens other kernels are launched, beside
-            Triton: not for a process that serves afterwards.
+        launched: what a call launches on a device, as `launches.launched`, which knows Triton's
+            kernels alone.
         invariant: whether only batch-invariant implementations may serve.
     """
 
@@ -117,7 +120,7 @@ class Request:
     specs: Mapping[str, OpSpec] = field(default_factory=lambda: known_contracts().contracts)
     seconds: float = field(default_factory=lambda: SECONDS)
     provided: Mapping[str, Provided] = field(default_factory=dict)
-    profiled: bool = False
+    launched: Launches = launches.launched
     invariant: bool = False
 
     @property
@@ -192,7 +195,7 @@ class Form:
         self.samples = (ordinary, large)
         self.name = ordinary.name.partition(" x ")[2]
         self.static = guarded(self._others(ordinary))
-        self._pools: dict[bool, dict[str, torch.Tensor]] = {}
+        self._pools: dict[bool, Guarded] = {}
         self._wanted: dict[bool, list[Wanted | None]] = {}
 
     def _others(self, sample: Sample) -> dict[str, Any]:
@@ -206,10 +209,11 @@ class Form:
                 self.static.arguments[name].copy_(value)
         self.static.remember()
 
-    def pool(self, large: bool) -> dict[str, torch.Tensor]:
+    def pool(self, large: bool) -> Guarded:
         """The rows of the activations."""
         if large not in self._pools:
-            self._pools[large] = poisoned(self.spec.with_rows(self.samples[large].args))
+            rows = self.spec.with_rows(self.samples[large].args)
+            self._pools[large] = guarded(rows, rows.keys())
         return self._pools[large]
 
     def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
@@ -397,11 +401,7 @@ def _has_rows(part: torch.Tensor, count: int) -> bool:
 
 def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
     """The results of these tokens, of a batch of `count`."""
-    if isinstance(got, tuple):
-        return tuple(_of_tokens(part, tokens, count) for part in got)
-    if not isinstance(got, torch.Tensor) or not _has_rows(got, count):
-        return got
-    return taken(got, tokens)
+    return each_part(got, lambda part: taken(part, tokens) if _has_rows(part, count) else part)
 
 
 def release(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,6 +19,8 @@ __all__ = [
     "Off",
     "Wanted",
     "closed",
+    "each_part",
+    "magnitudes",
     "paired",
     "parts",
     "promised",
@@ -224,13 +227,9 @@ class _Pair(Wanted):
         exact = self.number.exact
         value, scale = (result.to(exact.device) for result in results)
         number = value.to(exact.dtype) * _spread(scale.to(exact.dtype), value.shape)
-        scale_off, number_off = self.scale.share(scale), self.number.share(number)
-        problem = _problem(names[1], *scale_off, scale.numel())
-        if problem:
-            return scale_off[0], problem
-        product = f"{names[0]} times its scale"
-        problem = _problem(product, *number_off, value.numel())
-        return number_off[0] if problem else max(scale_off[0], number_off[0]), problem
+        of_scale = self.scale.off([scale], [names[1]], tokens)
+        of_number = self.number.off([number], [f"{names[0]} times its scale"], tokens)
+        return of_scale if of_scale[1] else max(of_scale, of_number)
 
     def measured(self, results: Results) -> list[torch.Tensor]:
         value, scale = results
@@ -329,40 +328,21 @@ class _Blocks(Wanted):
         return False  # without any row, the number of places in use must still be 0
 
     def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
-        device = self.experts.device
-        rows, experts, used = (result.to(device, torch.int64) for result in results)
-        if not torch.equal(used, self.used):
-            found = f"{used.tolist()} places are in use instead of {self.used.tolist()}"
-            return math.inf, f"{names[2]}: {found}"
-        places = int(used)
+        rows, experts, used = (result.to(self.used.device, torch.int64) for result in results)
+        places = int(self.used)
         blocks = places // self.size
-        others = (experts[:blocks] != self.experts[:blocks]).nonzero()
-        if len(others):
-            at = int(others[0])
-            got, want = int(experts[at]), int(self.experts[at])
-            return math.inf, (
-                f"{names[1]}: {len(others)} of {blocks} blocks have another expert, the first is "
-                f"block {at} with {got} instead of {want}"
-            )
-        mine, exact = rows[:places], self.rows_of[:places]
-        late = (mine == self.padding) != (exact == self.padding)
-        if bool(late.any()):
-            at = int(late.nonzero()[0])
-            return math.inf, (
-                f"{names[0]}: {int(late.sum())} of {places} places hold padding where a row belongs"
-                f", or a row where padding does; the first is place {at} with {int(mine[at])}"
-            )
-        mine = _ascending(mine, experts[:blocks], self.size)
-        exact = _ascending(exact, experts[:blocks], self.size)
-        others = (mine != exact).nonzero()
-        if len(others):
-            at = int(others[0])
-            return math.inf, (
-                f"{names[0]}: {len(others)} of {places} rows are not those of their expert, the "
-                f"first is {int(mine[at])} instead of {int(exact[at])}, in a block of expert "
-                f"{int(experts[at // self.size])}"
-            )
-        return 0.0, ""
+        both = rows[:places], self.rows_of[:places]
+        each = self.experts[:blocks]
+        compared = {
+            names[2]: (used, self.used),
+            names[1]: (experts[:blocks], each),
+            f"the padding of {names[0]}": [(some == self.padding).long() for some in both],
+            f"the rows of each expert in {names[0]}": [
+                _ascending(some, each, self.size) for some in both
+            ],
+        }
+        offs = (_Same(want).off([mine], [name], None) for name, (mine, want) in compared.items())
+        return next((off for off in offs if off[1]), (0.0, ""))
 
 
 def _ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Tensor:
@@ -449,8 +429,7 @@ def closed(got: Any, sample: Sample) -> Any:
     if not sample.open_rows:
         return got
     kept = _kept(sample, max(len(part) for part in parts(got) if part is not None))
-    left = (part if part is None or part.numel() == 1 else taken(part, kept) for part in parts(got))
-    return tuple(left) if isinstance(got, tuple) else next(left)
+    return each_part(got, lambda part: part if part.numel() == 1 else taken(part, kept))
 
 
 def _kept(sample: Sample, rows: int) -> torch.Tensor:
@@ -559,6 +538,22 @@ def paired(
 def parts(result: Any) -> tuple[Any, ...]:
     """The results of a call, one or several."""
     return result if isinstance(result, tuple) else (result,)
+
+
+def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
+    """The results of a call as `change` makes each of them; None stays."""
+    changed = tuple(part if part is None else change(part) for part in parts(result))
+    return changed if isinstance(result, tuple) else changed[0]
+
+
+def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
+    """The magnitude of the finite numbers in each row of a call's activations, at least 1."""
+    wide = [
+        arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(len(arg), -1).amax(1)
+        for arg in spec.with_rows(args).values()
+        if arg.is_floating_point() and arg.numel()
+    ]
+    return reduce(torch.maximum, wide).clamp(min=1.0) if wide else 1.0
 
 
 def _token(row: int, places: Tokens) -> int:

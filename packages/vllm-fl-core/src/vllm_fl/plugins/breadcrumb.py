@@ -218,12 +218,11 @@ def running(what: str, owner: str = "", *, named: bool = True) -> Iterator[None]
     what = clean(what)[:1000]
     crumb = Crumb(what, os.getpid(), time.time(), clean(owner)[:200], sys.prefix, os.getsid(0))
     _notes.push(crumb)
-    line = "%s has been running for %.0f s and has not come back yet"
     try:
         if not named or _notes.kept:  # a parent that keeps the notes says it itself
             yield
         else:
-            with Watchdog(log) as watchdog, watchdog.over(line, what, SLOW):
+            with Watchdog(log) as watchdog, watchdog.over(what):
                 yield
         _notes.heal(what)
     finally:
@@ -241,7 +240,7 @@ class Watchdog:
         self.seconds = 0.0
         """What the last call took."""
         self._log = log
-        self._call: tuple[float, tuple[object, ...]] | None = None
+        self._call: tuple[float, str] | None = None
         self._ended = threading.Event()
 
     def __enter__(self) -> Watchdog:
@@ -254,10 +253,10 @@ class Watchdog:
         self._ended.set()
 
     @contextlib.contextmanager
-    def over(self, *line: object) -> Iterator[None]:
-        """The block is one call; `line` says so as the arguments of a logging function."""
+    def over(self, what: str) -> Iterator[None]:
+        """The block is one call, or whatever `what` says."""
         start = time.monotonic()
-        self._call = start, line
+        self._call = start, what
         try:
             yield
         finally:
@@ -270,7 +269,8 @@ class Watchdog:
             call = self._call
             if call is not None and call is not named and time.monotonic() - call[0] >= SLOW:
                 named = call
-                self._log.warning(*call[1])
+                told = "%s has been running for %.0f s and has not come back yet"
+                self._log.warning(told, call[1], SLOW)
 
 
 def top_module(code: object) -> str:

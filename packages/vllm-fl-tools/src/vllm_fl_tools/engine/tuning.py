@@ -417,7 +417,7 @@ class OpTuning:
         Heads of one projection are views that the graph makes of it, as a model does: two inputs of
         a graph that share memory are another case to a compiler.
         """
-        slices = _slices(self.spec, form.pool(False))
+        slices = _slices(self.spec, self.spec.with_rows(form.samples[0].args))
         places = {name: self.spec.parameters.index(name) for name in slices}
         firsts = {name: piece for name, piece in slices.items() if name == piece.first}
 

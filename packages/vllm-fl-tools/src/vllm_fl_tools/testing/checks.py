@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from vllm_fl.contracts import Sample
 from vllm_fl.engine import process_state
 from vllm_fl.engine.determinism import Determinism, determinism_of
+from vllm_fl.engine.launches import Launched, launched
 from vllm_fl.engine.trials import Request, Role, Trials
-from vllm_fl.engine.verification import Comparison, compare
+from vllm_fl.engine.verification import Comparison, compare, synchronise
 from vllm_fl.errors import AllFailedError, CallError, PluginError
 from vllm_fl.plugins.forms import states_support
 from vllm_fl.plugins.types import OpImpl
@@ -226,11 +228,23 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
 
     serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
     sizes, specs = subject.all_sizes, {subject.spec.name: subject.spec}
-    options: dict[str, Any] = {"seed": 0, "specs": specs, "seconds": 0.5, "profiled": True}
+    options: dict[str, Any] = {"seed": 0, "specs": specs, "seconds": 0.5, "launched": _profiled}
     roles = [Role(subject.impl)]
     found = find_faults(Request(roles, _torch(dtype), subject.device, sizes, **options))
     faults = {key: why for key, (why, _) in found.faults.items()} | found.refused
     expect(not faults, f"an engine would demote it at start: {faults}")
+
+
+def _profiled(call: Callable[[], object], device: torch.device) -> Launched:
+    """What a call launches, of whatever compiler: a profile has the names of all kernels."""
+    if device.type == "cpu":
+        return frozenset()
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+        found = launched(call, device)
+        synchronise(device)
+    kernels = (each for each in profile.events() if each.device_type.name != "CPU")
+    return found | {(each.name, 0) for each in kernels}
 
 
 def _refused_by(subject: Subject, dtype: str) -> dict[str, str]:
