@@ -87,8 +87,8 @@ OWN = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
 def others(tokens: int) -> Iterator[Shape]:
     """The ops that Qwen3-8B has no layer of, at its sizes."""
     from vllm_fl.contracts import contracts
-    from vllm_fl.contracts.sizes import typical_sizes
     from vllm_fl.plugins.registry import known_contracts
+    from vllm_fl_ops.contracts.rules import typical_sizes
 
     sizes = replace(
         typical_sizes(known_contracts().bindings.values()),

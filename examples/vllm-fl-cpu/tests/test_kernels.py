@@ -10,10 +10,10 @@ import torch
 
 from vllm_fl import OpImpl
 from vllm_fl.contracts import ModelSizes, Sample, contracts
-from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_cpu.plugin import register_ops
+from vllm_fl_ops.contracts.rules import typical_sizes
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
 

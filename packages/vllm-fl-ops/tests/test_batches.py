@@ -13,11 +13,11 @@ import torch
 from oracle_mutants import oracle_impl
 
 from vllm_fl.contracts import ModelSizes, OpSpec, contracts
-from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_ops.contracts.rules import typical_sizes
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,8 @@ from configs import engine_config
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts import sizes as sizes_module
 from vllm_fl.contracts.binding import Binding, SizeRule
-from vllm_fl.contracts.sizes import RULES, model_sizes, typical_sizes
+from vllm_fl.contracts.sizes import model_sizes
+from vllm_fl_ops.contracts.rules import RULES, typical_sizes
 
 ALL = Binding(sizes=RULES)
 

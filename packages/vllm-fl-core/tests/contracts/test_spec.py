@@ -52,47 +52,6 @@ def test_parameters_of_awkward_schemas() -> None:
     assert Variant("", "() -> (Tensor, Tensor)").parameters == ()
 
 
-@pytest.mark.parametrize(
-    ("op", "given", "name"),
-    [
-        ("rms_norm", {"x", "epsilon"}, ""),
-        ("rms_norm", {"x", "weight", "epsilon", "variance_size"}, ""),
-        ("rms_norm", {"x", "residual", "epsilon"}, "add"),
-        ("rotary_embedding", {"query", "key", "cos", "sin", "position_ids"}, ""),
-        ("rotary_embedding", {"query", "cos", "sin", "position_ids"}, "query"),
-        ("gelu_and_mul", {"x"}, ""),
-    ],
-)
-def test_variant_for(op: str, given: set[str], name: str) -> None:
-    spec = contracts()[op]
-    arguments = {p: (1 if p in given else None) for p in spec.parameters}
-    assert spec.variant_for(arguments).name == name
-
-
-def test_variant_for_is_not_misled_by_a_prefix() -> None:
-    def op(query: object, query_x: object) -> None: ...
-
-    spec = contracts()["silu_and_mul"]
-    changed = OpSpec(
-        oracle=op,
-        variants=(
-            Variant("x", "(Tensor? query, Tensor query_x) -> Tensor"),
-            Variant("", "(Tensor query) -> Tensor"),
-        ),
-        fake=op,
-        check=spec.check,
-        samples=spec.samples,
-        served=spec.served,
-        by_token=spec.by_token,
-        bad_inputs=spec.bad_inputs,
-        tolerances=spec.tolerances,
-    )
-    assert changed.variant_for({"query": None, "query_x": 1}).name == "x"
-    assert changed.variant_for({"query": 1, "query_x": None}).name == ""
-    with pytest.raises(ValueError, match="no variant fits"):
-        changed.variant_for({"query": None, "query_x": None})
-
-
 # Dtypes and outputs.
 
 SILU = contracts()["silu_and_mul"]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.dispatch.guard import Chain, call_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_ops.contracts.rules import typical_sizes
 
 CPU = torch.device("cpu")
 SPEC = contracts()["reshape_and_cache"]

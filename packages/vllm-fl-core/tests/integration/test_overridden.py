@@ -19,6 +19,7 @@ from vllm_fl.integration import compat
 from vllm_fl.integration.compat import OVERRIDDEN
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_ops import bindings
+from vllm_fl_ops.contracts import rules
 
 ROOT = Path(compat.__file__).parent
 WITHOUT_AN_ENGINE = {
@@ -32,7 +33,11 @@ WITHOUT_AN_ENGINE = {
 """What `vllm-fl tune` and `bisect` alone import: a vLLM that lacks what they use still serves."""
 
 MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.name not in WITHOUT_AN_ENGINE]
-MODULES += [Path(sizes.__file__), *sorted(Path(bindings.__path__[0]).glob("*.py"))]
+MODULES += [
+    Path(rules.__file__),
+    Path(sizes.__file__),
+    *sorted(Path(bindings.__path__[0]).glob("*.py")),
+]
 
 MIXINS = {"PlatformOverlay": "Platform", "PlannedWorker": "WorkerBase"}
 """A class of ours -> the class of vLLM's that it is mixed in before."""

@@ -66,11 +66,11 @@ def test_values_are_frozen_and_probed_once() -> None:
 def test_a_name_is_an_op_or_a_layer() -> None:
     registry = OpRegistry()
     registry.register_impl(row())
-    with pytest.raises(PluginError, match="is a layer, and it cannot be an op too"):
+    with pytest.raises(PluginError, match="is a layer already, and cannot be an op"):
         registry.register_impl(OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta"))
     registry.clear()
     registry.register_impl(OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta"))
-    with pytest.raises(PluginError, match="is an op, and it cannot be a layer too"):
+    with pytest.raises(PluginError, match="is an op already, and cannot be a layer"):
         registry.register_impl(row())
 
 

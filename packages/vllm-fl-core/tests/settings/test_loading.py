@@ -108,7 +108,7 @@ def test_order_of_each_op_is_an_item(write: Write) -> None:
         "c": False,
         "d": True,
     }
-    assert settings["op_backends.a"].origin == f"{config} (environment VLLM_FL_OP_CONFIG)"
+    assert settings["op_backends.a"].origin == f"{config}:1 (environment VLLM_FL_OP_CONFIG)"
     assert [origin for _, origin in settings["op_backends.a"].overrides] == [
         "environment VLLM_FL_PER_OP",
         f"{platform}:2 (acme)",
@@ -746,29 +746,34 @@ def test_empty_allow_list_allows_nobody(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "key", "line", "said"),
     [
-        ("[]", "op_config", None, "expected an object"),
-        ('{"a": "flagos",\n"a": "vendor"}', "op_config", None, "'a' is set twice"),
-        ('{"a": "flagos"\n"b": "vendor"}', "op_config", 2, "invalid JSON"),
-        ("", "op_config", 1, "invalid JSON"),
-        ("[" * 50_000, "op_config", None, "nested too deeply"),
-        ('{"a": ' + "9" * 5000 + "}", "op_config", None, ""),
-        ('{"a b": "flagos"}', "op_config", None, "not a valid op name"),
-        ('{"a": 1}', "op_backends.a", None, "expected a token"),
-        ('{"a": [1]}', "op_backends.a", None, "expected a token"),
-        ('{"a": []}', "op_backends.a", None, "non-empty"),
-        ('{"a": "vendor:\\ud800"}', "op_backends.a", None, "is not a valid token"),
-        ('{"a": {"eager": null}}', "op_backends.a", None, "expected a token"),
-        ('{"a": "refrence"}', "op_backends.a", None, "Did you mean 'reference'?"),
-        ('{"a": {"<=8": "stock"}}', "op_backends.a", None, "need 'rest'"),
-        ('{"a": {"<=8": "stock", "<=4": "stock"}}', "op_backends.a", None, "ascending"),
-        ('{"a": {"<=8": null, "rest": "stock"}}', "op_backends.a", None, "expected a token"),
-        ('{"a": {"eager": {"<=8": [], "rest": "stock"}}}', "op_backends.a", None, "non-empty"),
+        ("[]", "op_backends", 1, "expected a mapping of ops"),
+        ('{"a": "flagos",\n"a": "vendor"}', "op_backends.a", 2, "is set twice"),
+        ('{"a": "flagos"\n"b": "vendor"}', "op_config", 2, "invalid YAML or JSON"),
+        ("[" * 50_000, "op_config", 1, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "op_backends.a", 1, ""),
+        ('{"a b": "flagos"}', "op_backends.a b", 1, "not a valid op name"),
+        ('{"a": 1}', "op_backends.a", 1, "expected a token"),
+        ('{"a": [1]}', "op_backends.a", 1, "expected a token"),
+        ('{"a": []}', "op_backends.a", 1, "non-empty"),
+        ('{"a": "vendor:\\ud800"}', "op_backends.a", 1, "is not a valid token"),
+        ('{"a": {"eager": null}}', "op_backends.a", 1, "expected a token"),
+        ('{"a": "refrence"}', "op_backends.a", 1, "Did you mean 'reference'?"),
+        ('{"a": {"<=8": "stock"}}', "op_backends.a", 1, "need 'rest'"),
+        ('{"a": {"<=8": "stock",\n"<=4": "stock"}}', "op_backends.a", 2, "ascending"),
+        ('{"a": {"<=8": null, "rest": "stock"}}', "op_backends.a", 1, "expected a token"),
+        ('{"a": {"eager": {"<=8": [], "rest": "stock"}}}', "op_backends.a", 1, "non-empty"),
     ],
 )
-def test_op_config_refuses(write: Write, text: str, key: str, line: int | None, said: str) -> None:
+def test_op_config_refuses(write: Write, text: str, key: str, line: int, said: str) -> None:
     path = write("o.json", text)
-    origin = f"{path}:{line}" if line else f"{path} (environment VLLM_FL_OP_CONFIG)"
+    origin = f"{path}:{line} (environment VLLM_FL_OP_CONFIG)"
     assert said in refused({"VLLM_FL_OP_CONFIG": path}, key=key, origin=origin)
+
+
+def test_json_may_be_indented_by_tabs(write: Write) -> None:
+    path = write("o.json", '{\n\t"a":\t"vendor",\n\t"b": ["stock"]\n}\n')
+    orders = load_settings({"VLLM_FL_OP_CONFIG": path}).policy.per_op_order
+    assert {op: str(order) for op, order in orders.items()} == {"a": "vendor", "b": "stock"}
 
 
 def by_size(rows: int) -> str:

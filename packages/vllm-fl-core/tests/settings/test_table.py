@@ -116,14 +116,14 @@ def test_half_a_file_names_its_line(tmp_path: Path) -> None:
         (lambda d: d.update(mode="fast"), "changed after it was"),
         (lambda d: d.pop("identity"), "no whole table .*identity"),
         (lambda d: d.update(colour="red"), "no whole table .*colour"),
-        (lambda d: d["ops"]["rms_norm"]["rows"][0].update(up_to="1"), "no whole table"),
+        (lambda d: d["ops"]["rms_norm"]["rows"][0].update(up_to="1"), "changed after it was"),
         (lambda d: d["ops"]["rms_norm"]["rows"][0].update(up_to=True), "changed after it was"),
-        (lambda d: d["ops"]["rms_norm"]["rows"].reverse(), "ceilings ascend from 1 on"),
+        (lambda d: d["ops"]["rms_norm"]["rows"].reverse(), "changed after it was"),
         (lambda d: d["ops"]["rms_norm"]["figures"][0].update(tokens=0), "was measured at 0 tokens"),
         (lambda d: d["ops"]["rms_norm"]["figures"][0].update(tokens=-5), "measured at -5 tokens"),
         (
             lambda d: d["ops"]["rms_norm"]["rows"][1].update(impl="vendor.wrong"),
-            "vendor.wrong was rejected at 16 tokens",
+            "changed after it was",
         ),
     ],
 )

@@ -13,9 +13,9 @@ import pytest
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
-from vllm_fl.contracts.sizes import RULES
 from vllm_fl.integration.places import ATTENTION_LAYERS, places
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl_ops.contracts.rules import RULES
 
 
 def test_every_op_has_a_binding_and_says_what_runs_past_it() -> None:

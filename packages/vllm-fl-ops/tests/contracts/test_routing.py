@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.wanted import closed, wanted_of, worst
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl_ops.contracts.rules import typical_sizes
 
 CPU = torch.device("cpu")
 SIZES = typical_sizes(known_contracts().bindings.values())

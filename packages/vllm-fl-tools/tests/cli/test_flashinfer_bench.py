@@ -15,10 +15,10 @@ import torch
 from commands import Command
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.engine.identity import contract_digest
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.table import Figure, Table, TunedOp
+from vllm_fl_ops.contracts.rules import typical_sizes
 from vllm_fl_tools.cli import _flashinfer_bench as export
 from vllm_fl_tools.cli._flashinfer_bench import Dataset
 

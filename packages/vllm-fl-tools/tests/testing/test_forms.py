@@ -10,8 +10,13 @@ import torch
 from older_forms import LACKS, held, of, rms_norm, rotary_embedding
 from sample_ops import sample_contracts
 
-from vllm_fl.plugins.forms import states_support
-from vllm_fl_tools.testing.checks import call_op, declaration, determinism, refusals
+from vllm_fl_tools.testing.checks import (
+    call_op,
+    declaration,
+    determinism,
+    refusals,
+    states_support,
+)
 from vllm_fl_tools.testing.compiling import opcheck, tracing
 from vllm_fl_tools.testing.subject import Refused, Subject
 

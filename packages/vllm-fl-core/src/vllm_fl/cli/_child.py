@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from ..errors import SettingsError, VllmFLError
 from ..plugins import breadcrumb, calling
 from ._progress import by_hand
-from ._show import UsageError, say
+from ._show import UsageError
 
 __all__ = ["LoadingError", "surviving"]
 
@@ -129,18 +129,14 @@ def _wait(
 
     A process that a plugin left behind may hold the pipe.
     """
-    before, since, told = b"", time.monotonic(), False
+    before, since = b"", time.monotonic()
     while True:
         now = os.pread(notes, breadcrumb.LARGEST, 0)
         if now != before:
-            before, since, told = now, time.monotonic(), False
+            before, since = now, time.monotonic()
         crumb = breadcrumb.read(now)
         tick(crumb.what if crumb is not None else "")
-        took = time.monotonic() - since
-        if crumb is not None and took > breadcrumb.SLOW and not told:
-            told = True
-            say(f"vllm-fl: {crumb.what} has been running for {took:.0f} s", error=True)
-        if crumb is not None and took > PATIENCE:
+        if crumb is not None and time.monotonic() - since > PATIENCE:
             child.kill()
             return None
         if reader.poll(BEAT):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from ..plugins.finding import Finding
 from ..plugins.loading import named_twice, unmatched
 from ..plugins.plugin import Plugin
+from ..settings.names import uses
 from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Setting, Settings, overridden
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
@@ -149,25 +150,17 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
     Those in a plugin's file are no finding: it speaks of vendors that this machine need not have.
     """
     told, chosen = " ".join(settings.warnings), settings.chosen
-    for label in settings.unchecked:
-        key = next((k for k in settings if f"{label}.".startswith(f"{k}.")), "")
-        setting = chosen.get(key)
-        if setting is None or key in settings.unowned:
+    for use in uses(settings):
+        key, name, is_op = use.setting.key, use.name, use.space == "op"
+        # A token that matches nothing is warned of. Layers and plugins' names have owners of their
+        # own; denying harms nobody; and one file may serve several machines.
+        if not is_op and (key != "allow_vendors" or name in PLATFORMS):
             continue
-        is_op, name = label == key, label.removeprefix(f"{key}.")
-        if is_op:
-            name = label.removeprefix(ORDER_PREFIX)
-        elif key != "allow_vendors":
-            # A token that matches nothing is warned of. Layers and plugins' names have owners of
-            # their own; denying harms nobody.
-            continue
-        elif name in PLATFORMS:
-            continue  # one file may serve several machines
-        if f"{name!r}" not in told:
+        if key in chosen and use.label in settings.unchecked and f"{name!r}" not in told:
             yield Finding(
                 CHECK,
-                f"{setting.origin}: {key} names the {'op' if is_op else 'vendor'} {name!r}, which "
-                "no loaded plugin brings.",
+                f"{use.setting.origin}: {key} names the {use.space} {name!r}, which no loaded "
+                "plugin brings.",
                 "It has no effect until a plugin brings it.",
                 "Correct the name, or install its plugin; `vllm-fl ops` lists what there is.",
             )

@@ -37,9 +37,10 @@ def entry_point() -> Iterator[Finding]:
 
 
 def halves() -> Iterator[Finding]:
-    """Distributions that are only partly installed, as after an interrupted uninstall."""
+    """Distributions that are partly installed, or twice in one folder, as after an interruption."""
     from importlib_metadata import distributions
 
+    found: dict[tuple[str, str], dict[str, None]] = {}
     for dist in distributions():
         name, version, problem = identity(dist)
         if problem:
@@ -50,8 +51,8 @@ def halves() -> Iterator[Finding]:
                 f"Remove that folder; pip install {name} again if it is wanted.",
             )
             continue
-        gone = _gone(dist) if _is_ours(dist) else ""
-        if gone:
+        is_ours = _is_ours(dist)
+        if is_ours and (gone := _gone(dist)):
             yield Finding(
                 "half-installed",
                 f"{name} {version} is half installed: {gone}.",
@@ -59,22 +60,11 @@ def halves() -> Iterator[Finding]:
                 "to load.",
                 f"pip install --force-reinstall --no-deps {name}, or pip uninstall -y {name}",
             )
-
-
-def twins() -> Iterator[Finding]:
-    """A distribution that is there twice in one folder: which version counts is not defined."""
-    from importlib_metadata import distributions
-
-    found: dict[tuple[str, str], list[str]] = {}
-    for dist in distributions():
-        name, version, problem = identity(dist)
-        if not problem and (canonical(name) in SHOWN or _is_ours(dist)):
-            key = canonical(name), os.path.realpath(str(dist.locate_file("")))
-            versions = found.setdefault(key, [])
-            if str(version) not in versions:
-                versions.append(str(version))
+        if is_ours or canonical(name) in SHOWN:
+            folder = os.path.realpath(str(dist.locate_file("")))
+            found.setdefault((canonical(name), folder), {})[str(version)] = None
     for (name, folder), versions in found.items():
-        if len(versions) > 1:
+        if len(versions) > 1:  # which of them counts is not defined
             yield Finding(
                 "owners",
                 f"{name} is installed {len(versions)} times in {folder}: {', '.join(versions)}.",
@@ -258,7 +248,6 @@ CHECKS: Mapping[str, Callable[[], Iterator[Finding]]] = {
     "entry-point": entry_point,
     "half-installed": halves,
     "owners": owners,
-    "twins": twins,
     "platforms": platforms,
     "vllm-range": vllm_range,
     "vllm-variables": vllm_variables,

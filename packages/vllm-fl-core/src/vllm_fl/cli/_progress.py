@@ -1,13 +1,10 @@
 """What a verb is at, on stderr, where it has said nothing for longer than two seconds.
 
 A thread looks. Around a fork there must be none: in `by_hand` whoever forks and waits calls `tick`.
-The same thread ends a run whose call is in native code and does not come back.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +31,6 @@ class _Progress:
 
     def __init__(self, verb: str) -> None:
         self.doing = ""
-        self.overdue: tuple[float, Callable[[], None]] | None = None
         self._verb, self._start, self._told = verb, time.monotonic(), False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -52,11 +48,6 @@ class _Progress:
     def _run(self) -> None:
         while not self._ended.wait(BEAT):
             self.tick()
-            if self.overdue is not None and time.monotonic() > self.overdue[0]:
-                self.overdue[1]()
-                for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
-                    stream.flush()
-                os._exit(1)  # the main thread is inside of the call
 
     def tick(self, elsewhere: str = "") -> None:
         """Say a line if it is time.

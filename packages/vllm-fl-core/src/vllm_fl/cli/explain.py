@@ -37,7 +37,7 @@ from ..settings.values import ORDER_PREFIX
 from . import _table
 from ._environment import ProbeFailed, ask
 from ._installed import allowed_plugins
-from ._show import UsageError, answer, print_json, print_table, say
+from ._show import UsageError, answer, print_table, say
 from .ops import as_rows
 from .policy import merged_from, say_merged
 
@@ -422,35 +422,37 @@ def _show_contract(op: str, *, as_json: bool) -> int:
     for number, output in enumerate(spec.outputs):
         name = f"result {number}, {type(output).__name__}"
         named.append((name, getattr(output, "tolerances", {})))
-    if as_json:
-        print_json(
-            op=op,
-            signature=signature_of(spec),
-            documentation=documentation_of(spec),
-            dtypes=list(spec.dtypes),
-            tolerances={
-                name: {dtype: asdict(bound) for dtype, bound in table.items()}
-                for name, table in named
-            },
-            consumable=sorted(spec.consumable),
-            from_layer=list(spec.from_layer),
-        )
-        return 0
-    say(signature_of(spec, width=1) or "")
-    say(documentation_of(spec))
-    say(f"\nIts samples are made in {', '.join(spec.dtypes)}.")
-    if spec.consumable:
-        consumable = ", ".join(sorted(spec.consumable))
-        say(f"An implementation may declare that it overwrites {consumable}.")
-    if spec.from_layer:
-        say(f"In vLLM the layer provides {', '.join(spec.from_layer)}.")
-    for name, table in named:
-        if table:
-            say(f"\nHow far {name} may lie from the oracle in fp64:")
+    facts = {
+        "op": op,
+        "signature": signature_of(spec),
+        "documentation": documentation_of(spec),
+        "dtypes": list(spec.dtypes),
+        "tolerances": {
+            name: {dtype: asdict(bound) for dtype, bound in table.items()} for name, table in named
+        },
+        "consumable": sorted(spec.consumable),
+        "from_layer": list(spec.from_layer),
+    }
+
+    def show(facts: Mapping[str, Any]) -> None:
+        say(signature_of(spec, width=1) or "")
+        say(facts["documentation"])
+        say(f"\nIts samples are made in {', '.join(facts['dtypes'])}.")
+        if facts["consumable"]:
+            consumable = ", ".join(facts["consumable"])
+            say(f"An implementation may declare that it overwrites {consumable}.")
+        if facts["from_layer"]:
+            say(f"In vLLM the layer provides {', '.join(facts['from_layer'])}.")
+        for name, table in facts["tolerances"].items():
+            if table:
+                say(f"\nHow far {name} may lie from the oracle in fp64:")
+            else:
+                say(f"\n{name}: compared as docs/plugins.md says.")
             for dtype, bound in table.items():
-                say(f"  {dtype}: {bound.rtol:g} of it and {bound.atol:g}; {bound.reason}")
-        else:
-            say(f"\n{name}: compared as docs/plugins.md says.")
+                share = f"{bound['rtol']:g} of it and {bound['atol']:g}"
+                say(f"  {dtype}: {share}; {bound['reason']}")
+
+    answer(facts, show, as_json=as_json)
     return 0
 
 

@@ -177,7 +177,8 @@ class OpSpec:
             same order and layout, with other values.
         by_token: the parameters that have one row per token, in the first dimension. Each row of
             every result depends on the same row of these alone, unless `whole_batch` is set.
-        bad_inputs: (dtype, device) -> calls that `check` must refuse.
+        bad_inputs: (dtype, device) -> calls that `check` must refuse, beyond those that follow from
+            `arguments`.
         tolerances: how far from the oracle a result may lie, by the result's dtype (`float32`,
             `float16`, `bfloat16`), for the outputs that bring none of their own.
         consumable: the parameters that an implementation may declare in `consumes`. It may then
@@ -213,6 +214,8 @@ class OpSpec:
         read_whole: the parameters beside those with a row per token of which every call reads all,
             as a weight of which each layer has its own: `vllm-fl tune` counts their bytes, and
             gives calls in turn other ones where caches would hold them from call to call.
+        arguments: parameter -> what it must be (`contracts/arguments.py`), of a contract that
+            declares it: the conformance kit makes further bad inputs by it.
 
     Raises:
         ValueError: the parts contradict each other: a parameter that no call can pass by position,
@@ -243,6 +246,7 @@ class OpSpec:
     read_whole: frozenset[str] = frozenset()
     stands: bool = False
     part: Callable[..., tuple[Any, ...]] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         who = f"OpSpec({self.name})"
@@ -368,14 +372,3 @@ class OpSpec:
         """How many tokens one call has: the rows of the first of its `arguments` that has one for
         each token; in a graph that may be a symbol. 0 where none has."""
         return next((arg.shape[0] for arg in self.with_rows(arguments).values()), 0)
-
-    def variant_for(self, arguments: Mapping[str, Any]) -> Variant:
-        """The variant whose left-out parameters are all None in `arguments`."""
-        for variant in self.variants:
-            left_out = set(self.parameters) - set(variant.parameters)
-            required = [p for p, kind in variant.types.items() if kind == "Tensor"]
-            if all(arguments.get(p) is None for p in left_out) and all(
-                arguments.get(p) is not None for p in required
-            ):
-                return variant
-        raise ValueError(f"{self.name}: no variant fits {sorted(arguments)}")

@@ -90,7 +90,8 @@ class contained:
         if log.isEnabledFor(logging.DEBUG):  # as text, which the log cleans, as it does no exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
         said = f"{part}: {quote(error)}{self._where(error)}. {self.consequence}"
-        raise owner.error(said, op=_op_of(error), cause=error) from error
+        op = getattr(error, "op", None)
+        raise owner.error(said, op=op if isinstance(op, str) else None, cause=error) from error
 
     def _where(self, error: BaseException) -> str:
         """` (at /path/plugin.py:11)`: the innermost line of the plugin's own, or nothing."""
@@ -122,11 +123,6 @@ def call_hook(
             if not isinstance(result, kind):
                 raise TypeError(f"{hook} returned {result!r}; expected {kind.__name__} or None")
     return list(results)
-
-
-def _op_of(error: BaseException) -> str | None:
-    op = getattr(error, "op", None)
-    return op if isinstance(op, str) else None
 
 
 def policy_files(

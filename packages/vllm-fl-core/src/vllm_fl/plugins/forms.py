@@ -20,7 +20,7 @@ from ..contracts import OpSpec
 from ..contracts.spec import differs
 from .types import OpImpl, older_probe, parameters_of
 
-__all__ = ["asked_for", "fitted", "shape", "states_support", "verdict_of"]
+__all__ = ["asked_for", "fitted", "nothing", "shape", "verdict_of"]
 
 Parameters = Sequence[inspect.Parameter]
 
@@ -77,11 +77,6 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     return dataclasses.replace(
         impl, fn=fn, supports=supports, traced=traced, available=available, consumes=consumes
     )
-
-
-def states_support(impl: OpImpl) -> bool:
-    """Whether `impl` brought a `supports`, beside what `fitted` gave it."""
-    return impl.supports is not None and inspect.unwrap(impl.supports) is not _nothing
 
 
 def shape(parameters: Parameters) -> list[tuple[object, ...]]:
@@ -198,7 +193,7 @@ def _asking(
 ) -> Callable[..., Any]:
     """`supports` as a function of `wanted` that first refuses what the implementation lacks."""
     if supports is None:
-        return _written(_nothing, wanted, [*_refusing(missing, "return {!r}"), "return True"])
+        return _written(nothing, wanted, [*_refusing(missing, "return {!r}"), "return True"])
     told = parameters_of(supports)
     # One that does not tell is taken to be of the implementation's parameters.
     asked = _spread(told, wanted) if told is not None else wanted[: len(wanted) - len(missing)]
@@ -246,5 +241,5 @@ def _written(
     return bridge
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Stands for a `supports` that nobody gave."""

@@ -476,7 +476,7 @@ def _undo(before: Mapping[str, str], owner: Owner) -> tuple[str, ...]:
     )
 
 
-def _check_settings(specs: Sequence[object]) -> None:
+def _check_settings(specs: Sequence[Any]) -> None:
     """Check what one plugin declares; what it shares with others is checked when all are known."""
     for spec in specs:
         if not isinstance(spec, SettingSpec):
@@ -486,13 +486,12 @@ def _check_settings(specs: Sequence[object]) -> None:
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"
             )
-    declared = [spec for spec in specs if isinstance(spec, SettingSpec)]
-    settings = Counter(spec.key for spec in declared)
-    variables = Counter(name for spec in declared for name in spec.variables)
+    settings = Counter(spec.key for spec in specs)
+    variables = Counter(name for spec in specs for name in spec.variables)
     for name in (name for counts in (settings, variables) for name, n in counts.items() if n > 1):
         raise ValueError(f"it declares {name!r} twice")
-    blacklists = {spec.key: spec for spec in declared if spec.names and spec.default is not None}
-    for spec in declared:
+    blacklists = {spec.key: spec for spec in specs if spec.names and spec.default is not None}
+    for spec in specs:
         if not spec.excludes:
             continue
         if spec.excludes not in blacklists:

@@ -266,22 +266,18 @@ def _check_namesakes(
     impl: Impl, specs: Collection[str], siblings: list[Impl], owner: Owner
 ) -> None:
     """Check that a name stands for an op or for a layer: what runs is called, or is a class."""
+    kinds = {isinstance(each, LayerImpl) for each in siblings}
+    if impl.op_name in NAMED_CLASSES or impl.op_name in specs:
+        kinds.add(False)
     is_layer = isinstance(impl, LayerImpl)
-    if is_layer and (impl.op_name in NAMED_CLASSES or impl.op_name in specs):
-        raise _refusal(
-            owner,
-            impl,
-            f"{impl.op_name} is an op, and a layer goes by the name of vLLM's class, such as "
-            "RowParallelLinear; an op's implementation is an OpImpl",
-        )
-    other = next((i for i in siblings if isinstance(i, LayerImpl) is not is_layer), None)
-    if other is not None:
+    if (not is_layer) in kinds:
         words = {True: "a layer", False: "an op"}
         raise _refusal(
             owner,
             impl,
-            f"to {other.impl_id}, which was registered first, {impl.op_name} is "
-            f"{words[not is_layer]}, and it cannot be {words[is_layer]} too",
+            f"{impl.op_name} is {words[not is_layer]} already, and cannot be {words[is_layer]}, "
+            "too. A layer goes by the name of vLLM's class, such as RowParallelLinear; an op's "
+            "implementation is an OpImpl",
         )
 
 

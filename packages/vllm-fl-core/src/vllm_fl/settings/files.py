@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,31 +78,16 @@ def read_settings_file(
 def read_orders(path: str) -> Layer:
     """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> what `OpOrder.of` reads.
 
-    Raises:
-        SettingsError: the file cannot be read, or something in it is wrong.
-    """
-    import json  # few processes read one
+    JSON is YAML, but for tabs between its parts.
 
-    origin = f"{path} (environment {OP_CONFIG})"
-    text = read_text(path, "op_config", f"environment {OP_CONFIG}")
-    try:
-        data = json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise wrong("op_config", f"{path}:{error.lineno}", f"invalid JSON: {error.msg}") from error
-    except (RecursionError, ValueError) as error:
-        raise wrong("op_config", origin, _reason(error)) from error
-    if not isinstance(data, dict):
-        raise wrong(
-            "op_config", origin, f"expected an object, op -> tokens, got {type(data).__name__}"
-        )
-    layer: Layer = {}
-    for op, value in data.items():
-        key = f"{ORDER_PREFIX}{op}"
-        if not op.isidentifier():
-            raise wrong("op_config", origin, f"{op!r} is not a valid op name")
-        order = checked(OpOrder.of, value, key, origin)
-        layer[key] = Setting(key, order, origin, variable=OP_CONFIG)
-    return layer
+    Raises:
+        SettingsError: the file cannot be read, or something in it is wrong; its line is named.
+    """
+    origin = f"environment {OP_CONFIG}"
+    file = _File(path, {}, "op_config", f" ({origin})", True)
+    root = file.compose(read_text(path, "op_config", origin).replace("\t", " "))
+    orders = () if root is None else file.orders(root)
+    return {order.key: replace(order, variable=OP_CONFIG) for order in orders}
 
 
 @dataclass(frozen=True)
@@ -273,7 +258,8 @@ class _File:
         return wrong(key, self.at(node), f"expected {wanted}, got {found}")
 
     def broken(self, line: int, problem: str) -> SettingsError:
-        return wrong(self.key, f"{self.path}:{line + 1}{self.suffix}", f"invalid YAML: {problem}")
+        origin = f"{self.path}:{line + 1}{self.suffix}"
+        return wrong(self.key, origin, f"invalid YAML or JSON: {problem}")
 
     def at(self, node: Node) -> str:
         return f"{self.path}:{node.start_mark.line + 1}{self.suffix}"
@@ -304,15 +290,6 @@ def _meant(key: str, declared: Declared) -> str:
             return f" It is set by the variable {spec.variable}, not in a file."
     known = file_keys(declared)
     return closest(key, known) or f" Known are {', '.join(known)}."
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in unique:
-            raise ValueError(f"{key!r} is set twice")
-        unique[key] = value
-    return unique
 
 
 def _reason(error: BaseException) -> str:

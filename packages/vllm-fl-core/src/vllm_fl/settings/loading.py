@@ -18,7 +18,7 @@ from ..errors import SettingsError
 from ..plugins.types import SettingSpec
 from ..text import nearest
 from .files import Layer, read_orders, read_settings_file
-from .names import check_names, labels
+from .names import check_names, uses
 from .policy import OpOrder, SelectionPolicy, closest
 from .schema import (
     CONFIG,
@@ -137,7 +137,8 @@ def load_settings(
         declared=declared,
         pinned=_pinned(entries["table"]),
     )
-    return dataclasses.replace(settings, unchecked=tuple(labels(settings)))
+    labels = dict.fromkeys(use.label for use in uses(settings))
+    return dataclasses.replace(settings, unchecked=tuple(labels))
 
 
 def _pinned(named: Setting) -> Pinned | None:

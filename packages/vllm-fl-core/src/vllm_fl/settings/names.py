@@ -14,7 +14,7 @@ from .schema import Setting, Settings
 from .unmatched import unmatched
 from .values import ORDER_PREFIX, near, wrong
 
-__all__ = ["check_names", "labels"]
+__all__ = ["check_names", "uses"]
 
 
 OLDER_LAYERS = frozenset(
@@ -82,7 +82,7 @@ def check_names(
     older_layers = OLDER_LAYERS.union(*(binding.former_layers for binding in bindings.values()))
     checked = set()
     warnings = []
-    for use in _uses(settings):
+    for use in uses(settings):
         # What a plugin's lists name it checks itself; ops of contracts may be among it.
         names = known.get(use.space)
         if names is not None and use.name in names:
@@ -121,12 +121,8 @@ def check_names(
     )
 
 
-def labels(settings: Settings) -> Iterator[str]:
-    """Every name that somebody has to check, as `Settings.unchecked` writes it."""
-    yield from dict.fromkeys(use.label for use in _uses(settings))
-
-
-def _uses(settings: Settings) -> Iterator[_Use]:
+def uses(settings: Settings) -> Iterator[_Use]:
+    """The names that stand in settings, each with its setting; one may stand in several places."""
     unowned = settings.unowned
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):

@@ -280,12 +280,14 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
     told = {name: data[name] for name in data if name not in ("vllm_fl_table", "digest")}
     try:
         table = _table_of(told)
-        contradiction = _inconsistent(table)
+        for op, tuned in table.ops.items():
+            for figure in tuned.figures:
+                if figure.tokens < 1:
+                    problem = f"{figure.impl} was measured at {figure.tokens} tokens"
+                    raise wrong(key, path, f"ops.{op}.figures: {problem}")
     except (AttributeError, KeyError, TypeError) as error:
         problem = f"is no whole table ({error}). Tune again, or fetch it again"
         raise wrong(key, path, problem) from error
-    if contradiction is not None:
-        raise wrong(key, path, contradiction)
     # Until 0.3.0 files were sealed without their verdict; these are taken as they are.
     if data.get("digest") not in (table.seal, table.digest):
         raise wrong(
@@ -300,22 +302,6 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
 def _digest(whole: Mapping[str, Any]) -> str:
     text = json.dumps(whole, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _inconsistent(table: Table) -> str | None:
-    """What no `vllm-fl tune` writes, or None."""
-    for op, tuned in table.ops.items():
-        ceilings = [row.up_to for row in tuned.rows]
-        if ceilings != sorted({*ceilings}) or (ceilings and ceilings[0] < 1):
-            return f"ops.{op}.rows: ceilings ascend from 1 on, got {ceilings}"
-        for figure in tuned.figures:
-            if figure.tokens < 1:
-                return f"ops.{op}.figures: {figure.impl} was measured at {figure.tokens} tokens"
-        wrong_ones = {(f.tokens, f.impl) for f in tuned.figures if f.rejected}
-        for row in tuned.rows:
-            if (row.up_to, row.impl) in wrong_ones:
-                return f"ops.{op}.rows: {row.impl} was rejected at {row.up_to} tokens"
-    return None
 
 
 def _table_of(told: Mapping[str, Any]) -> Table:

@@ -54,9 +54,8 @@ def meant(token: Token, impls: Impls) -> str:
         return ""
     # A vendor taken for an id, an id for a vendor, a kind for either.
     bare = token.name.removeprefix("vendor.")
-    likely = [f"{token.kind}:{bare}", f"vendor:{bare}", f"impl:{bare}", bare]
     by_fold = {text.casefold(): text for text in sorted(known)}
-    for text in likely:
+    for text in (f"{token.kind}:{bare}", f"vendor:{bare}", f"impl:{bare}", bare):
         if text.casefold() in by_fold:
             return f" Did you mean {by_fold[text.casefold()]!r}?"
     same = [text for text in known if text.startswith(f"{token.kind}:")]

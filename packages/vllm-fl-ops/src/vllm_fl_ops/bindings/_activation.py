@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route, SizeRule
-from vllm_fl.contracts.sizes import INTERMEDIATE
 
+from ..contracts.rules import INTERMEDIATE
 from ._phrases import HW_AGNOSTIC
 
 __all__ = ["activation", "elementwise", "gated"]

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_fl.contracts.binding import SizeRule
-from vllm_fl.contracts.sizes import INTERMEDIATE
+
+from ..contracts.rules import INTERMEDIATE
 
 __all__ = [
     "EXPERTS_OF_A_TOKEN",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_fl.contracts.binding import SizeRule
-from vllm_fl.contracts.sizes import first_told
+
+from ..contracts.rules import first_told
 
 __all__ = [
     "CONVOLVING",

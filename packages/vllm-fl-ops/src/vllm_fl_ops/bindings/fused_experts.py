@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
-from vllm_fl.contracts.sizes import HIDDEN
 from vllm_fl.errors import StartError
 
 from ..contracts.fused_experts import ACTIVATIONS
+from ..contracts.rules import HIDDEN
 from ._experts import EXPERT_COUNT, EXPERT_INTERMEDIATE, EXPERTS_OF_A_TOKEN, may_have_experts
 
 if TYPE_CHECKING:

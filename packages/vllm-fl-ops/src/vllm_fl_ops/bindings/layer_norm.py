@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.contracts.sizes import EPSILON, HIDDEN
+
+from ..contracts.rules import EPSILON, HIDDEN
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, GraphPlace, SizeRule
-from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS
 
+from ..contracts.rules import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS
 from ._experts import EXPERT_COUNT, may_have_experts
 from ._models import is_quantised
 

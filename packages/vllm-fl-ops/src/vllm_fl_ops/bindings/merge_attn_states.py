@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
-from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS
 
+from ..contracts.rules import HEAD_SIZE, HEADS
 from ._latent import VALUE_SIZE
 from ._models import has_paged_attention
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, OperatorPlace, Route
-from vllm_fl.contracts.sizes import HIDDEN
 
+from ..contracts.rules import HIDDEN
 from ._experts import EXPERTS_OF_A_TOKEN
 from ._models import has_experts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerPlace
-from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 
+from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
 from ._ropes import LAYER, SHARED, halves
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, FusionPlace, OperatorPlace, Route
-from vllm_fl.contracts.sizes import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 
+from ..contracts.rules import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from . import rms_norm
 from ._norms_with_ropes import put_operator
 from ._ropes import ROTATION

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route
 from vllm_fl.contracts.routes import Selection
-from vllm_fl.contracts.sizes import HIDDEN, INTERMEDIATE
 
+from ..contracts.rules import HIDDEN, INTERMEDIATE
 from ._models import is_quantised
 
 if TYPE_CHECKING:

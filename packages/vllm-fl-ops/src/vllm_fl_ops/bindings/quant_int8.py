@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
-from vllm_fl.contracts.sizes import HIDDEN, INTERMEDIATE
 
+from ..contracts.rules import HIDDEN, INTERMEDIATE
 from ._models import is_quantised
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
-from vllm_fl.contracts.sizes import HEAD_SIZE, KV_HEADS
 
+from ..contracts.rules import HEAD_SIZE, KV_HEADS
 from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
 from ._models import has_paged_attention
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, IrPlace, LayerPlace, OperatorPlace, Route
-from vllm_fl.contracts.sizes import EPSILON, HIDDEN
 
+from ..contracts.rules import EPSILON, HIDDEN
 from ._latent import KV_RANK, Q_RANK
 
 if TYPE_CHECKING:

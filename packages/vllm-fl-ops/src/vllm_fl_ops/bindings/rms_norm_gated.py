@@ -6,8 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, SizeRule
-from vllm_fl.contracts.sizes import EPSILON, first_told
 
+from ..contracts.rules import EPSILON, first_told
 from ._hybrid import mamba_width
 from .rms_norm import StandIn
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route, put
 from vllm_fl.contracts.cos_sin import joint_cos_sin
-from vllm_fl.contracts.sizes import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 
+from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._latent import KV_RANK, ROPE_SIZE
 from ._phrases import HW_AGNOSTIC
 from ._ropes import LAYER, ROTATION, SHARED, halves

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -67,13 +67,21 @@ class Watch:
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are the main thread's
             return
-        at = current()
-        at.overdue = time.monotonic() + self.limit + GRACE, self._stuck
+        overdue = threading.Timer(self.limit + GRACE, self._end)
+        overdue.daemon = True
+        overdue.start()
         try:
             with _alarm(self.limit):
                 yield
         finally:
-            at.overdue = None
+            overdue.cancel()
+
+    def _end(self) -> None:
+        """End the process, whose main thread is inside of a call."""
+        self._stuck()
+        for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
+            stream.flush()
+        os._exit(1)
 
 
 @contextmanager

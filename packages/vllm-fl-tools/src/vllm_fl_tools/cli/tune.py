@@ -26,12 +26,12 @@ from vllm_fl.cli.common import (
 )
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
-from vllm_fl.contracts.sizes import RULES
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.places import all_bindings
 from vllm_fl.settings.policy import closest
 from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import clean, quote
+from vllm_fl_ops.contracts.rules import RULES
 
 from ..integration.threads import worker_threads
 from . import _accept

@@ -33,13 +33,13 @@ from vllm_fl.cli.common import (
     say,
 )
 from vllm_fl.contracts import ModelSizes, OpSpec
-from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration.places import all_bindings
 from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.types import Impl, OpImpl
 from vllm_fl.text import quote, scrub
+from vllm_fl_ops.contracts.rules import typical_sizes
 
 from ._options import check_known, positive_seconds
 from ._watch import TookTooLong, Watch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from vllm_fl.engine.launches import Launched, launched
 from vllm_fl.engine.trials import Request, Role, Trials
 from vllm_fl.engine.verification import Comparison, compare, synchronise
 from vllm_fl.errors import AllFailedError, CallError, PluginError
-from vllm_fl.plugins.forms import states_support
+from vllm_fl.plugins.forms import nothing
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
@@ -40,6 +41,7 @@ __all__ = [
     "refusals",
     "same_bits",
     "serving",
+    "states_support",
     "values",
 ]
 
@@ -162,6 +164,11 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
         verdicts = {each.name: _verdict(impl, each) for each in same}
         one = len(set(verdicts.values())) == 1
         expect(one, f"supports looks at the batch size: {verdicts}")
+
+
+def states_support(impl: OpImpl) -> bool:
+    """Whether `impl` brought a `supports`, beside what registering gave it."""
+    return impl.supports is not None and inspect.unwrap(impl.supports) is not nothing
 
 
 def _refuses_each_elsewhere(subject: Subject, dtype: str) -> None:

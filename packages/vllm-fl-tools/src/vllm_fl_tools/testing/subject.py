@@ -16,7 +16,6 @@ import torch
 from vllm_fl.contracts import BadInput, ModelSizes, OpSpec, Sample
 from vllm_fl.contracts.binding import Binding, Contract
 from vllm_fl.contracts.layouts import relaid
-from vllm_fl.contracts.sizes import typical_sizes
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.verification import as_call
@@ -25,6 +24,9 @@ from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot, known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
+from vllm_fl_ops.contracts.rules import typical_sizes
+
+from .mistakes import bad_inputs
 
 __all__ = ["SIZES", "Refused", "Subject", "digest", "expect", "fresh", "pattern", "tensors"]
 
@@ -123,7 +125,7 @@ class Subject:
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
         """The calls that break the contract: its own, and one with a weight of integers."""
-        own = tuple(self.spec.bad_inputs(getattr(torch, dtype), self.device))
+        own = tuple(bad_inputs(self.spec, getattr(torch, dtype), self.device))
         return own + tuple(self._weights_of_integers(dtype))
 
     def _weights_of_integers(self, dtype: str) -> Iterator[BadInput]:

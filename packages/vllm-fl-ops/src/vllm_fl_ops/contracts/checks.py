@@ -1,4 +1,4 @@
-"""Checks of arguments, from which contracts build their `check`.
+"""Checks of arguments, for contracts of 0.2 and 0.3 that have `check` as a function.
 
 Each returns None, or (parameter, problem), so that `a(...) or b(...)` gives the first problem.
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
+
+from vllm_fl.contracts.arguments import FLOATING, Problem, on_device_of
+
+from .activations import gated_tensor
 
 __all__ = [
     "Problem",
     "finite_number",
     "floating_tensor",
+    "gated_tensor",
     "matrix",
     "on_device_of",
     "one_number",
     "shaped",
 ]
-
-Problem = tuple[str, str] | None
-
-FLOATING = ("float32", "float16", "bfloat16")
 
 
 def floating_tensor(name: str, value: Any) -> Problem:
@@ -44,13 +44,6 @@ def finite_number(name: str, value: Any, above: float = -math.inf) -> Problem:
         bound = "" if above == -math.inf else f" and above {above:g}"
         return name, f"must be finite{bound}, got {value}"
     return None
-
-
-def on_device_of(name: str, value: Any, other_name: str, other: Any) -> Problem:
-    """The tensor `value` must be on the device of the tensor `other`."""
-    if value.device == other.device:
-        return None
-    return name, f"must be on {other_name}'s device {other.device}, got {value.device}"
 
 
 def shaped(name: str, value: Any, shape: Sequence[int], meaning: str) -> Problem:
@@ -77,10 +70,3 @@ def one_number(name: str, value: Any, dtype: str) -> Problem:
     if str(value.dtype).removeprefix("torch.") != dtype or value.numel() != 1:
         return name, f"must be one number of {dtype}, got {value.dtype} of {tuple(value.shape)}"
     return None
-
-
-def __getattr__(name: str) -> Any:
-    """Of release 0.2, for code that looks here: the ops have it now. It goes with 0.4."""
-    if name != "gated_tensor":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module(".activations", __package__), name)

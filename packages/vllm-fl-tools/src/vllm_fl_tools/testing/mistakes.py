@@ -1,0 +1,66 @@
+"""Calls that break a contract: its own, and those that follow from what its arguments must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_fl.contracts import BadInput, OpSpec
+from vllm_fl.contracts.arguments import Tensor, has_rows
+
+__all__ = ["bad_inputs"]
+
+
+def bad_inputs(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[BadInput]:
+    """Calls that `check` must refuse: the contract's own, and one mistake in each argument.
+
+    Args:
+        spec: the contract.
+        dtype: that of the samples from which calls are made.
+        device: where these lie.
+    """
+    yield from spec.bad_inputs(dtype, device)
+    missing = dict(spec.arguments)
+    for sample in spec.samples(dtype, device) if missing else ():
+        good = spec.named(sample.args)
+        if not has_rows(next(x for x in sample.args if isinstance(x, torch.Tensor))):
+            continue
+        for name in [name for name in missing if good[name] is not None]:
+            of = _of_tensors if isinstance(missing.pop(name), Tensor) else _of_values
+            for what, value in of(spec.arguments[name], good[name]):
+                args = tuple((good | {name: value}).values())
+                # Not what only its values tell: a device would be unusable after such a call.
+                if problem := spec.check(*map(_valueless, args)):
+                    yield BadInput(f"{name}: {what}", args, problem[0])
+
+
+def _valueless(argument: Any) -> Any:
+    return argument.to("meta") if isinstance(argument, torch.Tensor) else argument
+
+
+def _of_values(_: object, value: Any) -> Iterator[tuple[str, Any]]:
+    """(what it is, a value that a caller may give by mistake); some of them may be legal."""
+    if isinstance(value, bool):  # anything is true or false
+        return
+    wrong: tuple[Any, ...] = None, "another", True
+    if isinstance(value, int | float):
+        wrong = None, str(value), value + 0.5, 0, -1, value + 1, 4096 * value
+    yield from {repr(each): each for each in wrong}.items()
+
+
+def _of_tensors(argument: Tensor, value: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """The same in the place of a tensor."""
+    yield from (("None", None), ("a list", [1.0]))
+    others = [] if value.is_floating_point() else ["float32"]
+    if value.is_floating_point() and len(argument.dtypes) < 2:  # else others may be computed with
+        others.append("int64")
+    if len(argument.dtypes) == 1:
+        others.append("float32" if value.dtype != torch.float32 else "bfloat16")
+    for other in dict.fromkeys(others):
+        yield f"of {other}", value.to(getattr(torch, other))
+    yield "of a dimension more", value[None]
+    for at, size in enumerate(value.shape):
+        for few in sorted({1, size - 1} - {0, size}):
+            yield f"of {few} in dimension {at}", value.narrow(at, 0, few).contiguous()
