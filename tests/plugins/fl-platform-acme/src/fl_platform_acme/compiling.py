@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import graph_returns_tuple, make_graph_return_tuple
 from vllm.compilation.compiler_interface import CompilerInterface
 from vllm.compilation.passes.inductor_pass import get_pass_context
@@ -56,7 +57,9 @@ class AcmeCompiler(CompilerInterface):
             return compiler_config["acme_passes"](graph)
 
         def compiled(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-            return aot_autograd(fw_compiler=inner)(graph, example_inputs)
+            # PyTorch's cache of what it differentiates keeps the output of Inductor alone.
+            with functorch_config.patch(enable_autograd_cache=False):
+                return aot_autograd(fw_compiler=inner)(graph, example_inputs)
 
         if graph_returns_tuple(graph):
             return compiled(graph, example_inputs), None
