@@ -20,7 +20,6 @@ from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..engine.identity import cpu_name
 from ..engine.tables import here, left_out, unaccepted
 from ..errors import PluginError, SettingsError, VllmFLError
-from ..integration.device import IN_TREE
 from ..logs import quiet
 from ..plugins import breadcrumb, calling
 from ..plugins import loading as plugin_loader
@@ -41,7 +40,7 @@ from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
 from ..settings.loading import load_startup
 from ..settings.schema import CONFIG, TAKEN, Settings
-from ..settings.values import OP_CONFIG
+from ..settings.values import IN_TREE, OP_CONFIG
 from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
@@ -67,7 +66,6 @@ CODES: Mapping[str, str] = MappingProxyType(
         "ops": "FL310",
         "vllm-range": "FL510",
         "vllm-plugins": "FL511",
-        "vllm-target-device": "FL512",
         "torch": "FL520",
         "torch-build": "FL521",
         "torch-companions": "FL522",
@@ -180,7 +178,6 @@ class _Examined:
         self.found: tuple[Found, ...] = ()
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
-        self.device: str | None = None
         self.failing: list[PluginError] = []
         self.absent: list[str] = []
         self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
@@ -269,7 +266,6 @@ class _Examined:
                 "Do what the error says; until then vLLM does not start on that device.",
             )
             return
-        self.device = profile.name if profile is not None else None
         if profile is None:
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
@@ -277,7 +273,7 @@ class _Examined:
         """Read the settings; a wrong one is a finding, and so is each warning."""
         try:
             forced = load_startup(os.environ).platform
-            where = forced or self.device or detect_platform()
+            where = forced or detect_platform(self.plugins)
             files, errors = policy_files(self.plugins, where)
             paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG, Settings.table.variable)]
             yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])

@@ -35,6 +35,7 @@ __all__ = [
     "apply",
     "digest_of",
     "facts_of",
+    "is_ours",
     "is_sealed",
     "lacks",
     "load_plugins",
@@ -357,6 +358,15 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 def is_sealed(vllm_config: VllmConfig) -> bool:
     """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
     return "plan" in _entry(vllm_config)
+
+
+def is_ours(vllm_config: VllmConfig) -> bool:
+    """Whether it was made on a platform with our overlay, as far as it can carry a mark.
+
+    An overlay in place may come later than the configuration that a script made by hand.
+    """
+    extra = vllm_config.additional_config
+    return not isinstance(extra, dict) or KEY in extra
 
 
 def turned_on(vllm_config: VllmConfig) -> set[str]:

@@ -23,6 +23,7 @@ from . import after, ranges
 from .models import skeleton_of
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
+from .platform import step_aside
 from .ranks import REJECTED
 from .seams import (
     attention,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedWorker", "wrap_worker"]
 
-PREFIX = "Planned__"
+PREFIX = "Planned:"
 
 log = get_logger("engine")
 
@@ -73,10 +74,12 @@ class PlannedWorker:
     vllm_fl_groups: communicator.Groups | None = None
     vllm_fl_serving: Serving | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls) -> None:
         """Let the methods of vLLM's worker that run the model say for which engine they do, and
-        those that change weights or memory that they did."""
-        super().__init_subclass__(**kwargs)
+        those that change weights or memory that they did.
+
+        A class below that counts or refuses its subclasses is not asked about ours.
+        """
         after.watch(cls)
         for name in ("load_model", *RUNS_MODEL):
             if hasattr(cls, name):
@@ -534,4 +537,7 @@ def wrap_worker(vllm_config: VllmConfig) -> None:
 
 def __getattr__(name: str) -> type:
     """Only a path travels to the workers: the class is made from it on demand."""
-    return over_class(__name__, PREFIX, name, PlannedWorker)
+    made = over_class(__name__, PREFIX, name, PlannedWorker)
+    if not issubclass(made, PlannedWorker):
+        step_aside()
+    return made

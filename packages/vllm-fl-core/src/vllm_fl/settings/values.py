@@ -15,6 +15,7 @@ from .policy import KINDS, OpOrder, Token, closest, is_by_size
 
 __all__ = [
     "BOOLEANS",
+    "IN_TREE",
     "MAX_ROWS",
     "MAX_TOKENS",
     "OP_CONFIG",
@@ -41,7 +42,10 @@ OP_CONFIG = "VLLM_FL_OP_CONFIG"
 ORDER_PREFIX = "op_backends."
 """The key of an op's order is this and the op's name: each op is an item of its own."""
 
-PLATFORMS = ("cuda", "ascend", "cpu")
+IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
+"""vLLM's own platforms, by its names."""
+
+PLATFORMS = (*IN_TREE, "ascend")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
 MAX_TOKENS = 64
