@@ -106,8 +106,8 @@ def told(model: Callable[[str], Path]) -> Told:
 @pytest.mark.parametrize(
     ("platform", "cls", "worker"),
     [
-        ("rocm", "vllm.platforms.rocm.RocmPlatform", "gpu_worker__Worker"),
-        ("xpu", "vllm.platforms.xpu.XPUPlatform", "xpu_worker__XPUWorker"),
+        ("rocm", "vllm.platforms.rocm.RocmPlatform", "gpu_worker:Worker"),
+        ("xpu", "vllm.platforms.xpu.XPUPlatform", "xpu_worker:XPUWorker"),
     ],
 )
 def test_it_is_planned_and_not_stepped_aside_from(
@@ -116,7 +116,7 @@ def test_it_is_planned_and_not_stepped_aside_from(
     became, log = told(platform, VLLM_FL_PER_OP="silu_and_mul=reference")
     assert became["platform"][1:3] == ["vllm_fl.integration.platform.PlatformOverlay", cls]
     assert became["enum"] == platform.upper() and became["name"] == platform
-    assert became["worker"].startswith("vllm_fl.integration.worker.Planned__")
+    assert became["worker"].startswith("vllm_fl.integration.worker.Planned:")
     assert became["worker"].endswith(worker)
     assert became["ops"]["silu_and_mul"]["impl"] == "reference.torch"
     assert "steps aside" not in log

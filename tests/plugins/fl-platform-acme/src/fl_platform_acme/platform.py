@@ -50,6 +50,10 @@ class AcmePlatform(CpuPlatform):
         return "fl_platform_acme.communicator.AcmeCommunicator"
 
     @classmethod
+    def use_custom_op_collectives(cls) -> bool:
+        return True
+
+    @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-from .counting import CALLS
+from .counting import seen
 
 
 class ForgeCommunicator(CpuCommunicator):
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        CALLS["all_reduce"] += 1
-        return super().all_reduce(input_)
+        return super().all_reduce(seen(input_, "all_reduce"))
