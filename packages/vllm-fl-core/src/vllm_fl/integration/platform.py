@@ -8,6 +8,7 @@ class below keeps its enum, so that its attention, graphs, compile passes and co
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -21,8 +22,7 @@ from ..settings.loading import load_startup
 from ..settings.values import IN_TREE
 from ..text import quote
 from .compat import leave_out_cuda_fusions
-from .seams import lookups
-from .seams.lookups import laid_over
+from .seams.lookups import laid_over, named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -109,25 +109,21 @@ class PlatformOverlay:
         carry_startup(vllm_config.parallel_config)
 
     @classmethod
-    def get_attn_backend_cls(cls, selected_backend: Any, *request: Any, **named: Any) -> Any:
+    def get_attn_backend_cls(cls, selected_backend: Any, *request: Any, **more: Any) -> Any:
         """The attention backend that the plan gives; the platform's own answer where it gives none.
 
         Releases and platforms differ in what follows the selected backend.
         """
-        from vllm.config import get_current_vllm_config
-
-        from .planning import facts_of, is_ours, plan_for
+        from .planning import plan_now
         from .seams.attention import choose
 
         path = None
-        config = get_current_vllm_config()
         # A worker of Ray's may have got this platform before it was told that its engine is stock.
-        if load_startup().enabled and is_ours(config):
-            plan = active_plan() or plan_for(facts_of(config))
-            path = choose(plan, selected_backend, *request, **named)
+        if load_startup().enabled and (plan := active_plan() or plan_now()) is not None:
+            path = choose(plan, selected_backend, *request, **more)
         if path is None:
             path = super().get_attn_backend_cls(  # type: ignore[misc]
-                selected_backend, *request, **named
+                selected_backend, *request, **more
             )
         return path
 
@@ -201,16 +197,18 @@ def overlay_path(forced: str | None = None) -> str | None:
     from vllm.platforms import builtin_platform_plugins
 
     others = foreign_platforms()
-    asked = None if forced in (*IN_TREE, *(each.name for each in others)) else forced
-    own = None if others else vllms_own()
-    profile = _device(asked) if asked is not None or not (own or others) else None
-    if len(others) > 1 or (others and profile is not None):
-        raise too_many(others, profile and profile.name)
-    if others:
-        return None
+    if len(others) > 1:
+        raise too_many(others)
+    own = others[0].name if others else vllms_own()
+    asked = None if forced in (*IN_TREE, own) else forced
+    profile = _device(asked) if own is None or asked is not None else None
+    if others and profile is not None:
+        raise too_many(others, profile.name)
     if profile is not None:
         return _laid(_class_of(profile), profile.name, profile)
-    return own and _laid(lookups.named(builtin_platform_plugins[own]()), own)
+    if others or own is None:
+        return None
+    return _laid(named(builtin_platform_plugins[own]()), own)
 
 
 def lay_in_place(forced: str | None = None) -> None:
@@ -235,8 +233,9 @@ def lay_in_place(forced: str | None = None) -> None:
     try:
         made = _made_in_place(base, vllm_fl_platform=name, vllm_fl_foreign=foreign is not None)
         object.__setattr__(current_platform, "__class__", made)
-    except Exception as error:
-        log.error(
+    except Exception as error:  # its metaclass is anybody's code
+        log.log(
+            logging.ERROR if speaks_for_all() else logging.DEBUG,
             "vllm-fl steps aside, vLLM runs as stock: the platform class %s.%s takes no overlay: "
             "%s [FL513]",
             base.__module__,
@@ -263,7 +262,7 @@ def _device(forced: str | None) -> DeviceProfile | None:
 
 def _class_of(profile: DeviceProfile) -> type:
     try:
-        return lookups.named(profile.platform_class)  # type: ignore[no-any-return]
+        return named(profile.platform_class)  # type: ignore[no-any-return]
     except Exception as error:
         raise DeviceError(
             f"Device {profile.name!r}: its platform class {profile.platform_class} cannot be "

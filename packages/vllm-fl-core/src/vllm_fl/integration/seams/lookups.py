@@ -32,7 +32,8 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
     """The class of this name in a module, made on demand over the one whose path the name holds.
 
     Returns:
-        The class below itself, where it takes nothing before it: that is said.
+        The class below itself, where it lacks what ours calls or takes nothing before it: that is
+        said.
 
     Raises:
         AttributeError: the name does not begin so.
@@ -40,7 +41,10 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
     if not name.startswith(prefix):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     base: type = named(name.removeprefix(prefix).replace(":", "."))
+    ours = [each for each in vars(mixin) if not each.startswith(("_", "vllm_fl_"))]
     try:
+        if lacks := [each for each in ours if not hasattr(base, each)]:
+            raise TypeError(f"it has no {', '.join(lacks)}")
         return laid_over(module, name, mixin, base)
     except Exception as error:  # its metaclass is anybody's code
         log.error(
