@@ -150,7 +150,7 @@ def test_it_names_the_layers_and_operators_in_which_an_op_runs(fl: Command, plug
 
 ANSWER = """
 print('["printed by a plugin"]')
-print('[["silu_and_mul", "SiluAndMul", "acme.Silu of vllm-acme 1.0"], ["x", "X", "y"]]')
+print('{"silu_and_mul": {"SiluAndMul": "acme.Silu of vllm-acme 1.0"}, "x": {"X": "y"}}')
 """
 
 
@@ -171,7 +171,10 @@ def test_a_layer_that_another_plugin_replaces(
     owner = "acme.Silu of vllm-acme 1.0"
     told = {"layers": [{"layer": "SiluAndMul", "owner": owner}], "error": None}
     assert fl(*question, "--json").json()["replaced"] == told
-    assert f"layer SiluAndMul is {owner}, not vllm-fl's" in fl(*question).out
+    done = fl(*question)
+    assert f"layer SiluAndMul is {owner}, not vllm-fl's" in done.out
+    assert "in its workers alone is not seen here" in done.out.replace("\n", " ")
+    assert fl(*question, "--json").json()["modes"][0]["selected"] == "foreign.oot"
     assert fl(*question, "--json", VLLM_PLUGINS="fl,other").json()["replaced"] == nobody
     assert owner not in fl("explain", "silu_and_mul", "--mode", "script").out
     monkeypatch.setattr(explain, "PROBE", "raise OSError('libacme.so.3')")

@@ -228,6 +228,7 @@ def read_settings(
         brought=brought,
         plugins=declared,
         platforms=known,
+        foreign=is_foreign(where),
     )
 
     def has_failed(name: str, op: str) -> bool:

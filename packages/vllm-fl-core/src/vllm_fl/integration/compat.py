@@ -105,8 +105,7 @@ _NAMES = {
         "IrOpImpl: impl_fn inplace supported supports_args uuid",
     ),
     "model_executor.custom_op": (
-        "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "
-        "forward_oot register_oot",
+        "CustomOp: dispatch_forward forward forward_cpu forward_cuda forward_native forward_oot",
         "PluggableLayer op_registry op_registry_oot",
     ),
     "model_executor.layers.attention_layer_base": ("AttentionLayerBase",),

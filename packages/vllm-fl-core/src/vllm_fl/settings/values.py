@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
 from ..text import nearest, quote
-from .policy import KINDS, OpOrder, Token, closest, is_by_size
+from .policy import PREFERENCES, OpOrder, Token, closest, is_by_size
 
 __all__ = [
     "BOOLEANS",
@@ -226,12 +226,12 @@ def read_share(text: str) -> str | None:
 
 
 def read_prefer(text: str) -> str:
-    """A kind of backend. Raises ValueError."""
-    if text.lower() in KINDS:
+    """A kind of backend, or `stock`. Raises ValueError."""
+    if text.lower() in PREFERENCES:
         return text.lower()
-    slip = near(text.lower(), KINDS)
+    slip = near(text.lower(), PREFERENCES)
     raise ValueError(
-        f"expected one of {', '.join(KINDS)}, got {text!r}. "
+        f"expected one of {', '.join(PREFERENCES)}, got {text!r}. "
         + (
             f"Did you mean {slip!r}?"
             if slip

@@ -138,7 +138,8 @@ class Whose:
         told = self.report["ops"].get(op, {"impl": STOCK, "reason": "not planned"})
         rows = [row for row in told.get("rows", ()) if self.tokens <= row["up_to"]]
         chosen = rows[0] if rows else told
-        return chosen["impl"], chosen["reason"].partition(" (")[0]
+        impl = STOCK if chosen["impl"] == "foreign" else chosen["impl"]  # none of ours, either way
+        return impl, chosen["reason"].partition(" (")[0]
 
     def _attention(self) -> Owner:
         impl, reason = self._planned(ATTENTION)
