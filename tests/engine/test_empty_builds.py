@@ -283,7 +283,7 @@ def test_beside_a_platform_plugin_nothing_changes_until_a_policy_says_so(
     impls = {told["impl"] for told in beside["report"][0]["ops"].values()}
     assert impls == {"foreign", "stock"}
 
-    silu = {"VLLM_FL_PER_OP": "silu_and_mul=reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
+    silu = {"VLLM_FL_PER_OP": "silu_and_mul=reference|foreign", "VLLM_FL_DISPATCH_DEBUG": "1"}
     taken, none = served("silu", VLLM_FL_PLUGINS="reference", **silu)
     assert taken["tokens"] == alone["tokens"] and none == 0
     assert taken["report"][0]["calls"]["silu_and_mul"]["reference.torch"] > 0

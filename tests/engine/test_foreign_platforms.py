@@ -18,7 +18,7 @@ from engines import IN_ONE_PROCESS, Once, Result
 from vendors import ALONE, LAYERS, assert_untouched
 
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-SILU = {"VLLM_FL_PER_OP": "silu_and_mul=reference"}
+SILU = {"VLLM_FL_PER_OP": "silu_and_mul=reference|foreign"}
 
 Start = Callable[..., Result]
 
@@ -71,15 +71,17 @@ def test_one_setting_goes_back(acme: Callable[..., Result]) -> None:
 
 @pytest.mark.slow
 def test_all_ops_are_taken_and_one_is_left_to_the_vendor(acme: Callable[..., Result]) -> None:
-    everything = {"VLLM_FL_PREFER": "reference"}
-    alone, taken = acme("alone", **ALONE["acme"]), acme("all", **everything)
+    reached = ("rms_norm", "silu_and_mul", "rotary_embedding")
+    everything = ";".join(f"{op}=reference|foreign" for op in reached)
+    alone, taken = acme("alone", **ALONE["acme"]), acme("all", VLLM_FL_PER_OP=everything)
     (served,), (stock,) = taken["served"], alone["served"]
     for layer in ("RMSNorm", "SiluAndMul", "RotaryEmbedding"):
         assert served.pop(layer, 0) == 0 and stock.pop(layer) > 0
     assert served == stock  # what no op describes
     assert taken["tokens"] == alone["tokens"]
 
-    left = acme("left", **everything, VLLM_FL_PER_OP="rms_norm=foreign")
+    order = everything.replace("rms_norm=reference|foreign", "rms_norm=foreign|reference")
+    left = acme("left", VLLM_FL_PER_OP=order)
     (served,), (stock,) = left["served"], acme("alone", **ALONE["acme"])["served"]
     assert served["RMSNorm"] == stock["RMSNorm"] and not served.get("SiluAndMul")
     assert left["report"][0]["ops"]["rms_norm"]["impl"] == "foreign"

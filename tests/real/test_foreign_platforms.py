@@ -23,7 +23,7 @@ def test_nothing_changes_until_a_policy_says_so(
         for how, variables in (
             ("alone", vendors.ALONE[plugin]),
             ("beside", {}),
-            ("silu", {"VLLM_FL_PER_OP": "silu_and_mul=vendor"}),
+            ("silu", {"VLLM_FL_PER_OP": "silu_and_mul=vendor|foreign"}),
         )
     }
     vendors.assert_untouched(told["alone"], told["beside"])
