@@ -388,7 +388,9 @@ class TestInstalled:
         self, fl: Command, other_platform: Callable[..., None]
     ) -> None:
         other_platform("'acme.platform.AcmePlatform'")
-        assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
+        assert not found(done, "platforms")
+        assert done.json()["facts"]["vLLM's platform"] == "acme, of vllm-acme 1.0"
         assert fl("policy", "--json", VLLM_FL_PLUGINS="").json()["platform"] == "acme"
         left = {"VLLM_FL_PLUGINS": "", "VLLM_TARGET_DEVICE": "cpu"}
         (finding,) = found(fl("doctor", "--json", **left), "vllm-target-device")

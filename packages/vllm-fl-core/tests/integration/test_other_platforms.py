@@ -21,6 +21,7 @@ from vllm_fl.dispatch.platforms import foreign_platform, foreign_platforms
 from vllm_fl.dispatch.startup import detect_platform, is_foreign
 from vllm_fl.errors import OwnerError
 from vllm_fl.integration import platform
+from vllm_fl.integration.seams import lookups
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -228,6 +229,41 @@ def test_a_class_that_takes_no_overlay_runs_as_it_is(
     (record,) = caplog.records
     assert record.levelname == "ERROR" and record.getMessage().endswith("[FL513]")
     assert f"{cls.__name__} takes no overlay" in record.getMessage()
+
+
+class Ours:
+    """What we change of a vendor's class."""
+
+    def load_model(self) -> str:
+        return "ours"
+
+
+class Worker:
+    """A vendor's."""
+
+    def load_model(self) -> str:
+        return "vendor's"
+
+
+class Poor:
+    """One that lacks what ours calls."""
+
+
+@pytest.mark.parametrize(("cls", "lies_over"), [(Worker, True), (Poor, False), (Final, False)])
+def test_a_vendors_worker_is_wrapped_or_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cls: type, lies_over: bool
+) -> None:
+    module = SimpleNamespace(Worker=cls)
+    monkeypatch.setitem(sys.modules, "vllm__acme", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm__acme.worker", module)
+    path = lookups.path_over(__name__, "Over:", "vllm__acme.worker.Worker")
+    name = path.removeprefix(f"{__name__}.")
+    assert "." not in name, "vLLM takes what is before the last dot for a module"
+    made = lookups.over_class(__name__, "Over:", name, Ours)
+    assert (made is cls) is not lies_over
+    assert issubclass(made, cls) and issubclass(made, Ours) is lies_over
+    told = [record.getMessage()[-7:] for record in caplog.records]
+    assert told == ([] if lies_over else ["[FL513]"])
 
 
 def test_one_named_like_vllms_own_is_said(

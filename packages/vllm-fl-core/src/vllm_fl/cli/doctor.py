@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..dispatch.manager import OpManager
+from ..dispatch.platforms import foreign_platform
 from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..engine.identity import cpu_name
 from ..engine.tables import here, left_out, unaccepted
@@ -133,6 +134,8 @@ def _look() -> dict[str, Any]:
     facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
+    if (foreign := foreign_platform()) is not None:
+        facts["vLLM's platform"] = f"{foreign.name}, of {foreign.release}"
     if examined.settings is not None and examined.settings.pinned is not None:
         facts["table"] = examined.settings.pinned.label.removeprefix("table ")
     return {
@@ -179,6 +182,7 @@ class _Examined:
         self.found: tuple[Found, ...] = ()
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
+        self.device: str | None = None
         self.failing: list[PluginError] = []
         self.absent: list[str] = []
         self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
@@ -267,6 +271,7 @@ class _Examined:
                 "Do what the error says; until then vLLM does not start on that device.",
             )
             return
+        self.device = profile.name if profile is not None else None
         if profile is None:
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 

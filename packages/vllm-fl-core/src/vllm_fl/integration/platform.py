@@ -274,8 +274,9 @@ def _class_of(profile: DeviceProfile) -> type:
 
 def _laid(base: type, name: str, profile: DeviceProfile | None = None) -> str:
     """The path of an overlay that vLLM makes its platform from."""
-    own = {"dist_backend": profile.dist_backend} if profile and profile.dist_backend else {}
-    own |= {"vllm_fl_platform": name, "vllm_fl_device": profile}
+    own: dict[str, Any] = {"vllm_fl_platform": name, "vllm_fl_device": profile}
+    if profile is not None and profile.dist_backend:
+        own["dist_backend"] = profile.dist_backend
     laid_over(__name__, OVERLAY, PlatformOverlay, base, **own)
     return f"{__name__}.{OVERLAY}"
 
