@@ -253,6 +253,7 @@ def test_a_higher_preference_sorts_a_platforms_list_stably_and_a_users_never(
         assert got == tokens
     else:
         first = {"flagos": ("flagos", "impl:default."), "reference": ("reference", "impl:ref")}
+        first["stock"] = ("foreign", "stock")
         starts = first.get(kind, ("vendor", "impl:vendor."))
         preferred = [t for t in tokens if t.startswith(starts)]
         assert got == preferred + [t for t in tokens if t not in preferred]

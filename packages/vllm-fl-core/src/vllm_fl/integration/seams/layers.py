@@ -155,7 +155,8 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
         {class name: our class, made of the other's where that comes before `stock`; None where
         vLLM's own class serves}. Layers of which the plan makes nothing are not in it.
     """
-    table, found = {layer.cls: layer for layer in layer_table()}, {}
+    table = {layer.cls: layer for layer in layer_table()}
+    found: dict[str, type | None] = {}
     for name, cls in _foreign().items():
         layer = table.get(name)
         entry = plan.entries.get(layer.op if layer else name)
