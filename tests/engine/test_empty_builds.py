@@ -277,13 +277,13 @@ def test_beside_a_platform_plugin_nothing_changes_until_a_policy_says_so(
         return told, second.get("SiluAndMul", 0) - first.get("SiluAndMul", 0)
 
     alone, calls = served("alone", VLLM_PLUGINS="bare_vendor", **STOCK)
-    beside, same = served("beside", VLLM_FL_PLUGINS="reference")
+    beside, same = served("beside", VLLM_FL_PLUGINS="vllm-fl-reference")
     assert beside["tokens"] == alone["tokens"] and beside["logits"] == alone["logits"]
     assert same == calls > 0
     impls = {told["impl"] for told in beside["report"][0]["ops"].values()}
     assert impls == {"foreign", "stock"}
 
     silu = {"VLLM_FL_PER_OP": "silu_and_mul=reference|foreign", "VLLM_FL_DISPATCH_DEBUG": "1"}
-    taken, none = served("silu", VLLM_FL_PLUGINS="reference", **silu)
+    taken, none = served("silu", VLLM_FL_PLUGINS="vllm-fl-reference", **silu)
     assert taken["tokens"] == alone["tokens"] and none == 0
     assert taken["report"][0]["calls"]["silu_and_mul"]["reference.torch"] > 0
