@@ -259,7 +259,8 @@ def test_tokens_and_orders_are_the_codes() -> None:
     orders = {code(r[0]): re.findall(r"`(\w+)`", r[1]) for r in rows(section(text, "Orders"))}
     assert orders == {kind: list(order) for kind, order in DEFAULT_ORDERS.items()}
     tokens = {code(r[0]) for r in rows(section(text, "Tokens"))}
-    assert tokens == {"flagos", "vendor", "vendor:NAME", "reference", "impl:ID", "stock"}
+    kinds = {"flagos", "vendor", "vendor:NAME", "reference", "impl:ID"}
+    assert tokens == {*kinds, "foreign", "stock"}
 
 
 def verbs() -> set[str]:

@@ -52,7 +52,7 @@ def test_a_device_plugin_runs_a_whole_engine(tmp_path: Path) -> None:
         stock = beside.result()
     log = ours["log"]
     assert "oot_cpu: platform OotCpuPlatformFL OOT" in log
-    assert "oot_cpu: worker vllm_fl.integration.worker.Planned__oot_cpu__worker__OotCpuW" in log
+    assert "oot_cpu: worker vllm_fl.integration.worker.Planned:oot_cpu:worker:OotCpuW" in log
     assert "oot_cpu: communicator OotCpuCommunicator" in log
     assert "oot_cpu: all_reduce" in log
     for layer in ("RMSNormFL", "SiluAndMulFL", "RotaryEmbeddingFL"):

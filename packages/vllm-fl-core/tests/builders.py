@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -135,12 +135,18 @@ def norm(
 
 
 def planning(
-    manager: OpManager, mode: Mode = "eager", *, sizes: ModelSizes | None = None, **fields: Any
+    manager: OpManager,
+    mode: Mode = "eager",
+    *,
+    sizes: ModelSizes | None = None,
+    foreign: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    **fields: Any,
 ) -> Plan:
     """The plan of an engine whose settings give the manager's policy."""
     settings = load_settings({})
     vars(settings)["policy"] = manager.policy
-    return make_plan(manager, EngineFacts(settings, mode, sizes=sizes), **fields)
+    facts = EngineFacts(settings, mode, sizes=sizes, foreign=foreign)
+    return make_plan(manager, facts, **fields)
 
 
 @cache

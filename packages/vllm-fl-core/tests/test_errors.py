@@ -69,7 +69,7 @@ OF_FINDINGS = {
 }
 """Promised, too."""
 
-OF_WARNINGS = {"FL410", "FL411", "FL412", "FL503"}
+OF_WARNINGS = {"FL410", "FL411", "FL412", "FL503", "FL513"}
 """Codes that stand in warnings alone."""
 
 ALL = {*OF_CLASSES.values(), *OF_TOOLS, *OF_FINDINGS.values(), *OF_WARNINGS, "FL702"}

@@ -87,12 +87,6 @@ def test_vllm_plugins(fl: Command, plugin: Plugin, value: str, todo: str | None)
     assert [f["todo"] for f in findings] == ([todo] if todo else [])
 
 
-def test_vllm_target_device(fl: Command, plugin: Plugin) -> None:
-    plugin(FOUR)
-    assert found(fl("doctor", "--json", VLLM_TARGET_DEVICE="CPU"), "vllm-target-device")
-    assert not found(fl("doctor", "--json", VLLM_TARGET_DEVICE="cuda"), "vllm-target-device")
-
-
 def left(what: str, owner: str = "") -> None:
     """A note by a process that ended while it ran this."""
     code = "import os, sys\nfrom vllm_fl.plugins.breadcrumb import running\n"
@@ -378,41 +372,53 @@ class TestInstalled:
         assert "command vllm" not in fl("doctor", "--json").json()["facts"]
 
     @pytest.fixture
-    def other_platform(self, distribution: Distribution) -> Callable[[str], None]:
+    def other_platform(self, distribution: Distribution) -> Callable[..., None]:
         """Another distribution's platform plugin, whose answer is this expression."""
 
-        def make(answer: str) -> None:
+        def make(answer: str, entry: str = "acme") -> None:
             name = f"acme_{next(numbers)}"
-            entry = f"[vllm.platform_plugins]\nacme = {name}:register\n"
-            site = distribution("vllm-acme", entry_points=entry)
+            group = f"[vllm.platform_plugins]\n{entry} = {name}:register\n"
+            site = distribution(f"vllm-{entry}", entry_points=group)
             code = f"import os, sys\ndef register():\n    return {answer}\n"
             (site / f"{name}.py").write_text(code)
 
         return make
 
     def test_another_platform_plugin_that_answers(
-        self, fl: Command, other_platform: Callable[[str], None]
+        self, fl: Command, other_platform: Callable[..., None]
     ) -> None:
         other_platform("'acme.platform.AcmePlatform'")
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
+        assert not found(done, "platforms")
+        assert done.json()["facts"]["vLLM's platform"] == "acme, of vllm-acme 1.0"
+        assert fl("policy", "--json", VLLM_FL_PLUGINS="").json()["platform"] == "acme"
+        left = {"VLLM_FL_PLUGINS": "", "VLLM_TARGET_DEVICE": "cpu"}
+        (finding,) = found(fl("doctor", "--json", **left), "vllm-target-device")
+        assert "'acme' of vllm-acme 1.0" in finding["what"]
+        other_platform("'bolt.Platform'", "bolt")
         (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
-        assert "'acme': acme.platform.AcmePlatform" in finding["what"]
-        assert finding["todo"].startswith("pip uninstall -y vllm-acme, or choose: VLLM_PLUGINS=fl")
-        for variables in (
-            {"VLLM_PLUGINS": "fl"},
-            {"VLLM_PLUGINS": "acme"},  # ours does not answer then
-            {"VLLM_FL_PREFER_ENABLED": "0"},
-        ):
-            assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS="", **variables), "platforms")
+        assert "'bolt' of vllm-bolt 1.0" in finding["what"]
+        assert "VLLM_PLUGINS=fl," in finding["todo"]
+        for chosen in ("fl", "acme", "fl,bolt"):
+            done = fl("doctor", "--json", VLLM_FL_PLUGINS="", VLLM_PLUGINS=chosen)
+            assert not found(done, "platforms")
+
+    def test_one_with_a_name_of_vllms_own(
+        self, fl: Command, other_platform: Callable[..., None]
+    ) -> None:
+        other_platform("'acme.platform.AcmePlatform'", "rocm")
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
+        assert "settings call it 'vllm-rocm'" in finding["what"]
 
     @pytest.mark.parametrize("answer", ["None", "1 / 0", "sys.exit(2)"])
     def test_one_that_declines_is_none(
-        self, fl: Command, other_platform: Callable[[str], None], answer: str
+        self, fl: Command, other_platform: Callable[..., None], answer: str
     ) -> None:
         other_platform(answer)
         assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
 
     def test_one_that_ends_the_process_is_named(
-        self, fl: Command, other_platform: Callable[[str], None]
+        self, fl: Command, other_platform: Callable[..., None]
     ) -> None:
         other_platform("os._exit(4)")
         done = fl("doctor", "--json", VLLM_FL_PLUGINS="")

@@ -13,6 +13,7 @@ import vllm_fl.dispatch
 from vllm_fl.dispatch import call_method_op, dispatch_method
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.resolver import FOREIGN
 from vllm_fl.settings.policy import SelectionPolicy
 
 
@@ -111,6 +112,22 @@ class TestInsideAnEngine:
             layer = Layer()
         assert layer.forward(X)[0, 0] == 10
         assert plan.fallbacks == {("silu_and_mul", "reference.stock"): 1}
+
+    @pytest.mark.parametrize("adapt", [None, lambda layer, bound: lambda x: bound(x) * 3])
+    def test_another_plugins_own_method_is_the_last(self, adapt: Any) -> None:
+        class Layer(Stock):
+            forward_oot = dispatch_method(
+                "silu_and_mul",
+                adapt=adapt,
+                last=silu("reference.stock", 9),
+                vllms=object,
+            )
+
+        plan = planning(managing(refusing("vendor.acme", "no")), "eager")
+        with building(plan):
+            layer = Layer()
+        assert layer.forward(X)[0, 0] == -1, "with the arguments of the layer's own call"
+        assert plan.fallbacks == {("silu_and_mul", FOREIGN.impl_id): 1}
 
     def test_adapt(self) -> None:
         class Layer(Stock):

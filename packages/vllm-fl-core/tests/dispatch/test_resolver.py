@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from builders import kind_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fl.dispatch.resolver import STOCK, Trace, describe, resolve
+from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Trace, describe, resolve
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import OpOrder, SelectionPolicy
 
@@ -26,6 +27,7 @@ TOKENS = [
     "flagos",
     "vendor",
     "reference",
+    "foreign",
     "stock",
     "vendor:nobody",
     "impl:nobody",
@@ -36,12 +38,15 @@ ORDERS = {
     "flagos": ["flagos", "vendor", "reference"],
     "vendor": ["vendor", "flagos", "reference"],
     "reference": ["reference", "flagos", "vendor"],
+    "stock": ["flagos", "vendor", "reference"],
 }
 ENGINE_ORDERS = {
     "flagos": ["flagos", "vendor", "stock", "reference"],
     "vendor": ["vendor", "flagos", "stock", "reference"],
     "reference": ["reference", "flagos", "vendor"],
+    "stock": ["foreign", "stock"],
 }
+THEIRS = {"SiluAndMul": "acme.Silu of vllm-acme 1.0"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Case:
     mode: str
     engine: bool
     strict: bool
+    foreign: bool = False
 
     @property
     def listed(self) -> list[str]:
@@ -81,15 +87,20 @@ class Case:
 
     def expected(self) -> list[str]:
         """The ids in the order in which they are tried."""
-        result: list[str] = []
+        is_foreign = self.engine and self.foreign
+        result = ["foreign.oot"] if is_foreign and "foreign" not in self.listed else []
         for token in self.listed:
             if token == "stock":
                 result += ["stock.vllm"] if self.engine else []
                 continue
+            if token == "foreign":
+                result += ["foreign.oot"] if is_foreign else []
+                continue
             group = [i for i in self.priorities if stands_under(i, token)]
             group = [i for i in group if not self.refused(i) and i not in result]
             result += sorted(group, key=lambda i: (-self.priorities[i], i))
-        forced = self.strict and self.written is not None  # the user's list, alone
+        # The user's list, alone.
+        forced = self.strict and self.written is not None and "foreign" not in self.listed
         if self.engine and "stock" not in self.listed and not forced:
             result.append("stock.vllm")
         return result
@@ -133,6 +144,7 @@ class Case:
             mode=self.mode,
             rejections=self.rejections,
             engine=self.engine,
+            foreign=THEIRS if self.foreign else None,
         )
 
 
@@ -160,6 +172,7 @@ cases = st.builds(
     mode=st.sampled_from(["eager", "compiled"]),
     engine=st.booleans(),
     strict=st.booleans(),
+    foreign=st.booleans(),
 )
 
 
@@ -174,7 +187,9 @@ def test_everything_installed_is_in_the_trace_and_what_is_rejected_has_a_reason(
 ) -> None:
     trace = case.trace()
     ids = [candidate.impl_id for candidate in trace.candidates]
-    assert sorted(ids) == sorted([*case.priorities, *(["stock.vllm"] if stock(trace) else [])])
+    theirs = ["foreign.oot"] if case.foreign and case.engine else []
+    own = [*theirs, *(["stock.vllm"] if stock(trace) else [])]
+    assert sorted(ids) == sorted([*case.priorities, *own])
     assert all(reason for _, reason in trace.rejected)
     assert [c.status for c in trace.candidates].count("selected") == (1 if case.expected() else 0)
     if case.expected():
@@ -238,6 +253,7 @@ def test_a_higher_preference_sorts_a_platforms_list_stably_and_a_users_never(
         assert got == tokens
     else:
         first = {"flagos": ("flagos", "impl:default."), "reference": ("reference", "impl:ref")}
+        first["stock"] = ("foreign", "stock")
         starts = first.get(kind, ("vendor", "impl:vendor."))
         preferred = [t for t in tokens if t.startswith(starts)]
         assert got == preferred + [t for t in tokens if t not in preferred]
@@ -352,6 +368,38 @@ def test_strict_and_a_backend_listed_alone_that_is_not_there_runs_nothing_else()
     assert ids(resolve("silu_and_mul", ALL, lax, engine=True)) == ["stock.vllm"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "want"),
+    [
+        (["vendor:acme", "foreign", "stock"], ["vendor.acme", "foreign.oot", "stock.vllm"]),
+        (["foreign", "vendor:acme"], ["foreign.oot", "vendor.acme", "stock.vllm"]),
+        (["vendor:acme", "stock"], ["foreign.oot", "vendor.acme", "stock.vllm"]),
+        ({"<=4": ["stock"], "rest": ["vendor:acme", "foreign"]}, ["stock.vllm", "foreign.oot"]),
+    ],
+)
+def test_what_another_plugin_has_replaced_is_its_own_until_an_order_names_it(
+    tokens: Any, want: list[str]
+) -> None:
+    policy = SelectionPolicy(per_op_order={"silu_and_mul": tokens})
+    trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS, tokens=1)
+    assert ids(trace) == want
+    (told,) = [candidate.reason for candidate in trace.candidates if candidate.impl is FOREIGN]
+    assert told == "layer SiluAndMul is acme.Silu of vllm-acme 1.0, not vllm-fl's"
+
+
+def test_foreign_where_there_is_none_is_skipped_whatever_else_holds() -> None:
+    listed = {"silu_and_mul": ["foreign", "vendor:acme"]}
+    for more in ({}, {"prefer": "stock"}, {"strict": True}):
+        policy = SelectionPolicy(per_op_order=listed, **more)  # type: ignore[arg-type]
+        assert ids(resolve("silu_and_mul", ALL, policy, engine=True)) == [
+            "vendor.acme",
+            "stock.vllm",
+        ]
+        assert ids(resolve("silu_and_mul", ALL, policy)) == ["vendor.acme"], "a script"
+    policy = SelectionPolicy(per_op_order=listed, strict=True, deny_vendors=frozenset({"acme"}))
+    assert ids(resolve("silu_and_mul", ALL, policy, engine=True)) == ["stock.vllm"]
+
+
 def test_vendor_filters_look_at_kind_vendor_only() -> None:
     policy = SelectionPolicy(allow_vendors=set(), deny_vendors={"flagos", "torch"})
     assert ids(resolve("silu_and_mul", ALL, policy)) == ["default.flagos", "reference.torch"]
@@ -397,6 +445,7 @@ def test_describe_is_the_log_lines_tail() -> None:
     assert describe(impl("vendor.acme")) == "'vendor.acme' (kind=vendor, vendor=acme)"
     assert describe(impl("default.flagos")) == "'default.flagos' (kind=flagos, vendor=None)"
     assert describe(STOCK) == "'stock.vllm' (kind=stock, vendor=None)"
+    assert describe(FOREIGN) == "'foreign.oot' (kind=foreign, vendor=None)"
 
 
 def test_kinds_are_spelled_as_the_tokens_are() -> None:

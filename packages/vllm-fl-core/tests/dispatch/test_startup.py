@@ -61,6 +61,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
         ]
         registry = OpRegistry()  # it finds contracts
         monkeypatch.setattr(startup.plugin_loader, "discover", lambda modules: found)
+        monkeypatch.setattr(startup, "vllms_own", lambda: None)
         return start(registry, env, **arguments)  # type: ignore[arg-type]
 
     return begin

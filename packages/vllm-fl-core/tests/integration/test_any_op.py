@@ -38,7 +38,7 @@ Entries = Callable[..., dict[str, PlanEntry]]
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
     """`entries(fused_by=(...))`: the plan of an engine where the op has such a binding."""
-    monkeypatch.setattr(planning, "foreign_layers", dict)
+    monkeypatch.setattr(planning, "foreign_ops", dict)
     platform = SimpleNamespace(vllm_fl_platform="cuda", device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
 

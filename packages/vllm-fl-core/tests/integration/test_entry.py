@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_fl.errors import PluginError, SettingsError
 from vllm_fl.integration import compat, entry, platform
-
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +18,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry, "rivals", tuple)
     monkeypatch.setattr(entry, "speaks_for_all", lambda: True)
     monkeypatch.setattr(platform, "overlay_path", lambda forced=None: f"overlay for {forced}")
+    monkeypatch.setattr(platform, "lay_in_place", lambda forced=None: None)
     for name in ("VLLM_FL_PREFER_ENABLED", "VLLM_FL_PLATFORM"):
         monkeypatch.delenv(name, raising=False)
 
@@ -84,15 +81,12 @@ def test_a_rival_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.distribution == "vllm-acme"
 
 
-@needs_vllm
-def test_a_platform_that_is_not_ours_is_said_or_its_error_raised(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import vllm.platforms
-
-    monkeypatch.setattr(vllm.platforms, "_current_platform", SimpleNamespace())
+def test_the_general_plugin_lays_the_overlay_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(platform, "lay_in_place", asked.append)
+    monkeypatch.setenv("VLLM_FL_PLATFORM", "acme")
     entry.general_plugin()
-    assert "its platform is SimpleNamespace, not ours" in caplog.text
-    monkeypatch.setattr(platform, "overlay_path", raising(PluginError("two devices")))
+    assert asked == ["acme"]
+    monkeypatch.setattr(platform, "lay_in_place", raising(PluginError("two devices")))
     with pytest.raises(PluginError, match="two devices"):
         entry.general_plugin()

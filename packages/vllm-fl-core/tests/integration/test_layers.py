@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+import torch
+from builders import managing, planning, refusing, silu
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
+from vllm.model_executor.layers.activation import SiluAndMul
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerPlace
+from vllm_fl.dispatch.context import building
+from vllm_fl.dispatch.resolver import FOREIGN
+from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.places import places
-from vllm_fl.integration.seams import layers
+from vllm_fl.integration.seams import layers, whole_layers
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.plugins.types import OpImpl
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +59,77 @@ def test_a_layer_of_another_plugins_is_told_with_its_owner(monkeypatch: pytest.M
     assert layers.owner_of(nobodys) == "no_such_module.Nobodys"
 
 
+class Theirs(SiluAndMul):
+    """Another plugin's: its result is told by its sign."""
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().forward_native(x)
+
+    forward_cpu = forward_oot
+
+
+class Bypassing(Theirs):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward_oot(x)
+
+
+def eager() -> VllmConfig:
+    compilation = CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"])
+    return VllmConfig(compilation_config=compilation)
+
+
+def built(plan: Plan) -> Any:
+    with set_current_vllm_config(eager()), building(plan), whole_layers.in_place(plan):
+        return SiluAndMul()
+
+
+X = torch.full((2, 8), 3.0)
+
+
+@pytest.mark.parametrize("theirs", [Theirs, Bypassing])
+def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
+    theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = custom_op.op_registry_oot
+    monkeypatch.setitem(table, "SiluAndMul", theirs)
+    foreign, own = layers.foreign_ops(), SiluAndMul.forward_native(X)
+
+    def plan(*order: Any, impl: OpImpl | None = None, **more: Any) -> Plan:
+        orders = {"silu_and_mul": order[0] if len(order) == 1 else [*order]}
+        manager = managing(impl or silu("vendor.acme", 100), per_op_order=orders)
+        return planning(manager, foreign=foreign, **more)
+
+    for order in (["vendor"], ["foreign", "vendor"], ["foreign", "stock"]):
+        left = plan(*order)
+        assert type(built(left)) is theirs and left.is_stock("silu_and_mul")
+        assert "silu_and_mul=foreign" in left.line()
+        assert "layer SiluAndMul is " in left.line()
+    kept = plan("vendor", "foreign", notes={"silu_and_mul": "oot_blacklist names SiluAndMul"})
+    assert type(built(kept)) is theirs and kept.entries["silu_and_mul"].label == "foreign"
+    assert type(built(plan("stock", "foreign"))) is SiluAndMul
+
+    taking = plan("vendor", "foreign", "stock")
+    layer = built(taking)
+    assert isinstance(layer, theirs) and table["SiluAndMul"] is theirs, "put back"
+    assert layer(X)[0, 0] == 103 and taking.entries["silu_and_mul"].label == "vendor.acme"
+    assert type(built(taking)) is type(layer)
+    assert layers.foreign_layers()["SiluAndMul"] == layers.owner_of(theirs)
+
+    refusing_all = plan("vendor", "foreign", impl=refusing("vendor.acme", "no"))
+    assert built(refusing_all)(X).equal(-own)
+    passes = 1 if theirs is Theirs else 2  # its `forward` comes back to a forward of ours
+    assert refusing_all.fallbacks == {("silu_and_mul", FOREIGN.impl_id): passes}
+    without_them = plan("vendor", "stock", "foreign", impl=refusing("vendor.acme", "no"))
+    assert built(without_them)(X).equal(own)
+    by_size = plan({"<=1": "vendor", "rest": ["foreign"]})
+    assert built(by_size)(X).equal(-own) and built(by_size)(X[:1])[0, 0] == 103
+
+    layers.bind_anew(layer, plan("foreign"), eager())
+    assert layer(X).equal(-own), "a plan that has given it up"
+
+
 @pytest.mark.parametrize("op", sorted(contracts()))
 def test_a_layer_for_verification_provides_what_the_contract_takes_from_it(op: str) -> None:
-    import torch
-
     spec = contracts()[op]
     sample = next(iter(spec.samples(torch.float32, torch.device("cpu"))))
     given = dict(zip(spec.parameters, sample.args, strict=True))

@@ -1,63 +1,98 @@
-"""Another distribution's platform plugin beside ours: one line that says what to do."""
+"""Other distributions' platform plugins beside ours: who answers, and the overlay in place."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
-from vllm_fl.errors import PluginError
-from vllm_fl.integration.device import other_platforms
+from vllm_fl.dispatch import platforms
+from vllm_fl.dispatch.platforms import foreign_platform, foreign_platforms
+from vllm_fl.dispatch.startup import detect_platform, is_foreign
+from vllm_fl.errors import OwnerError
+from vllm_fl.integration import platform
+from vllm_fl.integration.seams import lookups
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
+Install = Callable[..., None]
+
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """`install(body)`: the distribution vllm-acme, whose platform plugin `acme` runs `body`."""
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """`install(body, name, entry)`: a distribution vllm-NAME, whose platform plugin runs `body`."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 
-    def make(body: str) -> None:
-        info = tmp_path / "vllm_acme-1.0.dist-info"
+    def make(body: str, name: str = "acme", entry: str = "") -> None:
+        info = tmp_path / f"vllm_{name}-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-acme\nVersion: 1.0\n")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-{name}\nVersion: 1.0\n")
+        module = f"{tmp_path.name.replace('-', '_')}_{name}"
         (info / "entry_points.txt").write_text(
-            f"[vllm.platform_plugins]\nacme = {tmp_path.name.replace('-', '_')}_acme:register\n"
+            f"[vllm.platform_plugins]\n{entry or name} = {module}:register\n"
         )
-        module = tmp_path / f"{tmp_path.name.replace('-', '_')}_acme.py"
-        module.write_text(f"def register():\n    {body}\n")
+        (tmp_path / f"{module}.py").write_text(f"def register():\n    {body}\n")
 
     return make
 
 
-def test_one_that_answers_is_named_with_what_to_do(
-    install: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+def test_one_that_answers_is_known_by_its_entry_point(
+    install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("return 'acme.platform.AcmePlatform'")
-    (line,) = other_platforms()
-    assert "vllm-acme brings a platform of vLLM's too ('acme': acme.platform.AcmePlatform)" in line
-    assert "pip uninstall -y vllm-acme" in line
-    assert "VLLM_PLUGINS=fl for vllm-fl, VLLM_PLUGINS=acme for vllm-acme" in line
-    assert "\n" not in line
+    (found,) = foreign_platforms()
+    assert (found.name, found.release) == ("acme", "vllm-acme 1.0")
+    assert found.answer == "acme.platform.AcmePlatform"
+    assert detect_platform() == "acme"
+    assert is_foreign("acme") and not is_foreign("cpu")
     monkeypatch.setenv("VLLM_PLUGINS", "fl,acme")
-    assert len(other_platforms()) == 1
+    assert is_foreign("acme")
     for chosen in ("fl", "fl,acmes", ""):
         monkeypatch.setenv("VLLM_PLUGINS", chosen)
-        assert other_platforms() == ()
+        assert foreign_platform() is None and detect_platform() != "acme"
 
 
 @pytest.mark.parametrize("body", ["return None", "raise ImportError('no CANN')"])
-def test_one_that_does_not_answer_is_no_obstacle(install: Callable[[str], None], body: str) -> None:
+def test_one_that_does_not_answer_is_none(install: Install, body: str) -> None:
     install(body)
-    assert other_platforms() == ()
+    assert foreign_platform() is None
+
+
+@pytest.mark.parametrize("entry", ["cpu", "nvidia"])
+def test_one_with_a_name_of_vllms_own_is_known_by_its_distribution(
+    install: Install, entry: str
+) -> None:
+    """The policy files for the CPU must not hold for somebody else's platform."""
+    install("return 'acme.platform.AcmePlatform'", entry=entry)
+    assert detect_platform() == "vllm-acme"
+    assert not is_foreign("cpu") and not is_foreign("cuda")
+
+
+@pytest.mark.parametrize(
+    ("release", "is_asked"), [("0.27.1", True), ("0.28.0", False), ("0.33.0", False)]
+)
+def test_vllms_target_device_leaves_plugins_out_where_vllm_does(
+    install: Install, monkeypatch: pytest.MonkeyPatch, release: str, is_asked: bool
+) -> None:
+    install("return 'acme.platform.AcmePlatform'")
+    monkeypatch.setattr(platforms, "vllm_release", lambda: ("vllm", release))
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "CPU")
+    assert detect_platform() == ("acme" if is_asked else "cpu")
 
 
 def test_it_is_asked_once_and_in_silence(
-    install: Callable[[str], None],
+    install: Install,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
@@ -69,7 +104,7 @@ def test_it_is_asked_once_and_in_silence(
         "logging.getLogger('acme').warning('acme declines'); "
         "logging.getLogger('acme').error('acme is broken'); return 'acme.platform.AcmePlatform'"
     )
-    assert other_platforms() == other_platforms() != ()
+    assert foreign_platforms() == foreign_platforms() != ()
     assert asked.read_text() == "x"
     assert [record.getMessage() for record in caplog.records] == ["acme is broken"]
     logging.getLogger("acme").warning("again")
@@ -77,12 +112,236 @@ def test_it_is_asked_once_and_in_silence(
     assert "declines" not in capfd.readouterr().err
 
 
-@needs_vllm
-def test_the_platform_is_not_given_to_vllm_beside_another(install: Callable[[str], None]) -> None:
-    from vllm_fl.integration.platform import overlay_path
+class Kept(type):
+    """A metaclass, as a vendor's class may have one."""
 
-    assert overlay_path() is not None
+
+class Vendor(metaclass=Kept):
+    """A vendor's platform, with all that makes it hard to lay something over."""
+
+    device_name = "cpu"
+    found = "nothing"
+    made: ClassVar[list[object]] = []
+
+    def __init_subclass__(cls) -> None:
+        raise TypeError("final")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("guarded")
+
+    @classmethod
+    def find(cls) -> None:
+        cls.found = "an NPU"
+
+    @classmethod
+    @functools.lru_cache
+    def pool(cls) -> object:
+        cls.made.append(cls)
+        return object()
+
+    @classmethod
+    @functools.lru_cache
+    def get_pass_manager_cls(cls) -> str:
+        return "acme.Manager"
+
+    @property
+    def own_class(self) -> type:
+        return type(self)
+
+
+@pytest.fixture
+def in_place(install: Install, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """`in_place(current)`: the platform of vLLM's, after our general plugin."""
+    install("return 'acme.platform.Vendor'")
+
+    def lay(current: Any) -> Any:
+        vllm = SimpleNamespace(builtin_platform_plugins={}, current_platform=current)
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=vllm))
+        monkeypatch.setitem(sys.modules, "vllm.platforms", vllm)
+        assert platform.overlay_path() is None, "vLLM takes the other one's class"
+        platform.lay_in_place()
+        return current
+
+    return lay
+
+
+def test_the_object_stays_and_gets_a_class_over_its_own(in_place: Callable[[Any], Any]) -> None:
+    made = in_place(Vendor())
+    assert platform.is_overlay(made) and isinstance(made, Vendor)
+    assert type(made).__name__ == "Vendor"
+    assert (made.vllm_fl_platform, made.vllm_fl_foreign) == ("acme", True)
+    own = type(made)
+    platform.lay_in_place()
+    assert type(made) is own, "once"
+    platform.step_aside()
+    assert type(made) is Vendor
+
+
+def test_what_is_found_out_through_the_object_is_the_vendors(
+    in_place: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Vendor, "found", "nothing")
+    made = in_place(Vendor())
+    made.find()
+    assert Vendor.found == "an NPU"
+    made.own_class.found = "two NPUs"
+    assert Vendor.found == "two NPUs"
+    del type(made).found
+    assert not hasattr(Vendor, "found")
+    type(made).vllm_fl_stock_priority = None
+    assert not hasattr(Vendor, "vllm_fl_stock_priority"), "what is ours is not"
+
+
+def test_what_the_vendor_has_cached_is_not_made_anew(in_place: Callable[[Any], Any]) -> None:
+    pool = Vendor.pool()
+    made = in_place(Vendor())
+    assert made.pool() is pool is Vendor.pool() and Vendor.made == [Vendor]
+    assert "get_pass_manager_cls" not in vars(type(made)), "ours comes first"
+
+
+def test_it_is_pickled_by_name(in_place: Callable[[Any], Any]) -> None:
+    made = in_place(Vendor())
+    assert pickle.loads(pickle.dumps(type(made))) is type(made)
+    assert type(pickle.loads(pickle.dumps(made))) is type(made)
+
+
+class Refusing(type):
+    def __new__(cls, name: str, bases: tuple[type, ...], fields: dict[str, Any]) -> Any:
+        if bases:
+            raise TypeError("no class derives from it")
+        return super().__new__(cls, name, bases, fields)
+
+
+class Final(metaclass=Refusing):
+    pass
+
+
+class Narrow:
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("cls", [Final, Narrow])
+def test_a_class_that_takes_no_overlay_runs_as_it_is(
+    in_place: Callable[[Any], Any], cls: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = in_place(cls())
+    assert type(made) is cls
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and record.getMessage().endswith("[FL513]")
+    assert f"{cls.__name__} takes no overlay" in record.getMessage()
+
+
+class Ours:
+    """What we change of a vendor's class."""
+
+    def load_model(self) -> str:
+        return "ours"
+
+
+class Worker:
+    """A vendor's."""
+
+    def load_model(self) -> str:
+        return "vendor's"
+
+
+class Poor:
+    """One that lacks what ours calls."""
+
+
+@pytest.mark.parametrize(("cls", "lies_over"), [(Worker, True), (Poor, False), (Final, False)])
+def test_a_vendors_worker_is_wrapped_or_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cls: type, lies_over: bool
+) -> None:
+    module = SimpleNamespace(Worker=cls)
+    monkeypatch.setitem(sys.modules, "vllm__acme", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm__acme.worker", module)
+    path = lookups.path_over(__name__, "Over:", "vllm__acme.worker.Worker")
+    name = path.removeprefix(f"{__name__}.")
+    assert "." not in name, "vLLM takes what is before the last dot for a module"
+    made = lookups.over_class(__name__, "Over:", name, Ours)
+    assert (made is cls) is not lies_over
+    assert issubclass(made, cls) and issubclass(made, Ours) is lies_over
+    told = [record.getMessage()[-7:] for record in caplog.records]
+    assert told == ([] if lies_over else ["[FL513]"])
+
+
+def test_one_named_like_vllms_own_is_said(
+    in_place: Callable[[Any], Any],
+    install: Install,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install("return 'acme.platform.Vendor'", "bolt", "cpu")
+    monkeypatch.setenv("VLLM_PLUGINS", "fl,cpu")
+    made = in_place(Vendor())
+    assert made.vllm_fl_platform == "vllm-bolt"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and record.getMessage().endswith("[FL213]")
+
+
+def test_two_that_answer_are_one_error_with_both(install: Install) -> None:
     install("return 'acme.platform.AcmePlatform'")
-    with pytest.raises(PluginError, match="pip uninstall -y vllm-acme") as error:
-        overlay_path()
-    assert error.value.distribution == "vllm-acme"
+    install("return 'bolt.Platform'", "bolt")
+    with pytest.raises(OwnerError) as error:
+        platform.overlay_path()
+    for told in ("'acme' of vllm-acme 1.0", "'bolt' of vllm-bolt 1.0", "VLLM_PLUGINS=fl,"):
+        assert told in error.value.message
+    assert "uninstall" not in error.value.message
+
+
+def test_a_device_of_ours_that_is_forced_beside_one_is_an_error(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("return 'acme.platform.AcmePlatform'")
+    for forced, asked in (("acme", 0), ("cpu", 0), ("bolt", 1)):
+        calls: list[object] = []
+
+        def device(name: object, calls: list[object] = calls) -> SimpleNamespace:
+            calls.append(name)
+            return SimpleNamespace(name=name)
+
+        monkeypatch.setattr(platform, "_device", device)
+        if asked:
+            with pytest.raises(OwnerError, match="VLLM_FL_PLATFORM asks for 'bolt'"):
+                platform.overlay_path(forced)
+        else:
+            assert platform.overlay_path(forced) is None
+        assert len(calls) == asked
+
+
+SCRIPT = """
+from vllm.plugins import load_general_plugins
+from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
+load_general_plugins()
+cls = type(current_platform)
+print(cls.__module__, cls.__name__, current_platform.vllm_fl_platform, cls.vllm_fl_foreign)
+print(current_platform.is_cpu(), isinstance(current_platform, CpuPlatform))
+"""
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, "vllm_fl.integration.platform CpuPlatform acme True"),
+        ({"VLLM_PLUGINS": "fl,acme"}, "vllm_fl.integration.platform CpuPlatform acme True"),
+        ({"VLLM_PLUGINS": "fl"}, "vllm_fl.integration.platform CpuPlatformFL cpu False"),
+        ({"VLLM_TARGET_DEVICE": "cpu"}, "vllm_fl.integration.platform CpuPlatform cpu False"),
+    ],
+)
+def test_the_platform_of_a_process_of_vllms(
+    install: Install, tmp_path: Path, variables: dict[str, str], told: str
+) -> None:
+    install("return 'vllm.platforms.cpu.CpuPlatform'")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": path, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == [told, "True True"]

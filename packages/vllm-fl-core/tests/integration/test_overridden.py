@@ -226,7 +226,6 @@ def test_everything_that_is_used_is_in_the_table() -> None:
         "AttentionConfig.backend",
         "CompilationConfig.mode",
         "CompilationMode.NONE",
-        "CustomOp.register_oot",
         "GroupCoordinator.world_size",
         "IrOp.register_impl",
         "IrOpImpl.impl_fn",

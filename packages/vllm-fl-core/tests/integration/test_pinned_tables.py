@@ -46,7 +46,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
     registry.register_many([silu("vendor.acme"), silu("vendor.zeta")])
     manager = OpManager(registry)
     monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
-    monkeypatch.setattr(planning, "foreign_layers", dict)
+    monkeypatch.setattr(planning, "foreign_ops", dict)
     monkeypatch.setattr(
         vllm.platforms, "_current_platform", SimpleNamespace(vllm_fl_platform="cpu")
     )

@@ -52,7 +52,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
     registry.register_impl(silu("vendor.acme"))
     manager = OpManager(registry)
     monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
-    monkeypatch.setattr(planning, "foreign_layers", dict)
+    monkeypatch.setattr(planning, "foreign_ops", dict)
     monkeypatch.setattr(
         vllm.platforms,
         "_current_platform",
@@ -207,8 +207,11 @@ def test_lists_leave_a_layer_to_vllm(variables: dict[str, str], why: str) -> Non
 
 
 def test_a_layer_of_another_plugins_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "foreign_layers", lambda: {"SiluAndMul": "acme.Silu of acme 1"})
-    assert reason() == ("stock", "layer SiluAndMul is acme.Silu of acme 1, not vllm-fl's")
+    theirs = {"silu_and_mul": {"SiluAndMul": "acme.Silu of acme 1"}}
+    monkeypatch.setattr(planning, "foreign_ops", lambda: theirs)
+    assert reason() == ("foreign", "layer SiluAndMul is acme.Silu of acme 1, not vllm-fl's")
+    monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=vendor|foreign|stock")
+    assert reason()[0] == "vendor.acme"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -41,35 +41,61 @@ class CpuPlatform:
         return f"stock.Attention for {request[2]}"
 
 
-@pytest.fixture
-def acme() -> Iterator[ModuleType]:
-    """A module `acme_platform` with the class."""
+def pointing(**names: Any) -> ModuleType:
     module = ModuleType("acme_platform")
-    module.CpuPlatform = CpuPlatform  # type: ignore[attr-defined]
-    sys.modules["acme_platform"] = module
-    yield module
-    del sys.modules["acme_platform"]
-    for name in [n for n in vars(platform) if n.startswith(("Overlay__acme", "Device__"))]:
-        del vars(platform)[name]
+    vars(module).update(names)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """`vllm.platforms` of a machine that vLLM does not know, with the class in a module."""
+    vllm = SimpleNamespace(builtin_platform_plugins={"cpu": lambda: None}, current_platform=None)
+    monkeypatch.setitem(sys.modules, "acme_platform", pointing(CpuPlatform=CpuPlatform))
+    monkeypatch.setattr(platform, "foreign_platforms", tuple)
+    monkeypatch.setattr(platform, "foreign_platform", lambda: None)
+    return vllm
 
 
 @pytest.fixture
-def device(acme: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def bare(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The same, in the place of vLLM's own."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=machine))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", machine)
+    return machine
+
+
+def made_of(path: str | None) -> Any:
+    assert path == f"{platform.__name__}.Overlay"
+    return platform.Overlay  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def device(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`device(**fields)`: the overlay over the platform of a device that a plugin brings."""
 
     def make(path: str = "acme_platform.CpuPlatform", **fields: Any) -> Any:
         profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True, **fields)
-        monkeypatch.setattr(platform, "profile_named", lambda name: profile)
-        return platform.Device__acme  # type: ignore[attr-defined]
+        monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=machine))
+            patch.setitem(sys.modules, "vllm.platforms", machine)
+            return made_of(platform.overlay_path())
 
     return make
 
 
-def test_the_class_is_made_from_its_path_once(acme: ModuleType) -> None:
-    made: Any = platform.Overlay__acme_platform__CpuPlatform  # type: ignore[attr-defined]
-    assert made is platform.Overlay__acme_platform__CpuPlatform  # type: ignore[attr-defined]
+@pytest.mark.parametrize("name", ["cpu", "rocm", "xpu", "another"])
+def test_any_platform_of_vllms_own_is_laid_over(bare: SimpleNamespace, name: str) -> None:
+    bare.builtin_platform_plugins = {
+        "fails": lambda: 1 / 0,
+        "declines": lambda: None,
+        name: lambda: "acme_platform.CpuPlatform",
+    }
+    made = made_of(platform.overlay_path())
     assert issubclass(made, platform.PlatformOverlay) and issubclass(made, CpuPlatform)
-    assert made.__name__ == "CpuPlatformFL" and made.vllm_fl_platform == "cpu"
+    assert made.__name__ == "CpuPlatformFL" and made.vllm_fl_platform == name
+    assert not made.vllm_fl_foreign
     assert platform.is_overlay(made()) and not platform.is_overlay(CpuPlatform())
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = platform.Nothing  # type: ignore[attr-defined]
@@ -89,17 +115,15 @@ def test_what_a_device_does_not_bring_is_the_platforms(device: Callable[..., Any
 
 @needs_vllm
 def test_passes_of_ours_are_behind_the_platforms_own_manager(
-    device: Callable[..., Any], acme: ModuleType, monkeypatch: pytest.MonkeyPatch
+    device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_fl.integration.passes import manager_path
 
-    in_tree: Any = platform.Overlay__acme_platform__CpuPlatform  # type: ignore[attr-defined]
     own = manager_path("acme.PassManager")
     assert device().get_pass_manager_cls() == own, "a manager of the device's own"
     vllms = "vllm.compilation.passes.pass_manager.PostGradPassManager"
     monkeypatch.setattr(CpuPlatform, "manager", vllms)
     assert device().get_pass_manager_cls() == manager_path(vllms)
-    assert in_tree.get_pass_manager_cls() == manager_path(vllms)
 
 
 def test_a_platform_class_that_cannot_be_imported_names_the_device(
@@ -148,26 +172,27 @@ def test_an_engine_that_is_stock_has_the_platforms_attention(
 @pytest.mark.parametrize(
     ("in_tree", "forced", "expected"),
     [
-        ("vllm.platforms.cpu.CpuPlatform", None, "Overlay__vllm__platforms__cpu__CpuPlatform"),
-        ("vllm.platforms.cpu.CpuPlatform", "cpu", "Overlay__vllm__platforms__cpu__CpuPlatform"),
-        ("vllm.platforms.cpu.CpuPlatform", "acme", "Device__acme"),
-        (None, None, "Device__acme"),
-        ("vllm.platforms.tpu.TpuPlatform", None, "Device__acme"),
+        (True, None, "cpu"),
+        (True, "cpu", "cpu"),
+        (True, "acme", "acme"),
+        (False, None, "acme"),
+        (False, "cpu", "acme"),
     ],
 )
 def test_vllms_own_platform_comes_first_unless_a_device_is_forced(
-    monkeypatch: pytest.MonkeyPatch, in_tree: str | None, forced: str | None, expected: str
+    bare: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    in_tree: bool,
+    forced: str | None,
+    expected: str,
 ) -> None:
-    vllm = SimpleNamespace(builtin_platform_plugins={"one": lambda: in_tree})
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(platforms=vllm))
-    monkeypatch.setitem(sys.modules, "vllm.platforms", vllm)
-    monkeypatch.setattr(platform, "other_platforms", tuple)
-    found = SimpleNamespace(name="acme")
-    monkeypatch.setattr(platform, "detect_device", lambda forced: found)
-    assert platform.overlay_path(forced) == f"{platform.__name__}.{expected}"
+    if in_tree:
+        bare.builtin_platform_plugins["cpu"] = lambda: "acme_platform.CpuPlatform"
+    path = "acme_platform.CpuPlatform"
+    profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True)
+    monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
+    assert made_of(platform.overlay_path(forced)).vllm_fl_platform == expected
 
 
-def test_a_machine_that_nobody_knows_is_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "_in_tree_path", lambda: None)
-    monkeypatch.setattr(platform, "detect_device", lambda forced: None)
+def test_a_machine_that_nobody_knows_is_stock(bare: SimpleNamespace) -> None:
     assert platform.overlay_path() is None

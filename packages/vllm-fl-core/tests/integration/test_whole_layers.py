@@ -26,12 +26,13 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration import planning as from_config
-from vllm_fl.integration.seams import lookups, whole_layers
+from vllm_fl.integration.seams import layers, lookups, whole_layers
 from vllm_fl.plugins.types import BackendImplKind, Impl, LayerImpl, LayerRequest
 from vllm_fl.settings.loading import load_settings
 
 TABLE = custom_op.op_registry_oot
 REQUEST = LayerRequest("", torch.bfloat16)
+NOTHING: dict[str, Any] = {}
 
 
 class Mixer(PluggableLayer):
@@ -85,10 +86,10 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     whole_layers._chosen.cache_clear()
     before = dict(TABLE)
 
-    def make(*impls: Impl, notes: Any = None, **policy: Any) -> Plan:
+    def make(*impls: Impl, notes: Any = None, foreign: Any = NOTHING, **policy: Any) -> Plan:
         manager = managing(*impls, **policy)
         monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
-        return planning(manager, notes=notes or {})
+        return planning(manager, notes=notes or {}, foreign=foreign)
 
     yield make
     TABLE.clear()
@@ -105,7 +106,7 @@ def test_it_stands_in_vllms_table_while_the_block_runs(plan: Make) -> None:
         assert type(Mixer()) is OwnMixer
         assert type(BigMixer()) is BigMixer, "a subclass is a layer of its own"
         assert maybe_get_oot_by_class(Mixer) is OwnMixer
-        assert "Mixer" not in whole_layers.foreign()
+        assert "Mixer" not in layers.foreign_layers()
     assert before == TABLE and type(Mixer()) is Mixer
     with pytest.raises(OSError), whole_layers.in_place(made):
         raise OSError("no weights")
@@ -124,16 +125,23 @@ def test_what_is_left_to_vllm_does_not_stand_there(plan: Make) -> None:
         assert whole_layers.served(made, torch.nn.Sequential(Mixer())) == {}
 
 
-def test_another_plugins_entry_is_left_alone_and_named(plan: Make) -> None:
+def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
     plan(impl())
     theirs = type("Theirs", (Mixer,), {"__module__": "pytest"})
     TABLE["Mixer"] = theirs
-    note = whole_layers.note("Mixer", "test_mixer", facts())
-    assert note.startswith("layer Mixer is pytest.Theirs of pytest ")
-    made = plan(impl(), notes={"Mixer": note})
-    with whole_layers.in_place(made):
-        assert type(Mixer()) is theirs
-    assert TABLE["Mixer"] is theirs
+    foreign = layers.foreign_ops()
+    assert foreign["Mixer"]["Mixer"].startswith("pytest.Theirs of pytest ")
+    for order, cls, label in (
+        (["vendor"], theirs, "foreign"),
+        (["foreign", "vendor"], theirs, "foreign"),
+        (["vendor", "foreign"], OwnMixer, "vendor.acme"),
+        (["stock", "foreign"], Mixer, "stock"),
+    ):
+        made = plan(impl(), per_op_order={"Mixer": order}, foreign=foreign)
+        assert made.entries["Mixer"].label == label
+        with whole_layers.in_place(made):
+            assert type(Mixer()) is cls
+        assert TABLE["Mixer"] is theirs
     since = plan(impl())
     with (
         pytest.raises(VllmFLError, match=r"Mixer was replaced by pytest\.Theirs") as caught,

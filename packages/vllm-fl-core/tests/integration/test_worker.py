@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from builders import managing, planning, silu
 
-from vllm_fl.plugins.registry import Owner
-
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 START = """
@@ -168,11 +166,12 @@ GemmaRMSNorm.register_oot(TheirNorm)
 """
 
 
-def test_a_layer_of_another_plugins_is_in_the_digest() -> None:
-    """The op's other layers are ours all the same, so that its candidates are what they were."""
+def test_a_layer_of_another_plugins_is_in_the_plan_and_the_digest() -> None:
     first, rest = START.split("\nfrom vllm_fl.dispatch import reset_global", 1)
     theirs = start(f"{first}{FOREIGN}\nfrom vllm_fl.dispatch import reset_global{rest}")["report"]
     plain = start()["report"]
+    assert theirs["ops"].pop("rms_norm")["impl"] == "foreign"
+    assert plain["ops"].pop("rms_norm")["impl"] == "stock"
     assert theirs["ops"] == plain["ops"]
     assert theirs["digest"] != plain["digest"]
 
@@ -218,26 +217,3 @@ def test_the_log_names_what_a_compiler_takes_whole_since_it_is_ordered_by_size(
     (line,) = said(planning(by_size, "compiled"))
     assert "nothing fused into it: silu_and_mul." in line
     assert said(planning(by_size, "compiled"), {"silu_and_mul"}) == []
-
-
-@pytest.mark.parametrize("order", ["vendor", {"<=4": "stock", "rest": "vendor"}])
-def test_a_foreign_layer_is_named_with_what_does_not_run_in_it(
-    order: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though the op is left to its owner by a note, and so has no candidates of its own."""
-    from vllm_fl.integration import worker
-
-    manager = managing(silu("vendor.acme"), per_op_order={"silu_and_mul": order})
-    plan = planning(manager, notes={"silu_and_mul": "layer SiluAndMul is theirs"})
-    snapshot = SimpleNamespace(owners={("silu_and_mul", "vendor.acme"): Owner("acme", "acme", "1")})
-    default = SimpleNamespace(registry=SimpleNamespace(snapshot=lambda: snapshot))
-    monkeypatch.setattr(worker, "get_default_manager", lambda: default)
-    monkeypatch.setattr(worker, "foreign_layers", lambda: {"SiluAndMul": "theirs.Silu of theirs 2"})
-    layer = SimpleNamespace(op="silu_and_mul", cls="SiluAndMul")
-    monkeypatch.setattr(worker, "layer_table", lambda: [layer])
-    caplog.set_level("WARNING", logger="vllm_fl")
-    worker._warn_of_foreign_layers(plan)
-    messages = [record.getMessage() for record in caplog.records]
-    (said,) = [message for message in messages if "is left to" in message]
-    assert "SiluAndMul is left to theirs.Silu of theirs 2" in said
-    assert "'vendor.acme' of acme 1 does not run" in said

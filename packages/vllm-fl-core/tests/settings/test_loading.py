@@ -140,6 +140,24 @@ def test_only_a_higher_preference_re_sorts_a_platforms_list(
         assert (str(before), origin) == ("flagos|vendor|reference", f"{path}:1 (acme)")
 
 
+def test_another_plugins_platform_is_left_as_it_is_until_somebody_asks(write: Write) -> None:
+    settings = load_settings(platform="acme", foreign=True)
+    assert settings.policy.prefer == "stock"
+    assert settings["prefer"].origin == "another plugin's platform, which no policy file knows"
+    assert [*map(str, settings.policy.order("rms_norm", engine=True))] == ["foreign", "stock"]
+    assert [*map(str, settings.policy.order("rms_norm"))] == ["flagos", "vendor", "reference"]
+    own = write("own.yaml", "op_backends: {rms_norm: [vendor:acme, foreign]}\n")
+    shipped = [("vllm-acme", write("acme.yaml", "strict: false\n"))]
+    for env, files, prefer in (
+        ({"VLLM_FL_PREFER": "vendor"}, [], "vendor"),
+        ({"VLLM_FL_CONFIG": own}, [], "stock"),
+        ({"VLLM_FL_CONFIG": own}, shipped, "stock"),
+        ({}, shipped, "flagos"),
+    ):
+        made = load_settings(env, platform="acme", platform_files=files, foreign=True)
+        assert made.policy.prefer == prefer
+
+
 @pytest.mark.parametrize("source", ["VLLM_FL_PER_OP", "VLLM_FL_OP_CONFIG", "VLLM_FL_CONFIG"])
 def test_what_the_user_wrote_is_never_re_sorted(write: Write, source: str) -> None:
     value = {

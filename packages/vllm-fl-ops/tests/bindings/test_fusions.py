@@ -54,7 +54,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry))
-    monkeypatch.setattr(planning, "foreign_layers", dict)
+    monkeypatch.setattr(planning, "foreign_ops", dict)
     on_platform(monkeypatch, is_cuda_alike=lambda: True)
 
 

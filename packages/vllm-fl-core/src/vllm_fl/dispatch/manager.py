@@ -195,6 +195,7 @@ class OpManager(OlderManager):
         demoted: Mapping[str, str] | None = None,
         policy: SelectionPolicy | None = None,
         without_layer: bool = False,
+        foreign: Mapping[str, str] | None = None,
         tokens: int | None = None,
     ) -> Trace:
         """Every candidate of `op` with what was decided about it.
@@ -207,6 +208,7 @@ class OpManager(OlderManager):
             demoted: impl id -> why an engine demoted it; by default the process's demotions.
             policy: the policy; by default the one in force.
             without_layer: reject implementations that need a layer, since there is none.
+            foreign: the op's layers that another plugin has replaced -> whose they are.
             tokens: how many tokens a call has, where the op is ordered by size (`ceilings`); None
                 is more than every ceiling.
 
@@ -227,7 +229,14 @@ class OpManager(OlderManager):
                 i.impl_id: NEEDS_LAYER for i in impls if isinstance(i, OpImpl) and i.needs_layer
             }
         trace = resolve(
-            op, impls, policy, mode=mode, rejections=rejected, engine=engine, tokens=tokens
+            op,
+            impls,
+            policy,
+            mode=mode,
+            rejections=rejected,
+            engine=engine,
+            foreign=foreign,
+            tokens=tokens,
         )
         check_named(trace, impls, self._plugins)
         check_contract(op, snapshot, self._plugins)

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..plugins.types import BackendImplKind, OpImpl, parameters_of
 from .context import Binder, current_binder
-from .resolver import STOCK
+from .guard import Left
+from .resolver import FOREIGN, STOCK
 
 __all__ = ["PLAN", "dispatch_method"]
 
@@ -35,8 +36,10 @@ class dispatch_method:
         stand_in: layer -> what is asked in its place for the parameters that a layer provides, and
             is handed to implementations that take the layer; for a layer whose attributes mean
             something else than the contract's.
-        traces_own: in compiled code the method is the base class's own, whose parameters must be
-            the bound op's: for an op that reaches the compiler by another way.
+        traces_own: in compiled code the method is vLLM's own, whose parameters must be the bound
+            op's: for an op that reaches the compiler by another way.
+        vllms: vLLM's own class, where the base class is another plugin's: a call that every
+            candidate refused goes to the base class.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class dispatch_method:
         last: OpImpl | None = None,
         stand_in: Callable[[Any], object] | None = None,
         traces_own: bool = False,
+        vllms: type | None = None,
     ) -> None:
         self.op = op
         self.grants = frozenset(grants)
@@ -55,6 +59,7 @@ class dispatch_method:
         self.last = last
         self.stand_in = stand_in
         self.traces_own = traces_own
+        self.vllms = vllms
         self.owner: type | None = None
         self.name = op
 
@@ -66,7 +71,7 @@ class dispatch_method:
             return self  # type: ignore[return-value]  # read on the class: the descriptor
         plan: Binder | None = instance.__dict__.setdefault(PLAN, current_binder())
         provider = self.stand_in(instance) if self.stand_in else instance
-        own: OpImpl | None = None
+        base: OpImpl | None = None
         if plan is None:
             from . import get_default_manager
 
@@ -76,29 +81,31 @@ class dispatch_method:
         else:
             traced = not self.traces_own
             is_called = plan.mode == "eager" or not traced
-            if is_called and plan.is_partly_stock(self.op):
-                own = self._as_candidate(instance)
-            bound = plan.bind(
-                self.op, provider, self.grants, last=self.last, own=own, traced=traced
-            )
+            if is_called and (self.vllms is not None or plan.is_partly_stock(self.op)):
+                base = self._as_candidate(instance)
+            last = self.last if self.vllms is None or base is None else base
+            bound = plan.bind(self.op, provider, self.grants, last=last, own=base, traced=traced)
         if self.adapt:
             bound = self.adapt(instance, bound)
-        if own is not None and own.fn is _leave:
+        if base is not None and base.fn is _leave:
             bound = partial(_unless_left, self.own(instance), bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
 
             # A partial, not a closure: a copy of the layer then has its own methods in it.
-            return partial(_unless_compiling, is_compiling, self.own(instance), bound)
+            own = self.own(instance, self.vllms)
+            return partial(_unless_compiling, is_compiling, own, bound)
         return bound
 
-    def own(self, instance: Any) -> Bound:
-        """The base class's method."""
-        method: Bound = getattr(super(self.owner, instance), self.name)
+    def own(self, instance: Any, cls: type | None = None) -> Bound:
+        """The base class's method, or that of another class that it is made of."""
+        mro = type(instance).__mro__
+        after = self.owner if cls is None else mro[mro.index(cls) - 1]
+        method: Bound = getattr(super(after, instance), self.name)
         return method
 
     def _as_candidate(self, instance: Any) -> OpImpl | None:
-        """The base class's method as a candidate for sizes that are stock; None without one.
+        """The base class's method as a candidate; None without one.
 
         A layer whose parameters are not the op's, or whose attributes mean something else, has
         `_leave` in its stead.
@@ -109,7 +116,8 @@ class dispatch_method:
             return None
         forward = _leave if self.adapt or self.stand_in else forward
         kind = BackendImplKind.REFERENCE
-        return OpImpl(self.op, STOCK.impl_id, kind, forward, consumes=self.grants)
+        whose = STOCK if self.vllms is None else FOREIGN
+        return OpImpl(self.op, whose.impl_id, kind, forward, consumes=self.grants)
 
     def _is_kept(self, plan: Binder) -> bool:
         """Whether the user leaves this one layer class to vLLM."""
@@ -136,23 +144,15 @@ def _with_layer(owner: type, cls: type, name: str) -> Callable[..., Any] | None:
     return with_layer
 
 
-class _Left(Exception):
-    """A call whose size is stock, in a layer whose parameters are not the op's.
-
-    Only the bound op knows the size, and only the layer's own call has the arguments of the layer's
-    method. Between them is what `adapt` made, which an exception passes through unnoticed.
-    """
-
-
 def _leave(*_: Any) -> Any:
-    raise _Left
+    raise Left
 
 
 def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
-    """`bound`; `own` for a call whose size is stock, of which nothing is computed before."""
+    """`bound`; `own` for a call that is left to it, of which nothing is computed before."""
     try:
         return bound(*args, **kwargs)
-    except _Left:
+    except Left:
         return own(*args, **kwargs)
 
 

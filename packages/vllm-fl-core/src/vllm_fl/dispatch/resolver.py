@@ -14,19 +14,28 @@ from typing import Literal, cast
 from ..plugins.types import Impl
 from ..settings.policy import Mode, SelectionPolicy, Token
 
-__all__ = ["STOCK", "UNORDERED", "Candidate", "Stock", "Trace", "describe", "resolve"]
+__all__ = ["FOREIGN", "STOCK", "UNORDERED", "Candidate", "Stock", "Trace", "describe", "resolve"]
 
 
 @dataclass(frozen=True)
 class Stock:
-    """vLLM's own path, left untouched. Inside an engine it is a candidate, listed or not."""
+    """What runs without us. Inside an engine it is a candidate, listed or not."""
 
     impl_id: str = "stock.vllm"
     vendor: None = None
     priority: None = None
 
+    @property
+    def token(self) -> str:
+        """The token that names it in an order."""
+        return self.impl_id.partition(".")[0]
+
 
 STOCK = Stock()
+"""vLLM's own path, left untouched."""
+
+FOREIGN = Stock("foreign.oot")
+"""The class by which another plugin of vLLM's has replaced a layer of the op, left untouched."""
 
 UNORDERED = "before reference, where nobody orders the op"
 """Why vLLM's own path has its place in an order that nobody wrote."""
@@ -73,7 +82,7 @@ class Trace:
 
     @property
     def before_stock(self) -> tuple[Impl, ...]:
-        """Those of the admitted that come before vLLM's own path, in order."""
+        """Those of the admitted that come before what runs without us, in order."""
         before = takewhile(lambda impl: not isinstance(impl, Stock), self.admitted)
         return cast("tuple[Impl, ...]", tuple(before))
 
@@ -96,6 +105,7 @@ def resolve(
     mode: Mode = "eager",
     rejections: Mapping[str, str] | None = None,
     engine: bool = False,
+    foreign: Mapping[str, str] | None = None,
     tokens: int | None = None,
 ) -> Trace:
     """Order the candidates of one op.
@@ -111,7 +121,10 @@ def resolve(
         mode: the engine's mode; lists may differ by it.
         rejections: impl id -> why it is rejected whatever the policy says (demoted, blacklisted).
         engine: whether `stock` is a candidate: where the order names it, else at the end. In strict
-            mode a list of the user's that does not name it leaves it out.
+            mode a list of the user's that names neither it nor `foreign` leaves it out.
+        foreign: the layers of the op that another plugin has replaced -> whose they are. That is a
+            candidate then: where the order names `foreign`, else the first one. If other sizes
+            name it, it is the last one.
         tokens: how many tokens a call has, where the policy orders the op by size; None is more
             than every ceiling.
     """
@@ -133,10 +146,19 @@ def resolve(
         else:
             rank = (place, -(impl.priority or 0), impl.impl_id)
             ranked.append((rank, impl, f"token {order[place]}"))
-    named = next((n for n, token in enumerate(order) if token.kind == "stock"), None)
-    forced = policy.strict and listed is not None and listed.pinned
-    if engine and named is not None:
-        ranked.append(((named, 0, ""), STOCK, "token stock" if listed else UNORDERED))
+    named = {token.kind: n for n, token in enumerate(order)}
+    forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
+    if engine and foreign:
+        rows = listed.rows(mode) if listed else ()
+        elsewhere = any(token.kind == "foreign" for _, tokens in rows for token in tokens)
+        place = named.get("foreign", len(order) if elsewhere else -1)
+        (layer, owner), *others = foreign.items()
+        more = f", and so {len(others)} more" * bool(others)
+        reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
+        ranked.append(((place, 0, ""), FOREIGN, reason))
+    if engine and "stock" in named:
+        ordered = listed or policy.prefer == "stock"
+        ranked.append(((named["stock"], 0, ""), STOCK, "token stock" if ordered else UNORDERED))
     elif engine and not forced:
         ranked.append(((len(order), 0, ""), STOCK, "implicit last"))
     candidates = [
@@ -148,5 +170,5 @@ def resolve(
 
 def describe(impl: Impl | Stock) -> str:
     """`'vendor.cpu' (kind=vendor, vendor=cpu)`: an implementation in a log line."""
-    kind = "stock" if isinstance(impl, Stock) else impl.kind.value
+    kind = impl.token if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"

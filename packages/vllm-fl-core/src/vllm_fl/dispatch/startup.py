@@ -20,10 +20,12 @@ from ..plugins.types import DeviceProfile
 from ..settings.loading import Settings, check_names, load_settings, load_startup
 from ..settings.schema import TAKEN
 from ..settings.values import PLATFORMS
+from .platforms import foreign_platform, torchs_own, vllms_own
 
 __all__ = [
     "Startup",
     "detect_platform",
+    "is_foreign",
     "known_platforms",
     "read_settings",
     "start",
@@ -69,10 +71,11 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
 
 
 def detect_platform(plugins: Sequence[Plugin] = (), *, strict: bool = False) -> str:
-    """The platform that settings files are named after: a plugin's device, `ascend`, `cuda`, `cpu`.
+    """The platform that settings files are named after, as an engine of vLLM's has it here.
 
-    For scripts; inside the engine vLLM knows. Does not import torch for its own sake: without a
-    torch that was imported already, nothing could run on a device that no plugin brings.
+    That of another distribution's platform plugin, by its entry point; vLLM's own; the device of a
+    plugin of ours; else what torch has, `ascend` by its extension. torch is not imported for its
+    own sake: without one that was imported already, nothing could run on a device.
 
     Args:
         plugins: those that are asked for the device that they bring; one that fails is logged.
@@ -81,16 +84,24 @@ def detect_platform(plugins: Sequence[Plugin] = (), *, strict: bool = False) -> 
     Raises:
         PluginError: a device hook failed, and `strict`.
     """
-    for profile in _profiles(plugins, strict=strict):
-        if profile.detection() is True:
-            return profile.name
-    torch = sys.modules.get("torch")
-    npu = getattr(torch, "npu", None)
-    if npu is not None and npu.is_available():
+    foreign = foreign_platform()
+    if foreign is not None:
+        return foreign.name
+    own = vllms_own()
+    if own is None:
+        for profile in _profiles(plugins, strict=strict):
+            if profile.detection() is True:
+                return profile.name
+    npu = getattr(sys.modules.get("torch"), "npu", None)
+    if own is None and npu is not None and npu.is_available():
         return "ascend"
-    if torch is not None and torch.cuda.is_available():
-        return "cuda"
-    return "cpu"
+    return own or torchs_own() or "cpu"
+
+
+def is_foreign(platform: str) -> bool:
+    """Whether vLLM runs on another distribution's platform here, which settings call `platform`."""
+    foreign = foreign_platform()
+    return foreign is not None and foreign.name == platform
 
 
 def known_platforms(plugins: Sequence[Plugin], *, strict: bool = False) -> tuple[str, ...]:
@@ -217,6 +228,7 @@ def read_settings(
         brought=brought,
         plugins=declared,
         platforms=known,
+        foreign=is_foreign(where),
     )
 
     def has_failed(name: str, op: str) -> bool:

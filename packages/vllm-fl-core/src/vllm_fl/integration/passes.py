@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["manager_path"]
 
-PREFIX = "With__"
+PREFIX = "With:"
 
 log = get_logger("engine")
 

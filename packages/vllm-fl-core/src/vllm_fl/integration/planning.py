@@ -25,7 +25,7 @@ from .compat import lacks as lacks_names
 from .places import installed_bindings
 from .seams import attention, communicator, fusions, torch_operators, whole_layers
 from .seams.ir import ir_ops
-from .seams.layers import foreign_layers, known_layers, layer_table
+from .seams.layers import foreign_ops, known_layers, layer_table
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +40,7 @@ __all__ = [
     "load_plugins",
     "note_user_priority",
     "plan_for",
+    "plan_now",
     "refusals",
     "refuse_batch_invariance",
     "seal",
@@ -126,6 +127,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
+        foreign=foreign_ops(),
     )
 
 
@@ -287,6 +289,21 @@ def plan_for(
     return replace(plan, whole=fusions.whole(plan))
 
 
+def plan_now() -> Plan | None:
+    """The plan of the configuration that is current in vLLM, before a worker has made its own.
+
+    None for one that was not made on our platform: an overlay in place may come later than a
+    configuration that a script has made by hand.
+    """
+    from vllm.config import get_current_vllm_config
+
+    vllm_config = get_current_vllm_config()
+    extra = vllm_config.additional_config
+    if isinstance(extra, dict) and KEY not in extra:
+        return None
+    return plan_for(facts_of(vllm_config))
+
+
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed class does not take this engine."""
     found = attention.refusals(facts) | communicator.refusals(facts)
@@ -379,7 +396,7 @@ def _entry(vllm_config: VllmConfig) -> Carried:
 
 
 def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]:
-    """What settings leave to vLLM, and other plugins have replaced.
+    """What settings leave to vLLM.
 
     An op that compiled code has as an op of vLLM's IR knows no layer there: a setting that holds
     for one of its layers holds for all.
@@ -388,7 +405,7 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
         (op -> why all its layers are left, classes that settings leave to vLLM).
     """
     notes, kept = _without_place(), []
-    layers, foreign = layer_table(), foreign_layers()
+    layers = layer_table()
     in_ir = ir_ops() if facts.mode == "compiled" else {}
     for op in dict.fromkeys(layer.op for layer in layers):
         of_op = [layer for layer in layers if layer.op == op]
@@ -401,9 +418,6 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
         left = {layer: why for layer, why in whys.items() if why}
         if len(left) == len(of_op) or (left and not by_layer and not facts.settings.oot_whitelist):
             notes[op] = next(iter(left.values()))
-        elif all(layer in left or layer.cls in foreign for layer in of_op):
-            cls = next(layer.cls for layer in of_op if layer.cls in foreign)
-            notes[op] = f"layer {cls} is {foreign[cls]}, not vllm-fl's"
         else:
             kept += [layer.cls for layer in left if by_layer]
     return notes, kept

@@ -1,36 +1,41 @@
-"""The overlay: vLLM's own platform class, or a device plugin's, with what the plan needs.
+"""The overlay: the platform class that vLLM runs on, with what the plan needs.
 
-vLLM's own class keeps its enum, so that its attention, graphs, compile passes and collectives stay.
+vLLM's own class and a plugin's device get it where vLLM asks for a platform. The class of another
+distribution's platform plugin gets it in place: vLLM takes one plugin's, and that is theirs. The
+class below keeps its enum, so that its attention, graphs, compile passes and collectives stay.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
+from ..dispatch import get_default_manager
+from ..dispatch.platforms import foreign_platform, foreign_platforms, too_many, vllms_own
 from ..engine.plan import active_plan
-from ..errors import DeviceError, OwnerError
+from ..errors import DeviceError
+from ..logs import get_logger, speaks_for_all
+from ..plugins.calling import find_device
 from ..plugins.types import DeviceProfile
 from ..settings.loading import load_startup
+from ..settings.values import IN_TREE
 from ..text import quote
 from .compat import leave_out_cuda_fusions
-from .device import IN_TREE, detect_device, other_platforms, profile_named
-from .seams.lookups import laid_over, named, over_class, path_over
+from .seams.lookups import laid_over, named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["PlatformOverlay", "is_overlay", "overlay_path"]
+__all__ = ["PlatformOverlay", "is_overlay", "lay_in_place", "overlay_path", "step_aside"]
 
-PREFIX = "Overlay__"
-DEVICE = "Device__"
+OVERLAY = "Overlay"
+"""What the process's overlay is called in this module."""
 
-KNOWN = {
-    "CpuPlatform": "cpu",
-    "ZenCpuPlatform": "cpu",
-    "CudaPlatform": "cuda",
-    "NvmlCudaPlatform": "cuda",
-}
-"""vLLM's platform classes that we lay ourselves over, with the name that settings use."""
+OWN = ("__", "_abc_", "vllm_fl_")
+"""How the attributes begin that a class has for itself."""
+
+log = get_logger("engine")
 
 
 class PlatformOverlay:
@@ -40,6 +45,12 @@ class PlatformOverlay:
     """The platform's name, as settings files use it."""
 
     vllm_fl_device: DeviceProfile | None = None
+
+    vllm_fl_foreign: bool = False
+    """Whether it lies in place over the class of another distribution's platform plugin."""
+
+    def __init_subclass__(cls) -> None:
+        """Nothing: a class below that counts or refuses its subclasses is not asked about ours."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -98,25 +109,23 @@ class PlatformOverlay:
         carry_startup(vllm_config.parallel_config)
 
     @classmethod
-    def get_attn_backend_cls(
-        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
-        """The attention backend that the plan gives; vLLM's own answer where it gives none."""
-        from vllm.config import get_current_vllm_config
+    def get_attn_backend_cls(cls, selected_backend: Any, *request: Any, **more: Any) -> Any:
+        """The attention backend that the plan gives; the platform's own answer where it gives none.
 
-        from .planning import facts_of, plan_for
+        Releases and platforms differ in what follows the selected backend.
+        """
+        from .planning import plan_now
         from .seams.attention import choose
 
         path = None
         # A worker of Ray's may have got this platform before it was told that its engine is stock.
-        if load_startup().enabled:
-            plan = active_plan() or plan_for(facts_of(get_current_vllm_config()))
-            path = choose(plan, selected_backend, attn_selector_config, num_heads)
+        if load_startup().enabled and (plan := active_plan() or plan_now()) is not None:
+            path = choose(plan, selected_backend, *request, **more)
         if path is None:
             path = super().get_attn_backend_cls(  # type: ignore[misc]
-                selected_backend, attn_selector_config, num_heads
+                selected_backend, *request, **more
             )
-        return str(path)
+        return path
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
@@ -149,55 +158,111 @@ def is_overlay(platform: object) -> bool:
     return isinstance(platform, PlatformOverlay)
 
 
+class _Forwarding(type):
+    """The class of an overlay in place: what is set on it is the class's below.
+
+    Platforms keep what they find out on the class of `current_platform`, and their own code looks
+    it up on the class that it knows.
+    """
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if name.startswith(OWN):
+            super().__setattr__(name, value)
+        else:
+            setattr(cls.__bases__[-1], name, value)
+
+    def __delattr__(cls, name: str) -> None:
+        if name.startswith(OWN):
+            super().__delattr__(name)
+        else:
+            delattr(cls.__bases__[-1], name)
+
+
 def overlay_path(forced: str | None = None) -> str | None:
-    """The path of the overlay for this machine; None where neither vLLM nor a plugin knows it.
+    """The path of the overlay for this machine, which is made here.
 
     vLLM's own platform comes first, unless VLLM_FL_PLATFORM names a plugin's device.
 
     Args:
         forced: what VLLM_FL_PLATFORM says, or None.
 
+    Returns:
+        None where another distribution's platform plugin answers, whose class gets the overlay in
+        place; and where neither vLLM nor a plugin knows the machine.
+
     Raises:
-        PluginError: two devices claim the machine, or the forced one is not there; or another
-            distribution's platform plugin answers too, at which vLLM would end its start.
+        PluginError: two devices claim the machine, or the forced one is not there; two other
+            platform plugins answer, at which vLLM ends its start, or one beside a forced device.
     """
-    path = _in_tree_path()
-    if path is None or (forced is not None and forced not in IN_TREE):
-        profile = detect_device(None if forced in IN_TREE else forced)
-        if profile is not None:
-            path = f"{__name__}.{DEVICE}{profile.name}"
-    others = other_platforms() if path is not None else ()
-    if others:
-        raise OwnerError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
-    return path
-
-
-def _in_tree_path() -> str | None:
     from vllm.platforms import builtin_platform_plugins
 
-    for detect in builtin_platform_plugins.values():
-        path = detect()
-        if path is not None:
-            module, _, name = path.rpartition(".")
-            if name in KNOWN or module.endswith(".cuda"):
-                return path_over(__name__, PREFIX, path)
-    return None
+    others = foreign_platforms()
+    if len(others) > 1:
+        raise too_many(others)
+    own = others[0].name if others else vllms_own()
+    asked = None if forced in (*IN_TREE, own) else forced
+    profile = _device(asked) if own is None or asked is not None else None
+    if others and profile is not None:
+        raise too_many(others, profile.name)
+    if profile is not None:
+        return _laid(_class_of(profile), profile.name, profile)
+    if others or own is None:
+        return None
+    return _laid(named(builtin_platform_plugins[own]()), own)
 
 
-def __getattr__(name: str) -> type:
-    """Only a path travels to vLLM and to its workers: the class is made from it on demand."""
-    if name.startswith(DEVICE):
-        base, own = _device_class(profile_named(name.removeprefix(DEVICE)))
-        return laid_over(__name__, name, PlatformOverlay, base, **own)
-    overlay: Any = over_class(__name__, PREFIX, name, PlatformOverlay)
-    overlay.vllm_fl_platform = KNOWN.get(overlay.__bases__[1].__name__, "cuda")
-    return overlay  # type: ignore[no-any-return]
+def lay_in_place(forced: str | None = None) -> None:
+    """Make vLLM's platform an overlay where vLLM took none from us.
 
+    It is another plugin's then, or VLLM_TARGET_DEVICE has chosen. The object stays, since modules
+    of vLLM's hold it: only its class changes. A class that does not let us runs as it is.
 
-def _device_class(profile: DeviceProfile) -> tuple[type, dict[str, Any]]:
-    """(the profile's platform class, what the overlay over it sets)."""
+    Arguments and errors as for `overlay_path`.
+    """
+    from vllm.platforms import current_platform
+
+    if is_overlay(current_platform):
+        return
+    overlay_path(forced)  # raises what vLLM has hidden
+    foreign, base = foreign_platform(), type(current_platform)
+    name = foreign.name if foreign is not None else vllms_own()
+    if name is None:
+        return  # neither vLLM nor a plugin knows the machine
+    if foreign is not None and foreign.has_vllms_name and speaks_for_all():
+        log.warning("%s [FL213]", foreign.named_like_vllms)
     try:
-        base: type = named(profile.platform_class)
+        made = _made_in_place(base, vllm_fl_platform=name, vllm_fl_foreign=foreign is not None)
+        object.__setattr__(current_platform, "__class__", made)
+    except Exception as error:  # its metaclass is anybody's code
+        log.log(
+            logging.ERROR if speaks_for_all() else logging.DEBUG,
+            "vllm-fl steps aside, vLLM runs as stock: the platform class %s.%s takes no overlay: "
+            "%s [FL513]",
+            base.__module__,
+            base.__qualname__,
+            quote(error),
+        )
+
+
+def step_aside() -> None:
+    """Give the platform of this process its own class back."""
+    from vllm.platforms import current_platform
+
+    if is_overlay(current_platform):
+        object.__setattr__(current_platform, "__class__", type(current_platform).__bases__[-1])
+
+
+def _device(forced: str | None) -> DeviceProfile | None:
+    """The device that a plugin brings to this machine; arguments and errors as `find_device`."""
+    manager = get_default_manager()
+    manager.ensure_initialized(defer_errors=True)
+    assert manager.startup is not None  # the default manager finds its own plugins
+    return find_device(manager.startup.plugins, forced)
+
+
+def _class_of(profile: DeviceProfile) -> type:
+    try:
+        return named(profile.platform_class)  # type: ignore[no-any-return]
     except Exception as error:
         raise DeviceError(
             f"Device {profile.name!r}: its platform class {profile.platform_class} cannot be "
@@ -205,5 +270,39 @@ def _device_class(profile: DeviceProfile) -> tuple[type, dict[str, Any]]:
             plugin=profile.name,
             cause=error,
         ) from error
-    own: dict[str, Any] = {"vllm_fl_platform": profile.name, "vllm_fl_device": profile}
-    return base, own | ({"dist_backend": profile.dist_backend} if profile.dist_backend else {})
+
+
+def _laid(base: type, name: str, profile: DeviceProfile | None = None) -> str:
+    """The path of an overlay that vLLM makes its platform from."""
+    own: dict[str, Any] = {"vllm_fl_platform": name, "vllm_fl_device": profile}
+    if profile is not None and profile.dist_backend:
+        own["dist_backend"] = profile.dist_backend
+    laid_over(__name__, OVERLAY, PlatformOverlay, base, **own)
+    return f"{__name__}.{OVERLAY}"
+
+
+def _made_in_place(base: type, **own: Any) -> type:
+    """The overlay over the class of a platform that has been used already.
+
+    What the class caches by class is asked there, so that it is computed and kept once.
+    """
+    for name in dir(base):
+        held = inspect.getattr_static(base, name)
+        is_cached = isinstance(held, classmethod) and hasattr(held.__func__, "cache_info")
+        if is_cached and not hasattr(PlatformOverlay, name):
+            own[name] = staticmethod(getattr(base, name))
+    metaclass = type("Forwarding", (_Forwarding, type(base)), {})
+    fields = {"__module__": __name__, "__qualname__": OVERLAY, **own}
+    made: type = metaclass(base.__name__, (PlatformOverlay, base), fields)
+    globals()[OVERLAY] = made
+    return made
+
+
+def __getattr__(name: str) -> type:
+    """The overlay of a process that has not asked for its platform, where it is unpickled."""
+    if name != OVERLAY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vllm.platforms import current_platform
+
+    lay_in_place(load_startup().platform)
+    return type(current_platform)

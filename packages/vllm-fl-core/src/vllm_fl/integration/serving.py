@@ -181,7 +181,7 @@ class Serving:
         """The model, where the worker shows it: a device's own need not."""
         try:
             found: torch.nn.Module = self.worker.get_model()
-        except NotImplementedError:
+        except (AttributeError, NotImplementedError):
             return None
         return found
 

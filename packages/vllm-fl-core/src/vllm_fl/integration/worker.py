@@ -20,11 +20,12 @@ from ..engine.plan import Plan, leave_place, take_place
 from ..engine.tables import Standing, under
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
-from ..plugins.types import OpImpl, WorkerContext
+from ..plugins.types import WorkerContext
 from . import after, ranges
 from .models import skeleton_of
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
+from .platform import step_aside
 from .ranks import REJECTED
 from .seams import (
     attention,
@@ -39,7 +40,6 @@ from .seams import (
 from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     bind_anew,
-    foreign_layers,
     forget_shared_layers,
     layer_table,
     replace_layers,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlannedWorker", "wrap_worker"]
 
-PREFIX = "Planned__"
+PREFIX = "Planned:"
 
 log = get_logger("engine")
 
@@ -75,10 +75,12 @@ class PlannedWorker:
     vllm_fl_groups: communicator.Groups | None = None
     vllm_fl_serving: Serving | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls) -> None:
         """Let the methods of vLLM's worker say for which engine they run, and those that change
-        weights or memory that they did."""
-        super().__init_subclass__(**kwargs)
+        weights or memory that they did.
+
+        A class below that counts or refuses its subclasses is not asked about ours.
+        """
         after.watch(cls)
         for name in dir(cls):
             method = getattr_static(cls, name)
@@ -108,7 +110,6 @@ class PlannedWorker:
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         joins = bool(kwargs.get("load_dummy_weights"))
         began = time.monotonic()
-        replace_layers()
         start, lines = _begun(self)
         plan, contents = verified_plan(start, alone=joins)
         how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
@@ -122,6 +123,8 @@ class PlannedWorker:
         forget_shared_layers()
         try:
             plan = serving.plan
+            if not all(map(plan.is_stock, plan.entries)):
+                replace_layers()
             with building(plan), calling(serving), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if start.live_counts and not joins:
@@ -276,7 +279,12 @@ def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
         return facts
     log.debug("The model's layers: %s", dict(skeleton.layers))
     absent = facts.absent | skeleton.absent
-    return dataclasses.replace(facts, absent=absent, provided=skeleton.provided)
+    has = skeleton.layers
+    foreign = {  # whole layers stand under their own names, and are not counted
+        op: {cls: owner for cls, owner in owners.items() if cls in has or cls == op}
+        for op, owners in facts.foreign.items()
+    }
+    return dataclasses.replace(facts, absent=absent, provided=skeleton.provided, foreign=foreign)
 
 
 def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:
@@ -372,34 +380,12 @@ def _say_plan(serving: Serving, took: list[str]) -> None:
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
     remarks = [*_of_table(facts, start.table), *_of_invariance(start, plan)]
     remarks += [*start.limits(plan), *_of_length(serving), *said]
-    _warn_of_foreign_layers(plan)
     inlined = ranges.planned(plan, serving.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in start.out.items() if o.told]
     told = (*out, *took, f"digest {serving.digest}", *remarks)
     log.info("%s", plan.line(*told, not_reached=start.not_reached))
     _say_what_is_taken_whole(plan, inlined)
-
-
-def _warn_of_foreign_layers(plan: Plan) -> None:
-    """Name each layer that another plugin has replaced, its owner, and what does not run in it."""
-    foreign = foreign_layers()
-    owners = get_default_manager().registry.snapshot().owners
-    for layer in layer_table() if foreign else ():
-        entry = plan.entries.get(layer.op)
-        # Of the traces, since the entry itself has no candidates under a note that names the owner.
-        firsts = [trace.selected for _, trace in entry.rows] if entry else []
-        chosen = [impl for impl in firsts if isinstance(impl, OpImpl)]
-        if layer.cls in foreign and chosen:
-            impl = chosen[0]
-            log.warning(
-                "Layer %s is left to %s, which replaced it before vllm-fl; '%s' of %s does not run "
-                "in it",
-                layer.cls,
-                foreign[layer.cls],
-                impl.impl_id,
-                owners[layer.op, impl.impl_id].name,
-            )
 
 
 def _built_layers(serving: Serving) -> dict[str, int]:
@@ -537,4 +523,7 @@ def wrap_worker(vllm_config: VllmConfig) -> None:
 
 def __getattr__(name: str) -> type:
     """Only a path travels to the workers: the class is made from it on demand."""
-    return over_class(__name__, PREFIX, name, PlannedWorker)
+    made = over_class(__name__, PREFIX, name, PlannedWorker)
+    if not issubclass(made, PlannedWorker):
+        step_aside()
+    return made

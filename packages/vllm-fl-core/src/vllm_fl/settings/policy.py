@@ -25,7 +25,9 @@ __all__ = [
     "KINDS",
     "MAX_ROWS",
     "MAX_TOKENS",
+    "PREFERENCES",
     "REST",
+    "UNTOUCHED",
     "Mode",
     "OpOrder",
     "Rows",
@@ -46,10 +48,17 @@ Mode = Literal["eager", "compiled"]
 KINDS = tuple(kind.value for kind in BackendImplKind)
 """The kinds as settings spell them: flagos, vendor, reference."""
 
+UNTOUCHED = ("foreign", "stock")
+"""The tokens by which an engine is left as it is: another plugin's layers, and vLLM's own code."""
+
+PREFERENCES = (*KINDS, "stock")
+"""What may be preferred: a kind, or to leave everything as it is."""
+
 DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "reference"),
     "vendor": ("vendor", "flagos", "reference"),
     "reference": ("reference", "flagos", "vendor"),
+    "stock": ("flagos", "vendor", "reference"),
 }
 """The order of an op that no list names, by preference."""
 
@@ -57,6 +66,7 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "stock", "reference"),
     "vendor": ("vendor", "flagos", "stock", "reference"),
     "reference": ("reference", "flagos", "vendor"),
+    "stock": UNTOUCHED,
 }
 """The same inside an engine: vLLM's own kernels are not given away to plain PyTorch."""
 
@@ -69,9 +79,10 @@ def closest(word: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Token:
-    """One entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`, `stock`."""
+    """One entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`, `foreign`,
+    `stock`."""
 
-    kind: Literal["flagos", "vendor", "reference", "impl", "stock"]
+    kind: Literal["flagos", "vendor", "reference", "impl", "foreign", "stock"]
     name: str | None = None
 
     @classmethod
@@ -80,14 +91,14 @@ class Token:
         if not isinstance(text, str):
             raise ValueError(f"expected a token such as 'vendor:cuda', got {text!r}")
         head, colon, name = text.strip().partition(":")
-        if head in (*KINDS, "stock") and not colon:
+        if head in (*KINDS, *UNTOUCHED) and not colon:
             return cls(head)  # type: ignore[arg-type]
         is_name = name.isprintable() and not any(map(str.isspace, name))
         if head in ("vendor", "impl") and name and is_name:
             return cls(head, name)  # type: ignore[arg-type]
         raise ValueError(
-            f"{text!r} is not a valid token; use flagos, reference, vendor, vendor:NAME, impl:ID "
-            f"or stock.{_meant(text)}"
+            f"{text!r} is not a valid token; use flagos, reference, vendor, vendor:NAME, impl:ID, "
+            f"foreign or stock.{_meant(text)}"
         )
 
     def __str__(self) -> str:
@@ -106,7 +117,7 @@ class Token:
         """The kind of what it selects, for re-sorting; an impl id tells it by its first part."""
         if self.kind == "impl" and self.name is not None:
             return {"default": "flagos"}.get(head := self.name.split(".")[0], head)
-        return self.kind
+        return "stock" if self.kind in UNTOUCHED else self.kind
 
 
 def _meant(text: str) -> str:
@@ -117,7 +128,7 @@ def _meant(text: str) -> str:
     first, dot, rest = head.partition(".")
     if dot and rest and not separator and first in ("vendor", "reference", "default"):
         return f" Did you mean '{f'vendor:{rest}' if first == 'vendor' else f'impl:{head}'}'?"
-    return closest(text.strip(), (*KINDS, "stock"))
+    return closest(text.strip(), (*KINDS, *UNTOUCHED))
 
 
 MAX_TOKENS = 64
@@ -331,7 +342,8 @@ class SelectionPolicy:
     """What decides between implementations. Frozen, hashable, printable.
 
     Args:
-        prefer: the kind tried first where no list names the op: a preference, not an exclusion.
+        prefer: the kind tried first where no list names the op: a preference, not an exclusion; or
+            `stock`, which leaves such an op as it is.
         strict: the first failure is raised and nothing else is tried.
         per_op_order: op -> OpOrder, or what `OpOrder.of` reads; or pairs of the two.
         deny_vendors: the vendors that may not be used; deny beats allow.
@@ -348,10 +360,10 @@ class SelectionPolicy:
     allow_vendors: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.prefer not in KINDS:
+        if self.prefer not in PREFERENCES:
             raise ValueError(
-                f"prefer is one of {', '.join(KINDS)}, got {self.prefer!r}."
-                + closest(str(self.prefer), KINDS)
+                f"prefer is one of {', '.join(PREFERENCES)}, got {self.prefer!r}."
+                + closest(str(self.prefer), PREFERENCES)
             )
         orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
         object.__setattr__(self, "per_op_order", MappingProxyType(orders))

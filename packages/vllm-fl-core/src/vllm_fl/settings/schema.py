@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
-from .policy import KINDS, OpOrder, SelectionPolicy
+from .policy import PREFERENCES, OpOrder, SelectionPolicy
 from .values import (
     OP_CONFIG,
     ORDER_PREFIX,
@@ -123,9 +123,9 @@ class Settings(Mapping[str, Setting]):
     platform = SettingSpec[str | None]("platform", "VLLM_FL_PLATFORM", None, read=read_platform)
     """The platform whose files count, forced or detected."""
     prefer = SettingSpec(
-        "prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=KINDS, read=read_prefer
+        "prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES, read=read_prefer
     )
-    """The kind that is tried first."""
+    """The kind that is tried first, or `stock`: everything is left as it is."""
     strict = SettingSpec("strict", "VLLM_FL_STRICT", False, in_file=True)
     """Whether the first failure is raised and nothing else is tried."""
     allow_vendors = SettingSpec[SomeNames](

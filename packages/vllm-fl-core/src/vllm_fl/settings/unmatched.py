@@ -7,7 +7,7 @@ from typing import cast, get_args
 
 from ..plugins.types import Impl
 from ..text import nearest
-from .policy import KINDS, Mode, OpOrder, Token
+from .policy import KINDS, UNTOUCHED, Mode, OpOrder, Token
 from .schema import Setting, Settings
 from .values import ORDER_PREFIX, PLATFORMS
 
@@ -91,7 +91,7 @@ def _said(
     absent = {
         token: None
         for token in order.every
-        if token.kind != "stock" and not any(token.matches(impl) for impl in impls)
+        if token.kind not in UNTOUCHED and not any(token.matches(impl) for impl in impls)
     }
 
     idle = {*absent, *barred}

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
 from ..text import nearest, quote
-from .policy import KINDS, closest
+from .policy import PREFERENCES, closest
 
 __all__ = [
     "BOOLEANS",
+    "IN_TREE",
     "OP_CONFIG",
     "ORDER_PREFIX",
     "PER_OP",
@@ -41,7 +42,10 @@ OP_CONFIG = "VLLM_FL_OP_CONFIG"
 ORDER_PREFIX = "op_backends."
 """The key of an op's order is this and the op's name: each op is an item of its own."""
 
-PLATFORMS = ("cuda", "ascend", "cpu")
+IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
+"""vLLM's own platforms, by its names."""
+
+PLATFORMS = (*IN_TREE, "ascend")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
 MAX_BYTES = 64 * 1024
@@ -185,12 +189,12 @@ def read_share(text: str) -> str | None:
 
 
 def read_prefer(text: str) -> str:
-    """A kind of backend. Raises ValueError."""
-    if text.lower() in KINDS:
+    """A kind of backend, or `stock`. Raises ValueError."""
+    if text.lower() in PREFERENCES:
         return text.lower()
-    slip = near(text.lower(), KINDS)
+    slip = near(text.lower(), PREFERENCES)
     raise ValueError(
-        f"expected one of {', '.join(KINDS)}, got {text!r}. "
+        f"expected one of {', '.join(PREFERENCES)}, got {text!r}. "
         + (
             f"Did you mean {slip!r}?"
             if slip

@@ -308,7 +308,8 @@ def _key(kind: str, left: Mapping[str, str]) -> tuple[str, frozenset[str]]:
 def _label(told: Mapping[str, Any]) -> str:
     """What an op runs with, of a worker's report; by size, as `vendor.cpu(<=16)|stock`."""
     rows = [f"{row['impl']}(<={row['up_to']})" for row in told.get("rows", ())]
-    return "|".join([*rows, told["impl"]])
+    label = "|".join([*rows, told["impl"]])
+    return STOCK if label == "foreign" else label  # what runs without vllm-fl, either way
 
 
 def _token(op: str, label: str) -> str:

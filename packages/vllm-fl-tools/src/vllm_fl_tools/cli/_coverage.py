@@ -15,7 +15,7 @@ __all__ = ["Owner", "Whose", "attribute", "named", "sums"]
 
 OP_LABEL, LAYER_LABEL = "vllm-fl/op/", "vllm-fl/layer/"
 
-STOCK, STOCK_IMPL = "stock", "stock.vllm"
+STOCK, OWN_FORMS = "stock", ("stock.vllm", "foreign.oot")  # another plugin's is none of ours
 """What a plan calls vLLM's own code, and its id where a plan's guard calls it."""
 
 ATTENTION = "attention_backend"
@@ -80,7 +80,7 @@ class Whose:
         for name in inner:  # an implementation owns whatever it calls
             if name.startswith(OP_LABEL):
                 op, _, impl = name.removeprefix(OP_LABEL).partition("/")
-                return self._own_form(op) if impl == STOCK_IMPL else self._ours(op, impl)
+                return self._own_form(op) if impl in OWN_FORMS else self._ours(op, impl)
         for name in inner:
             if name in self.places["ours"]:
                 op, impl = self.places["ours"][name]
@@ -139,7 +139,8 @@ class Whose:
         told = self.report["ops"].get(op, {"impl": STOCK, "reason": "not planned"})
         rows = [row for row in told.get("rows", ()) if self.tokens <= row["up_to"]]
         chosen = rows[0] if rows else told
-        return chosen["impl"], chosen["reason"].partition(" (")[0]
+        impl = STOCK if chosen["impl"] == "foreign" else chosen["impl"]
+        return impl, chosen["reason"].partition(" (")[0]
 
     def _attention(self) -> Owner:
         impl, reason = self._planned(ATTENTION)
@@ -156,7 +157,7 @@ class Whose:
         for part in parts:
             op, _, impl = part.partition("/")
             if impl:
-                impls[op] = STOCK if impl == STOCK_IMPL else impl
+                impls[op] = STOCK if impl in OWN_FORMS else impl
             elif part in self.places["layers"]:
                 op = self.places["layers"][part]
                 kept = part in self.places["left"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_fl.cli.common import UsageError, answer, say
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.platforms import torch_device
 from vllm_fl.dispatch.startup import known_platforms
 from vllm_fl.settings.policy import closest
 from vllm_fl.settings.values import PLATFORMS, normalise_platform
@@ -30,9 +31,6 @@ IMPL = "src/vllm_fl_acme/impl"
 
 EACH = re.compile(r".*\beach_op\b.*\n")
 """A line of the template that is there once for each op."""
-
-TORCH_DEVICES = {"ascend": "npu"}
-"""Platform -> torch's name of its devices, where that is another."""
 
 
 def template_ops() -> list[str]:
@@ -148,7 +146,7 @@ def _tailored(text: str, ops: Sequence[str], platform: str | None) -> str:
         return text
     for old, new in {
         "[vendor, flagos, reference]": "[vendor:acme, stock, vendor, flagos, reference]",
-        'DEVICE = "cpu"': f'DEVICE = "{TORCH_DEVICES.get(platform, platform)}"',
+        'DEVICE = "cpu"': f'DEVICE = "{torch_device(platform)}"',
         'platform == "acme"': f'platform == "{platform}"',
         "the platform `acme`": f"the platform `{platform}`",
     }.items():

@@ -158,8 +158,12 @@ class Profiling:
             named = ("::".join(name.split(".")[:2]) for name in place.operators)
             operators |= {name: op for name in named if name not in AMBIGUOUS}
         plan = worker.vllm_fl_serving.plan
-        foreign = layers.foreign_layers()
-        left = {cls: f"another plugin, {who}, replaced it" for cls, who in foreign.items()}
+        foreign, taken = layers.foreign_layers(), layers.taken_layers(plan)
+        left = {
+            cls: f"another plugin, {who}, replaced it"
+            for cls, who in foreign.items()
+            if cls not in taken
+        }
         left |= {cls: "a setting leaves the layer to vLLM" for cls in plan.kept_layers}
         return {
             "layers": {layer.cls: layer.op for layer in layers.layer_table()},

@@ -13,6 +13,7 @@ import torch
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.platforms import torch_device
 from vllm_fl.dispatch.startup import detect_platform
 
 from .cases import CHECKS, Case, cases_of
@@ -22,9 +23,6 @@ from .processes import apart, installed
 from .subject import SIZES, Refused, Subject, expect
 
 __all__ = ["OpConformance"]
-
-DEVICES = {"ascend": "npu"}
-"""Platform -> torch's name of its device, where that is another."""
 
 
 class OpConformance:
@@ -136,7 +134,7 @@ class _Suite:
         name = cls.device
         if name is None:
             platform = detect_platform(get_default_manager().registry.plugins)
-            name = DEVICES.get(platform, platform)
+            name = torch_device(platform)
         try:
             device = torch.device(name)
         except RuntimeError as error:

@@ -7,7 +7,7 @@ has as an op of vLLM's IR (`ir.py`) is bound like the others where it is called 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from ...contracts import OpSpec
 from ...contracts.binding import LayerPlace
 from ...dispatch import dispatch_method
 from ...dispatch.method import PLAN
+from ...dispatch.resolver import FOREIGN
 from ...engine.digest import code_of
 from ...engine.plan import Plan
 from ...logs import get_logger
@@ -34,14 +35,19 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 __all__ = [
+    "OURS",
     "Layer",
     "bind_anew",
+    "foreign_code",
     "foreign_layers",
+    "foreign_ops",
     "forget_shared_layers",
     "known_layers",
     "layer_for",
     "layer_table",
+    "owner_of",
     "replace_layers",
+    "taken_layers",
 ]
 
 log = get_logger("engine")
@@ -50,6 +56,9 @@ DISPATCHED = "_vllm_fl_dispatched"
 """Where a layer keeps what vLLM called its `dispatch_forward` with."""
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
+
+OURS: set[type] = set()
+"""What we have put into vLLM's table of replacements, which is one per process."""
 
 
 @dataclass(frozen=True)
@@ -134,32 +143,68 @@ def replace_layers() -> None:
     """
     from vllm.model_executor import custom_op
 
-    in_ir = ir_ops()
     for layer in layer_table():
-        base, place = layer.base, layer.place
-        if layer.cls in custom_op.op_registry_oot:
+        if layer.cls not in custom_op.op_registry_oot:
+            custom_op.op_registry_oot[layer.cls] = _over(layer, layer.base)
+
+
+def taken_layers(plan: Plan) -> dict[str, type | None]:
+    """What stands for other plugins' classes in vLLM's table while the plan's model is built.
+
+    Returns:
+        {class name: our class, made of the other's where that comes before `stock`; None where
+        vLLM's own class serves}. Layers of which the plan makes nothing are not in it.
+    """
+    table = {layer.cls: layer for layer in layer_table()}
+    found: dict[str, type | None] = {}
+    for name, cls in _foreign().items():
+        layer = table.get(name)
+        entry = plan.entries.get(layer.op if layer else name)
+        if entry is None or not entry.is_foreign or entry.note or name in plan.kept_layers:
             continue
-        method = partial(
-            dispatch_method,
-            layer.op,
-            place.grants,
-            adapt=place.adapt,
-            last=stock_form(layer.op, place.native),
-            stand_in=place.stand_in,
-            traces_own=layer.op in in_ir,
-        )
-        replaced: Any = type(
-            f"{layer.cls}FL",
-            (base,),
-            {"__module__": __name__}
-            | {forward: method() for forward in FORWARDS}
-            | {"dispatch_forward": _dispatch_forward(base)},
-        )
-        registered = layer.registered
-        CustomOp.register_oot(name=layer.cls)(replaced)
-        # `custom_ops` speaks of the registered name; register_oot puts the class name there.
-        replaced.name = registered
-        globals()[replaced.__name__] = replaced
+        is_below = entry.left_to is FOREIGN
+        if layer is not None and entry.impls:
+            found[name] = _over(layer, cls if is_below else layer.base)
+        elif not is_below:
+            found[name] = None
+    return found
+
+
+def _over(layer: Layer, base: type) -> type:
+    """The class of a layer with its forwards bound to the plan, made of vLLM's class or of another
+    plugin's."""
+    is_foreign, place = base is not layer.base, layer.place
+    name = f"{layer.cls}FL" + f"Over{base.__name__}" * is_foreign
+    made: Any = globals().get(name)
+    if made is not None and made.__base__ is base:
+        return made
+    method = partial(
+        dispatch_method,
+        layer.op,
+        place.grants,
+        adapt=place.adapt,
+        last=stock_form(layer.op, place.native),
+        stand_in=place.stand_in,
+        traces_own=layer.op in ir_ops(),
+        vllms=layer.base if is_foreign else None,
+    )
+    made = type(
+        name,
+        (base,),
+        {"__module__": __name__, "dispatch_forward": _dispatch_forward(base)}
+        | {forward: method() for forward in _forwards(base)},
+    )
+    made.name = layer.registered  # as `custom_ops` uses it
+    globals()[name] = made
+    OURS.add(made)
+    return made
+
+
+def _forwards(cls: type) -> Iterator[str]:
+    """The forward methods that are bound; `forward` itself where a class has one of its own."""
+    yield from FORWARDS
+    if cls.forward is not CustomOp.forward:  # type: ignore[attr-defined]
+        yield "forward"
 
 
 def forget_shared_layers() -> None:
@@ -208,7 +253,7 @@ def _dispatch_forward(base: type) -> Callable[..., Any]:
 
     def dispatch_forward(self: CustomOp, *args: Any, **kwargs: Any) -> Any:
         vars(self)[DISPATCHED] = args, kwargs
-        for forward in FORWARDS:
+        for forward in _forwards(base):
             vars(self)[forward] = getattr(self, forward)
         return base.dispatch_forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
@@ -232,19 +277,28 @@ def bind_anew(model: torch.nn.Module, plan: Plan, vllm_config: VllmConfig) -> No
             if DISPATCHED not in held:
                 continue
             held[PLAN] = plan
-            for forward in FORWARDS:
+            for forward in (*FORWARDS, "forward"):
                 held.pop(forward, None)
             args, kwargs = held[DISPATCHED]
             held["_forward_method"] = layer.dispatch_forward(*args, **kwargs)
 
 
 def foreign_layers() -> dict[str, str]:
-    """The layers of `layer_table` that another plugin has replaced.
+    """The layers of vLLM's that another plugin has replaced.
 
     Returns:
         {class name: the other's class and distribution, as `acme.Silu of vllm-acme 1.0`}.
     """
     return {name: owner_of(cls) for name, cls in _foreign().items()}
+
+
+def foreign_ops() -> dict[str, dict[str, str]]:
+    """The same by op; a layer of which we know no op stands under its own name."""
+    ops = {layer.cls: layer.op for layer in layer_table()}
+    found: dict[str, dict[str, str]] = {}
+    for name, owner in foreign_layers().items():
+        found.setdefault(ops.get(name, name), {})[name] = owner
+    return found
 
 
 def foreign_code() -> dict[str, list[str]]:
@@ -257,12 +311,7 @@ def foreign_code() -> dict[str, list[str]]:
 def _foreign() -> dict[str, type]:
     from vllm.model_executor import custom_op
 
-    taken = custom_op.op_registry_oot
-    return {
-        layer.cls: taken[layer.cls]
-        for layer in layer_table()
-        if layer.cls in taken and taken[layer.cls].__module__ != __name__
-    }
+    return {name: cls for name, cls in custom_op.op_registry_oot.items() if cls not in OURS}
 
 
 @cache

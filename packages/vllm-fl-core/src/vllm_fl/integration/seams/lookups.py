@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from ...logs import get_logger
+from ...text import quote
+
 __all__ = ["Target", "laid_over", "named", "over_class", "path_over", "target_of"]
+
+log = get_logger("engine")
 
 
 def named(path: str) -> Any:
@@ -20,18 +25,35 @@ def named(path: str) -> Any:
 
 def path_over(module: str, prefix: str, path: str) -> str:
     """Where the class over the one at `path` is looked up: only a path travels to vLLM."""
-    return f"{module}.{prefix}{path.replace('.', '__')}"
+    return f"{module}.{prefix}{path.replace('.', ':')}"
 
 
 def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
     """The class of this name in a module, made on demand over the one whose path the name holds.
+
+    Returns:
+        The class below itself, where it lacks what ours calls or takes nothing before it: that is
+        said.
 
     Raises:
         AttributeError: the name does not begin so.
     """
     if not name.startswith(prefix):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return laid_over(module, name, mixin, named(name.removeprefix(prefix).replace("__", ".")))
+    base: type = named(name.removeprefix(prefix).replace(":", "."))
+    ours = [each for each in vars(mixin) if not each.startswith(("_", "vllm_fl_"))]
+    try:
+        if lacks := [each for each in ours if not hasattr(base, each)]:
+            raise TypeError(f"it has no {', '.join(lacks)}")
+        return laid_over(module, name, mixin, base)
+    except Exception as error:  # its metaclass is anybody's code
+        log.error(
+            "vllm-fl steps aside, vLLM runs as stock: %s.%s takes no overlay: %s [FL513]",
+            base.__module__,
+            base.__qualname__,
+            quote(error),
+        )
+        return base
 
 
 def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> type:

@@ -26,7 +26,7 @@ from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
 from ..compat import declared_layers, vllm_folders, vllm_version
 from . import classes
-from .layers import layer_table, owner_of
+from .layers import OURS, layer_table, owner_of, taken_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +35,6 @@ __all__ = [
     "Served",
     "custom_ops",
     "faults",
-    "foreign",
     "in_place",
     "known",
     "names",
@@ -54,9 +53,6 @@ log = get_logger("engine")
 
 _one_at_a_time = threading.RLock()
 """vLLM's table is one per process, and so is the configuration that it builds a model by."""
-
-_ours_in_place: dict[str, type[Any]] = {}
-"""What `in_place` has put into vLLM's table just now."""
 
 
 def request_of(vllm_config: VllmConfig, *, compiled: bool) -> LayerRequest:
@@ -124,23 +120,10 @@ def _declared() -> dict[str, str]:
 
 def note(name: str, registered: str, facts: EngineFacts) -> str:
     """What leaves the layer as it is, beside our own settings; or empty."""
-    owner = foreign().get(name)
-    if owner is not None:
-        return f"layer {name} is {owner}, not vllm-fl's"
     cls = _vllms_classes().get(name)
     if cls is None or not issubclass(cls, CustomOp):
         return ""  # `custom_ops` speaks of CustomOps alone
     return facts.custom_op_note(registered)
-
-
-def foreign() -> dict[str, str]:
-    """The classes that another plugin has replaced, those of ops apart: name -> its owner."""
-    ours = {layer.cls for layer in layer_table()}
-    return {
-        name: owner_of(cls)
-        for name, cls in custom_op.op_registry_oot.items()
-        if name not in ours and _ours_in_place.get(name) is not cls
-    }
 
 
 def faults(plan: Plan) -> dict[tuple[str, str], str]:
@@ -172,31 +155,34 @@ def custom_ops(plan: Plan) -> list[str]:
 
 @contextmanager
 def in_place(plan: Plan) -> Iterator[None]:
-    """While the block runs, vLLM builds the plan's classes for whole layers.
+    """While the block runs, vLLM builds the plan's classes: for whole layers, and for layers of ops
+    that another plugin has replaced and the plan takes.
 
     Raises:
         PlaceError: another plugin has replaced one of the layers since the plan was made.
     """
-    chosen = {name: _chosen(impl)[0] for name, impl in plan.layers.items()}
+    whole = {name: _chosen(impl)[0] for name, impl in plan.layers.items()}
     table: dict[str, Any] = custom_op.op_registry_oot
     with _one_at_a_time:
-        for name in chosen:
-            if name in table:
+        for name in whole:
+            if name in table and not plan.entries[name].is_foreign:
                 raise PlaceError(
                     f"vllm-fl: layer {name} was replaced by {owner_of(table[name])} after the plan "
                     f"chose '{plan.layers[name].impl_id}'. Leave one of the two out.",
                     op=name,
                     impl=plan.layers[name].impl_id,
                 )
-        table |= chosen
-        _ours_in_place.update(chosen)
+        OURS.update(whole.values())
+        chosen = taken_layers(plan) | whole
+        before = {name: table.pop(name) for name in chosen if name in table}
+        table |= {name: cls for name, cls in chosen.items() if cls is not None}
         try:
             yield
         finally:
-            _ours_in_place.clear()
             for name, cls in chosen.items():
                 if table.get(name) is cls:
-                    del table[name]
+                    table.pop(name, None)
+                    table |= {name: before[name]} if name in before else {}
 
 
 @dataclass(frozen=True)

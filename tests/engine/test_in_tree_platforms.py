@@ -1,0 +1,122 @@
+"""vLLM's platforms for AMD and Intel GPUs, emulated: we lie over them, and plan.
+
+What they ask of their drivers is answered here, so that a configuration is made as on such a
+machine. No engine runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EMULATED = """
+import sys, types
+
+def module(name, **names):
+    made = sys.modules[name] = types.ModuleType(name)
+    made.__dict__.update(names)
+
+def rocm():
+    class AmdSmiException(Exception):
+        pass
+    info = {"target_graphics_version": "gfx942", "device_id": "0x74a1", "market_name": "MI300X"}
+    handles = lambda: [1]
+    names = (
+        "amdsmi_get_gpu_device_uuid amdsmi_topo_get_link_type amdsmi_topo_get_numa_node_number"
+    ).split()
+    module(
+        "amdsmi",
+        AmdSmiException=AmdSmiException,
+        AmdSmiMemoryType=types.SimpleNamespace(VRAM=0),
+        amdsmi_init=lambda: None,
+        amdsmi_shut_down=lambda: None,
+        amdsmi_get_processor_handles=handles,
+        amdsmi_get_gpu_asic_info=lambda handle: info,
+        amdsmi_get_gpu_memory_total=lambda handle, kind: 192 << 30,
+        **dict.fromkeys(names, lambda *args: 0),
+    )
+
+def xpu():
+    import torch
+    module("vllm_xpu_kernels")
+    for name in ("_C", "_moe_C", "_xpu_C"):
+        module(f"vllm_xpu_kernels.{name}")
+    torch.xpu.is_available = lambda: True
+    torch.xpu.get_device_name = lambda device=0: "Intel Data Center GPU Max 1550"
+    properties = types.SimpleNamespace(total_memory=64 << 30, max_compute_units=512)
+    torch.xpu.get_device_properties = lambda device=0: properties
+
+{"rocm": rocm, "xpu": xpu}[sys.argv[2]]()
+"""
+
+SCRIPT = (
+    EMULATED
+    + """
+import json
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+args = EngineArgs(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True)
+config = args.create_engine_config()
+path = lambda cls: f"{cls.__module__}.{cls.__qualname__}"
+from vllm_fl.integration.planning import facts_of, plan_for
+
+plan = plan_for(facts_of(config))
+print(json.dumps({
+    "platform": [path(base) for base in type(current_platform).__mro__],
+    "enum": current_platform._enum.name,
+    "name": type(current_platform).vllm_fl_platform,
+    "worker": config.parallel_config.worker_cls,
+    "priority": config.kernel_config.ir_op_priority.rms_norm,
+    "ops": {op: entry.told for op, entry in plan.entries.items()},
+}))
+"""
+)
+
+Told = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture(scope="module")
+def told(model: Callable[[str], Path]) -> Told:
+    """`told(platform, **variables)`: (what a configuration became, what was logged)."""
+
+    def make(platform: str, **variables: str) -> tuple[dict[str, Any], str]:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(model("qwen3")), platform],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+        lines = done.stdout.splitlines()
+        answer = json.loads(next(line for line in lines if line.startswith("{")))
+        return answer, done.stdout + done.stderr
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("platform", "cls", "worker"),
+    [
+        ("rocm", "vllm.platforms.rocm.RocmPlatform", "gpu_worker:Worker"),
+        ("xpu", "vllm.platforms.xpu.XPUPlatform", "xpu_worker:XPUWorker"),
+    ],
+)
+def test_it_is_planned_and_not_stepped_aside_from(
+    platform: str, cls: str, worker: str, told: Told
+) -> None:
+    became, log = told(platform, VLLM_FL_PER_OP="silu_and_mul=reference")
+    assert became["platform"][1:3] == ["vllm_fl.integration.platform.PlatformOverlay", cls]
+    assert became["enum"] == platform.upper() and became["name"] == platform
+    assert became["worker"].startswith("vllm_fl.integration.worker.Planned:")
+    assert became["worker"].endswith(worker)
+    assert became["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+    assert "steps aside" not in log

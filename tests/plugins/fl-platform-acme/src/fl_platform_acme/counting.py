@@ -1,0 +1,7 @@
+"""Who was called how often in this process."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+CALLS: Counter[str] = Counter()
