@@ -175,9 +175,9 @@ def _over(layer: Layer, base: type) -> type:
     plugin's."""
     is_foreign, place = base is not layer.base, layer.place
     name = f"{layer.cls}FL" + f"Over{base.__name__}" * is_foreign
-    made: Any = globals().get(name)
-    if made is not None and made.__base__ is base:
-        return made
+    former: type | None = globals().get(name)
+    if former is not None and former.__base__ is base:
+        return former
     method = partial(
         dispatch_method,
         layer.op,
@@ -188,7 +188,7 @@ def _over(layer: Layer, base: type) -> type:
         traces_own=layer.op in ir_ops(),
         vllms=layer.base if is_foreign else None,
     )
-    made = type(
+    made: type[Any] = type(
         name,
         (base,),
         {"__module__": __name__, "dispatch_forward": _dispatch_forward(base)}
