@@ -8,6 +8,7 @@ import inspect
 import itertools
 import os
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,8 +43,8 @@ def on_cpu(*args: Any) -> bool | str:
 def sound(op: str, **fields: Any) -> OpImpl:
     """A right implementation."""
     fn = right.of(op)
-    fields = {"supports": with_signature(on_cpu, fn)} | fields
-    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
+    fields = {"fn": fn, "supports": with_signature(on_cpu, fn)} | fields
+    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, vendor="acme", **fields)
 
 
 def with_signature(fn: Any, other: Any) -> Any:
@@ -54,6 +55,25 @@ def with_signature(fn: Any, other: Any) -> Any:
 
     vars(same)["__signature__"] = inspect.signature(other)
     return same
+
+
+@pytest.mark.parametrize(
+    "change", [partial(torch.set_default_dtype, torch.float64), partial(torch.manual_seed, 3)]
+)
+def test_calls_of_other_checks_hide_no_change_of_the_process(change: Any) -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        out = right.silu_and_mul(x)
+        change()
+        return out
+
+    try:
+        told = {
+            failure.case.check
+            for failure in found(sound("silu_and_mul", fn=silu_and_mul), "serving", "values")
+        }
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert told == {"values"}
 
 
 def test_a_dtype_that_is_refused_with_a_reason_is_no_failure() -> None:

@@ -38,8 +38,7 @@ def experts_beyond_64() -> Any:
     "one token in 16 is a little off",
     sizes=ROUTED,
     start=True,
-    kit="",
-    why="the kit's samples have 16 tokens, and its served model has no experts",
+    kit="values",
 )
 def weights_of_the_neighbour() -> Any:
     def spoil(result, *args):

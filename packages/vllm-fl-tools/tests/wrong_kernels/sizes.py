@@ -95,8 +95,7 @@ def one_row_beyond_a_block() -> Any:
     "the last head does not turn for 2 to 4 tokens",
     "speculative decoding accepts next to nothing; two users at a time get odd answers",
     start=True,
-    kit="",
-    why="the kit does not know the sizes that will be served",
+    kit="values",
 )
 def two_to_four_tokens() -> Any:
     def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
@@ -197,6 +196,7 @@ def at_the_served_width() -> Any:
     NORM,
     "one width, 5120, is wrong, which the model does not have",
     "nothing with this model; nonsense with Qwen3-14B",
+    kit="families",
     why="no call of the served model has that width; the start of an engine that has it sees it",
 )
 def at_another_width() -> Any:

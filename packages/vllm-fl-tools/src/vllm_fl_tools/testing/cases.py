@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from vllm_fl.engine import process_state
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
@@ -30,6 +31,17 @@ class Check:
 
     function: Callable[[Subject, str, str], None]
     each: Literal["sample", "bad input", "family", "dtype", "op"]
+
+    def run(self, subject: Subject, dtype: str, sample: str) -> None:
+        """Run it, and set the state of the process as it was.
+
+        What one check's calls leave changed, the next one would take for the state to compare with.
+        """
+        before = process_state.state_of(subject.device)
+        try:
+            self.function(subject, dtype, sample)
+        finally:
+            process_state.restore(before, subject.device)
 
 
 CHECKS: dict[str, Check] = {
@@ -118,7 +130,7 @@ def failures(
         if case.check in without:
             continue
         try:
-            CHECKS[case.check].function(subject, case.dtype, case.sample)
+            CHECKS[case.check].run(subject, case.dtype, case.sample)
         except Refused:
             pass
         except (Exception, SystemExit) as error:

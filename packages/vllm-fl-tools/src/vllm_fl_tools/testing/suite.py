@@ -92,7 +92,7 @@ class OpConformance:
         suite = _suite(type(self))
         xfail = next((x for x in suite.xfails if x.matches(case)), None)
         subject = suite.subjects[case.op]
-        check = CHECKS[case.check].function
+        check = CHECKS[case.check].run
         if xfail is not None and not xfail.run:
             if subject.device.type != "cpu":
                 pytest.xfail(xfail.reason)
