@@ -301,10 +301,13 @@ def foreign_ops() -> dict[str, dict[str, str]]:
     return found
 
 
-def foreign_code() -> dict[str, list[str]]:
-    """The same with the hash of the other's code, for the digest: it computes in our place."""
+def foreign_code(plan: Plan) -> dict[str, list[str]]:
+    """Those that compute under the plan, be it below ours, with the hash of the other's code."""
+    taken = taken_layers(plan)
     return {
-        name: [owner_of(cls), code_of(None, cls.__module__)] for name, cls in _foreign().items()
+        name: [owner_of(cls), code_of(None, cls.__module__)]
+        for name, cls in _foreign().items()
+        if issubclass(taken.get(name, cls) or object, cls)
     }
 
 
