@@ -261,7 +261,7 @@ def verified_plan(preflight: Preflight, *, alone: bool) -> tuple[Plan, dict[str,
             settings=facts.settings,
             plugins=registry.plugins,
         )
-        contents = {**consists, "workers": preflight.worker_facts, "foreign": foreign_code()}
+        contents = {**consists, "workers": preflight.worker_facts, "foreign": foreign_code(plan)}
         verdict = preflight.verdict(plan, contents)
         verdicts = [verdict] if alone else agree(verdict)
         agreed, is_settled = step(Agreed(preflight.table, preflight.out), verdicts)
