@@ -290,7 +290,7 @@ def verified_plan(start: Start, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
             settings=facts.settings,
             plugins=registry.plugins,
         )
-        contents = {**consists, "workers": start.worker_facts, "foreign": foreign_code()}
+        contents = {**consists, "workers": start.worker_facts, "foreign": foreign_code(plan)}
         verdict = start.verdict(plan, contents)
         verdicts = [verdict] if alone else agree(verdict)
         agreed, is_settled = step(Agreed(start.table, start.out), verdicts)

@@ -175,9 +175,9 @@ def _over(layer: Layer, base: type) -> type:
     plugin's."""
     is_foreign, place = base is not layer.base, layer.place
     name = f"{layer.cls}FL" + f"Over{base.__name__}" * is_foreign
-    former: type | None = globals().get(name)
-    if former is not None and former.__base__ is base:
-        return former
+    held = globals().get(name)
+    if isinstance(held, type) and held.__base__ is base:
+        return held
     method = partial(
         dispatch_method,
         layer.op,
@@ -188,13 +188,13 @@ def _over(layer: Layer, base: type) -> type:
         traces_own=layer.op in ir_ops(),
         vllms=layer.base if is_foreign else None,
     )
-    made: type[Any] = type(
+    made: type = type(
         name,
         (base,),
         {"__module__": __name__, "dispatch_forward": _dispatch_forward(base)}
         | {forward: method() for forward in _forwards(base)},
     )
-    made.name = layer.registered  # as `custom_ops` uses it
+    made.name = layer.registered  # type: ignore[attr-defined]  # as `custom_ops` uses it
     globals()[name] = made
     OURS.add(made)
     return made
@@ -301,10 +301,13 @@ def foreign_ops() -> dict[str, dict[str, str]]:
     return found
 
 
-def foreign_code() -> dict[str, list[str]]:
-    """The same with the hash of the other's code, for the digest: it computes in our place."""
+def foreign_code(plan: Plan) -> dict[str, list[str]]:
+    """Those that compute under the plan, be it below ours, with the hash of the other's code."""
+    taken = taken_layers(plan)
     return {
-        name: [owner_of(cls), code_of(None, cls.__module__)] for name, cls in _foreign().items()
+        name: [owner_of(cls), code_of(None, cls.__module__)]
+        for name, cls in _foreign().items()
+        if issubclass(taken.get(name, cls) or object, cls)
     }
 
 
