@@ -146,7 +146,7 @@ def test_a_foreign_layer_is_in_the_plan_and_explained(
     plan: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert (plan["label"], plan["reason"]) == (
         "foreign",
-        f"layer SiluAndMul is {OWNER}, not vllm-fl's",
+        f"layer SiluAndMul is {OWNER}, not vllm-fl's: to take it, name foreign behind yours",
     )
     assert "+silu_and_mul" not in plan["custom_ops"]
 

@@ -521,7 +521,7 @@ def test_lists() -> None:
         ("VLLM_FL_LOG_LEVEL", "WARN", "log_level", "Did you mean 'WARNING'?"),
         ("VLLM_FL_LOG_LEVEL", "10", "log_level", "DEBUG, INFO, WARNING, ERROR"),
         ("VLLM_FL_PREFLIGHT", "verfy", "preflight", "Did you mean 'verify'?"),
-        ("VLLM_FL_PLATFORM", "cu da", "platform", "cuda, ascend, cpu"),
+        ("VLLM_FL_PLATFORM", "cu da", "platform", "cuda, cpu, rocm, tpu, xpu, ascend"),
         ("VLLM_FL_FLAGOS_BLACKLIST", "mm add", "flagos_blacklist", "'mm add' is not a valid name"),
         ("VLLM_FL_FLAGOS_BLACKLIST", '"mm,add"', "flagos_blacklist", "is not a valid name"),
         ("VLLM_FL_ALLOW_VENDORS", ",", "allow_vendors", "contains no name"),

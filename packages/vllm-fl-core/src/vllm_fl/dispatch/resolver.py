@@ -123,8 +123,8 @@ def resolve(
         engine: whether `stock` is a candidate: where the order names it, else at the end. In strict
             mode a list of the user's that names neither it nor `foreign` leaves it out.
         foreign: the layers of the op that another plugin has replaced -> whose they are. That is a
-            candidate then: where the order names `foreign`; else behind a list of the user's, which
-            takes the op, and before all others.
+            candidate then: where the order names `foreign`, else the first one. If other sizes
+            name it, it is the last one.
         tokens: how many tokens a call has, where the policy orders the op by size; None is more
             than every ceiling.
     """
@@ -148,14 +148,15 @@ def resolve(
             ranked.append((rank, impl, f"token {order[place]}"))
     named = {token.kind: n for n, token in enumerate(order)}
     forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
-    if engine and foreign and not forced:
+    if engine and foreign:
         rows = listed.rows(mode) if listed else ()
         elsewhere = any(token.kind == "foreign" for _, tokens in rows for token in tokens)
-        is_users = listed is not None and listed.pinned
-        place = named.get("foreign", named.get("stock", len(order)) if elsewhere or is_users else -1)
+        place = named.get("foreign", len(order) if elsewhere else -1)
         (layer, owner), *others = foreign.items()
         more = f", and so {len(others)} more" * bool(others)
         reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
+        if place < 0 and listed is not None and listed.pinned:
+            reason += ": to take it, name foreign behind yours"
         ranked.append(((place, 0, ""), FOREIGN, reason))
     if engine and "stock" in named:
         ordered = listed or policy.prefer == "stock"
