@@ -390,7 +390,7 @@ def test_ranks_that_make_the_same_calls_compare_the_same_ones() -> None:
 
 def test_calls_whose_turn_it_is_not_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[Any] = []
-    monkeypatch.setattr(module._Call, "of", lambda *args: copied.append(args))
+    monkeypatch.setattr(module, "_Call", lambda *args: copied.append(args))
     deep = Deep(480)
     deep.shadow._most = 480
     deep.step()
