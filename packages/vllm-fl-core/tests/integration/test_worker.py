@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import OrderedDict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -177,16 +176,18 @@ def test_a_layer_of_another_plugins_is_in_the_plan_and_the_digest() -> None:
 
 
 def test_the_worker_that_vllm_chose_is_wrapped_once() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
     from vllm_fl.integration import worker
 
-    parallel = SimpleNamespace(worker_cls="collections.OrderedDict")
+    parallel = SimpleNamespace(worker_cls="vllm.v1.worker.worker_base.WorkerBase")
     for _ in range(2):
         worker.wrap_worker(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
     module, _, name = parallel.worker_cls.rpartition(".")
     assert module == worker.__name__
     wrapped = getattr(worker, name)
-    assert [c.__name__ for c in wrapped.__mro__[1:3]] == ["PlannedWorker", "OrderedDict"]
-    for path in ("auto", OrderedDict):
+    assert [c.__name__ for c in wrapped.__mro__[1:3]] == ["PlannedWorker", "WorkerBase"]
+    for path in ("auto", WorkerBase):
         parallel.worker_cls = path  # type: ignore[assignment]
         worker.wrap_worker(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
         assert parallel.worker_cls is path

