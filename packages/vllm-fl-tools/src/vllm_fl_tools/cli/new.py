@@ -33,6 +33,9 @@ TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 IMPL = "src/vllm_fl_acme/impl"
 """The folder of it that has a module for each op, of the op's name."""
 
+STAYS = "prefer: stock  # what is not listed stays as it is, whatever is installed\n"
+"""What the policy of a package over somebody's platform says first."""
+
 EACH = re.compile(r".*\beach_op\b.*\n")
 """A line of the template that is there once for each op."""
 
@@ -192,7 +195,7 @@ def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> 
     return {
         **changes,
         "[vendor, flagos, reference]": f"[vendor:{name}, foreign, stock]",
-        "op_backends:\n": "prefer: stock  # what is not listed stays as it is\nop_backends:\n",
+        "op_backends:\n": f"{STAYS}op_backends:\n",
         f"{name}.yaml": f"{platform}.yaml",
         f"{name.capitalize()}'s kernels": f"{name.capitalize()}'s kernels, over {platform}",
         "## Where it applies\n": f"""## Where it applies
