@@ -22,10 +22,10 @@ from vllm_fl.settings.values import PLATFORMS, normalise_platform
 __all__ = ["add_arguments", "run", "template_ops"]
 
 RESERVED = (
-    *("core", "default", "fl", "flagos", "foreign", "impl", "reference", "stock", "vendor"),
-    "vllm",
+    *("core", "default", "fl", "vllm"),
+    *("flagos", "foreign", "impl", "reference", "stock", "vendor"),
 )
-"""Tokens of the policy, and names of our own."""
+"""Names of our own, and tokens of the policy."""
 
 TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 """A whole package of the vendor `acme`, for a device of its own."""
@@ -35,6 +35,12 @@ IMPL = "src/vllm_fl_acme/impl"
 
 STAYS = "prefer: stock  # what is not listed stays as it is, whatever is installed\n"
 """What the policy of a package over somebody's platform says first."""
+
+TODO = """\
+# TODO: what torch calls the device, such as "npu". Where this was written, the platform did not
+# answer, and its own name stands here.
+"""
+"""What stands above a DEVICE that is not known."""
 
 EACH = re.compile(r".*\beach_op\b.*\n")
 """A line of the template that is there once for each op."""
@@ -183,7 +189,7 @@ def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> 
         return {}
     device = f'DEVICE = "{torch_device(platform)}"'
     if not is_known:
-        device = f"# TODO: not the platform, but what torch calls its device\n{device}"
+        device = f"{TODO}{device}"
     changes = {
         'DEVICE = "cpu"': device,
         f'platform == "{name}"': f'platform == "{platform}"',
