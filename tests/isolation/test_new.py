@@ -40,6 +40,21 @@ def test_one_for_somebody_elses_device_passes_the_kit_and_is_chosen_there(
     assert "failed" not in done.stdout
 
 
+def test_one_over_a_platform_plugin_is_chosen_there_and_the_rest_stays(
+    install: Install, tmp_path: Path
+) -> None:
+    theirs = "fl-platform-acme"
+    asked = ("--over", "acme", "--ops", "silu_and_mul", "--dir", str(tmp_path))
+    written = install(TOOLS, theirs, engine=True).command("new", "guest", *asked)
+    assert written.returncode == 0, written.stderr
+    folder = str(tmp_path / "vllm-fl-guest")
+    installed = install(folder, TOOLS, theirs, "vllm-fl-reference", engine=True)
+    for op, chosen in (("silu_and_mul", "vendor.guest"), ("rms_norm", "stock.vllm")):
+        done = installed.command("explain", op, "--mode", "eager", "--json")
+        (eager,) = json.loads(done.stdout)["modes"]
+        assert eager["selected"] == chosen
+
+
 def test_one_for_a_device_that_is_not_here_skips_with_the_reason(
     install: Install, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+from configs import engine_config
 
 from vllm_fl.errors import PluginError
 from vllm_fl.integration import platform
@@ -143,6 +144,21 @@ def test_a_devices_worker_is_taken_unless_the_user_has_one(
     )
     device().check_and_update_config(config)
     assert config.parallel_config.worker_cls == worker == CpuPlatform.configured[-1]
+
+
+@needs_vllm
+def test_a_worker_that_the_platform_puts_in_again_is_wrapped_again(
+    device: Callable[..., Any],
+) -> None:
+    """vLLM asks once more when the workers have loaded; the plan is sealed then."""
+    from vllm_fl.integration import planning, worker
+
+    config = engine_config()
+    planning.seal(config, "digest")
+    device().check_and_update_config(config)
+    assert CpuPlatform.configured[-1] == "acme.Worker"
+    assert config.parallel_config.worker_cls.startswith(f"{worker.__name__}.")
+    assert planning.is_sealed(config)
 
 
 @needs_vllm

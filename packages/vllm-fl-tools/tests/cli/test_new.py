@@ -116,12 +116,85 @@ def test_for_somebody_elses_device(tmp_path: Path) -> None:
         compile(path.read_text(), str(path), "exec")
 
 
-@pytest.mark.parametrize("ops", [(op,) for op in OPS] + [OPS, OPS[::-1], OPS[1:]])
-@pytest.mark.parametrize("platform", [None, "cpu", "ascend"])
-def test_any_choice_of_ops_is_whole(
-    tmp_path: Path, ops: tuple[str, ...], platform: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A platform plugin of vLLM's is installed, `acme` of vllm-acme, which answers `param`."""
+    site = tmp_path.with_name(f"{tmp_path.name}-site")
+    info = site / "vllm_acme-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-acme\nVersion: 1.0\n")
+    module = site.name.replace("-", "_")
+    (info / "entry_points.txt").write_text(f"[vllm.platform_plugins]\nacme = {module}:register\n")
+    (site / f"{module}.py").write_text(f"def register():\n    return {request.param!r}\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+HERE, ELSEWHERE = "acme.platform.AcmePlatform", None
+"""What a platform plugin answers on a machine with its device, and on another."""
+
+
+@pytest.mark.parametrize("plugin", [HERE, ELSEWHERE], indirect=True)
+@pytest.mark.parametrize("name", ["foo", "acme"])
+def test_over_a_platform_plugin_what_is_not_listed_stays(
+    plugin: None, name: str, tmp_path: Path
 ) -> None:
-    chosen = ["--platform", platform] if platform else []
+    ops = "silu_and_mul,rms_norm"
+    assert main(["new", name, "--over", "acme", "--ops", ops, "--dir", str(tmp_path)]) == 0
+    folder = tmp_path / f"vllm-fl-{name}"
+    package = folder / "src" / f"vllm_fl_{name}"
+    file = package / "acme.yaml"
+    assert [*package.glob("*.yaml")] == [file]
+    settings = load_settings({}, platform_files=[("whoever 1", file)])
+    own = [f"vendor:{name}", "foreign", "stock"]
+    for op in ops.split(","):
+        assert [str(token) for token in settings.policy.order(op)] == own
+    others = settings.policy.order("gelu_and_mul", engine=True)
+    assert [str(token) for token in others] == ["foreign", "stock"]
+    assert set(settings.policy.per_op_order) == set(ops.split(","))
+    code = (package / "plugin.py").read_text()
+    assert 'with_name("acme.yaml")' in code and 'if platform == "acme"' in code
+    assert "It lies over `acme`" in (folder / "README.md").read_text()
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["description"].endswith(", over acme")
+
+
+@pytest.mark.parametrize("plugin", [HERE, ELSEWHERE], indirect=True)
+def test_over_a_plugin_that_does_not_answer_the_device_is_to_be_filled_in(
+    plugin: None, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = request.node.callspec.params["plugin"] is HERE
+    shared = new(tmp_path, "--over", "acme") / "src" / "vllm_fl_foo" / "impl" / "__init__.py"
+    text = shared.read_text()
+    assert ("TODO" in text) is not answers
+    assert ('DEVICE = "acme"' in text) is not answers
+    assert ("fill in DEVICE" in capsys.readouterr().out) is not answers
+
+
+@pytest.mark.parametrize("platform", ["rocm", "npu"])
+def test_over_a_platform_that_vllm_or_we_know_needs_no_plugin(
+    platform: str, tmp_path: Path
+) -> None:
+    """`npu` is a name of `ascend`, whose plugin is nobody's on a laptop."""
+    package = new(tmp_path, "--over", platform) / "src" / "vllm_fl_foo"
+    name, device = {"rocm": ("rocm", "cuda"), "npu": ("ascend", "npu")}[platform]
+    assert (package / f"{name}.yaml").exists()
+    assert f'\n\nDEVICE = "{device}"\n' in (package / "impl" / "__init__.py").read_text()
+
+
+@pytest.mark.parametrize("ops", [(op,) for op in OPS] + [OPS, OPS[::-1], OPS[1:]])
+@pytest.mark.parametrize(
+    ("option", "platform"),
+    [(None, None), ("--platform", "cpu"), ("--platform", "ascend"), ("--over", "ascend")],
+)
+def test_any_choice_of_ops_is_whole(
+    tmp_path: Path,
+    ops: tuple[str, ...],
+    option: str | None,
+    platform: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = [option, platform] if option and platform else []
     folder = new(tmp_path, "--ops", ",".join(ops), *chosen)
     monkeypatch.syspath_prepend(str(folder / "src"))
     for name in [name for name in sys.modules if name.startswith("vllm_fl_foo")]:
@@ -151,15 +224,32 @@ def test_any_choice_of_ops_is_whole(
             "or of an installed plugin's. Did you mean 'cuda'?",
         ),
         (("--platform", ""), "'' is not a platform"),
+        (("--over", "amce"), "Did you mean 'acme'? Installed: acme (vllm-acme 1.0). Install it"),
+        (("--over", ""), "--over ''"),
+        (("--over", "fl"), "--over 'fl'"),
         (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
     ],
 )
+@pytest.mark.parametrize("plugin", [ELSEWHERE], indirect=True)
 def test_an_unknown_op_or_platform_is_one_error_and_nothing_is_written(
-    args: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    plugin: None,
+    args: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["new", "foo", "--dir", str(tmp_path), *args]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.startswith("vllm-fl: ") and told.err.count("\n") == 1
     assert said in told.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_any_platform_plugin_the_error_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "foo", "--over", "acme", "--dir", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "'acme'" in told and "pip install --no-deps" in told and told.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

@@ -98,14 +98,16 @@ class PlatformOverlay:
         from .planning import apply, facts_of, is_sealed, plan_for, refuse_batch_invariance
         from .worker import wrap_worker
 
-        # A configuration without a model runs nothing. vLLM also comes here a second time, after
-        # the workers have loaded: in one process with them, the plan is sealed by then.
-        if vllm_config.model_config is None or is_sealed(vllm_config):
+        if vllm_config.model_config is None:  # it runs nothing
+            return
+        # vLLM also comes here a second time, after the workers have loaded: in one process with
+        # them, the plan is sealed by then. The platform may have put its own worker in again.
+        wrap_worker(vllm_config)
+        if is_sealed(vllm_config):
             return
         if cls.vllm_fl_device is None:  # a plugin's device may have a mode of its own
             refuse_batch_invariance(cls.vllm_fl_platform)
         apply(plan_for(facts_of(vllm_config)), vllm_config)
-        wrap_worker(vllm_config)
         carry_startup(vllm_config.parallel_config)
 
     @classmethod

@@ -13,21 +13,34 @@ from typing import Any
 
 from vllm_fl.cli.common import UsageError, answer, say
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch.platforms import torch_device
-from vllm_fl.dispatch.startup import known_platforms
+from vllm_fl.dispatch.platforms import ForeignPlatform, torch_device
+from vllm_fl.dispatch.startup import is_foreign, known_platforms
+from vllm_fl.plugins.installed import ENGINE_GROUPS, entry_points, identity
 from vllm_fl.settings.policy import closest
 from vllm_fl.settings.values import PLATFORMS, normalise_platform
 
 __all__ = ["add_arguments", "run", "template_ops"]
 
-RESERVED = ("core", "default", "fl", "flagos", "impl", "reference", "stock", "vendor", "vllm")
-"""Tokens of the policy, and names of our own."""
+RESERVED = (
+    *("core", "default", "fl", "vllm"),
+    *("flagos", "foreign", "impl", "reference", "stock", "vendor"),
+)
+"""Names of our own, and tokens of the policy."""
 
 TEMPLATE = files("vllm_fl_tools") / "templates" / "backend"
 """A whole package of the vendor `acme`, for a device of its own."""
 
 IMPL = "src/vllm_fl_acme/impl"
 """The folder of it that has a module for each op, of the op's name."""
+
+STAYS = "prefer: stock  # what is not listed stays as it is, whatever is installed\n"
+"""What the policy of a package over somebody's platform says first."""
+
+TODO = """\
+# TODO: what torch calls the device, such as "npu". Where this was written, the platform did not
+# answer, and its own name stands here.
+"""
+"""What stands above a DEVICE that is not known."""
 
 EACH = re.compile(r".*\beach_op\b.*\n")
 """A line of the template that is there once for each op."""
@@ -42,11 +55,18 @@ def template_ops() -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The vendor's name, what it brings for which device, and where the package goes."""
     parser.add_argument("name", metavar="NAME", help="the vendor: one lower-case word (acme)")
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--platform",
         metavar="PLATFORM",
         help="for a library on somebody else's device: the platform whose policy it joins "
         f"({', '.join(PLATFORMS)}; default: NAME is a device of its own)",
+    )
+    where.add_argument(
+        "--over",
+        metavar="PLATFORM",
+        help="for a device that has a platform plugin of vLLM's: its entry point. What NAME does "
+        "not bring stays as that plugin has it",
     )
     parser.add_argument(
         "--ops",
@@ -69,21 +89,31 @@ def run(arguments: argparse.Namespace) -> int:
     name, parent = arguments.name, arguments.dir
     folder = parent / f"vllm-fl-{name}"
     ops = list(dict.fromkeys(map(str.strip, arguments.ops.split(","))))
-    platform = None if arguments.platform is None else normalise_platform(arguments.platform)
-    problem = _problem(name, parent, folder) or _unknown(ops, platform)
+    over = arguments.over is not None
+    asked = arguments.over if over else arguments.platform
+    platform = None if asked is None else normalise_platform(asked)
+    problem = _problem(name, parent, folder) or _unknown(ops)
+    if problem is None and platform is not None:
+        problem = _no_plugin(platform) if over else _no_platform(platform)
     if problem is not None:
         raise UsageError(problem)
+    known = platform is None or not over or platform in PLATFORMS or is_foreign(platform)
+    changes = _changes(name, platform, over=over, is_known=known)
     try:
-        _write(name, ops, platform, folder)
+        _write(name, ops, changes, folder)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error}") from error
     facts = {"name": name, "platform": platform or name, "ops": ops, "folder": str(folder)}
+    if not known:
+        facts["todo"] = f"DEVICE in {IMPL.replace('acme', name)}/__init__.py"
     answer(facts, _show, as_json=arguments.json)
     return 0
 
 
 def _show(facts: Mapping[str, Any]) -> None:
     say(f"Wrote {facts['folder']}. Next:\n  cd {facts['folder']}")
+    if "todo" in facts:
+        say(f"  fill in {facts['todo']}: {facts['platform']} does not answer on this machine")
     say("  pip install -e '.[testing]' && python -m pytest")
 
 
@@ -102,7 +132,7 @@ def _problem(name: str, parent: Path, folder: Path) -> str | None:
     return None
 
 
-def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
+def _unknown(ops: Sequence[str]) -> str | None:
     known = template_ops()
     for op in ops:
         if op not in known:
@@ -111,18 +141,79 @@ def _unknown(ops: Sequence[str], platform: str | None) -> str | None:
                 f"Known: {', '.join(known)}. Another op that has a contract is a further module "
                 "beside them: vllm-fl explain OP prints its contract"
             )
-    if platform is not None and platform not in PLATFORMS:
-        platforms = known_platforms(get_default_manager().registry.plugins)
-        if platform not in platforms:
-            return (
-                f"--platform {platform!r} is not a platform of vLLM's or of an installed plugin's."
-                f"{closest(platform, platforms)} Known: {', '.join(platforms)}. For a device of "
-                "your own leave it out"
-            )
     return None
 
 
-def _write(name: str, ops: Sequence[str], platform: str | None, folder: Path) -> None:
+def _no_platform(platform: str) -> str | None:
+    if platform in PLATFORMS:
+        return None
+    known = known_platforms(get_default_manager().registry.plugins)
+    if platform in known:
+        return None
+    return (
+        f"--platform {platform!r} is not a platform of vLLM's or of an installed plugin's."
+        f"{closest(platform, known)} Known: {', '.join(known)}. For a device of your own leave it "
+        "out; for a platform plugin of vLLM's there is --over"
+    )
+
+
+def _no_plugin(platform: str) -> str | None:
+    """Whether its device is here does not matter: packages are written on any machine."""
+    found = {}
+    for entry in entry_points(ENGINE_GROUPS[0]):
+        if entry.name != "fl" and entry.dist is not None:
+            distribution, version, _ = identity(entry.dist)
+            release = f"{distribution} {version}"
+            found[ForeignPlatform(entry.name, distribution, release, "").name] = release
+    if platform in found or platform in PLATFORMS:
+        return None
+    told = ", ".join(f"{name} ({release})" for name, release in sorted(found.items()))
+    return (
+        f"--over {platform!r}: no platform plugin of vLLM's is installed here that has an entry "
+        f"point of this name.{closest(platform, (*found, *PLATFORMS))} Installed: "
+        f"{told or 'none'}. Install it first, for which the device need not be here (pip install "
+        "--no-deps), or run this where it is installed"
+    )
+
+
+def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> Mapping[str, str]:
+    """What the package says otherwise where its platform is not called as its vendor is.
+
+    Args:
+        name: the vendor.
+        platform: the platform; None for the vendor's own.
+        over: whether the platform is a plugin's that stays as it is.
+        is_known: whether torch's name of the device is.
+    """
+    if platform is None:
+        return {}
+    device = f'DEVICE = "{torch_device(platform)}"'
+    if not is_known:
+        device = f"{TODO}{device}"
+    changes = {
+        'DEVICE = "cpu"': device,
+        f'platform == "{name}"': f'platform == "{platform}"',
+        f"the platform `{name}`": f"the platform `{platform}`",
+    }
+    if not over:
+        order = f"[vendor:{name}, stock, vendor, flagos, reference]"
+        return {"[vendor, flagos, reference]": order, **changes}
+    return {
+        **changes,
+        "[vendor, flagos, reference]": f"[vendor:{name}, foreign, stock]",
+        "op_backends:\n": f"{STAYS}op_backends:\n",
+        f"{name}.yaml": f"{platform}.yaml",
+        f"{name.capitalize()}'s kernels": f"{name.capitalize()}'s kernels, over {platform}",
+        "## Where it applies\n": f"""## Where it applies
+
+It lies over `{platform}`, a platform that has a plugin of vLLM's or is vLLM's own. Keep that as it
+is, and install this beside it. An op that `{platform}.yaml` does not list stays as it is there:
+`docs/platforms.md` of vllm-fl has the whole way.
+""",
+    }
+
+
+def _write(name: str, ops: Sequence[str], changes: Mapping[str, str], folder: Path) -> None:
     """Write all of it beside its place, then rename: a failure leaves nothing behind."""
     with tempfile.TemporaryDirectory(prefix=".vllm-fl-new-", dir=folder.parent) as scratch:
         written = Path(scratch) / "package"
@@ -132,28 +223,21 @@ def _write(name: str, ops: Sequence[str], platform: str | None, folder: Path) ->
                 inside = source.relative_to(template).as_posix()
                 if source.is_dir() or "__pycache__" in inside or inside in left_out:
                     continue
-                target = written / _named(name, re.sub(r"(^|/)dot_", r"\1.", inside))
+                dotted = re.sub(r"(^|/)dot_", r"\1.", inside)
+                target = written / _tailored(dotted, name, changes)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                text = _tailored(source.read_text("utf-8"), ops, platform)
-                target.write_text(_named(name, text), "utf-8")
+                text = _each(source.read_text("utf-8"), ops)
+                target.write_text(_tailored(text, name, changes), "utf-8")
         os.rename(written, folder)
 
 
-def _tailored(text: str, ops: Sequence[str], platform: str | None) -> str:
-    """The template's text for these ops on this platform; its name is still `acme`."""
-    text = EACH.sub(lambda line: "".join(line[0].replace("each_op", op) for op in ops), text)
-    if platform is None:
-        return text
-    for old, new in {
-        "[vendor, flagos, reference]": "[vendor:acme, stock, vendor, flagos, reference]",
-        'DEVICE = "cpu"': f'DEVICE = "{torch_device(platform)}"',
-        'platform == "acme"': f'platform == "{platform}"',
-        "the platform `acme`": f"the platform `{platform}`",
-    }.items():
+def _each(text: str, ops: Sequence[str]) -> str:
+    return EACH.sub(lambda line: "".join(line[0].replace("each_op", op) for op in ops), text)
+
+
+def _tailored(text: str, name: str, changes: Mapping[str, str]) -> str:
+    """The template is a whole package of the vendor `acme`; this is `name`'s, with the changes."""
+    text = text.replace("acme", name).replace("Acme", name.capitalize())
+    for old, new in changes.items():
         text = text.replace(old, new)
     return text
-
-
-def _named(name: str, text: str) -> str:
-    """The template is a whole package of the vendor `acme`; this is `name`'s."""
-    return text.replace("acme", name).replace("Acme", name.capitalize())
