@@ -391,7 +391,7 @@ BROKEN = {
     "a list": ("[]", "it holds a list"),
     "another schema": ('{"schema": 2, "results": []}', "schema 2"),
     "no results": ('{"schema": 1}', "no results"),
-    "half a table": ('{"vllm_fl_table": 1}', "identity is missing"),
+    "half a table": ('{"vllm_fl_table": 1}', "'ops' is missing"),
     "a table of another version": ('{"vllm_fl_table": 9}', "version"),
 }
 

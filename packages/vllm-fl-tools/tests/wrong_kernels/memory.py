@@ -78,7 +78,6 @@ def two_buffers_in_turn() -> Any:
     GELU,
     "a scratch buffer that all threads share",
     "with micro-batches in two threads, now and then a token of another request",
-    kit="tracing",
     why="two calls at once are not tried; a race would be seen by luck",
 )
 def scratch_of_all_threads() -> Any:

@@ -286,7 +286,8 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
                     problem = f"{figure.impl} was measured at {figure.tokens} tokens"
                     raise wrong(key, path, f"ops.{op}.figures: {problem}")
     except (AttributeError, KeyError, TypeError) as error:
-        problem = f"is no whole table ({error}). Tune again, or fetch it again"
+        lacks = f"{error} is missing" if isinstance(error, KeyError) else error
+        problem = f"is no whole table: {lacks}. Tune again, or fetch it again"
         raise wrong(key, path, problem) from error
     # Until 0.3.0 files were sealed without their verdict; these are taken as they are.
     if data.get("digest") not in (table.seal, table.digest):
