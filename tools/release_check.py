@@ -120,7 +120,7 @@ def pins(folder: Path, versions: Mapping[str, str]) -> Iterator[str]:
             continue
         major, minor, *_ = number(versions[name])
         # Tools use core's insides.
-        is_same = TOOLS in (table["name"], name)
+        is_same = name == TOOLS or (table["name"], name) == (TOOLS, CORE)
         wanted = f"=={versions[CORE]}" if is_same else f">={major}.{minor},<{major}.{minor + 1}"
         if requirement != f"{name}{wanted}":
             who = f"{table['name']}[{extra}]" if extra else table["name"]

@@ -173,7 +173,7 @@ def test_the_object_stays_and_gets_a_class_over_its_own(in_place: Callable[[Any]
     own = type(made)
     platform.lay_in_place()
     assert type(made) is own, "once"
-    platform.step_aside()
+    lookups.take_off()
     assert type(made) is Vendor
 
 

@@ -27,7 +27,7 @@ from .seams.lookups import laid_over, named
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["PlatformOverlay", "is_overlay", "lay_in_place", "overlay_path", "step_aside"]
+__all__ = ["PlatformOverlay", "is_overlay", "lay_in_place", "overlay_path"]
 
 OVERLAY = "Overlay"
 """What the process's overlay is called in this module."""
@@ -244,14 +244,6 @@ def lay_in_place(forced: str | None = None) -> None:
             base.__qualname__,
             quote(error),
         )
-
-
-def step_aside() -> None:
-    """Give the platform of this process its own class back."""
-    from vllm.platforms import current_platform
-
-    if is_overlay(current_platform):
-        object.__setattr__(current_platform, "__class__", type(current_platform).__bases__[-1])
 
 
 def _device(forced: str | None) -> DeviceProfile | None:

@@ -25,7 +25,6 @@ from . import after, ranges
 from .models import skeleton_of
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
-from .platform import step_aside
 from .ranks import REJECTED
 from .seams import (
     attention,
@@ -44,7 +43,7 @@ from .seams.layers import (
     layer_table,
     replace_layers,
 )
-from .seams.lookups import over_class, path_over
+from .seams.lookups import over_class, path_over, take_off
 from .serving import Serving, calling, with_own_engine
 from .verifying import (
     Start,
@@ -525,5 +524,5 @@ def __getattr__(name: str) -> type:
     """Only a path travels to the workers: the class is made from it on demand."""
     made = over_class(__name__, PREFIX, name, PlannedWorker)
     if not issubclass(made, PlannedWorker):
-        step_aside()
+        take_off()
     return made

@@ -12,7 +12,7 @@ from typing import Any
 from ...logs import get_logger
 from ...text import quote
 
-__all__ = ["Target", "laid_over", "named", "over_class", "path_over", "target_of"]
+__all__ = ["Target", "laid_over", "named", "over_class", "path_over", "take_off", "target_of"]
 
 log = get_logger("engine")
 
@@ -62,6 +62,14 @@ def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> ty
     made = type(f"{base.__name__}FL", (mixin, base), fields)
     setattr(sys.modules[module], name, made)
     return made
+
+
+def take_off() -> None:
+    """Give vLLM's platform of this process its own class back, where an overlay lies over it."""
+    from vllm.platforms import current_platform
+
+    if hasattr(type(current_platform), "vllm_fl_platform"):
+        object.__setattr__(current_platform, "__class__", type(current_platform).__bases__[-1])
 
 
 @dataclass(frozen=True)
