@@ -46,13 +46,14 @@ NAMES = {
 """Older name -> (where its object is, what to write instead)."""
 
 
-def outdated(what: str, instead: str) -> None:
+def outdated(what: str, instead: str, *, stacklevel: int = 3) -> None:
     """Warn that `what` is an older name, and of what to write `instead`."""
-    told = f"{what} is vllm-plugin-FL's: use {instead}"
-    warnings.warn(told, DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        f"{what} is vllm-plugin-FL's: use {instead}", DeprecationWarning, stacklevel=stacklevel
+    )
 
 
-def lookup(name: str, *, module: str = PACKAGE) -> Any:
+def lookup(name: str, *, module: str = PACKAGE, stacklevel: int = 3) -> Any:
     """The object of an older name, for the `__getattr__` of a module that had it.
 
     Raises:
@@ -66,7 +67,7 @@ def lookup(name: str, *, module: str = PACKAGE) -> Any:
         home = instead = f"{PACKAGE}:{name}"
     else:
         raise AttributeError(f"module {module!r} has no attribute {name!r}", name=name)
-    outdated(f"{module}.{name}", instead.replace(":", "."))
+    outdated(f"{module}.{name}", instead.replace(":", "."), stacklevel=stacklevel)
     where, _, attribute = home.partition(":")
     return getattr(import_module(where), attribute)
 

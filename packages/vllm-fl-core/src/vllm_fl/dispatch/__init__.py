@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..logs import get_logger, set_log_level
@@ -31,7 +32,9 @@ from ..settings.schema import TAKEN as _TAKEN
 from . import manager as _manager
 from .context import chosen, override, policy_context
 from .manager import OpManager
-from .method import dispatch_method
+
+if TYPE_CHECKING:
+    from .method import dispatch_method
 
 __all__ = [
     "AttentionImpl",
@@ -195,4 +198,8 @@ class _Found:
 
 
 if not TYPE_CHECKING:  # a checker sees what is written here alone
-    __getattr__ = lookup
+
+    def __getattr__(name: str) -> Any:
+        if name == "dispatch_method":  # with an engine's plan, which a script starts without
+            return import_module(".method", __name__).dispatch_method
+        return lookup(name, stacklevel=4)
