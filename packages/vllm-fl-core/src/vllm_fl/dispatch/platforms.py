@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ..errors import OwnerError
@@ -136,7 +137,7 @@ def foreign_platforms() -> tuple[ForeignPlatform, ...]:
     """
     allowed = os.environ.get("VLLM_PLUGINS")
     found = []
-    for entry in entry_points(ENGINE_GROUPS[0]):
+    for entry in _installed(tuple(sys.path)):
         if entry.name == "fl" or (allowed is not None and entry.name not in allowed.split(",")):
             continue
         name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
@@ -162,6 +163,12 @@ def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> Ow
         plugin="fl",
         distribution=others[0].distribution,
     )
+
+
+@lru_cache(maxsize=1)
+def _installed(path: tuple[str, ...]) -> list[Any]:
+    """The platform plugins on this `sys.path`. A start asks several times, and reads them once."""
+    return entry_points(ENGINE_GROUPS[0])
 
 
 _answers: dict[tuple[str, str], object] = {}
