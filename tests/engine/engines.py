@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,22 @@ from engine_run import STOCK, Job, largest_difference, run
 import envs
 
 PLUGINS = Path(__file__).parent / "plugins"
+
+
+def answer_of(script: str, *arguments: str | Path, **variables: str) -> tuple[dict[str, Any], str]:
+    """(the JSON object that a script prints as a line of its own, all that it printed)."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    return json.loads(line), printed
+
 
 REFERENCE, VENDOR = {"VLLM_FL_PREFER": "reference"}, {"VLLM_FL_PREFER": "vendor"}
 

@@ -6,15 +6,12 @@ machine. No engine runs.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import answer_of
 
 EMULATED = """
 import sys, types
@@ -88,17 +85,7 @@ def told(model: Callable[[str], Path]) -> Told:
     """`told(platform, **variables)`: (what a configuration became, what was logged)."""
 
     def make(platform: str, **variables: str) -> tuple[dict[str, Any], str]:
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(model("qwen3")), platform],
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-5000:]
-        lines = done.stdout.splitlines()
-        answer = json.loads(next(line for line in lines if line.startswith("{")))
-        return answer, done.stdout + done.stderr
+        return answer_of(SCRIPT, model("qwen3"), platform, **variables)
 
     return make
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine_run import EngineFailed, Job, largest_difference, run
-from engines import IN_ONE_PROCESS, Runner, batches
+from engines import IN_ONE_PROCESS, Runner, answer_of, batches
 from test_layer_lists import SCRIPT, VENDOR
 
 Plugin = Callable[..., dict[str, str]]
@@ -158,23 +158,15 @@ def test_two_compiled_engines_of_one_plan_count_for_themselves(
     """Again in the next process, whose engines have the names and digests of this one's."""
     rounds = []
     for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-c", TWO, str(model("qwen3"))],
-            env={
-                **os.environ,
-                **orders(rms_norm="vendor", silu_and_mul="vendor", rotary_embedding="vendor"),
-                **DEBUG,
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CACHE_ROOT": str(tmp_path),
-                "HF_HUB_OFFLINE": "1",
-            },
-            capture_output=True,
-            text=True,
-            check=False,
+        told, _ = answer_of(
+            TWO,
+            model("qwen3"),
+            **orders(rms_norm="vendor", silu_and_mul="vendor", rotary_embedding="vendor"),
+            **DEBUG,
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_CPU_KVCACHE_SPACE="1",
+            VLLM_CACHE_ROOT=str(tmp_path),
         )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-        told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
         rounds.append(told)
         first, other, last = told["answers"]
         assert first == other == last

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_model
 from engine_run import STOCK, Job, largest_difference, run
-from engines import IN_ONE_PROCESS, PLUGINS, batches
+from engines import IN_ONE_PROCESS, PLUGINS, answer_of, batches
 
 LAYERS = 2
 
@@ -146,20 +143,7 @@ print(json.dumps(told))
 def test_engines_of_one_process_have_each_their_own_and_shutdown_gives_it_back(
     model: Path, mode: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TWO, str(model), mode],
-        env={
-            **os.environ,
-            **DIRECT,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    told, _ = answer_of(TWO, model, mode, **DIRECT, VLLM_CPU_KVCACHE_SPACE="1")
     made = [
         {impl: n - before.get(impl, 0) for impl, n in after.items()}
         for before, after in zip(told["before"], told["after"], strict=True)

@@ -3,16 +3,13 @@ starts after another one could not."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import answer_of
 
 PRELUDE = """
 import json, os, sys
@@ -95,21 +92,14 @@ print(json.dumps(told))
 
 def ran(script: str, *folders: Path) -> Any:
     """What a script prints as JSON, whose engines are in its own process."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script, *map(str, folders)],
-        env={
-            **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_FL_DISPATCH_DEBUG": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+    told, _ = answer_of(
+        PRELUDE + script,
+        *folders,
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_FL_DISPATCH_DEBUG="1",
+        VLLM_CPU_KVCACHE_SPACE="1",
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return told
 
 
 def test_an_engine_starts_where_another_one_could_not_load(

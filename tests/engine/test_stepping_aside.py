@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import answer_of
 
 SCRIPT = """
 import json, sys
@@ -76,17 +73,7 @@ def told(model: Callable[[str], Path]) -> Told:
     def make(variables: dict[str, str]) -> tuple[dict[str, Any], str]:
         key = tuple(variables.items())
         if key not in known:
-            done = subprocess.run(
-                [sys.executable, "-c", SCRIPT, str(model("qwen3"))],
-                env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr[-5000:]
-            lines = done.stdout.splitlines()
-            answer = json.loads(next(line for line in lines if line.startswith("{")))
-            known[key] = (answer, done.stdout + done.stderr)
+            known[key] = answer_of(SCRIPT, model("qwen3"), **variables)
         return known[key]
 
     return make
