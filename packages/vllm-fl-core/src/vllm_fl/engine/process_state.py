@@ -49,6 +49,9 @@ QUIET = 0.03
 LONGEST = 0.5
 """Seconds without a call, at most."""
 
+LOOKS = 20
+"""How often we look in that time: another thread may set a thing and put it back in it."""
+
 
 class _Piece(NamedTuple):
     """One thing that is compared.
@@ -155,8 +158,10 @@ def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set
         if not left:
             break
         then = {piece: _read(piece) for piece in left}
-        time.sleep(quiet * random.SystemRandom().uniform(1, 2))  # not in step with what others do
-        found |= {piece for piece in left if not _same(then[piece], _read(piece))}
+        for _ in range(LOOKS):
+            # a length of its own each time: not in step with what others do
+            time.sleep(quiet / LOOKS * random.SystemRandom().uniform(1, 2))
+            found |= {piece for piece in left if not _same(then[piece], _read(piece))}
         moving = {piece: _read(piece) for piece in left - found if piece.draw}
         if not moving or again is None:
             continue
