@@ -91,15 +91,19 @@ def quiet(level: int) -> AbstractContextManager[None]:
     return _filtered(get_logger().handlers, lambda record: record.levelno > level)
 
 
-def silence() -> AbstractContextManager[None]:
+def silence(*, ours: bool = True) -> AbstractContextManager[None]:
     """In the block, what this thread logs is not shown, whoever's logger it is; errors are.
 
     Other threads are heard, such as the one that names what takes long.
+
+    Args:
+        ours: whether our own loggers are silent, too.
     """
     thread = threading.get_ident()
 
     def is_heard(record: logging.LogRecord) -> bool:
-        return record.thread != thread or record.levelno >= logging.ERROR
+        spared = not ours and record.name.partition(".")[0] == ROOT
+        return spared or record.thread != thread or record.levelno >= logging.ERROR
 
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]

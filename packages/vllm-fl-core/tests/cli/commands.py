@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.cli import _progress, _show, main
+from vllm_fl.cli import _engine, _progress, _show, main
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.integration import compat
 
@@ -65,7 +65,11 @@ Distribution = Callable[..., Path]
 def clean(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """No setting of the caller's, and nothing of another test's, is seen."""
+    """No setting of the caller's, and nothing of another test's, is seen.
+
+    Nor is vLLM: a process has one platform, by the variables of its start. tests/engine asks it.
+    """
+    monkeypatch.setattr(_engine, "find_spec", lambda name: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     for name in list(os.environ):
         if name.startswith(LEAKS):

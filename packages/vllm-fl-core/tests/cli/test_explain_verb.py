@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import Command, Distribution, Plugin
@@ -29,13 +30,20 @@ def policy(platform):
 """
 
 
+def both(fl: Command, op: str, **variables: str) -> tuple[dict[str, Any], ...]:
+    """What a script gets, and an engine in either mode."""
+    views = [
+        view
+        for more in (("--script",), ())
+        for view in fl("explain", op, *more, "--json", **variables).json()["modes"]
+    ]
+    assert [view["mode"] for view in views] == ["script", "eager", "compiled"]
+    return tuple(views)
+
+
 def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plugin) -> None:
     plugin(TWO)
-    done = fl("explain", "silu_and_mul", "--json", VLLM_FL_PLATFORM="none")
-    assert done.status == 0
-    answer = done.json()
-    assert [view["mode"] for view in answer["modes"]] == ["script", "eager", "compiled"]
-    script, eager, compiled = answer["modes"]
+    script, eager, compiled = both(fl, "silu_and_mul", VLLM_FL_PLATFORM="none")
     assert script["order"] == ["flagos", "vendor", "reference"]
     assert script["origin"] == "prefer=flagos, default"
     assert [(c["impl_id"], c["status"], c["reason"]) for c in script["candidates"]] == [
@@ -59,9 +67,7 @@ def test_the_modes_of_a_list_and_its_line(fl: Command, plugin: Plugin, tmp_path:
         "op_backends:\n  silu_and_mul:\n    eager: [vendor]\n    compiled: [stock, reference]\n"
     )
     plugin(TWO + WITH_FILE.format(path=str(path)))
-    script, eager, compiled = fl(
-        "explain", "silu_and_mul", "--json", VLLM_FL_PLATFORM="acme"
-    ).json()["modes"]
+    script, eager, compiled = both(fl, "silu_and_mul", VLLM_FL_PLATFORM="acme")
     assert (script["selected"], eager["selected"]) == ("vendor.acme", "vendor.acme")
     assert compiled["selected"] == "stock.vllm"
     assert compiled["order"] == ["stock", "reference"]
@@ -213,7 +219,8 @@ def test_an_order_by_size_is_shown_row_by_row(fl: Command, plugin: Plugin, tmp_p
     assert plain["rows"] == []
     # One row in which nothing may run is a finding: a script would fail there.
     assert fl("explain", "silu_and_mul", "--mode", "script", **variables).status == 1
-    assert "(by size)" in fl("ops", **variables).out and "(by size)" not in fl("ops").out
+    for asked in (("ops",), ("ops", "--script")):
+        assert "(by size)" in fl(*asked, **variables).out and "(by size)" not in fl(*asked).out
 
 
 def test_an_op_without_anything_is_a_finding(fl: Command, plugin: Plugin) -> None:
@@ -258,12 +265,11 @@ def test_one_that_needs_a_layer_is_not_for_scripts(fl: Command, plugin: Plugin) 
             registry.register_impl(vendor("older", silu_and_mul))
         """
     )
-    done = fl("explain", "silu_and_mul", "--json", VLLM_FL_PLATFORM="none")
-    script, eager, _ = done.json()["modes"]
+    script, eager, _ = both(fl, "silu_and_mul", VLLM_FL_PLATFORM="none")
     assert script["selected"] is None
     assert "layer" in script["candidates"][0]["reason"]
     assert eager["selected"] == "vendor.older"
-    assert done.status == 1
+    assert fl("explain", "silu_and_mul", "--script").status == 1
 
 
 def test_stock_before_reference_is_explained(fl: Command, plugin: Plugin) -> None:

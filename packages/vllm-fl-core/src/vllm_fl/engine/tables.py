@@ -39,7 +39,11 @@ class Standing:
 
 
 def standing(
-    facts: EngineFacts, snapshot: RegistrySnapshot, device: torch.device | None
+    facts: EngineFacts,
+    snapshot: RegistrySnapshot,
+    device: torch.device | None,
+    *,
+    serves: bool = True,
 ) -> Standing:
     """What becomes of the table on this rank.
 
@@ -48,6 +52,7 @@ def standing(
         snapshot: what is installed.
         device: on which the model runs; None in the process that makes the configuration, which
             must not open a device: what can be told without one is checked.
+        serves: as for `here`.
     """
     pinned = facts.settings.pinned
     if pinned is None or facts.dtype is None:
@@ -55,7 +60,7 @@ def standing(
     table = pinned.table
     why = _other_engine(table, facts)
     if why is None and device is not None:
-        why = table.differs(here(table, snapshot, device))
+        why = table.differs(here(table, snapshot, device, serves=serves))
     if why is not None:
         why += ". `vllm-fl tune --model DIR` measures another"
     else:

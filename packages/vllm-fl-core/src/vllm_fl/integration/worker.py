@@ -22,7 +22,7 @@ from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import WorkerContext
 from . import after, ranges
-from .models import skeleton_of
+from .describing import model_facts
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
 from .ranks import REJECTED
@@ -251,7 +251,7 @@ class PlannedWorker:
 
 def _begun(worker: PlannedWorker) -> tuple[Start, list[str]]:
     """(what the worker's start begins with, the lines that plugins have for the log)."""
-    facts = _facts_of_model(worker.vllm_config)
+    facts, _ = model_facts(worker.vllm_config)
     startup = get_default_manager().startup
     context = WorkerContext(
         facts.settings,
@@ -268,22 +268,6 @@ def _begun(worker: PlannedWorker) -> tuple[Start, list[str]]:
     }
     lines = [line for _, report in found.values() for line in report.lines]
     return Start(facts, worker.rank, worker.device, worker.vllm_fl_groups, told), lines
-
-
-def _facts_of_model(vllm_config: VllmConfig) -> EngineFacts:
-    """What the configuration says, and what the model is made of."""
-    facts = facts_of(vllm_config)
-    skeleton = skeleton_of(vllm_config)
-    if skeleton is None:
-        return facts
-    log.debug("The model's layers: %s", dict(skeleton.layers))
-    absent = facts.absent | skeleton.absent
-    has = skeleton.layers
-    foreign = {  # whole layers stand under their own names, and are not counted
-        op: {cls: owner for cls, owner in owners.items() if cls in has or cls == op}
-        for op, owners in facts.foreign.items()
-    }
-    return dataclasses.replace(facts, absent=absent, provided=skeleton.provided, foreign=foreign)
 
 
 def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:

@@ -1,0 +1,171 @@
+"""What an engine of this environment would run, as verbs ask for it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from ..dispatch import get_default_manager
+from ..engine.described import Described
+from ..engine.facts import EngineFacts
+from ..engine.plan import PlanEntry, make_plan
+from ..errors import VllmFLError
+from ..integration.engine_args import WrongArguments, arguments_of
+from ..logs import silence
+from ..settings.policy import Mode
+from ..text import clean
+from ._progress import doing
+from ._show import UsageError
+
+__all__ = [
+    "WHERE",
+    "any_engines",
+    "asked_of",
+    "engine_of",
+    "entry_of",
+    "takes_mode",
+    "takes_vllms",
+]
+
+MODES: tuple[Mode, ...] = ("eager", "compiled")
+
+WHERE = {
+    "script": "called by a script (call_op)",
+    "eager": "in an engine, eager mode",
+    "compiled": "in an engine, compiled mode",
+}
+
+
+def takes_mode(parser: argparse.ArgumentParser) -> None:
+    """Let a verb be asked of engines in one mode, or of a script."""
+    parser.add_argument(
+        "--mode",
+        choices=tuple(WHERE),
+        help="only this one: an engine in eager or compiled mode, where vLLM's own path (stock) is "
+        "a candidate too, or a script (call_op)",
+    )
+    parser.add_argument(
+        "--script",
+        dest="mode",
+        action="store_const",
+        const="script",
+        help="what a script gets (call_op), outside of an engine: as --mode script",
+    )
+
+
+def takes_vllms(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Let a verb take a model's folder and, beside its own arguments, those of `vllm serve`."""
+    parser.set_defaults(takes_more=True)
+    parser.allow_abbrev = False
+    parser.epilog = (
+        "Any other argument is vLLM's, as `vllm serve` takes it: --enforce-eager, --dtype bfloat16"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        required=required,
+        help="the model's folder, read as vLLM does; weights are not",
+    )
+
+
+def asked_of(arguments: argparse.Namespace) -> list[Described]:
+    """The engines that a verb's `--mode`, `--model` and other arguments ask for.
+
+    None for a script's; of any model one for each mode.
+
+    Raises:
+        UsageError, VllmFLError: as below.
+    """
+    mode, model, words = arguments.mode, arguments.model, arguments.more
+    if mode == "script" and (model is not None or words):
+        raise UsageError("--script is what is called outside of an engine: without --model")
+    if mode == "script":
+        return []
+    if model is not None:
+        return [engine_of(model, [*words, *["--enforce-eager"] * (mode == "eager")])]
+    if words:
+        raise UsageError(f"unrecognized arguments: {' '.join(words)} (vLLM's need --model DIR)")
+    return any_engines([mode] if mode else MODES)
+
+
+def engine_of(model: str, words: Sequence[str]) -> Described:
+    """What an engine of these arguments would run on this machine.
+
+    Args:
+        model: the model's folder, or what else vLLM takes for a model.
+        words: the other arguments, as `vllm serve` takes them.
+
+    Raises:
+        UsageError: vLLM is not here, finds no device, or cannot serve this model so.
+        VllmFLError: the engine would not start.
+    """
+    if not _has_vllm():
+        raise UsageError(f"--model {model}: vLLM is not installed here")
+    try:
+        with doing("reading the model as vLLM does"), silence(ours=False):
+            from vllm.platforms import current_platform
+            from vllm.usage.usage_lib import UsageContext
+
+            if not current_platform.device_type:
+                raise UsageError(
+                    "vLLM finds no device that it was built for here; ask on the machine that "
+                    "will serve"
+                )
+            from ..integration.describing import describe
+
+            return describe(arguments_of(model, words), UsageContext.OPENAI_API_SERVER)
+    except VllmFLError:
+        raise
+    except WrongArguments as error:
+        raise UsageError(f"vLLM does not take these arguments: {clean(str(error))}") from error
+    except Exception as error:  # whatever vLLM raises for a model that it cannot serve
+        raise UsageError(f"--model {model}: vLLM cannot serve it: {_told(error)}") from error
+
+
+def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
+    """What engines of any model would run, one for each mode.
+
+    Where vLLM is not here, or cannot be asked, settings and plugins alone are.
+
+    Raises:
+        VllmFLError: an engine would not start.
+    """
+    unasked = "vLLM is not installed here"
+    if _has_vllm():
+        try:
+            with doing("asking vLLM"), silence(ours=False):
+                from ..integration.describing import describe_any
+
+                return [describe_any(mode) for mode in modes]
+        except VllmFLError:
+            raise
+        except Exception as error:  # vLLM, and plugins of it, may be broken in any way
+            unasked = f"vLLM cannot be asked: {_told(error)}"
+    manager = get_default_manager()
+    settings: Any = manager.settings  # the default manager finds its own plugins
+    facts = [EngineFacts(settings, mode) for mode in modes]
+    return [Described(each, make_plan(manager, each), unasked=unasked) for each in facts]
+
+
+def entry_of(engine: Described, op: str) -> PlanEntry | None:
+    """What an engine plans for an op; None where it runs vLLM's own, or has no such op."""
+    found = engine.plan.entries.get(op)
+    if found is not None or engine.aside or engine.has_model:
+        return found
+    # Only several ranks have a communicator, and of any engine it is not known how many it has.
+    facts = engine.facts
+    rows = get_default_manager().rows(op, mode=facts.mode, engine=True, settings=facts.settings)
+    return PlanEntry(op, rows)
+
+
+def _has_vllm() -> bool:
+    """Whether vLLM is installed; it then says no more than errors."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    return find_spec("vllm") is not None
+
+
+def _told(error: Exception) -> str:
+    return clean(str(error)) or type(error).__name__

@@ -1,0 +1,44 @@
+"""An engine that nobody has started: what it would run, before it verifies anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .facts import EngineFacts
+from .plan import Plan
+from .tables import Standing
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["Described"]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What an engine would run.
+
+    Args:
+        facts: what its configuration says.
+        plan: its plan. Verification may still take somebody out.
+        table: what becomes of the table that its settings name.
+        layers: op -> class of vLLM's -> how many layers of it the model has.
+        aside: why vLLM runs without vllm-fl, with an empty plan; empty where it does not.
+        unasked: why vLLM was not asked; what it alone knows is missing then.
+        config: vLLM's configuration of it; None where vLLM was not asked.
+    """
+
+    facts: EngineFacts
+    plan: Plan
+    table: Standing = field(default_factory=Standing)
+    layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    aside: str = ""
+    unasked: str = ""
+    config: VllmConfig | None = None
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it is known which model it serves; of any other, every op is planned."""
+        return self.facts.dtype is not None

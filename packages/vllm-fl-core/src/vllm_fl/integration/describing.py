@@ -1,0 +1,128 @@
+"""What an engine would run, before it verifies anything: the one answer for engines and verbs.
+
+A worker asks for the facts and the plan of its configuration. The command line makes the same
+configuration, from the same arguments, and asks for the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ..dispatch import get_default_manager
+from ..engine.described import Described
+from ..engine.facts import EngineFacts
+from ..engine.plan import Plan
+from ..engine.tables import standing
+from ..logs import get_logger
+from ..settings.loading import load_startup
+from ..settings.policy import Mode
+from .compat import obstacle
+from .models import Skeleton, skeleton_of
+from .planning import facts_of, plan_for
+from .platform import is_overlay
+from .seams.layers import layer_table
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+__all__ = ["describe", "describe_any", "model_facts", "stands_aside"]
+
+log = get_logger("engine")
+
+
+def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Described:
+    """What an engine of these arguments would run on this machine.
+
+    Args:
+        arguments: the engine's, as `vllm serve` or `vllm.LLM` makes them.
+        usage_context: which of the two: vLLM's largest batch depends on it.
+
+    Raises:
+        SettingsError: a setting is wrong, and the engine would not start.
+        PluginError: as in a start.
+        Exception: vLLM cannot serve the model with these arguments; whatever it raises.
+    """
+    return _described(arguments.create_engine_config(usage_context))
+
+
+def describe_any(mode: Mode) -> Described:
+    """The same of an engine of which no model is known: every op, in its order.
+
+    Args:
+        mode: how the engine runs its model.
+
+    Raises:
+        SettingsError, PluginError: as in `describe`.
+    """
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    eager = {"mode": CompilationMode.NONE} if mode == "eager" else {}
+    return _described(VllmConfig(compilation_config=CompilationConfig(**eager)))
+
+
+def stands_aside() -> str:
+    """Why engines of this process run vLLM as it is, once vLLM has loaded its plugins; or nothing.
+
+    Raises:
+        SettingsError: a variable that says how to start is wrong.
+    """
+    from vllm.platforms import current_platform
+
+    startup = load_startup()
+    if not startup.enabled:
+        return startup["enabled"].named
+    if (problem := obstacle()) is not None:
+        return problem
+    if not is_overlay(current_platform):
+        return "vLLM has not loaded vllm-fl (`vllm-fl doctor` tells why)"
+    return ""
+
+
+def model_facts(vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
+    """What the configuration says, and what the model is made of, as far as that is known.
+
+    Raises:
+        SettingsError, PluginError: as `facts_of`.
+    """
+    facts = facts_of(vllm_config)
+    skeleton = skeleton_of(vllm_config) if vllm_config.model_config is not None else None
+    if skeleton is None:
+        return facts, None
+    log.debug("The model's layers: %s", dict(skeleton.layers))
+    absent = facts.absent | skeleton.absent
+    has = skeleton.layers
+    foreign = {  # whole layers stand under their own names, and are not counted
+        op: {cls: owner for cls, owner in owners.items() if cls in has or cls == op}
+        for op, owners in facts.foreign.items()
+    }
+    facts = dataclasses.replace(facts, absent=absent, provided=skeleton.provided, foreign=foreign)
+    return facts, skeleton
+
+
+def _described(config: VllmConfig) -> Described:
+    import torch
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    if aside := stands_aside():
+        compiled = config.compilation_config.mode not in (None, CompilationMode.NONE)
+        mode: Mode = "compiled" if compiled else "eager"
+        settings = get_default_manager().settings
+        assert settings is not None  # the default manager finds its own plugins
+        model = config.model_config
+        facts = EngineFacts(settings, mode, dtype=model.dtype if model else None)
+        return Described(facts, Plan(mode, {}), aside=aside, config=config)
+    facts, skeleton = model_facts(config)
+    device = torch.device(current_platform.device_type)
+    # How many threads a worker has is not known here.
+    table = standing(facts, get_default_manager().registry.snapshot(), device, serves=False)
+    layers: dict[str, dict[str, int]] = {}
+    for layer in layer_table() if skeleton is not None else ():
+        if count := skeleton.layers.get(layer.cls):
+            layers.setdefault(layer.op, {})[layer.cls] = count
+    return Described(facts, plan_for(facts, table=table), table, layers, config=config)
