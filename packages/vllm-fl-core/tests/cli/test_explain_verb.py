@@ -154,39 +154,26 @@ def test_it_names_the_layers_and_operators_in_which_an_op_runs(fl: Command, plug
     assert "Inside vLLM it runs in: layer SiluAndMul; operator _C::silu_and_mul." in done.out
 
 
-ANSWER = """
-print('["printed by a plugin"]')
-print('{"silu_and_mul": {"SiluAndMul": "acme.Silu of vllm-acme 1.0"}, "x": {"X": "y"}}')
-"""
+def test_what_only_vllm_knows_is_not_said_without_it(fl: Command, plugin: Plugin) -> None:
+    """tests/engine asks a real vLLM, whose layers other plugins replace."""
+    plugin(TWO)
+    replaced = fl("explain", "silu_and_mul", "--json").json()["replaced"]
+    assert replaced == {"layers": [], "error": "vLLM is not installed here"}
+    script = fl("explain", "silu_and_mul", "--script", "--json").json()["replaced"]
+    assert script == {"layers": [], "error": None}
+    for more in (["--model", "m"], ["--dtype", "half"], ["--script", "--model", "m"]):
+        assert fl("explain", "silu_and_mul", *more).status == 2
 
 
-def test_a_layer_that_another_plugin_replaces(
-    fl: Command,
-    plugin: Plugin,
-    distribution: Distribution,
-    monkeypatch: pytest.MonkeyPatch,
+def test_other_plugins_of_vllms_are_named(
+    fl: Command, plugin: Plugin, distribution: Distribution, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tests/engine asks a real vLLM."""
     plugin(TWO)
     monkeypatch.setattr(explain, "find_spec", lambda name: name)
-    monkeypatch.setattr(explain, "PROBE", ANSWER)
-    question = ("explain", "silu_and_mul", "--mode", "eager")
-    nobody = {"layers": [], "error": None}
-    assert fl(*question, "--json").json()["replaced"] == nobody
     distribution("vllm-acme", entry_points="[vllm.general_plugins]\nacme = acme:register\n")
-    owner = "acme.Silu of vllm-acme 1.0"
-    told = {"layers": [{"layer": "SiluAndMul", "owner": owner}], "error": None}
-    assert fl(*question, "--json").json()["replaced"] == told
-    done = fl(*question)
-    assert f"layer SiluAndMul is {owner}, not vllm-fl's" in done.out
-    assert "in its workers alone is not seen here" in done.out.replace("\n", " ")
-    assert fl(*question, "--json").json()["modes"][0]["selected"] == "foreign.oot"
-    assert fl(*question, "--json", VLLM_PLUGINS="fl,other").json()["replaced"] == nobody
-    assert owner not in fl("explain", "silu_and_mul", "--mode", "script").out
-    monkeypatch.setattr(explain, "PROBE", "raise OSError('libacme.so.3')")
-    done = fl(*question)
-    assert done.status == 0
-    assert "is not known: vLLM's plugins could not be loaded: OSError: libacme.so.3" in done.out
+    assert fl("explain", "silu_and_mul", "--json").json()["others"] == ["acme"]
+    named = {"VLLM_PLUGINS": "fl,other"}
+    assert fl("explain", "silu_and_mul", "--json", **named).json()["others"] == []
 
 
 BY_SIZE = "op_backends:\n  silu_and_mul: {<=16: vendor:acme, rest: [reference, stock]}\n"

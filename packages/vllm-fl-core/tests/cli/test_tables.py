@@ -61,7 +61,8 @@ def table(fl: Command, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.Monke
 def test_explain_shows_the_rows_and_their_figures(fl: Command, table: Any) -> None:
     path = table()
     answer = fl("explain", OP, "--json", VLLM_FL_TABLE=path).json()
-    script, eager, compiled = answer["modes"]
+    eager, compiled = answer["modes"]
+    (script,) = fl("explain", OP, "--script", "--json", VLLM_FL_TABLE=path).json()["modes"]
     device = answer["table"]["identity"]["device"]
     assert eager["origin"] == f"op_backends.{OP}, table {path}, measured 2026-11-22 on {device}"
     assert script["origin"] == compiled["origin"] == "prefer=flagos, default"
@@ -78,13 +79,13 @@ def test_explain_says_why_it_does_not_order_the_op(fl: Command, table: Any) -> N
     path = table()
     listed = fl("explain", OP, "--json", VLLM_FL_TABLE=path, VLLM_FL_PER_OP=f"{OP}=vendor:acme")
     assert listed.json()["table"]["obstacle"] == "a list of yours orders the op"
-    assert listed.json()["modes"][1]["order"] == ["vendor:acme"]
+    assert listed.json()["modes"][0]["order"] == ["vendor:acme"]
     other = fl("explain", "rms_norm", "--json", VLLM_FL_TABLE=path).json()["table"]
     assert other["obstacle"] == "it does not name the op"
     path = table(identity={"torch": "1.0"})
     there = fl("explain", OP, "--json", VLLM_FL_TABLE=path).json()
     assert "it was measured with" in there["table"]["obstacle"]
-    assert there["modes"][1]["origin"] == "prefer=flagos, default"
+    assert there["modes"][0]["origin"] == "prefer=flagos, default"
 
 
 def test_policy_shows_what_it_holds(fl: Command, table: Any) -> None:

@@ -104,16 +104,17 @@ def test_there_is_none_where_vllm_runs_the_op_nowhere() -> None:
 
 DESCRIBED = """
 import json, sys
-from vllm_fl.plugins.registry import known_contracts
-from vllm_fl_tools.integration.described import describe
+from vllm_fl.cli.common import engine_of
 
 told = {}
-for mode in ("eager", "compiled"):
-    model = describe(sys.argv[1], mode, None, known_contracts().bindings)
-    sizes = model.sizes
+for mode, more in {"eager": ["--enforce-eager"], "compiled": []}.items():
+    engine = engine_of(sys.argv[1], more)
+    facts, sizes = engine.facts, engine.facts.sizes
     told[mode] = [sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.epsilon]
-    told[mode] += [str(model.dtype), "fused_experts" in model.absent, "rms_norm" in model.absent]
-    told[mode] += [sizes.tokens[-1] >= 512, list(model.captured)]
+    told[mode] += [str(facts.dtype), "fused_experts" in facts.absent, "rms_norm" in facts.absent]
+    scheduler = engine.config.scheduler_config
+    told[mode] += [sizes.tokens[-1] == scheduler.max_num_batched_tokens >= 512]
+    told[mode] += [list(facts.captured)]
 print(json.dumps(told))
 """
 

@@ -12,11 +12,13 @@ from ..dispatch import get_default_manager
 from ..engine.described import Described
 from ..engine.facts import EngineFacts
 from ..engine.plan import PlanEntry, make_plan
+from ..engine.tables import Standing, standing, under
 from ..errors import VllmFLError
 from ..integration.engine_args import WrongArguments, arguments_of
 from ..logs import silence
 from ..settings.policy import Mode
 from ..text import clean
+from ._options import device_of
 from ._progress import doing
 from ._show import UsageError
 
@@ -26,7 +28,7 @@ __all__ = [
     "asked_of",
     "engine_of",
     "entry_of",
-    "takes_mode",
+    "takes_engine",
     "takes_vllms",
 ]
 
@@ -39,35 +41,39 @@ WHERE = {
 }
 
 
-def takes_mode(parser: argparse.ArgumentParser) -> None:
-    """Let a verb be asked of engines in one mode, or of a script."""
+def takes_engine(parser: argparse.ArgumentParser, *, or_script: bool = True) -> None:
+    """Let a verb be asked of engines: of any model or of one, in one mode.
+
+    Args:
+        parser: the verb's.
+        or_script: whether it may be asked of a script, too.
+    """
+    takes_vllms(parser)
+    parser.add_argument(
+        "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
+    )
     parser.add_argument(
         "--mode",
-        choices=tuple(WHERE),
-        help="only this one: an engine in eager or compiled mode, where vLLM's own path (stock) is "
-        "a candidate too, or a script (call_op)",
+        choices=tuple(WHERE) if or_script else MODES,
+        help="an engine in eager or compiled mode, where vLLM's own path (stock) is a candidate "
+        "too" + ", or a script (call_op)" * or_script,
     )
-    parser.add_argument(
-        "--script",
-        dest="mode",
-        action="store_const",
-        const="script",
-        help="what a script gets (call_op), outside of an engine: as --mode script",
-    )
+    if or_script:
+        parser.add_argument(
+            "--script",
+            dest="mode",
+            action="store_const",
+            const="script",
+            help="what a script gets (call_op), outside of an engine: as --mode script",
+        )
 
 
-def takes_vllms(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """Let a verb take a model's folder and, beside its own arguments, those of `vllm serve`."""
+def takes_vllms(parser: argparse.ArgumentParser) -> None:
+    """Let a verb take vLLM's arguments beside its own: they are its `more`."""
     parser.set_defaults(takes_more=True)
     parser.allow_abbrev = False
     parser.epilog = (
         "Any other argument is vLLM's, as `vllm serve` takes it: --enforce-eager, --dtype bfloat16"
-    )
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        required=required,
-        help="the model's folder, read as vLLM does; weights are not",
     )
 
 
@@ -146,8 +152,14 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
             unasked = f"vLLM cannot be asked: {_told(error)}"
     manager = get_default_manager()
     settings: Any = manager.settings  # the default manager finds its own plugins
-    facts = [EngineFacts(settings, mode) for mode in modes]
-    return [Described(each, make_plan(manager, each), unasked=unasked) for each in facts]
+    found = []
+    for facts in (EngineFacts(settings, mode) for mode in modes):
+        table = Standing()
+        if settings.pinned is not None:
+            table = standing(facts, manager.registry.snapshot(), device_of(None), serves=False)
+        plan = make_plan(manager, under(facts, table))
+        found.append(Described(facts, plan, table, unasked=unasked))
+    return found
 
 
 def entry_of(engine: Described, op: str) -> PlanEntry | None:

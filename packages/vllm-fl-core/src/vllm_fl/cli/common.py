@@ -6,6 +6,7 @@ command's. `vllm_fl.cli._verbs` says what a verb is.
 
 from __future__ import annotations
 
+from ._engine import asked_of, engine_of, takes_engine, takes_vllms
 from ._environment import distributions
 from ._options import ReportFile, device_of
 from ._progress import current, doing
@@ -19,11 +20,15 @@ __all__ = [
     "VerbError",
     "answer",
     "answering",
+    "asked_of",
     "current",
     "device_of",
     "distributions",
     "doing",
+    "engine_of",
     "print_json",
     "print_table",
     "say",
+    "takes_engine",
+    "takes_vllms",
 ]

@@ -26,6 +26,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import STOCK, UNORDERED, Trace
 from ..engine.described import Described
+from ..engine.tables import under
 from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
@@ -36,7 +37,7 @@ from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
 from . import _table
-from ._engine import WHERE, any_engines, asked_of, entry_of, takes_mode, takes_vllms
+from ._engine import WHERE, any_engines, asked_of, entry_of, takes_engine
 from ._installed import allowed_plugins
 from ._show import UsageError, answer, print_table, say
 from .ops import as_rows
@@ -80,8 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OP",
         help="the op, as `vllm-fl ops` names it; or the code of an error or a finding (FL102)",
     )
-    takes_mode(parser)
-    takes_vllms(parser)
+    takes_engine(parser)
     parser.add_argument(
         "--contract",
         action="store_true",
@@ -123,8 +123,10 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
         "places": places_of(binding),
         "bypasses": list(binding.not_reached),
-        "replaced": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
-        "unasked": engines[0].unasked if engines else "",
+        "replaced": {
+            "layers": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
+            "error": (engines[0].unasked or None) if engines else None,
+        },
         "others": _others() if engines else [],
         "table": _table.as_json(settings, snapshot, op) if engines else None,
     }
@@ -195,7 +197,7 @@ def _script_view(manager: OpManager, op: str, settings: Settings) -> dict[str, A
 
 def _view_of(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
     """What an engine gets, as JSON data."""
-    entry, facts = entry_of(engine, op), engine.facts
+    entry, facts = entry_of(engine, op), under(engine.facts, engine.table)
     if entry is None:
         note = f"vLLM runs without vllm-fl: {engine.aside}"
         told = _view(manager, op, (), facts.settings, facts.mode)
@@ -328,8 +330,8 @@ def _show(facts: Mapping[str, Any]) -> None:
             say(f"  VLLM_FL_PER_OP='{op}=…' decides it.")
     for said in facts["unmatched"]:
         say(f"\nWarning: {said}")
-    if facts["unasked"]:
-        say(f"\n{facts['unasked']}: this is what settings and plugins say.")
+    if error := facts["replaced"]["error"]:
+        say(f"\n{error}: this is what settings and plugins say.")
     elif others := facts["others"]:
         say(
             f"\nvLLM loads other plugins, too: {', '.join(others)}. A layer that one replaces in "

@@ -13,14 +13,13 @@ from ..engine.plan import PlanEntry
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.registry import Owner
 from ..plugins.reserved import why_absent
-from ._engine import WHERE, asked_of, entry_of, takes_mode, takes_vllms
+from ._engine import WHERE, asked_of, entry_of, takes_engine
 from ._show import answer, print_table, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """For whom: a script, an engine of any model, or one of this model."""
-    takes_mode(parser)
-    takes_vllms(parser)
+    takes_engine(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

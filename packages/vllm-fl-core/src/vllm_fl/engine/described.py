@@ -39,6 +39,13 @@ class Described:
     config: VllmConfig | None = None
 
     @property
+    def ends(self) -> list[str]:
+        """Why the start would end before it verifies anything."""
+        found = [entry.unmet for entry in self.plan.entries.values()]
+        found += [self.table.fault] if self.plan.strict else []
+        return [*filter(None, found)]
+
+    @property
     def has_model(self) -> bool:
         """Whether it is known which model it serves; of any other, every op is planned."""
         return self.facts.dtype is not None

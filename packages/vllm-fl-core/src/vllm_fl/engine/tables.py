@@ -37,6 +37,13 @@ class Standing:
     reason: str = ""
     left_out: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def fault(self) -> str:
+        """Why strict mode ends the start: the table that was named does not act, or not whole."""
+        left_out = (f"the table's rows of op '{op}': {why}" for op, why in self.left_out.items())
+        found = "; ".join(filter(None, (self.reason, *left_out)))
+        return f"strict mode, and {found}" if found else ""
+
 
 def standing(
     facts: EngineFacts,
@@ -55,7 +62,7 @@ def standing(
         serves: as for `here`.
     """
     pinned = facts.settings.pinned
-    if pinned is None or facts.dtype is None:
+    if pinned is None:
         return Standing()
     table = pinned.table
     why = _other_engine(table, facts)
@@ -149,6 +156,8 @@ def _other_engine(table: Table, facts: EngineFacts) -> str | None:
     """The first thing of the engine that is not as it was measured, or None."""
     if table.mode != facts.mode:
         return f"it was measured for {table.mode} engines, and this one is {facts.mode}"
+    if facts.dtype is None:  # of any model
+        return None
     dtype = str(facts.dtype).removeprefix("torch.")
     if table.dtype != dtype:
         return f"it was measured in {table.dtype}, and the model has {dtype}"

@@ -125,7 +125,7 @@ class Start:
             log.exception("vllm-fl could not verify the plan")
             return dataclasses.replace(mine, failure=quote(error))
         unmet = [entry.unmet for entry in plan.entries.values()]
-        unmet += [_fault_of(self.table)] if plan.strict else []
+        unmet += [self.table.fault] if plan.strict else []
         return dataclasses.replace(
             mine,
             faults=reasons,
@@ -254,7 +254,7 @@ def step(before: Agreed, verdicts: list[Verdict]) -> tuple[Agreed, bool]:
     table = common_table(verdicts)
     lacks = {key: out for key, out in lacking(verdicts).items() if key not in before.out}
     is_strict = any(v.facts.get("strict") for v in verdicts)
-    unusable = [_fault_of(table), *map(_lack_of, lacks.items())] if is_strict else []
+    unusable = [table.fault, *map(_lack_of, lacks.items())] if is_strict else []
     new = _faults(verdicts, before.out, "; ".join(filter(None, unusable))) | lacks
     for v in verdicts:
         for key, why in v.rejections.items():
@@ -555,13 +555,6 @@ def _strict_failure(plan: Plan, reasons: Mapping[tuple[str, str], str]) -> str:
         f"implementation '{impl_id}' failed for op '{op}': {reason}"
         for (op, impl_id), reason in reasons.items()
     )
-
-
-def _fault_of(table: Standing) -> str:
-    """Why strict mode ends the start: a table that was named does not act, or not whole."""
-    left_out = (f"the table's rows of op '{op}': {why}" for op, why in table.left_out.items())
-    found = "; ".join(filter(None, (table.reason, *left_out)))
-    return f"strict mode, and {found}" if found else ""
 
 
 def _lack_of(lack: tuple[tuple[str, str], Out]) -> str:

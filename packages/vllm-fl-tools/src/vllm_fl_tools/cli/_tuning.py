@@ -26,6 +26,7 @@ from vllm_fl.contracts.binding import (
 )
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
+from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.calling import rejections
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import OpImpl
@@ -64,6 +65,7 @@ class Subject:
         absent: the ops that it cannot have.
         captured: the tokens of the largest batch of which it will capture a graph, 0 where it will
             capture none; None where that is not known.
+        plan: the engine's, without a table; None where only its sizes are known.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Subject:
     device: torch.device
     absent: frozenset[str]
     captured: int | None = None
+    plan: Plan | None = None
 
     @property
     def told(self) -> dict[str, float]:
@@ -282,10 +285,7 @@ class Work:
                 known = ", ".join(spec.dtypes)
                 self.remarks.append(f"{op}: left out, since its contract is for {known}")
             return None
-        selected = self.manager.trace(
-            op, mode=subject.mode, engine=True, without_layer=subject.mode == "compiled"
-        ).selected
-        default = STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
+        default = self._default(op)
         kept = self._contenders(op, {*self._impls, default} if self._impls else None)
         if len(kept) < 2 and not explicit:
             return None
@@ -322,6 +322,20 @@ class Work:
             why = f"the sizes that it needs are not all told ({names})"
         self.remarks.append(f"{op}: left out, since {why}")
         return None
+
+    def _default(self, op: str) -> str | None:
+        """What serves the largest calls of the op without a table."""
+        subject = self.subject
+        entry = subject.plan.entries.get(op) if subject.plan is not None else None
+        if entry is not None and entry.note:
+            return STOCK
+        if entry is not None:
+            selected = entry.rows[-1][1].selected
+        else:
+            selected = self.manager.trace(
+                op, mode=subject.mode, engine=True, without_layer=subject.mode == "compiled"
+            ).selected
+        return STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
 
     def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
         """Every implementation that can run and that nobody denies, and vLLM's own form.

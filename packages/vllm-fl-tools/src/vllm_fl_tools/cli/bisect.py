@@ -168,7 +168,7 @@ def _ids(line: str) -> list[int]:
 def _encoded(model: str, texts: list[str]) -> list[list[int]]:
     try:
         with doing("reading the model's tokenizer"):
-            from ..integration.described import encoded
+            from ..integration.tokens import encoded
 
             return encoded(model, texts)
     except Exception as error:  # whatever a tokenizer raises that is not there, or not whole

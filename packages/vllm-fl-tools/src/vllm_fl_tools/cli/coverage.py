@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, answer, print_table, say
+from vllm_fl.cli.common import UsageError, answer, print_table, say, takes_vllms
 
 from ._counts import counts
 from ._coverage import Whose, attribute, named, sums
@@ -36,12 +36,8 @@ LEARNT = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and which steps. What else is there goes to vLLM."""
-    parser.set_defaults(takes_more=True)
-    parser.allow_abbrev = False
+    takes_vllms(parser)
     parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
-    parser.epilog = (
-        "Any other argument is vLLM's, as `vllm serve` takes it: --enforce-eager, --dtype bfloat16"
-    )
     parser.add_argument(
         "--model", metavar="DIR", required=True, help="the model's folder; weights may be missing"
     )

@@ -19,18 +19,20 @@ from vllm_fl.cli.common import (
     ReportFile,
     UsageError,
     device_of,
-    doing,
+    engine_of,
     print_json,
     print_table,
     say,
+    takes_vllms,
 )
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.tables import Standing
 from vllm_fl.integration.places import all_bindings
 from vllm_fl.settings.policy import closest
 from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
-from vllm_fl.text import clean, quote
+from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import RULES
 
 from ..integration.threads import worker_threads
@@ -57,6 +59,7 @@ MORE_SIZES = ("max_position",)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """For which model, what of it, where, and where the table goes."""
+    takes_vllms(parser)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument(
         "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
@@ -105,6 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when the table cannot be written, nothing was measured, or it is not accepted."""
+    if arguments.more and (arguments.model is None or arguments.accept is not None):
+        more = " ".join(arguments.more)
+        raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
     if arguments.accept is not None:
         return _accept.run(arguments)
     if arguments.rounds is not None:
@@ -210,20 +216,23 @@ def _subject(
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
-        captured = None
+        captured, plan = None, None
     else:
-        try:
-            with doing("reading the model as vLLM does"):
-                from ..integration.described import describe
+        words = [*arguments.more, *["--enforce-eager"] * (arguments.mode == "eager")]
+        words += [] if arguments.dtype is None else ["--dtype", arguments.dtype]
+        engine = engine_of(arguments.model, words)
+        if engine.aside:
+            raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
+        if engine.facts.mode != arguments.mode:
+            raise UsageError(f"--mode {arguments.mode}: this engine runs {engine.facts.mode}")
+        from vllm_fl.integration.planning import plan_for
 
-                model = describe(arguments.model, arguments.mode, arguments.dtype, bindings)
-        except Exception as error:  # whatever vLLM raises for a model that it cannot serve
-            why = clean(str(error)) or type(error).__name__
-            raise UsageError(f"--model {arguments.model}: vLLM cannot read it: {why}") from error
-        sizes, dtype, absent = model.sizes, model.dtype, model.absent
-        largest = sizes.tokens[-1]
-        tokens = asked or tuple(sorted({*_powers(largest), *model.captured}))
-        captured = max(model.captured, default=0)
+        plan = plan_for(engine.facts, table=Standing())  # the default is without a table
+        sizes, dtype, absent = engine.facts.sizes, engine.facts.dtype, engine.facts.absent
+        assert sizes is not None and dtype is not None  # it has a model
+        batches = engine.facts.captured if arguments.mode == "compiled" else ()
+        tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
+        captured = max(batches, default=0)
     return Subject(
         arguments.model or arguments.sizes,
         replace(sizes, tokens=(1, max(tokens))),
@@ -233,6 +242,7 @@ def _subject(
         device,
         absent,
         captured,
+        plan,
     )
 
 

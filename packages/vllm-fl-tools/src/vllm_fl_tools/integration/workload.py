@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from vllm_fl.integration.engine_args import WrongArguments, arguments_of
+
 __all__ = ["FORCED", "Visit"]
 
 FORCED = "vllm_fl_forced"
@@ -210,30 +212,14 @@ def _length(options: dict[str, Any]) -> int:
     return length
 
 
-class _WrongArguments(Exception):
-    """vLLM does not take the arguments that the user gave; its text says why."""
-
-
 def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
     """The fields of vLLM's EngineArgs that arguments of a command line give other values to.
 
     Raises:
-        _WrongArguments: vLLM knows one of them not, or not with this value.
+        WrongArguments: vLLM knows one of them not, or not with this value.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is not typed here
-        def error(self, message: str) -> Any:
-            raise _WrongArguments(message)
-
-    parser, of = EngineArgs.add_cli_args(Parser(add_help=False)), ["--model", model]
-    try:
-        plain = EngineArgs.from_cli_args(parser.parse_args(of))
-        given = EngineArgs.from_cli_args(parser.parse_args([*of, *arguments]))
-    except (ValueError, TypeError) as error:  # what a value's own type raises
-        raise _WrongArguments(str(error)) from error
-    return {name: value for name, value in vars(given).items() if value != vars(plain)[name]}
+    plain, given = vars(arguments_of(model, ())), vars(arguments_of(model, arguments))
+    return {name: value for name, value in given.items() if value != plain[name]}
 
 
 def _main(request: dict[str, Any]) -> None:
@@ -256,7 +242,7 @@ def _main(request: dict[str, Any]) -> None:
         if longest is not None:
             options["max_model_len"] = min(longest, _length(options))
         llm = LLM(**options)
-    except _WrongArguments as error:
+    except WrongArguments as error:
         return answer(usage=str(error))
     except ValueError as error:  # vLLM's configuration, whose parts contradict each other
         if not given:

@@ -1,0 +1,205 @@
+"""`vllm-fl plan`: what an engine of this model would run, op by op, and what would change it.
+
+Nothing is started or verified: it is what an engine's start line says before it takes somebody out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.cli.common import UsageError, answer, asked_of, print_table, say, takes_engine
+from vllm_fl.engine.described import Described
+from vllm_fl.logs import quiet
+from vllm_fl.settings.schema import CONFIG
+
+STOCK = "stock"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which engine, and what its plan is compared with."""
+    takes_engine(parser, or_script=False)
+    parser.usage = "%(prog)s [options] [--model DIR [vLLM's arguments]]"
+    parser.add_argument(
+        "--diff",
+        metavar="WHAT",
+        help="show only what would change: `stock` for vLLM alone, a settings file in the place of "
+        f"what {CONFIG} names, or the JSON that this verb has printed",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 when strict mode would end the start."""
+    if arguments.model is None and arguments.mode is None:
+        arguments.mode = "compiled"  # as vLLM's is
+    other = _given(arguments.diff) if arguments.diff is not None else None
+    with quiet(logging.WARNING):  # the warnings are shown below
+        engine = _engine(arguments)
+        facts: dict[str, Any] = {"plan": _as_json(engine, arguments)}
+        if arguments.diff is not None:
+            if other is None:
+                with _config(arguments.diff):
+                    other = _as_json(_engine(arguments), arguments)
+            facts["diff"] = {
+                "with": arguments.diff,
+                "ops": _differences(facts["plan"], other),
+                "warnings": other["warnings"],
+            }
+    answer(facts, _show, as_json=arguments.json)
+    return 1 if facts["plan"]["ends"] else 0
+
+
+def _engine(arguments: argparse.Namespace) -> Described:
+    (engine,) = asked_of(arguments)
+    return engine
+
+
+def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The plan as JSON data."""
+    facts, settings, config = engine.facts, engine.facts.settings, engine.config
+    has_model = engine.has_model and config is not None
+    return {
+        "model": arguments.model,
+        "arguments": arguments.more,
+        "mode": facts.mode,
+        "dtype": str(facts.dtype).removeprefix("torch.") if has_model else None,
+        "platform": settings.platform,
+        "tokens": config.scheduler_config.max_num_batched_tokens if has_model else None,
+        "sequences": config.scheduler_config.max_num_seqs if has_model else None,
+        "verified": False,
+        "aside": engine.aside,
+        "unasked": engine.unasked,
+        "ops": {
+            op: {**entry.told, "layers": dict(engine.layers.get(op, {}))}
+            for op, entry in engine.plan.entries.items()
+        },
+        "ends": engine.ends,
+        "table": {
+            "file": settings.pinned.file,
+            "acts": bool(engine.table.digest),
+            "reason": engine.table.reason,
+            "left_out": dict(engine.table.left_out),
+        }
+        if settings.pinned is not None
+        else None,
+        "warnings": list(settings.warnings),
+    }
+
+
+def _given(what: str) -> dict[str, Any] | None:
+    """The plan that `--diff` names; None where it names a settings file.
+
+    Raises:
+        UsageError: it names nothing that can be read.
+    """
+    if what == STOCK:
+        return {"ops": {}, "aside": "", "warnings": []}
+    try:
+        text = Path(what).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--diff {what}: it cannot be read: {why}") from error
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return None
+    found = told.get("plan") if isinstance(told, dict) else None
+    if not isinstance(found, dict):
+        return None
+    ops = found.get("ops")
+    if not isinstance(ops, dict) or not all(isinstance(e, dict) and "impl" in e for e in ops.values()):
+        raise UsageError(f"--diff {what}: it is no plan that `vllm-fl plan --json` has printed")
+    return {"aside": "", "warnings": [], **found}
+
+
+@contextmanager
+def _config(path: str) -> Iterator[None]:
+    """In the block, the settings are those of an engine that this file is given to."""
+    before = os.environ.get(CONFIG)
+    os.environ[CONFIG] = path
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CONFIG]
+        else:
+            os.environ[CONFIG] = before
+
+
+def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """op -> what runs now, and what would, of the ops of which these differ."""
+
+    def of(plan: Mapping[str, Any], op: str) -> dict[str, Any]:
+        entry = plan["ops"].get(op, {"impl": STOCK, "reason": plan["aside"]})
+        return {key: entry[key] for key in ("impl", "reason", "rows") if key in entry}
+
+    def runs(entry: Mapping[str, Any]) -> list[Any]:
+        rows = [(row["up_to"], row["impl"]) for row in entry.get("rows", ())]
+        return [*rows, entry["impl"]]
+
+    ops = dict.fromkeys((*now["ops"], *other["ops"]))
+    pairs = {op: {"now": of(now, op), "then": of(other, op)} for op in ops}
+    return {op: each for op, each in pairs.items() if runs(each["now"]) != runs(each["then"])}
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    plan = facts["plan"]
+    told = [plan["mode"], plan["dtype"], plan["platform"]]
+    if plan["tokens"] is not None:
+        told.append(f"up to {plan['tokens']} tokens of {plan['sequences']} sequences at once")
+    say(f"{plan['model'] or 'Any model'}: {', '.join(filter(None, told))}")
+    if plan["unasked"]:
+        say(f"{plan['unasked']}: this is what settings and plugins say.")
+    if plan["aside"]:
+        say(f"vLLM runs without vllm-fl: {plan['aside']}.")
+    if "diff" in facts:
+        _show_diff(plan, facts["diff"])
+    else:
+        _show_ops(plan["ops"])
+    if table := plan["table"]:
+        say(f"Table {table['file']}" if table["acts"] else f"{table['reason']}.")
+        for op, why in table["left_out"].items():
+            say(f"The table's rows of {op} have no effect: {why}.")
+    for warning in dict.fromkeys((*plan["warnings"], *facts.get("diff", {}).get("warnings", ()))):
+        say(f"Warning: {warning}")
+    for why in plan["ends"]:
+        say(f"The start would end: {why}.")
+    if not plan["aside"]:
+        say("Nothing is verified yet: a start may still take an implementation out, and says so.")
+
+
+def _show_ops(ops: Mapping[str, Any]) -> None:
+    rows = [
+        # Why each other one is out is what `explain` and --json are for.
+        (op, _label(entry), entry["reason"].partition(" (")[0], _layers(entry["layers"]))
+        for op, entry in ops.items()
+    ]
+    if rows:
+        print_table(["op", "implementation", "reason", "layers"], rows)
+
+
+def _show_diff(plan: Mapping[str, Any], diff: Mapping[str, Any]) -> None:
+    same = len(plan["ops"].keys() - diff["ops"].keys())
+    rows = [
+        (op, _label(each["now"]), _label(each["then"]), each["then"]["reason"].partition(" (")[0])
+        for op, each in diff["ops"].items()
+    ]
+    if rows:
+        print_table(["op", "now", f"with {diff['with']}", "reason"], rows)
+    say(f"{len(rows)} ops differ, {same} do not.")
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    """Whose implementation runs; by size, as `vendor.cpu(<=16)|stock`."""
+    rows = (f"{row['impl']}(<={row['up_to']})" for row in entry.get("rows", ()))
+    return "|".join([*rows, entry["impl"]])
+
+
+def _layers(layers: Mapping[str, int]) -> str | None:
+    return ", ".join(f"{count} {cls}" for cls, count in layers.items()) or None

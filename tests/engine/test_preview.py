@@ -1,0 +1,198 @@
+"""`vllm-fl plan` says what a worker plans: for settings, files, modes and vLLM's arguments."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import answer_of
+from measured_here import measured
+
+BOTH = """
+import io, json, os, pickle, sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import torch
+from vllm import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+
+from vllm_fl.cli import main
+from vllm_fl.dispatch import reset_default_manager
+from vllm_fl.errors import StartError, VllmFLError
+from vllm_fl.integration.describing import model_facts
+from vllm_fl.integration.planning import plan_for
+from vllm_fl.integration.verifying import Start, verified_plan
+from vllm_fl.settings.loading import load_startup
+
+torch.set_num_threads(1)  # as in a worker
+clean = dict(os.environ)
+
+
+def previewed(case):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(["plan", "--json", "--model", case["model"], *case["words"]])
+    if status == 2:
+        return {"error": err.getvalue()}
+    plan = json.loads(out.getvalue())["plan"]
+    ops = {op: {k: v for k, v in told.items() if k != "layers"} for op, told in plan["ops"].items()}
+    sizes = [plan["tokens"], plan["sequences"]]
+    assert plan["verified"] is False and status == bool(plan["ends"])
+    return {"mode": plan["mode"], "ops": ops, "ends": bool(plan["ends"]), "sizes": sizes}
+
+
+def planned(case):
+    # As a worker that was spawned has it.
+    arguments = EngineArgs(case["model"], **case["options"])
+    config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    sizes = [config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs]
+    if not load_startup().enabled:
+        mode = "compiled" if config.compilation_config.mode else "eager"
+        return {"mode": mode, "ops": {}, "ends": False, "sizes": sizes}
+    facts, _ = model_facts(pickle.loads(pickle.dumps(config)))
+    start, ends = Start(facts, 0, torch.device("cpu")), False
+    try:
+        plan, _ = verified_plan(start, alone=True)
+    except StartError:
+        plan, ends = plan_for(facts, table=start.table), True
+    ops = {op: entry.told for op, entry in plan.entries.items()}
+    return {"mode": plan.mode, "ops": ops, "ends": ends, "sizes": sizes}
+
+
+found = []
+for case in json.loads(sys.argv[1]):
+    os.environ.clear()
+    os.environ.update(clean | case["variables"])
+    told = []
+    for ask in (previewed, planned):
+        reset_default_manager()
+        try:
+            told.append(ask(case))
+        except VllmFLError as error:
+            told.append({"error": error.code})
+    found.append(told)
+print(json.dumps({"found": found}))
+"""
+
+Settings = dict[str, str]
+Arguments = tuple[list[str], dict[str, Any]]
+
+EAGER: Arguments = (["--enforce-eager"], {"enforce_eager": True})
+FOUND_BY_NEWCOMERS: list[tuple[Settings, Arguments]] = [
+    ({"VLLM_FL_PREFER_ENABLED": "false"}, EAGER),
+    ({"VLLM_FL_OOT_ENABLED": "0"}, EAGER),
+    ({"VLLM_FL_OOT_WHITELIST": "RMSNorm,GemmaRMSNorm", "VLLM_FL_PREFER": "vendor"}, EAGER),
+    ({"VLLM_FL_CONFIG": "norms.yaml"}, EAGER),
+    ({"VLLM_FL_DENY_VENDORS": "cpu"}, EAGER),
+    ({"VLLM_FL_CONFIG": "norms.yaml", "VLLM_FL_STRICT": "1"}, EAGER),
+    ({}, ([], {})),
+]
+"""Where the command line said other things than the engine did."""
+
+FILES = {
+    "norms.yaml": "op_backends:\n"
+    + "".join(f"  {op}: [vendor, stock]\n" for op in ("rms_norm", "layer_norm", "rms_norm_gated")),
+    "sizes.yaml": "op_backends:\n  silu_and_mul: {<=16: 'vendor:cpu', rest: [reference, stock]}\n",
+    "modes.yaml": "prefer: vendor\nop_backends:\n  rms_norm:\n    eager: [reference]\n"
+    "    compiled: [vendor, stock]\n",
+    "strict.yaml": "strict: true\nop_backends: {silu_and_mul: ['vendor:cuda']}\n",
+    "wrong.yaml": "op_backends: {silu_and_mul: [vendr]}\n",
+}
+
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "VLLM_FL_PREFER": ("vendor", "reference", "flagos"),
+    "VLLM_FL_PER_OP": (
+        "rms_norm=reference|vendor",
+        "silu_and_mul=vendor:cpu;rotary_embedding=vendor",
+        "rms_norm=stock",
+        "silu_and_mul=vendor:cuda",
+    ),
+    "VLLM_FL_DENY_VENDORS": ("cpu", "cpu,cuda"),
+    "VLLM_FL_ALLOW_VENDORS": ("cpu", "cuda"),
+    "VLLM_FL_STRICT": ("1",),
+    "VLLM_FL_OOT_ENABLED": ("0",),
+    "VLLM_FL_OOT_WHITELIST": ("RMSNorm", "rms_norm,silu_and_mul", ""),
+    "VLLM_FL_OOT_BLACKLIST": ("SiluAndMul", "RMSNorm,RotaryEmbedding"),
+    "VLLM_FL_PREFER_ENABLED": ("0",),
+    "VLLM_FL_PLATFORM": ("cpu", "cuda", "none"),
+    "VLLM_FL_PLUGINS": ("vllm-fl-ops,vllm-fl-reference", "vllm-fl-ops,vllm-fl-cpu"),
+    "VLLM_FL_CONFIG": tuple(FILES),
+    "VLLM_FL_TABLE": ("table.json",),
+    "VLLM_FL_TABLE_UNACCEPTED": ("1",),
+    "VLLM_FL_REQUIRE": ("batch_invariant",),
+    "VLLM_FL_DISPATCH_DEBUG": ("1",),
+}
+
+ARGUMENTS: list[Arguments] = [
+    (["--dtype", "float32"], {"dtype": "float32"}),
+    (["--max-num-batched-tokens", "96"], {"max_num_batched_tokens": 96}),
+    (["--max-num-seqs=3"], {"max_num_seqs": 3}),
+    (["--max-model-len", "256"], {"max_model_len": 256}),
+    (["--tensor-parallel-size", "2"], {"tensor_parallel_size": 2}),
+    (["--compilation-config", '{"custom_ops": ["none"]}'], {"compilation_config": {"custom_ops": ["none"]}}),
+    (["--compilation-config.custom_ops+", "-rms_norm"], {"compilation_config": {"custom_ops": ["-rms_norm"]}}),
+    (["--ir-op-priority", '{"rms_norm": ["native"]}'], {"ir_op_priority": {"rms_norm": ["native"]}}),
+    (["--attention-backend", "CPU_ATTN"], {"attention_backend": "CPU_ATTN"}),
+    (["--port", "8001", "--served-model-name", "m"], {"served_model_name": ["m"]}),
+]
+DRAWN = 64
+Families = Callable[[str], Path]
+
+
+def drawn() -> list[tuple[str, Settings, Arguments]]:
+    """The same combinations in every run: of a few settings and arguments each."""
+    pick, found = random.Random(44), []
+    for n in range(DRAWN):
+        names = pick.sample([*SETTINGS], pick.randint(0, 3))
+        words: list[str] = []
+        options: dict[str, Any] = {}
+        for more, own in [*pick.sample(ARGUMENTS, pick.randint(0, 2)), *[EAGER] * (n % 3 > 0)]:
+            if not options.keys() & own.keys():
+                words, options = [*words, *more], {**options, **own}
+        settings = {name: pick.choice(SETTINGS[name]) for name in names}
+        family = pick.choice(("qwen3", "qwen3", "mixtral", "gemma3", "qwen3_next"))
+        found.append((family, settings, (words, options)))
+    return found
+
+
+def differences(
+    cases: list[tuple[str, Settings, Arguments]], model: Families, folder: Path
+) -> list[Any]:
+    """Each case of which preview and worker say other things, with both."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    if any("VLLM_FL_TABLE" in settings for _, settings, _ in cases):
+        (folder / "table.json").write_text(measured(str(model("qwen3")), "silu_and_mul").text)
+    asked = [
+        {
+            "model": str(model(family)),
+            "variables": {n: str(folder / v) if "." in v else v for n, v in settings.items()},
+            "words": words,
+            "options": options,
+        }
+        for family, settings, (words, options) in cases
+    ]
+    answered, _ = answer_of(
+        BOTH, json.dumps(asked), VLLM_FL_PREFLIGHT="off", VLLM_LOGGING_LEVEL="ERROR"
+    )
+    pairs = zip(cases, answered["found"], strict=True)
+    return [
+        (case, told)
+        for case, told in pairs
+        if told[0] != told[1]
+        and not ("error" in told[0] and f"[{told[1].get('error')}]" in told[0]["error"])
+    ]
+
+
+def test_what_newcomers_tried(model: Families, tmp_path: Path) -> None:
+    cases = [("qwen3", *case) for case in FOUND_BY_NEWCOMERS]
+    assert differences(cases, model, tmp_path) == []
+
+
+@pytest.mark.slow
+def test_combinations_of_settings_and_arguments(model: Families, tmp_path: Path) -> None:
+    assert differences(drawn(), model, tmp_path) == []
