@@ -76,7 +76,7 @@ def test_wrong_usage_is_status_2(install: Install, arguments: list[str]) -> None
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["tune", "bisect", "coverage", "report", "verify", "new"])
+@pytest.mark.parametrize("verb", ["tune", "bisect", "coverage", "plan", "report", "verify", "new"])
 def test_a_verb_of_the_tools_says_how_to_get_it(install: Install, verb: str) -> None:
     done = install().command(verb, "--json")
     assert (done.returncode, done.stdout) == (2, "")

@@ -61,6 +61,7 @@ OF_FINDINGS = {
     "vllm-range": "FL510",
     "vllm-plugins": "FL511",
     "vllm-target-device": "FL512",
+    "engine": "FL514",
     "torch": "FL520",
     "torch-build": "FL521",
     "torch-companions": "FL522",

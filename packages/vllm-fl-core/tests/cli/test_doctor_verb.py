@@ -694,3 +694,18 @@ def test_each_finding_of_ours_has_a_code(fl: Command, plugin: Plugin) -> None:
     (setting,) = [line for line in lines if "VLLM_FL_PREFER" in line and line[0].isdigit()]
     assert setting.count("[FL102]") == 1
     assert lines[-1].startswith("`vllm-fl explain CODE`")
+
+
+STOCK_LISTED = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:cuda|stock"}
+
+
+def test_why_an_engine_would_not_start(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": "silu_and_mul=vendor:cuda"}
+    found = {each["check"]: each for each in fl("doctor", "--json", **strict).json()["findings"]}
+    assert found["engine"]["code"] == "FL514" and "vendor:cuda" in found["engine"]["why"]
+    # An order for engines alone is no fault of a script's.
+    assert "ops" in found
+    checks = {each["check"] for each in fl("doctor", "--json", **STOCK_LISTED).json()["findings"]}
+    assert not checks & {"engine", "ops"}
+    assert fl("doctor", "--dtype", "half").status == 2  # vLLM's own, without a model

@@ -26,6 +26,7 @@ __all__ = [
     "WHERE",
     "any_engines",
     "asked_of",
+    "check_words",
     "engine_of",
     "entry_of",
     "takes_engine",
@@ -85,16 +86,31 @@ def asked_of(arguments: argparse.Namespace) -> list[Described]:
     Raises:
         UsageError, VllmFLError: as below.
     """
-    mode, model, words = arguments.mode, arguments.model, arguments.more
-    if mode == "script" and (model is not None or words):
-        raise UsageError("--script is what is called outside of an engine: without --model")
+    check_words(arguments)
+    mode, model = arguments.mode, arguments.model
     if mode == "script":
         return []
-    if model is not None:
-        return [engine_of(model, [*words, *["--enforce-eager"] * (mode == "eager")])]
-    if words:
-        raise UsageError(f"unrecognized arguments: {' '.join(words)} (vLLM's need --model DIR)")
-    return any_engines([mode] if mode else MODES)
+    if model is None:
+        return any_engines([mode] if mode else MODES)
+    is_told = any(word.replace("_", "-") == "--enforce-eager" for word in arguments.more)
+    eager = ["--enforce-eager"] * (mode == "eager" and not is_told)
+    engine = engine_of(model, [*arguments.more, *eager])
+    if mode not in (None, engine.facts.mode):
+        raise UsageError(f"--mode {mode}: with these arguments the engine is {engine.facts.mode}")
+    return [engine]
+
+
+def check_words(arguments: argparse.Namespace) -> None:
+    """Check that a verb's arguments may stand beside each other.
+
+    Raises:
+        UsageError: they may not.
+    """
+    if arguments.mode == "script" and arguments.model is not None:
+        raise UsageError("--script is what is called outside of an engine: without --model")
+    if arguments.model is None and arguments.more:
+        words = " ".join(arguments.more)
+        raise UsageError(f"unrecognized arguments: {words} (vLLM's need --model DIR)")
 
 
 def engine_of(model: str, words: Sequence[str]) -> Described:

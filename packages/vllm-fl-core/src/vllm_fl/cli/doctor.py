@@ -11,6 +11,7 @@ import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -46,10 +47,11 @@ from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
+from ._engine import asked_of, check_words, takes_engine
 from ._environment import distributions, torch_build, torch_facts
 from ._installed import CHECKS
 from ._options import device_of
-from ._show import answer, print_table, say
+from ._show import UsageError, answer, print_table, say
 
 __all__ = ["CODES", "add_arguments", "code_of", "contained", "run"]
 
@@ -68,6 +70,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "vllm-range": "FL510",
         "vllm-plugins": "FL511",
         "vllm-target-device": "FL512",
+        "engine": "FL514",
         "torch": "FL520",
         "torch-build": "FL521",
         "torch-companions": "FL522",
@@ -84,14 +87,16 @@ _CODE = re.compile(r"\[(FL\d{3})\]")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options of its own."""
+    """Which engine is looked at; of any model without one."""
+    takes_engine(parser, or_script=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. All checks run, however broken the environment is."""
+    check_words(arguments)
     lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
     try:
-        found = surviving(_look)
+        found = surviving(partial(_look, arguments))
     except VllmFLError as error:
         ended = Finding("plugins", "The checks came to no end.", str(error), LEAVE_OUT)
         found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": [vars(ended)]}
@@ -122,9 +127,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
 
 
-def _look() -> dict[str, Any]:
+def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     """The checks that run plugins' code, as JSON-able data."""
-    examined = _Examined()
+    examined = _Examined(arguments)
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [
             finding
@@ -175,9 +180,14 @@ def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding
 
 
 class _Examined:
-    """What a process would start with, found step by step so that each may fail on its own."""
+    """What a process would start with, found step by step so that each may fail on its own.
 
-    def __init__(self) -> None:
+    Args:
+        arguments: the verb's.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
         self.registry = OpRegistry(EMPTY)
         self.found: tuple[Found, ...] = ()
         self.plugins: tuple[Plugin, ...] = ()
@@ -193,6 +203,7 @@ class _Examined:
             "effects": self.find_idle,
             "table": self.find_table,
             "ops": self.find_idle_ops,
+            "engine": self.describe_engines,
             "own": self.ask_plugins,
         }
 
@@ -337,6 +348,9 @@ class _Examined:
         snapshot = self.registry.snapshot()
         for op in snapshot.contracts:
             trace = manager.trace(op, without_layer=True)
+            listed = self.settings.policy.listed(op)
+            if listed and any(t.kind == "stock" for _, row in listed.rows("eager") for t in row):
+                continue  # it is meant for engines
             if trace.selected is None and snapshot.impls_by_op.get(op):
                 yield Finding(
                     "ops",
@@ -345,6 +359,22 @@ class _Examined:
                     f"Install a backend for this machine; `vllm-fl explain {op}` tells more. "
                     "Inside vLLM its own path runs.",
                 )
+
+    def describe_engines(self) -> Iterator[Finding]:
+        """Why an engine would not start here, as far as that is known before it verifies."""
+        if self.settings is None:  # said already, and an engine would say it, too
+            return
+        todo = "Do what the error says."
+        try:
+            engines = asked_of(self.arguments)
+        except UsageError as error:
+            yield Finding("engine", "The engine cannot be described.", error.message, todo)
+            return
+        except VllmFLError as error:
+            yield Finding("engine", "An engine does not start here.", str(error), todo)
+            return
+        for why in dict.fromkeys(why for engine in engines for why in engine.ends):
+            yield Finding("engine", "An engine does not start here.", f"{why}.", todo)
 
     def ask_plugins(self) -> Iterator[Finding]:
         """What the plugins report of themselves; one that fails to is a finding."""

@@ -15,6 +15,7 @@ from ..settings.schema import CONFIG, Setting, Settings
 from ..settings.values import ORDER_PREFIX
 from ..text import HIDDEN, clean, is_secret
 from . import _table
+from ._engine import any_engines
 from ._options import ReportFile
 from ._show import UsageError, answer, print_table, say
 
@@ -32,16 +33,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write and os.path.lexists(arguments.write) and not arguments.force:
         raise UsageError(f"--write {arguments.write}: exists; --force replaces it")
     with quiet(logging.WARNING):  # the warnings are shown below
-        manager = get_default_manager()
-        settings = manager.settings
-    assert settings is not None
+        (engine,) = any_engines(["compiled"])  # the platform is what vLLM takes it for
+        settings = engine.facts.settings
     if arguments.write:
         return _write(settings, arguments)
     facts = {
         "platform": settings.platform,
         "platform_files": list(settings["platform_files"].value),  # type: ignore[call-overload]
         "settings": as_rows(settings),
-        "table": _table.as_json(settings, manager.registry.snapshot()),
+        "table": _table.as_json(settings, get_default_manager().registry.snapshot()),
         "unchecked": list(settings.unchecked),
         "unowned": list(settings.unowned),
         "warnings": list(settings.warnings),

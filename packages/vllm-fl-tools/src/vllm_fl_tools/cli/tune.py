@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.cli.common import (
     ReportFile,
     UsageError,
+    asked_of,
     device_of,
-    engine_of,
     print_json,
     print_table,
     say,
@@ -218,13 +218,11 @@ def _subject(
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
         captured, plan = None, None
     else:
-        words = [*arguments.more, *["--enforce-eager"] * (arguments.mode == "eager")]
-        words += [] if arguments.dtype is None else ["--dtype", arguments.dtype]
-        engine = engine_of(arguments.model, words)
+        if arguments.dtype is not None:
+            arguments.more += ["--dtype", arguments.dtype]
+        (engine,) = asked_of(arguments)
         if engine.aside:
             raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
-        if engine.facts.mode != arguments.mode:
-            raise UsageError(f"--mode {arguments.mode}: this engine runs {engine.facts.mode}")
         from vllm_fl.integration.planning import plan_for
 
         plan = plan_for(engine.facts, table=Standing())  # the default is without a table

@@ -1,0 +1,90 @@
+"""`vllm-fl plan`, without vLLM: tests/engine compares it with what an engine's worker plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from commands import Command, Plugin
+
+TWO = """
+@hookimpl
+def register_ops():
+    return [
+        vendor("acme"),
+        OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul),
+    ]
+"""
+OP = "silu_and_mul"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files lie in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_each_op_with_its_implementation_and_reason(fl: Command, plugin: Plugin) -> None:
+    plugin(TWO)
+    done = fl("plan", "--json", VLLM_FL_PLATFORM="none")
+    plan = done.json()["plan"]
+    assert (done.status, plan["mode"], plan["verified"]) == (0, "compiled", False)
+    assert plan["ops"][OP] == {"impl": "vendor.acme", "reason": "token vendor", "layers": {}}
+    assert plan["unasked"] == "vLLM is not installed here" and plan["aside"] == ""
+    shown = fl("plan", VLLM_FL_PLATFORM="none").out
+    assert plan["unasked"] in shown and "may still take an implementation out" in shown
+
+
+def test_orders_by_size(fl: Command, plugin: Plugin) -> None:
+    plugin(TWO)
+    orders = {"VLLM_FL_CONFIG": "sizes.yaml"}
+    Path("sizes.yaml").write_text(f"op_backends: {{{OP}: {{<=16: vendor, rest: [stock]}}}}\n")
+    told = fl("plan", "--mode", "eager", "--json", **orders).json()["plan"]["ops"][OP]
+    assert told["impl"] == "stock"
+    assert [(row["up_to"], row["impl"]) for row in told["rows"]] == [(16, "vendor.acme")]
+    assert "vendor.acme(<=16)|stock" in fl("plan", **orders).out
+
+
+def test_what_would_change(fl: Command, plugin: Plugin) -> None:
+    plugin(TWO)
+    Path("fl.yaml").write_text(f"op_backends: {{{OP}: [reference]}}\n")
+    diff = fl("plan", "--diff", "fl.yaml", "--json", VLLM_FL_PREFER="vendor").json()["diff"]
+    assert [(op, d["now"]["impl"], d["then"]["impl"]) for op, d in diff["ops"].items()] == [
+        (OP, "vendor.acme", "reference.torch")
+    ]
+    assert any("fl.yaml" in warning for warning in diff["warnings"])  # what it overrides
+    diff = fl("plan", "--diff", "stock", "--json").json()["diff"]
+    assert [*diff["ops"]] == [OP] and diff["ops"][OP]["then"] == {"impl": "stock", "reason": ""}
+    Path("then.json").write_text(fl("plan", "--json").out)
+    assert fl("plan", "--diff", "then.json", "--json").json()["diff"]["ops"] == {}
+    moved = fl("plan", "--diff", "then.json", "--json", VLLM_FL_DENY_VENDORS="acme").json()["diff"]
+    assert moved["ops"][OP]["then"]["impl"] == "vendor.acme"
+    shown = fl("plan", "--diff", "stock").out
+    assert "1 ops differ" in shown and "with stock" in shown
+
+
+def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> None:
+    plugin(TWO)
+    strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": f"{OP}=vendor:cuda"}
+    done = fl("plan", "--json", **strict)
+    assert done.status == 1 and "vendor:cuda" in done.json()["plan"]["ends"][0]
+    assert "The start would end: strict mode" in fl("plan", **strict).out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", "m"),  # there is no vLLM
+        ("--dtype", "half"),  # vLLM's, without a model
+        ("--mode", "script"),
+        ("--diff", "absent.yaml"),
+        ("--diff", "other.json"),
+        ("--diff", "wrong.yaml"),
+    ],
+)
+def test_wrong_arguments(fl: Command, plugin: Plugin, arguments: tuple[str, ...]) -> None:
+    plugin(TWO)
+    Path("other.json").write_text('{"plan": {"ops": {"rms_norm": 3}}}')
+    Path("wrong.yaml").write_text("op_backends: {silu_and_mul: [vendr]}\n")
+    done = fl("plan", *arguments, "--json")
+    assert (done.status, done.out) == (2, "") and done.err
