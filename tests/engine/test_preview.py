@@ -127,15 +127,18 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "VLLM_FL_DISPATCH_DEBUG": ("1",),
 }
 
+NO_CUSTOM_OPS = {"custom_ops": ["none"]}
+NORMS_LEFT = {"custom_ops": ["-rms_norm"]}
+NATIVE = {"rms_norm": ["native"]}
 ARGUMENTS: list[Arguments] = [
     (["--dtype", "float32"], {"dtype": "float32"}),
     (["--max-num-batched-tokens", "96"], {"max_num_batched_tokens": 96}),
     (["--max-num-seqs=3"], {"max_num_seqs": 3}),
     (["--max-model-len", "256"], {"max_model_len": 256}),
     (["--tensor-parallel-size", "2"], {"tensor_parallel_size": 2}),
-    (["--compilation-config", '{"custom_ops": ["none"]}'], {"compilation_config": {"custom_ops": ["none"]}}),
-    (["--compilation-config.custom_ops+", "-rms_norm"], {"compilation_config": {"custom_ops": ["-rms_norm"]}}),
-    (["--ir-op-priority", '{"rms_norm": ["native"]}'], {"ir_op_priority": {"rms_norm": ["native"]}}),
+    (["-cc", json.dumps(NO_CUSTOM_OPS)], {"compilation_config": NO_CUSTOM_OPS}),
+    (["-cc.custom_ops+", "-rms_norm"], {"compilation_config": NORMS_LEFT}),
+    (["--ir-op-priority", json.dumps(NATIVE)], {"ir_op_priority": NATIVE}),
     (["--attention-backend", "CPU_ATTN"], {"attention_backend": "CPU_ATTN"}),
     (["--port", "8001", "--served-model-name", "m"], {"served_model_name": ["m"]}),
 ]

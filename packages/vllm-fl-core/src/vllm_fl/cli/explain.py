@@ -379,9 +379,7 @@ def _show_view(view: Mapping[str, Any]) -> None:
         )
 
 
-def _show_order(
-    what: str, view: Mapping[str, Any], note: str = "", origin: str = ""
-) -> None:
+def _show_order(what: str, view: Mapping[str, Any], note: str = "", origin: str = "") -> None:
     """What is selected, and every candidate, of a mode or of one row of it."""
     nothing = "nothing" if note else "nothing may run"
     say(f"{what}: {view['selected'] or nothing}{note}")

@@ -32,9 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     of_vllm = {*NAMED_CLASSES, *snapshot.layers}  # where vLLM's own is the last
     entries: list[tuple[str, PlanEntry | None]] = [
         (op, entry_of(engine, op)) for engine in engines for op in snapshot.ops
-    ] or [
-        (op, PlanEntry(op, manager.rows(op, engine=op in of_vllm))) for op in snapshot.ops
-    ]
+    ] or [(op, PlanEntry(op, manager.rows(op, engine=op in of_vllm))) for op in snapshot.ops]
     aside = engines[0].aside if engines else ""
     facts = {
         "mode": engines[0].facts.mode if engines else "script",

@@ -66,7 +66,6 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
     has_model = engine.has_model and config is not None
     return {
         "model": arguments.model,
-        "arguments": arguments.more,
         "mode": facts.mode,
         "dtype": str(facts.dtype).removeprefix("torch.") if has_model else None,
         "platform": settings.platform,
@@ -107,15 +106,16 @@ def _given(what: str) -> dict[str, Any] | None:
         raise UsageError(f"--diff {what}: it cannot be read: {why}") from error
     try:
         told = json.loads(text)
-    except ValueError:
+    except ValueError:  # as YAML is
         return None
-    found = told.get("plan") if isinstance(told, dict) else None
-    if not isinstance(found, dict):
+    if not isinstance(told, dict) or "plan" not in told:
         return None
-    ops = found.get("ops")
-    if not isinstance(ops, dict) or not all(isinstance(e, dict) and "impl" in e for e in ops.values()):
-        raise UsageError(f"--diff {what}: it is no plan that `vllm-fl plan --json` has printed")
-    return {"aside": "", "warnings": [], **found}
+    try:
+        ops = {op: _told(each) for op, each in told["plan"]["ops"].items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        wrong = f"--diff {what}: it is no plan that `vllm-fl plan --json` has printed"
+        raise UsageError(wrong) from error
+    return {"ops": ops, "aside": "", "warnings": []}
 
 
 @contextmanager
@@ -135,17 +135,26 @@ def _config(path: str) -> Iterator[None]:
 def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """op -> what runs now, and what would, of the ops of which these differ."""
 
-    def of(plan: Mapping[str, Any], op: str) -> dict[str, Any]:
-        entry = plan["ops"].get(op, {"impl": STOCK, "reason": plan["aside"]})
-        return {key: entry[key] for key in ("impl", "reason", "rows") if key in entry}
-
-    def runs(entry: Mapping[str, Any]) -> list[Any]:
-        rows = [(row["up_to"], row["impl"]) for row in entry.get("rows", ())]
-        return [*rows, entry["impl"]]
+    def of(plan: Mapping[str, Any], op: str) -> Any:
+        return plan["ops"].get(op, {"impl": STOCK, "reason": plan["aside"]})
 
     ops = dict.fromkeys((*now["ops"], *other["ops"]))
-    pairs = {op: {"now": of(now, op), "then": of(other, op)} for op in ops}
-    return {op: each for op, each in pairs.items() if runs(each["now"]) != runs(each["then"])}
+    pairs = {op: (of(now, op), of(other, op)) for op in ops}
+    return {
+        op: {"now": _told(mine), "then": _told(then)}
+        for op, (mine, then) in pairs.items()
+        if _runs(mine) != _runs(then)
+    }
+
+
+def _told(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_runs(entry), "reason": str(entry["reason"])}
+
+
+def _runs(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an entry decides who runs."""
+    rows = [{"up_to": row["up_to"], "impl": row["impl"]} for row in entry.get("rows", ())]
+    return {"impl": entry["impl"], **({"rows": rows} if rows else {})}
 
 
 def _show(facts: Mapping[str, Any]) -> None:
