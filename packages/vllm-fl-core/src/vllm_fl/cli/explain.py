@@ -24,23 +24,21 @@ from ..contracts.binding import (
 )
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
-from ..dispatch.resolver import STOCK, UNORDERED, Trace
+from ..dispatch.resolver import UNORDERED
 from ..engine.described import Described
-from ..engine.tables import under
 from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity
 from ..plugins.plugin import Plugin
-from ..settings.policy import Mode, OpOrder, Rows
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
 from . import _table
-from ._engine import WHERE, any_engines, asked_of, entry_of, takes_engine
+from ._engine import WHERE, any_engines, asked_of, takes_engine
 from ._installed import allowed_plugins
 from ._show import UsageError, answer, print_table, say
-from .ops import as_rows
+from ._views import script_view, view_of
 from .policy import merged_from, say_merged
 
 __all__ = [
@@ -115,8 +113,8 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
     return {
         "op": op,
         "signature": signature_of(snapshot.contracts.get(op)),
-        "modes": [_view_of(manager, op, engine) for engine in engines]
-        or [_script_view(manager, op, settings)],
+        "modes": [view_of(manager, op, engine) for engine in engines]
+        or [script_view(manager, op, settings)],
         "layers": dict(engines[0].layers.get(op, {})) if engines else {},
         "settings": _bearing(manager.registry.plugins, settings),
         "merged": merged_from(listed) if listed and listed.merged else None,
@@ -187,57 +185,6 @@ def _show_code(code: str, *, as_json: bool) -> int:
     facts = {"code": code, "title": title(text), "page": text}
     answer(facts, lambda told: say(told["page"].rstrip()), as_json=as_json)
     return 0
-
-
-def _script_view(manager: OpManager, op: str, settings: Settings) -> dict[str, Any]:
-    """What a script gets, as JSON data: it may have a policy of its own in force."""
-    rows = manager.rows(op, without_layer=True)
-    return {"mode": "script", "note": "", **_view(manager, op, rows, settings, "eager")}
-
-
-def _view_of(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
-    """What an engine gets, as JSON data."""
-    entry, facts = entry_of(engine, op), under(engine.facts, engine.table)
-    if entry is None:
-        note = f"vLLM runs without vllm-fl: {engine.aside}"
-        told = _view(manager, op, (), facts.settings, facts.mode)
-        told |= {"selected": STOCK.impl_id if engine.aside else None}
-        note = note if engine.aside else "this engine has none of it"
-        return {"mode": facts.mode, "note": note, **told}
-    told = _view(manager, op, entry.rows, facts.settings, facts.mode)
-    if entry.note:
-        told |= {"selected": entry.left_to.impl_id, "rows": []}
-    return {"mode": facts.mode, "note": entry.note, **told}
-
-
-def _view(
-    manager: OpManager, op: str, rows: Rows[Trace], settings: Settings, mode: Mode
-) -> dict[str, Any]:
-    """The traces of an op, by size, as JSON data."""
-
-    def told(trace: Trace) -> dict[str, Any]:
-        return {
-            "order": [str(token) for token in trace.order],
-            "selected": trace.selected.impl_id if trace.selected else None,
-            "candidates": as_rows(manager, trace),
-        }
-
-    *smaller, (_, rest) = rows or ((None, Trace(op, mode, (), ())),)
-    return {
-        "origin": _origin(settings, op, mode),
-        **told(rest),
-        "rows": [{"up_to": ceiling, **told(row)} for ceiling, row in smaller],
-    }
-
-
-def _origin(settings: Settings, op: str, mode: Mode) -> str:
-    """Where the order comes from: the op's own list, or the preference."""
-    listed = settings.get(f"{ORDER_PREFIX}{op}")
-    order = listed and listed.value
-    if listed and isinstance(order, OpOrder) and order.rows(mode):
-        return f"{listed.key}, {listed.origin}"
-    prefer = settings["prefer"]
-    return f"prefer={prefer.value}, {prefer.origin}"
 
 
 def places_of(binding: Binding) -> list[str]:

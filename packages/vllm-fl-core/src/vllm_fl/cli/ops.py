@@ -7,14 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.manager import OpManager
-from ..dispatch.resolver import STOCK, Stock, Trace
-from ..engine.plan import PlanEntry
 from ..plugins.communicator import NAMED_CLASSES
-from ..plugins.registry import Owner
 from ..plugins.reserved import why_absent
 from ._engine import WHERE, asked_of, entry_of, takes_engine
 from ._show import answer, print_table, say
+from ._views import script_view, view_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,39 +23,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when an op that a backend brings has no implementation that may run, or none does."""
     if arguments.model is None and arguments.mode is None:
         arguments.mode = "compiled"
-    engines = asked_of(arguments)
+    engine = next(iter(asked_of(arguments)), None)
     manager = get_default_manager()
-    snapshot = manager.registry.snapshot()
-    of_vllm = {*NAMED_CLASSES, *snapshot.layers}  # where vLLM's own is the last
-    entries: list[tuple[str, PlanEntry | None]] = [
-        (op, entry_of(engine, op)) for engine in engines for op in snapshot.ops
-    ] or [(op, PlanEntry(op, manager.rows(op, engine=op in of_vllm))) for op in snapshot.ops]
-    aside = engines[0].aside if engines else ""
+    snapshot, settings = manager.registry.snapshot(), manager.settings
+    assert settings is not None  # the default manager finds its own plugins
+    of_vllm = {*NAMED_CLASSES, *snapshot.layers}  # no script calls them
+    if engine is None:
+        ops = (op for op in snapshot.ops if op not in of_vllm)
+        views = {op: script_view(manager, op, settings) for op in ops}
+    else:
+        ops = (op for op in snapshot.ops if engine.aside or entry_of(engine, op))
+        views = {op: view_of(manager, op, engine) for op in ops}
     facts = {
-        "mode": engines[0].facts.mode if engines else "script",
-        "aside": aside,
-        "unasked": engines[0].unasked if engines else "",
-        "ops": [_told(manager, op, entry) for op, entry in entries if entry or aside],
+        "mode": engine.facts.mode if engine else "script",
+        "aside": engine.aside if engine else "",
+        "unasked": engine.unasked if engine else "",
+        "ops": [
+            {
+                "op": op,
+                "selected": view["selected"],
+                "by_size": bool(view["rows"]),
+                "note": view["note"],
+                "candidates": view["candidates"],
+            }
+            for op, view in views.items()
+        ],
     }
     answer(facts, _show, as_json=arguments.json)
     brought = [op for op in facts["ops"] if op["candidates"]]
-    found = aside or (brought and all(op["selected"] for op in brought))
-    return 0 if found else 1
-
-
-def _told(manager: OpManager, op: str, entry: PlanEntry | None) -> dict[str, Any]:
-    """One op as JSON data; without an entry vLLM runs it alone."""
-    if entry is None:
-        return {"op": op, "selected": STOCK.impl_id, "by_size": False, "note": "", "candidates": []}
-    *smaller, (_, trace) = entry.rows
-    selected = trace.selected.impl_id if trace.selected else None
-    return {
-        "op": op,
-        "selected": entry.left_to.impl_id if entry.note else selected,
-        "by_size": bool(smaller) and not entry.note,
-        "note": entry.note,
-        "candidates": as_rows(manager, trace),
-    }
+    return 0 if facts["aside"] or (brought and all(op["selected"] for op in brought)) else 1
 
 
 def _show(facts: Mapping[str, Any]) -> None:
@@ -76,28 +69,6 @@ def _show(facts: Mapping[str, Any]) -> None:
         plugins = manager.startup.plugins if manager.startup else ()
         say(f"No op has a contract here: {why_absent(plugins)}.")
     say("`vllm-fl explain OP` shows why.")
-
-
-def as_rows(manager: OpManager, trace: Trace) -> list[dict[str, Any]]:
-    """Every candidate of a trace, with who brought it."""
-    owners = manager.registry.snapshot().owners
-    rows = []
-    for candidate in trace.candidates:
-        impl = candidate.impl
-        owner = owners.get((trace.op, impl.impl_id), Owner("vllm"))
-        rows.append(
-            {
-                "impl_id": impl.impl_id,
-                "kind": impl.token if isinstance(impl, Stock) else impl.kind.value,
-                "vendor": impl.vendor,
-                "priority": impl.priority,
-                "distribution": owner.distribution,
-                "version": owner.version,
-                "status": candidate.status,
-                "reason": candidate.reason,
-            }
-        )
-    return rows
 
 
 def _selected(op: dict[str, Any]) -> str | None:
