@@ -44,13 +44,16 @@ class Installed:
         found = self.answer("plugins", status=status, **variables)["plugins"]
         return {p["distribution"]: p for p in found if p["distribution"] != "vllm-fl-ops"}
 
-    def ops(self, *, status: int | None = None, **variables: str) -> dict[str, dict[str, Any]]:
+    def ops(
+        self, mode: str = "script", *, status: int | None = None, **variables: str
+    ) -> dict[str, dict[str, Any]]:
         """What `vllm-fl ops --json` lists, by op."""
-        return {op["op"]: op for op in self.answer("ops", status=status, **variables)["ops"]}
+        answer = self.answer("ops", "--mode", mode, status=status, **variables)
+        return {op["op"]: op for op in answer["ops"]}
 
-    def answer(self, verb: str, *, status: int | None, **variables: str) -> dict[str, Any]:
+    def answer(self, *words: str, status: int | None, **variables: str) -> dict[str, Any]:
         """What `vllm-fl VERB --json` prints; `status` is its exit status, None for 0 or 1."""
-        done = self.command(verb, "--json", **variables)
+        done = self.command(*words, "--json", **variables)
         allowed = (0, 1) if status is None else (status,)
         assert done.returncode in allowed, done.stdout + done.stderr
         told: dict[str, Any] = json.loads(done.stdout)

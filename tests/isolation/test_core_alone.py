@@ -126,7 +126,7 @@ def test_a_backend_without_the_ops_runs_nothing_unverified(install: Install) -> 
     done = installed.command("explain", "rms_norm")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-2].endswith(
-        "vllm-fl: Op 'rms_norm' has no contract, by which 'reference.torch' of vllm-fl-reference "
+        "has no contract, by which 'reference.torch' of vllm-fl-reference "
         f"{installed.plugins(status=0)['vllm-fl-reference']['version']} would be verified: "
         f"{MISSING}. [FL201]"
     )

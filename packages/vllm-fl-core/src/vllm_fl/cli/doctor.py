@@ -375,6 +375,10 @@ class _Examined:
             return
         for why in dict.fromkeys(why for engine in engines for why in engine.ends):
             yield Finding("engine", "An engine does not start here.", f"{why}.", todo)
+        known, self.settings = self.settings, engines[0].facts.settings  # it knows vLLM's layers
+        for finding in warned(self.settings, os.environ):
+            if finding.what not in known.warnings:
+                yield finding
 
     def ask_plugins(self) -> Iterator[Finding]:
         """What the plugins report of themselves; one that fails to is a finding."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..errors import PluginError
 from ..logs import quiet
 from ..settings.policy import OpOrder
 from ..settings.schema import CONFIG, Setting, Settings
@@ -33,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write and os.path.lexists(arguments.write) and not arguments.force:
         raise UsageError(f"--write {arguments.write}: exists; --force replaces it")
     with quiet(logging.WARNING):  # the warnings are shown below
-        (engine,) = any_engines(["compiled"])  # the platform is what vLLM takes it for
-        settings = engine.facts.settings
+        settings = _settings()
     if arguments.write:
         return _write(settings, arguments)
     facts = {
@@ -48,6 +48,21 @@ def run(arguments: argparse.Namespace) -> int:
     }
     answer(facts, _show, as_json=arguments.json)
     return 0
+
+
+def _settings() -> Settings:
+    """An engine's own: vLLM knows its platform and its layers. Broken plugins are others' matter.
+
+    Raises:
+        SettingsError: one is wrong.
+    """
+    try:
+        (engine,) = any_engines(["compiled"])
+        return engine.facts.settings
+    except PluginError:
+        settings = get_default_manager().settings
+        assert settings is not None  # the default manager finds its own plugins
+        return settings
 
 
 def _show(facts: Mapping[str, Any]) -> None:
