@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -127,7 +128,7 @@ def engine_of(model: str, words: Sequence[str]) -> Described:
     if not _has_vllm():
         raise UsageError(f"--model {model}: vLLM is not installed here")
     try:
-        with doing("reading the model as vLLM does"), silence(ours=False):
+        with _asking("reading the model as vLLM does"):
             from vllm.platforms import current_platform
             from vllm.usage.usage_lib import UsageContext
 
@@ -158,7 +159,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
     unasked = "vLLM is not installed here"
     if _has_vllm():
         try:
-            with doing("asking vLLM"), silence(ours=False):
+            with _asking("asking vLLM"):
                 from ..integration.describing import describe_any
 
                 return [describe_any(mode) for mode in modes]
@@ -190,9 +191,21 @@ def entry_of(engine: Described, op: str) -> PlanEntry | None:
 
 
 def _has_vllm() -> bool:
-    """Whether vLLM is installed; it then says no more than errors."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return find_spec("vllm") is not None
+
+
+@contextmanager
+def _asking(what: str) -> Iterator[None]:
+    """In the block this is what the verb is at, and vLLM says no more than errors."""
+    level = "VLLM_LOGGING_LEVEL"
+    is_set = level in os.environ
+    os.environ.setdefault(level, "ERROR")
+    try:
+        with doing(what), silence(ours=False):
+            yield
+    finally:
+        if not is_set:
+            os.environ.pop(level, None)
 
 
 def _told(error: Exception) -> str:
