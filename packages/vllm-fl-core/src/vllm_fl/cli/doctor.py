@@ -356,7 +356,7 @@ class _Examined:
                     "ops",
                     f"{op} has no implementation that may run.",
                     "; ".join(f"{i}: {r}" for i, r in trace.rejected),
-                    f"Install a backend for this machine; `vllm-fl explain {op}` tells more. "
+                    f"Install a backend for this machine; `vllm-fl explain {op} --script` tells. "
                     "Inside vLLM its own path runs.",
                 )
 

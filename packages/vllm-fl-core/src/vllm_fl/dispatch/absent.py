@@ -99,7 +99,7 @@ def nothing_for(
             if token.name and not any(token.matches(impl) for impl in impls):
                 why += f". {str(token)!r} matches nothing installed.{meant(token, impls)}"
                 why = why.removesuffix(".")
-        todo = f"`vllm-fl explain {trace.op}` shows where each setting comes from."
+        todo = f"`vllm-fl explain {trace.op} --script` shows where each setting comes from."
     else:
         brought = sorted({owner.label for owner in snapshot.owners.values()})
         why = f"no installed plugin has one (installed: {', '.join(brought) or 'none'})"
