@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..dispatch.startup import read_settings
 from ..engine.described import Described
 from ..engine.facts import EngineFacts
 from ..engine.plan import PlanEntry, make_plan
@@ -168,7 +169,8 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
         except Exception as error:  # vLLM, and plugins of it, may be broken in any way
             unasked = f"vLLM cannot be asked: {_told(error)}"
     manager = get_default_manager()
-    settings: Any = manager.settings  # the default manager finds its own plugins
+    startup: Any = manager.startup  # the default manager finds its own plugins
+    settings = read_settings(manager.registry, startup.plugins)  # anew: `plan --diff FILE` asks so
     found = []
     for facts in (EngineFacts(settings, mode) for mode in modes):
         table = Standing()
