@@ -23,7 +23,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm_fl.cli import main
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.errors import StartError, VllmFLError
-from vllm_fl.integration.describing import model_facts
+from vllm_fl.integration.models import model_facts
 from vllm_fl.integration.planning import plan_for
 from vllm_fl.integration.verifying import Start, verified_plan
 from vllm_fl.settings.loading import load_startup

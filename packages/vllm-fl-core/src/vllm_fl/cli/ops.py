@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         ops = (op for op in snapshot.ops if engine.aside or entry_of(engine, op))
         views = {op: view_of(manager, op, engine) for op in ops}
-    facts = {
+    facts: dict[str, Any] = {
         "mode": engine.facts.mode if engine else "script",
         "aside": engine.aside if engine else "",
         "unasked": engine.unasked if engine else "",

@@ -1,12 +1,11 @@
 """What an engine would run, before it verifies anything: the one answer for engines and verbs.
 
-A worker asks for the facts and the plan of its configuration. The command line makes the same
-configuration, from the same arguments, and asks for the same.
+A worker asks for the facts of its configuration, and for the plan of these. The command line makes
+the same configuration, from the same arguments, and asks for the same.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from ..dispatch import get_default_manager
@@ -14,12 +13,11 @@ from ..engine.described import Described
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan
 from ..engine.tables import standing
-from ..logs import get_logger
 from ..settings.loading import load_startup
 from ..settings.policy import Mode
 from .compat import obstacle
-from .models import Skeleton, skeleton_of
-from .planning import facts_of, plan_for
+from .models import model_facts
+from .planning import plan_for
 from .platform import is_overlay
 from .seams.layers import layer_table
 
@@ -28,9 +26,7 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-__all__ = ["describe", "describe_any", "model_facts", "stands_aside"]
-
-log = get_logger("engine")
+__all__ = ["describe", "describe_any", "stands_aside"]
 
 
 def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Described:
@@ -83,27 +79,6 @@ def stands_aside() -> str:
     return ""
 
 
-def model_facts(vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
-    """What the configuration says, and what the model is made of, as far as that is known.
-
-    Raises:
-        SettingsError, PluginError: as `facts_of`.
-    """
-    facts = facts_of(vllm_config)
-    skeleton = skeleton_of(vllm_config) if vllm_config.model_config is not None else None
-    if skeleton is None:
-        return facts, None
-    log.debug("The model's layers: %s", dict(skeleton.layers))
-    absent = facts.absent | skeleton.absent
-    has = skeleton.layers
-    foreign = {  # whole layers stand under their own names, and are not counted
-        op: {cls: owner for cls, owner in owners.items() if cls in has or cls == op}
-        for op, owners in facts.foreign.items()
-    }
-    facts = dataclasses.replace(facts, absent=absent, provided=skeleton.provided, foreign=foreign)
-    return facts, skeleton
-
-
 def _described(config: VllmConfig) -> Described:
     import torch
     from vllm.config import CompilationMode
@@ -122,7 +97,8 @@ def _described(config: VllmConfig) -> Described:
     # How many threads a worker has is not known here.
     table = standing(facts, get_default_manager().registry.snapshot(), device, serves=False)
     layers: dict[str, dict[str, int]] = {}
-    for layer in layer_table() if skeleton is not None else ():
-        if count := skeleton.layers.get(layer.cls):
+    counts = skeleton.layers if skeleton is not None else {}
+    for layer in layer_table():
+        if count := counts.get(layer.cls):
             layers.setdefault(layer.op, {})[layer.cls] = count
     return Described(facts, plan_for(facts, table=table), table, layers, config=config)

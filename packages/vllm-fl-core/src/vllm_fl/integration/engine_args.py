@@ -40,8 +40,10 @@ def arguments_of(model: str, words: Sequence[str]) -> EngineArgs:
         except WrongArguments as error:
             if not str(error).startswith("unrecognized arguments"):
                 raise
-            from vllm.entrypoints.cli.serve import ServeSubcommand  # slow: it has the server, too
-
+            try:  # slow: it has the server, too
+                from vllm.entrypoints.cli.serve import ServeSubcommand
+            except ImportError:
+                raise error from None
             verbs = FlexibleArgumentParser().add_subparsers()
             read = _read(ServeSubcommand().subparser_init(verbs), words)
         return EngineArgs.from_cli_args(read)

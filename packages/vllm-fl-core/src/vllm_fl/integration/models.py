@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec
@@ -15,18 +15,20 @@ from ..contracts.binding import LayerPlace
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..dispatch.resolver import Trace
+from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..text import quote
 from .places import installed_bindings
+from .planning import facts_of
 from .seams.layers import Layer, layer_table
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-__all__ = ["Skeleton", "skeleton_of"]
+__all__ = ["Skeleton", "model_facts", "skeleton_of"]
 
 log = get_logger("engine")
 
@@ -45,6 +47,27 @@ class Skeleton:
     layers: Mapping[str, int]
     absent: frozenset[str]
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]]
+
+
+def model_facts(vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
+    """What the configuration says, and what the model is made of, as far as that is known.
+
+    Raises:
+        SettingsError, PluginError: as `facts_of`.
+    """
+    facts = facts_of(vllm_config)
+    skeleton = skeleton_of(vllm_config) if vllm_config.model_config is not None else None
+    if skeleton is None:
+        return facts, None
+    log.debug("The model's layers: %s", dict(skeleton.layers))
+    absent = facts.absent | skeleton.absent
+    has = skeleton.layers
+    foreign = {  # whole layers stand under their own names, and are not counted
+        op: {cls: owner for cls, owner in owners.items() if cls in has or cls == op}
+        for op, owners in facts.foreign.items()
+    }
+    facts = replace(facts, absent=absent, provided=skeleton.provided, foreign=foreign)
+    return facts, skeleton
 
 
 def skeleton_of(vllm_config: VllmConfig) -> Skeleton | None:

@@ -22,7 +22,7 @@ from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import WorkerContext
 from . import after, ranges
-from .describing import model_facts
+from .models import model_facts
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
 from .ranks import REJECTED

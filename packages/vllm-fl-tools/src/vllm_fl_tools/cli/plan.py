@@ -62,15 +62,15 @@ def _engine(arguments: argparse.Namespace) -> Described:
 
 def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]:
     """The plan as JSON data."""
-    facts, settings, config = engine.facts, engine.facts.settings, engine.config
-    has_model = engine.has_model and config is not None
+    facts, settings = engine.facts, engine.facts.settings
+    scheduler = engine.config.scheduler_config if engine.config and engine.has_model else None
     return {
         "model": arguments.model,
         "mode": facts.mode,
-        "dtype": str(facts.dtype).removeprefix("torch.") if has_model else None,
+        "dtype": str(facts.dtype).removeprefix("torch.") if engine.has_model else None,
         "platform": settings.platform,
-        "tokens": config.scheduler_config.max_num_batched_tokens if has_model else None,
-        "sequences": config.scheduler_config.max_num_seqs if has_model else None,
+        "tokens": scheduler.max_num_batched_tokens if scheduler else None,
+        "sequences": scheduler.max_num_seqs if scheduler else None,
         "verified": False,
         "aside": engine.aside,
         "unasked": engine.unasked,

@@ -225,10 +225,11 @@ def _subject(
             raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
         from vllm_fl.integration.planning import plan_for
 
-        plan = plan_for(engine.facts, table=Standing())  # the default is without a table
-        sizes, dtype, absent = engine.facts.sizes, engine.facts.dtype, engine.facts.absent
-        assert sizes is not None and dtype is not None  # it has a model
-        batches = engine.facts.captured if arguments.mode == "compiled" else ()
+        facts = engine.facts
+        plan = plan_for(facts, table=Standing())  # the default is without a table
+        assert facts.sizes is not None and facts.dtype is not None  # it has a model
+        sizes, dtype, absent = facts.sizes, facts.dtype, facts.absent
+        batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
     return Subject(
