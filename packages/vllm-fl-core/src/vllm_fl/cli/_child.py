@@ -35,18 +35,24 @@ class LoadingError(VllmFLError):
     code = "FL205"
 
 
-def surviving(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def surviving(
+    work: Callable[[], dict[str, Any]], ended: dict[str, str] | None = None
+) -> dict[str, Any]:
     """What `work` gives, as JSON-able data, from a forked child.
 
     A plugin that ends the child (`os._exit`, an abort) or hangs is noted by name, so that it is
     shown as failed, and the work begins again without it.
+
+    Args:
+        work: what is done there.
+        ended: the plugins that have ended such a child before, and how; those that do are added.
 
     Raises:
         UsageError: a setting is wrong.
         LoadingError: the child ended where no plugin of a known name ran.
         VllmFLError: what `work` raised.
     """
-    ended: dict[str, str] = {}
+    ended = {} if ended is None else ended
     while True:
         with by_hand() as tick:  # a process that forks has one thread
             answer, end, what = _once(work, ended, tick)

@@ -25,6 +25,7 @@ from ._progress import doing
 from ._show import UsageError
 
 __all__ = [
+    "NOT_INSTALLED",
     "WHERE",
     "any_engines",
     "asked_of",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 MODES: tuple[Mode, ...] = ("eager", "compiled")
+
+NOT_INSTALLED = "vLLM is not installed here"
 
 WHERE = {
     "script": "called by a script (call_op)",
@@ -127,7 +130,7 @@ def engine_of(model: str, words: Sequence[str]) -> Described:
         VllmFLError: the engine would not start.
     """
     if not _has_vllm():
-        raise UsageError(f"--model {model}: vLLM is not installed here")
+        raise UsageError(f"--model {model}: {NOT_INSTALLED}")
     try:
         with _asking("reading the model as vLLM does"):
             from vllm.platforms import current_platform
@@ -157,7 +160,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
     Raises:
         VllmFLError: an engine would not start.
     """
-    unasked = "vLLM is not installed here"
+    unasked = NOT_INSTALLED
     if _has_vllm():
         try:
             with _asking("asking vLLM"):

@@ -47,11 +47,11 @@ from ..text import clean, quote
 from . import plugins as plugins_verb
 from ._child import surviving
 from ._effects import find_disagreements, find_idle, find_unknown, warned
-from ._engine import asked_of, check_words, takes_engine
+from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import distributions, torch_build, torch_facts
 from ._installed import CHECKS
 from ._options import device_of
-from ._show import UsageError, answer, print_table, say
+from ._show import answer, print_table, say
 
 __all__ = ["CODES", "add_arguments", "code_of", "contained", "run"]
 
@@ -95,12 +95,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. All checks run, however broken the environment is."""
     check_words(arguments)
     lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
+    ended: dict[str, str] = {}
     try:
-        found = surviving(partial(_look, arguments))
+        found = surviving(_look, ended)
     except VllmFLError as error:
         ended = Finding("plugins", "The checks came to no end.", str(error), LEAVE_OUT)
         found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": [vars(ended)]}
     findings = [*lost, *(Finding(**finding) for finding in found["findings"])]
+    if found.pop("readable", False):  # else an engine would say the same of the settings
+        findings += _of_engine(arguments, findings, ended)
     found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
     answer(found, _show, as_json=arguments.json)
     return 1 if findings else 0
@@ -127,9 +130,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
 
 
-def _look(arguments: argparse.Namespace) -> dict[str, Any]:
+def _look() -> dict[str, Any]:
     """The checks that run plugins' code, as JSON-able data."""
-    examined = _Examined(arguments)
+    examined = _Examined()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [
             finding
@@ -148,7 +151,39 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
         "plugins": plugins_verb.as_rows(examined.plugins),
         "unchecked": list(examined.settings.unchecked) if examined.settings else [],
         "findings": [vars(finding) for finding in findings],
+        "readable": examined.settings is not None,
     }
+
+
+def _of_engine(
+    arguments: argparse.Namespace, known: Collection[Finding], ended: dict[str, str]
+) -> list[Finding]:
+    """What an engine would end with before it verifies, and warn of, that is not `known`.
+
+    In a child of its own: importing vLLM may end it.
+    """
+    todo = "Do what the error says."
+    try:
+        told = surviving(partial(_describe, arguments), ended)
+    except VllmFLError as error:
+        return [Finding("engine", "An engine does not start here.", str(error), todo)]
+    found = [Finding(**finding) for finding in told["findings"]]
+    return [finding for finding in found if finding not in known]
+
+
+def _describe(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The findings of the engines that the verb is asked about, as JSON-able data."""
+    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):
+        engines = asked_of(arguments)
+    first, *_ = engines
+    ends = dict.fromkeys(f"{why}." for engine in engines for why in engine.ends)
+    if first.unasked not in ("", NOT_INSTALLED):
+        ends[f"{first.unasked}."] = None
+    found = [
+        Finding("engine", "An engine does not start here.", why, "Do what it says.") for why in ends
+    ]
+    found += warned(first.facts.settings, os.environ)
+    return {"findings": [vars(finding) for finding in found]}
 
 
 def code_of(finding: Finding) -> str | None:
@@ -180,14 +215,9 @@ def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding
 
 
 class _Examined:
-    """What a process would start with, found step by step so that each may fail on its own.
+    """What a process would start with, found step by step so that each may fail on its own."""
 
-    Args:
-        arguments: the verb's.
-    """
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
+    def __init__(self) -> None:
         self.registry = OpRegistry(EMPTY)
         self.found: tuple[Found, ...] = ()
         self.plugins: tuple[Plugin, ...] = ()
@@ -203,7 +233,6 @@ class _Examined:
             "effects": self.find_idle,
             "table": self.find_table,
             "ops": self.find_idle_ops,
-            "engine": self.describe_engines,
             "own": self.ask_plugins,
         }
 
@@ -359,26 +388,6 @@ class _Examined:
                     f"Install a backend for this machine; `vllm-fl explain {op} --script` tells. "
                     "Inside vLLM its own path runs.",
                 )
-
-    def describe_engines(self) -> Iterator[Finding]:
-        """Why an engine would not start here, as far as that is known before it verifies."""
-        if self.settings is None:  # said already, and an engine would say it, too
-            return
-        todo = "Do what the error says."
-        try:
-            engines = asked_of(self.arguments)
-        except UsageError as error:
-            yield Finding("engine", "The engine cannot be described.", error.message, todo)
-            return
-        except VllmFLError as error:
-            yield Finding("engine", "An engine does not start here.", str(error), todo)
-            return
-        for why in dict.fromkeys(why for engine in engines for why in engine.ends):
-            yield Finding("engine", "An engine does not start here.", f"{why}.", todo)
-        known, self.settings = self.settings, engines[0].facts.settings  # it knows vLLM's layers
-        for finding in warned(self.settings, os.environ):
-            if finding.what not in known.warnings:
-                yield finding
 
     def ask_plugins(self) -> Iterator[Finding]:
         """What the plugins report of themselves; one that fails to is a finding."""
