@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, Distribution, Plugin
+from commands import Command, Plugin
 
-from vllm_fl.cli import explain
 from vllm_fl.contracts import contracts
 from vllm_fl.plugins.installed import vllm_release
 from vllm_fl.plugins.registry import known_contracts
@@ -163,17 +162,6 @@ def test_what_only_vllm_knows_is_not_said_without_it(fl: Command, plugin: Plugin
     assert script == {"layers": [], "error": None}
     for more in (["--model", "m"], ["--dtype", "half"], ["--script", "--model", "m"]):
         assert fl("explain", "silu_and_mul", *more).status == 2
-
-
-def test_other_plugins_of_vllms_are_named(
-    fl: Command, plugin: Plugin, distribution: Distribution, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin(TWO)
-    monkeypatch.setattr(explain, "find_spec", lambda name: name)
-    distribution("vllm-acme", entry_points="[vllm.general_plugins]\nacme = acme:register\n")
-    assert fl("explain", "silu_and_mul", "--json").json()["others"] == ["acme"]
-    named = {"VLLM_PLUGINS": "fl,other"}
-    assert fl("explain", "silu_and_mul", "--json", **named).json()["others"] == []
 
 
 BY_SIZE = "op_backends:\n  silu_and_mul: {<=16: vendor:acme, rest: [reference, stock]}\n"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..engine.tables import here, left_out, unaccepted
-from ..plugins.registry import RegistrySnapshot
+from ..engine.described import Described
 from ..settings.schema import Settings
 from ..settings.table import DEFAULT, Figure, Pinned, TunedOp
-from ._options import device_of
-from ._show import UsageError, print_table, say
+from ._show import print_table, say
 
 __all__ = ["as_json", "say_figures"]
 
@@ -23,18 +22,6 @@ FIGURES = [
     "of bandwidth",
     "verdict",
 ]
-
-
-def _obstacle(settings: Settings, snapshot: RegistrySnapshot) -> str | None:
-    """Why the table has no effect on this machine, or None; of a model it says nothing."""
-    if settings.pinned is None:
-        return None
-    try:
-        device = device_of(None)
-    except UsageError as error:
-        return error.message
-    table = settings.pinned.table
-    return table.differs(here(table, snapshot, device, serves=False)) or unaccepted(settings)
 
 
 def _summary(pinned: Pinned) -> str:
@@ -51,9 +38,10 @@ def _summary(pinned: Pinned) -> str:
 
 
 def as_json(
-    settings: Settings, snapshot: RegistrySnapshot, op: str | None = None
+    settings: Settings, op: str = "", engines: Sequence[Described] = ()
 ) -> dict[str, Any] | None:
-    """The table as JSON data: its rows, and with `op` that op's rows, figures and why they idle."""
+    """The table as JSON data: its rows, and with `op` that op's rows, figures and why they idle in
+    these engines."""
     pinned = settings.pinned
     if pinned is None:
         return None
@@ -69,18 +57,19 @@ def as_json(
         "identity": dict(table.identity),
         "accepted": table.accepted is not None and table.accepted.accepted,
     }
-    if op is None:
+    if not op:
         idle = [each for each in table.ops if settings.policy.names(each)]
         rows = {each: _rows(tuned) for each, tuned in table.ops.items()}
         return content | {"rows": rows, "idle": idle}
     tuned = table.ops.get(op)
     if tuned is None:
         return content | {"rows": [], "figures": [], "obstacle": "it does not name the op"}
-    why = _obstacle(settings, snapshot) or left_out(table, snapshot).get(op)
-    if why is None and settings.policy.names(op):
+    acts = next((e.table for e in engines if e.facts.mode == table.mode), engines[0].table)
+    why = acts.reason or acts.left_out.get(op)
+    if not why and settings.policy.names(op):
         why = "a list of yours orders the op"
     figures = [_figure(tuned, figure) for figure in tuned.figures]
-    return content | {"rows": _rows(tuned), "figures": figures, "obstacle": why}
+    return content | {"rows": _rows(tuned), "figures": figures, "obstacle": why or None}
 
 
 def say_figures(told: dict[str, Any]) -> None:

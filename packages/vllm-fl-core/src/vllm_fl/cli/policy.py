@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         "platform": settings.platform,
         "platform_files": list(settings["platform_files"].value),  # type: ignore[call-overload]
         "settings": as_rows(settings),
-        "table": _table.as_json(settings, get_default_manager().registry.snapshot()),
+        "table": _table.as_json(settings),
         "unchecked": list(settings.unchecked),
         "unowned": list(settings.unowned),
         "warnings": list(settings.warnings),
