@@ -60,6 +60,10 @@ class BareCpuPlatform(Platform):
         return False
 
     @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return 1
+
+    @classmethod
     def opaque_attention_op(cls) -> bool:
         return True
 

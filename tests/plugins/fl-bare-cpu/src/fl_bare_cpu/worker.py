@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from vllm.platforms import current_platform
@@ -32,13 +33,33 @@ class BareCpuWorker(Worker):
         )
         set_random_seed(self.model_config.seed)
         init_workspace_manager(self.device)
-        self.model_runner = BareCpuModelRunner(self.vllm_config, self.device)
+        self.model_runner = self._make_model_runner()
+
+    def _make_model_runner(self) -> Any:
+        if not self.use_v2_model_runner:
+            return BareCpuModelRunner(self.vllm_config, self.device)
+        # Before whatever it replaces is imported: CUDA's streams and pinned memory.
+        import vllm.v1.worker.cpu.shm  # noqa: F401
+        from vllm.triton_utils.dispatcher import register_kernels
+        from vllm.v1.sample.ops import topk_topp_sampler
+        from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+
+        # Two kernels that Triton's interpreter cannot run: one has a form in PyTorch, and no
+        # request here brings a grammar.
+        topk_topp_sampler.HAS_TRITON = False
+        kernel = "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel"
+        register_kernels({kernel: lambda *_, **__: None})
+        return CPUModelRunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
         self.model_runner.warming_up_model()  # which compiles the model
         return self.cache_config.kv_cache_memory_bytes or KV_CACHE
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        if self.use_v2_model_runner:
+            from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+            warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
         set_random_seed(self.model_config.seed)
         config = self.vllm_config.compilation_config
         return CompilationTimes(config.compilation_time, config.encoder_compilation_time)
