@@ -13,6 +13,8 @@ __all__ = ["supports_attention"]
 
 DTYPES = ("float16", "bfloat16")
 KV_CACHE_DTYPES = (None, "auto", *DTYPES)
+NHD = "FlagGems's attention writes NHD"
+PLANES = "FlagGems's attention needs keys and values in one piece each, as LHBNC has them"
 HARMLESS = ("has_sliding_window",)
 """Of the selector's flags, the one that FlagGems's kernel has."""
 
@@ -67,15 +69,10 @@ def _missing() -> str | None:
     works = block_pointers_work()
     if works is not True:
         return works
+    import vllm.envs
     from vllm.v1.attention.backend import AttentionBackend
 
-    if not hasattr(AttentionBackend, "get_kv_cache_shape"):
-        return (
-            "this vLLM shapes the KV cache itself, with key and value side by side, which "
-            "FlagGems's reshape_and_cache_flash writes wrongly"
-        )
-    import vllm.envs
-
-    if getattr(vllm.envs, "VLLM_KV_CACHE_LAYOUT", None) == "HND":
-        return "VLLM_KV_CACHE_LAYOUT=HND: FlagGems's attention writes NHD"
-    return None
+    asked = getattr(vllm.envs, "VLLM_KV_CACHE_LAYOUT", None)
+    if hasattr(AttentionBackend, "get_kv_cache_shape"):
+        return f"VLLM_KV_CACHE_LAYOUT={asked}: {NHD}" if asked == "HND" else None
+    return f"VLLM_KV_CACHE_LAYOUT={asked}: {PLANES}" if asked not in (None, "LHBNC") else None
