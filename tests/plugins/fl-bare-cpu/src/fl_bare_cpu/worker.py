@@ -6,12 +6,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import init_workspace_manager
+
+from . import graphs
 
 KV_CACHE = 256 << 20
 """Bytes of KV cache where the user says nothing."""
@@ -60,6 +63,9 @@ class BareCpuWorker(Worker):
             from vllm.v1.worker.gpu.warmup import warmup_kernels
 
             warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+            if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+                graphs.install()
+                self.model_runner.capture_model()
         set_random_seed(self.model_config.seed)
         config = self.vllm_config.compilation_config
         return CompilationTimes(config.compilation_time, config.encoder_compilation_time)
