@@ -107,6 +107,7 @@ def shaped(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
 def laid_out(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
     """The second of two layers, as later ones lay their caches out by the backend's spec."""
     from vllm.v1 import kv_cache_interface as interface
+
     from vllm_fl_flaggems.impl.attention import AttentionFLBackend
 
     plain = interface.FullAttentionSpec(
