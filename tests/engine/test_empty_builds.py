@@ -103,6 +103,7 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
             eager=eager and not graphs,
             options=options,
             prompt_logits=False,  # with them vLLM reads no prefix from the cache
+            updates=[["vllm_fl_verify", {}, False]] if graphs else [],
         )
         if stock:
             variables = {"python": os.environ["STOCK_PYTHON"], **STOCK, **IN_ONE_PROCESS}
@@ -111,7 +112,7 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         variables = {**OURS, "OMP_NUM_THREADS": "1"} if eager else {**OURS, **IN_ONE_PROCESS}
         if direct:
             variables |= {"PYTHONPATH": str(PLUGINS / "direct")}
-        return run(job, timeout=300, **variables, **more)
+        return run(job, timeout=300, **(variables | more))
 
     return begin
 
@@ -205,6 +206,8 @@ def test_in_breakable_graphs_a_choice_is_made_when_a_batch_is_captured(start: Ru
     assert report["mode"] == "eager"
     calls = report["calls"]["silu_and_mul"]
     assert set(calls) == {"vendor.many"} and 0 < calls["vendor.many"] < LAYERS * ours["steps"]
+    (again,) = ours["updates"]
+    assert "calls on live tensors" in again["answers"][0]  # eagerly, though graphs are there
 
     # A sampled step is eager, as are those that are too large to be captured.
     shadowed = start("qwen3", graphs=True, VLLM_FL_SHADOW="1", **chosen)

@@ -113,7 +113,7 @@ def _replacements(cls: type) -> dict[str, type]:
     """vLLM's table of replacements for a layer class, which is beside the class's `CustomOp`."""
     base = custom_op_of(cls)
     assert base is not None  # a layer of the table has one
-    table: dict[str, type] = sys.modules[base.__module__].op_registry_oot  # type: ignore[attr-defined]
+    table: dict[str, type] = sys.modules[base.__module__].op_registry_oot
     return table
 
 
