@@ -51,6 +51,7 @@ def test_a_plain_decoder_is_taken() -> None:
         ({"extras": {"use_mm_prefix": True}}, "use_mm_prefix"),
         ({"extras": {"use_kv_connector": True}}, "use_kv_connector"),
         ({"extras": {"use_dcp": True}}, "use_dcp"),
+        ({"extras": {"is_hybrid": True}}, "keep states"),
         ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
     ],
 )

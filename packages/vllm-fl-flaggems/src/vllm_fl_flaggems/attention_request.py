@@ -15,6 +15,7 @@ DTYPES = ("float16", "bfloat16")
 KV_CACHE_DTYPES = (None, "auto", *DTYPES)
 NHD = "FlagGems's attention writes NHD"
 PLANES = "FlagGems's attention needs keys and values in one piece each, as LHBNC has them"
+HYBRID = "FlagGems's attention has no cache in pieces, as beside layers that keep states"
 HARMLESS = ("has_sliding_window",)
 """Of the selector's flags, the one that FlagGems's kernel has."""
 
@@ -50,6 +51,8 @@ def _refused(request: AttentionRequest) -> str | None:
     kind = request.extras.get("attn_type", "decoder")
     if kind != "decoder":
         return f"FlagGems's attention is for decoders, not {kind}"
+    if request.extras.get("is_hybrid"):
+        return HYBRID
     for name, value in request.extras.items():
         if name.startswith(("use_", "has_")) and value and name not in HARMLESS:
             return f"FlagGems's attention has no {name}"
