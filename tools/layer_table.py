@@ -76,7 +76,11 @@ def releases() -> dict[str, dict[str, Any]]:
 
 def reached() -> dict[str, str]:
     """The classes that ops reach: class -> op."""
-    return {place.cls: op for op, place in places(known_contracts().bindings, LayerPlace)}
+    return {place.cls: op for op, place in _places()}
+
+
+def _places() -> list[tuple[str, LayerPlace]]:
+    return places(known_contracts().bindings, LayerPlace)
 
 
 def page(data: Mapping[str, Mapping[str, Any]]) -> str:
@@ -112,10 +116,12 @@ def page(data: Mapping[str, Mapping[str, Any]]) -> str:
 def reach(layer: Mapping[str, Any]) -> str:
     """What reaches a layer, in the page's words."""
     if layer["module"].startswith(SECOND_TABLE):
-        return (
-            "nothing: only the Transformers backend builds it, under `VLLM_USE_HW_AGNOSTIC=1`, by "
-            "another table of replacements"
-        )
+        path = f"vllm.{layer['module']}.{layer['cls']}"
+        op = next((op for op, place in _places() if place.path == path), None)
+        under = "the Transformers backend under `VLLM_USE_HW_AGNOSTIC=1`"
+        if op is None:
+            return f"nothing: only {under} builds it, by another table of replacements"
+        return f"op `{op}`, in {under}"
     ops, name = reached(), layer["cls"]
     through = next((cls for cls in (name, *layer["subclasses"]) if cls in ops), None)
     if through == name:

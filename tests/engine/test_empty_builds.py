@@ -35,6 +35,22 @@ CALLED = {
     "gemma3": {"rms_norm", "rotary_embedding", "gelu_and_mul"},
 }
 OURS = {"VLLM_FL_PREFER": "reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
+SECOND = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TRITON_INTERPRET": "1",
+    # vLLM takes a Triton without a device only where none is to be seen.
+    "CUDA_VISIBLE_DEVICES": "",
+}
+"""vLLM's second model runner, whose kernels Triton interprets."""
+
+CAPTURED = (1, 2, 4)
+"""The batches, in tokens, of which a graph is captured where `start` is asked for graphs."""
+
+LAYERS = 2
+"""Of the tiny models, each with one activation."""
+
+WITHOUT_TOKEN = 1
+"""Steps that vLLM's counter leaves out: the long prompt's first, which gives no token."""
 
 
 def prompt(first: int, length: int) -> list[int]:
@@ -49,9 +65,10 @@ def batches() -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    """`start(family, eager=True, stock=False, direct=False, **variables)`: an engine's run.
+    """`start(family, eager=True, stock=False, direct=False, graphs=False, **variables)`: a run.
 
-    With `direct` its activation is vLLM's operator, called by name, in place of vLLM's layer.
+    With `direct` its activation is vLLM's operator, called by name, in place of vLLM's layer. With
+    `graphs` vLLM captures breakable CUDA graphs of it, and compiles nothing.
     """
 
     @cache
@@ -70,16 +87,23 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         eager: bool = True,
         stock: bool = False,
         direct: bool = False,
+        graphs: bool = False,
         **more: str,
     ) -> dict[str, Any]:
+        # A step of 80 tokens: longer prompts come in chunks, beside decoded tokens.
+        options: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 80}
+        if graphs:
+            captured = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [*CAPTURED]}
+            options["compilation_config"] = captured
+            more |= {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1", **SECOND}
         job = Job(
             str(model(family, direct)),
             batches(),
             new_tokens=6,
-            eager=eager,
-            # A step of 80 tokens: longer prompts come in chunks, beside decoded tokens.
-            options={"dtype": "float32", "max_num_batched_tokens": 80},
+            eager=eager and not graphs,
+            options=options,
             prompt_logits=False,  # with them vLLM reads no prefix from the cache
+            updates=[["vllm_fl_verify", {}, False]] if graphs else [],
         )
         if stock:
             variables = {"python": os.environ["STOCK_PYTHON"], **STOCK, **IN_ONE_PROCESS}
@@ -88,7 +112,7 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         variables = {**OURS, "OMP_NUM_THREADS": "1"} if eager else {**OURS, **IN_ONE_PROCESS}
         if direct:
             variables |= {"PYTHONPATH": str(PLUGINS / "direct")}
-        return run(job, timeout=300, **variables, **more)
+        return run(job, timeout=300, **(variables | more))
 
     return begin
 
@@ -111,6 +135,8 @@ def test_a_model_is_served_as_stock_serves_it(family: str, start: Runner) -> Non
     assert set(impls.values()) == {"reference.torch"}
     assert "attention_backend=vendor.bare_cpu (eager; " in ours["log"]
     assert "Cannot access accelerator" not in ours["log"]  # at shutdown
+    if find_spec("vllm.v1.core.kv_cache_config_builder") is not None:  # vLLM 0.33
+        assert "bare_cpu groups the layers" in ours["log"]
     assert_the_same(stock, ours, CALLED[family])
 
 
@@ -127,10 +153,71 @@ def assert_the_same(stock: dict[str, Any], ours: dict[str, Any], called: set[str
     assert worst <= 1e-4 * magnitude  # two orders above float32's rounding after two layers
 
 
+def module(name: str) -> dict[str, str]:
+    """The variables that load a plugin of tests/engine/plugins."""
+    path = os.pathsep.join([str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"VLLM_FL_PLUGIN_MODULES": name, "PYTHONPATH": path}
+
+
 def one_kernel() -> dict[str, str]:
     """The variables that load a plugin which has a kernel for each op that passes find."""
-    path = os.pathsep.join([str(PLUGINS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"VLLM_FL_PLUGIN_MODULES": "one_kernel", "PYTHONPATH": path}
+    return module("one_kernel")
+
+
+@pytest.mark.parametrize(
+    ("family", "eager"),
+    [
+        ("qwen3", True),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
+        pytest.param("gemma3", True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_second_model_runner_serves_as_the_first(
+    family: str, eager: bool, start: Runner
+) -> None:
+    """Its warm-up really decodes as many requests as there may be: none of that is counted."""
+    ours, stock = start(family, eager, **SECOND), start(family, stock=True)
+    assert "calls on live tensors with the KV cache in memory" in ours["log"]
+    assert_the_same(stock, ours, CALLED[family])
+    (report,) = ours["report"]
+    (activation,) = CALLED[family] - {"rms_norm", "rotary_embedding"}
+    if eager:
+        steps = ours["steps"] + WITHOUT_TOKEN
+        assert report["calls"][activation]["reference.torch"] == LAYERS * steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+def test_any_layout_of_the_kv_cache_serves(layout: str, start: Runner) -> None:
+    """Heads before slots; each block with the pages of all layers, which lie at offsets in it."""
+    ours = start("qwen3", VLLM_KV_CACHE_LAYOUT=layout, **IN_ONE_PROCESS)
+    assert f"Using {layout} KV cache layout" in ours["log"]
+    assert_the_same(start("qwen3", stock=True), ours, CALLED["qwen3"])
+
+
+@pytest.mark.slow
+def test_in_breakable_graphs_a_choice_is_made_when_a_batch_is_captured(start: Runner) -> None:
+    """Mode is eager, and a replayed step runs no Python: nothing of it is counted or compared."""
+    chosen = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:many|reference", **module("refuses_few")}
+    ours, stock = start("qwen3", graphs=True, **chosen), start("qwen3", stock=True)
+    assert "Breakable CUDA graph enabled" in ours["log"]
+    assert_the_same(stock, ours, {"rms_norm"})
+    (report,) = ours["report"]
+    assert report["mode"] == "eager"
+    calls = report["calls"]["silu_and_mul"]
+    assert set(calls) == {"vendor.many"} and 0 < calls["vendor.many"] < LAYERS * ours["steps"]
+    (again,) = ours["updates"]
+    assert "calls on live tensors" in again["answers"][0]  # eagerly, though graphs are there
+
+    # A sampled step is eager, as are those that are too large to be captured.
+    shadowed = start("qwen3", graphs=True, VLLM_FL_SHADOW="1", **chosen)
+    (report,) = shadowed["report"]
+    steps = shadowed["steps"] + WITHOUT_TOKEN
+    assert report["shadow"]["sampled"] == report["shadow"]["steps"] == steps
+    calls, refused = report["calls"]["silu_and_mul"], report["refusals"]["silu_and_mul"]
+    assert calls["vendor.many"] + calls["reference.torch"] == LAYERS * steps
+    assert calls["reference.torch"] == refused["vendor.many"] > 0
+    assert shadowed["tokens"] == stock["tokens"]
 
 
 def test_passes_of_ours_put_kernels_in_the_place_of_what_they_find(start: Runner) -> None:

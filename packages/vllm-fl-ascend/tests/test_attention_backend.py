@@ -529,6 +529,7 @@ def test_what_the_kernel_can_do_is_taken(change: dict[str, Any]) -> None:
         ({"extras": {"use_mm_prefix": True}}, "use_mm_prefix"),
         ({"extras": {"use_kv_connector": True}}, "use_kv_connector"),
         ({"extras": {"use_dcp": True}}, "use_dcp"),
+        ({"extras": {"is_hybrid": True}}, "keep states"),
         ({"extras": {"use_non_causal": True, "has_sliding_window": True}}, "not causal"),
         ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
     ],

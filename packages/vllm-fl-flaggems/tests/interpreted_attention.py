@@ -67,6 +67,11 @@ def attention() -> Iterator[Case]:
                 f"{str(dtype).removeprefix('torch.')}: {batch.name}",
                 lambda batch=batch, dtype=dtype: attend(batch, dtype),
             )
+    for batch in BATCHES[1:6:2]:
+        yield (
+            f"laid out by vLLM: {batch.name}",
+            lambda batch=batch: attend(batch, torch.bfloat16, laid_out),
+        )
     yield "refused: packed cache", refuses_packed_cache
     yield "refused: strided cache", refuses_strided_cache
     yield "refused: cache beyond 32 bits", refuses_huge_cache
@@ -91,17 +96,43 @@ def layer(batch: Batch) -> Any:
 SCALES = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
 
 
-def attend(batch: Batch, dtype: torch.dtype) -> tuple[str, str]:
-    """Fill the cache in two writes, as earlier steps and this one do, and compare with fp64."""
+def shaped(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
+    """The cache as vLLM up to 0.28 makes it, by the backend's shape."""
     from vllm_fl_flaggems.impl.attention import AttentionFLBackend
 
+    sizes = blocks, BLOCK, batch.kv_heads, batch.head_size
+    return torch.empty(AttentionFLBackend.get_kv_cache_shape(*sizes), dtype=dtype)
+
+
+def laid_out(batch: Batch, dtype: torch.dtype, blocks: int) -> torch.Tensor:
+    """The second of two layers, as later ones lay their caches out by the backend's spec."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    from vllm_fl_flaggems.impl.attention import AttentionFLBackend
+
+    plain = interface.FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=batch.kv_heads, head_size=batch.head_size, dtype=dtype
+    )
+    spec = AttentionFLBackend.customize_spec(plain)
+    assert spec.page_size_bytes == plain.page_size_bytes  # as many blocks as another backend's
+    (layout,) = AttentionFLBackend.supported_kv_cache_layouts()
+    layer_stride, block_stride = interface.compute_layout_strides(spec, blocks, 2, layout)[:2]
+    raw = torch.zeros(2 * blocks * spec.page_size_bytes, dtype=torch.int8)
+    place = interface.KVCacheTensor(raw.numel(), ["first", "second"], layer_stride, block_stride)
+    second: torch.Tensor = interface.create_kv_cache_views(raw, spec, blocks, layout, place)[1]
+    return second
+
+
+def attend(
+    batch: Batch, dtype: torch.dtype, made: Callable[..., torch.Tensor] = shaped
+) -> tuple[str, str]:
+    """Fill the cache in two writes, as earlier steps and this one do, and compare with fp64."""
     torch.manual_seed(0)
     impl = layer(batch)
     lengths = [total for _, total in batch.sequences]
     pages = [-(-total // BLOCK) for total in lengths]
     count = sum(pages) + 2
-    shape = AttentionFLBackend.get_kv_cache_shape(count, BLOCK, batch.kv_heads, batch.head_size)
-    cache = torch.full(shape, float("nan"), dtype=dtype)
+    cache = made(batch, dtype, count).fill_(float("nan"))
     free = torch.randperm(count).tolist()
     table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
     for row, needed in enumerate(pages):

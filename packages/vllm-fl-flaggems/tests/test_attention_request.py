@@ -51,6 +51,7 @@ def test_a_plain_decoder_is_taken() -> None:
         ({"extras": {"use_mm_prefix": True}}, "use_mm_prefix"),
         ({"extras": {"use_kv_connector": True}}, "use_kv_connector"),
         ({"extras": {"use_dcp": True}}, "use_dcp"),
+        ({"extras": {"is_hybrid": True}}, "keep states"),
         ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
     ],
 )
@@ -63,3 +64,21 @@ def test_what_it_would_get_wrong_is_refused(change: dict[str, Any], reason: str)
 def test_where_flaggems_cannot_run_the_reason_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_request, "available", lambda: "FlagGems is not installed")
     assert supports_attention(PLAIN) == "FlagGems is not installed"
+
+
+@pytest.mark.parametrize("laid_out", [True, False], ids=["by vLLM", "by the backend"])
+@pytest.mark.parametrize("asked", [None, "NHD", "HND", "LHBNC"])
+def test_a_layout_of_the_cache_that_the_user_asks_for_must_be_one_it_reads(
+    asked: str | None, laid_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = pytest.importorskip("vllm.v1.attention.backend").AttentionBackend
+    if not laid_out:
+        monkeypatch.setattr(backend, "get_kv_cache_shape", None, raising=False)
+    monkeypatch.setattr("vllm.envs.VLLM_KV_CACHE_LAYOUT", asked, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for name, answer in (("problem", ""), ("block_pointers_work", True)):
+        monkeypatch.setattr(attention_request, name, lambda answer=answer: answer)
+    verdict = supports_attention(PLAIN)
+    reads = asked in (None, "LHBNC") if laid_out else asked != "HND"
+    assert (verdict is True) == reads
+    assert reads or f"VLLM_KV_CACHE_LAYOUT={asked}" in str(verdict)

@@ -54,6 +54,8 @@ def _refused(request: AttentionRequest) -> str | None:
     kind = extras.get("attn_type", "decoder")
     if kind != "decoder":
         return f"AscendAttentionBackend is for decoders, not {kind}"
+    if extras.get("is_hybrid"):
+        return "AscendAttentionBackend has no cache in pieces, as beside layers that keep states"
     if extras.get("use_non_causal") and extras.get("has_sliding_window"):
         return "AscendAttentionBackend has no window that is not causal"
     for name, value in extras.items():

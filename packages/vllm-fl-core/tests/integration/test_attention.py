@@ -147,3 +147,8 @@ def test_a_model_without_attention_asks_for_nothing() -> None:
     asked = attention.model_request(engine_config())
     assert asked is not None
     assert (asked.head_size, asked.num_heads, asked.block_size) == (64, 8, None)
+    assert asked.extras == {"is_hybrid": False}
+    hybrid = engine_config()
+    hybrid.model_config.is_hybrid = True
+    asked = attention.model_request(hybrid)
+    assert asked is not None and asked.extras == {"is_hybrid": True}

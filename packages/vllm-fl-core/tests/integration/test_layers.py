@@ -21,6 +21,7 @@ from vllm_fl.contracts.binding import LayerPlace
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN
 from vllm_fl.engine.plan import Plan
+from vllm_fl.integration import entry
 from vllm_fl.integration.places import places
 from vllm_fl.integration.seams import layers, whole_layers
 from vllm_fl.plugins.registry import known_contracts
@@ -38,7 +39,7 @@ def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
     assert {layer.op for layer in table} == {
         op for op, _ in places(known_contracts().bindings, LayerPlace)
     }
-    assert len({layer.cls for layer in table}) == len(table)
+    assert len({layer.base for layer in table}) == len(table)
     for layer in table:
         assert layer.registered in custom_op.op_registry
 
@@ -48,6 +49,36 @@ def test_lists_may_name_layers_by_class_by_registered_name_and_as_they_were() ->
     for layer in layers.layer_table():
         assert {layer.cls, layer.registered} <= known
     assert "fused_moe" in known
+
+
+def test_layers_of_each_of_vllms_tables_are_replaced_though_names_were_rebound_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM may let its hardware-agnostic classes stand for its own while general plugins run."""
+    agnostic = pytest.importorskip("vllm.model_executor.hw_agnostic.layers.activation").SiluAndMul
+    second = pytest.importorskip("vllm.model_executor.hw_agnostic.custom_op")
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr("vllm.model_executor.layers.activation.SiluAndMul", agnostic)
+        entry.general_plugin()
+        assert layers._found.cache_info().currsize == 0, "nothing was looked up"
+
+    both = [layer for layer in layers.layer_table() if layer.op == "silu_and_mul"]
+    monkeypatch.setattr(layers, "layer_table", lambda: both)  # norms' classes tell of the IR
+    tables = {SiluAndMul: (custom_op, {}), agnostic: (second, {"SiluAndMul": Theirs})}
+    for module, table in tables.values():
+        monkeypatch.setattr(module, "op_registry_oot", table)
+    layers.replace_layers()
+    assert second.op_registry_oot == {"SiluAndMul": Theirs}, "another plugin's stays"
+    monkeypatch.setattr(second, "op_registry_oot", {})
+    layers.replace_layers()
+    plan = planning(managing(silu("vendor.acme", 100)))
+    for cls, (module, _) in tables.items():
+        with set_current_vllm_config(eager()), building(plan):
+            layer = cls()
+        assert isinstance(layer, cls) and type(layer) is module.op_registry_oot["SiluAndMul"]
+        assert layer(X)[0, 0] == 103
+        with set_current_vllm_config(eager()), building(Plan("eager", {})):
+            assert cls()(X).equal(SiluAndMul.forward_native(X))
 
 
 def test_a_layer_of_another_plugins_is_told_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:

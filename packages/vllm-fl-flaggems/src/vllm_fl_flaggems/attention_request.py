@@ -13,6 +13,9 @@ __all__ = ["supports_attention"]
 
 DTYPES = ("float16", "bfloat16")
 KV_CACHE_DTYPES = (None, "auto", *DTYPES)
+NHD = "FlagGems's attention writes NHD"
+PLANES = "FlagGems's attention needs keys and values in one piece each, as LHBNC has them"
+HYBRID = "FlagGems's attention has no cache in pieces, as beside layers that keep states"
 HARMLESS = ("has_sliding_window",)
 """Of the selector's flags, the one that FlagGems's kernel has."""
 
@@ -48,6 +51,8 @@ def _refused(request: AttentionRequest) -> str | None:
     kind = request.extras.get("attn_type", "decoder")
     if kind != "decoder":
         return f"FlagGems's attention is for decoders, not {kind}"
+    if request.extras.get("is_hybrid"):
+        return HYBRID
     for name, value in request.extras.items():
         if name.startswith(("use_", "has_")) and value and name not in HARMLESS:
             return f"FlagGems's attention has no {name}"
@@ -67,15 +72,10 @@ def _missing() -> str | None:
     works = block_pointers_work()
     if works is not True:
         return works
+    import vllm.envs
     from vllm.v1.attention.backend import AttentionBackend
 
-    if not hasattr(AttentionBackend, "get_kv_cache_shape"):
-        return (
-            "this vLLM shapes the KV cache itself, with key and value side by side, which "
-            "FlagGems's reshape_and_cache_flash writes wrongly"
-        )
-    import vllm.envs
-
-    if getattr(vllm.envs, "VLLM_KV_CACHE_LAYOUT", None) == "HND":
-        return "VLLM_KV_CACHE_LAYOUT=HND: FlagGems's attention writes NHD"
-    return None
+    asked = getattr(vllm.envs, "VLLM_KV_CACHE_LAYOUT", None)
+    if hasattr(AttentionBackend, "get_kv_cache_shape"):
+        return f"VLLM_KV_CACHE_LAYOUT={asked}: {NHD}" if asked == "HND" else None
+    return f"VLLM_KV_CACHE_LAYOUT={asked}: {PLANES}" if asked not in (None, "LHBNC") else None

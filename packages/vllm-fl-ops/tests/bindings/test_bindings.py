@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -13,6 +14,7 @@ import pytest
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
+from vllm_fl.integration.compat import vllm_folders
 from vllm_fl.integration.places import ATTENTION_LAYERS, places
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_ops.contracts.rules import RULES
@@ -40,6 +42,21 @@ def test_the_layers_that_core_names_are_vllms() -> None:
     for _, place in places(known_contracts().bindings, LayerPlace):
         module, _, name = place.path.rpartition(".")
         assert getattr(import_module(module), name).__name__ == place.cls
+
+
+BREAK = re.compile(rb"@eager_break_during_capture\n(?:\s*@.*\n)*\s*def (\w+)")
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_no_place_is_where_vllm_interrupts_a_captured_graph() -> None:
+    """What took the place of a break would be captured, with the step's metadata in it."""
+    files = (file for root in vllm_folders() for file in root.rglob("*.py"))
+    breaks = {name.decode() for file in files for name in BREAK.findall(file.read_bytes())}
+    assert "unified_attention_with_output" in breaks
+    bindings = known_contracts().bindings
+    taken = {path for _, place in places(bindings, FunctionPlace) for path in place.paths}
+    taken |= {place.name for _, place in places(bindings, OperatorPlace)}
+    assert breaks.isdisjoint(re.split(r"[.:]", name)[-1] for name in taken)
 
 
 def test_each_field_of_the_models_sizes_is_asked_and_each_name_has_one_rule() -> None:

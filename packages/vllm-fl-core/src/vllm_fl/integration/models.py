@@ -22,7 +22,7 @@ from ..plugins.attention import ATTENTION
 from ..text import quote
 from .places import installed_bindings
 from .planning import facts_of
-from .seams.layers import Layer, layer_table
+from .seams.layers import Layer, custom_op_of, layer_table
 
 if TYPE_CHECKING:
     import torch
@@ -147,19 +147,21 @@ def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, tor
 @contextmanager
 def _noting(made: list[Any]) -> Iterator[None]:
     """Inside the block, vLLM's layers that are made are kept in `made`, whoever holds them."""
-    from vllm.model_executor.custom_op import CustomOp
+    with ExitStack() as back:
+        for base in {custom_op_of(layer.base) for layer in layer_table()}:
+            _note_in(made, base, back)
+        yield
 
-    own = CustomOp.__init__
+
+def _note_in(made: list[Any], base: Any, back: ExitStack) -> None:
+    own = base.__init__
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
         made.append(self)
         own(self, *args, **kwargs)
 
-    CustomOp.__init__ = noting
-    try:
-        yield
-    finally:
-        CustomOp.__init__ = own
+    back.callback(setattr, base, "__init__", own)
+    base.__init__ = noting
 
 
 def _build(vllm_config: VllmConfig) -> None:

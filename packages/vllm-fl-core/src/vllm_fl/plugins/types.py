@@ -217,7 +217,8 @@ class AttentionRequest:
         use_mla, has_sink, use_sparse: as in vLLM's selector; False where a vLLM lacks the field.
         num_heads: query heads of one rank, or None.
         extras: the fields that a newer vLLM adds to its selector, by name; read them with `.get`,
-            since an older vLLM has none.
+            since an older vLLM has none. Where the whole model is asked for, `is_hybrid` is there:
+            other layers of it keep states, and vLLM lays pages of two forms out in one memory.
     """
 
     head_size: int

@@ -6,10 +6,11 @@ what is refused. Imported only where the plan chose it: it needs vLLM.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -20,6 +21,9 @@ from vllm.v1.attention.backends.flash_attn import (
 from ..loading import flag_gems
 
 __all__ = ["AttentionFLBackend", "AttentionFLImpl", "AttentionFLMetadataBuilder"]
+
+SHAPED_HERE = hasattr(AttentionBackend, "get_kv_cache_shape")
+"""Whether a backend shapes the KV cache, as up to vLLM 0.28; later ones lay out a spec of its."""
 
 MOST_ELEMENTS = 2**31 - 1
 """FlagGems's kernel counts the elements of a layer's keys, and those of its values, in 32 bits."""
@@ -82,6 +86,34 @@ class AttentionFLBackend(FlashAttentionBackend):  # type: ignore[misc]
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         """None of its own: memory follows the shape."""
         raise NotImplementedError
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The same memory for a vLLM that shapes the cache: one head of keys and one of values.
+
+        With the layout below it lays them out as `get_kv_cache_shape` does.
+
+        Raises:
+            ValueError: values have another size than keys.
+        """
+        if SHAPED_HERE:
+            return spec
+        if spec.head_size != spec.head_size_v:
+            raise ValueError(
+                _instead(
+                    "FlagGems's attention needs keys and values of one size, got "
+                    f"{spec.head_size} and {spec.head_size_v}"
+                )
+            )
+        size = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+        return dataclasses.replace(spec, num_head_slots=2, state_content_bytes=size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Layers, keys and values, blocks, tokens: each plane of a layer in one piece."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LHBNC,)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -172,7 +204,8 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
             layer: vLLM's attention layer.
             query: (tokens, heads, head_size), float16 or bfloat16.
             key, value: (tokens, kv_heads, head_size); not read.
-            kv_cache: as `get_kv_cache_shape` says.
+            kv_cache: as `get_kv_cache_shape` says, or (blocks, 2, block_size, kv_heads *
+                head_size) with each plane in one piece.
             attn_metadata: None while vLLM measures memory.
             output: (tokens, heads, head_size), written here.
             output_scale, output_block_scale: None; there is no quantised output.
@@ -234,7 +267,13 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         """The keys and the values of the cache; looked at once, since the cache stays."""
         if kv_cache is self._cache:
             return self._keys_and_values
-        if kv_cache.ndim != 5 or kv_cache.shape[0] != 2 or not kv_cache[0].is_contiguous():
+        planes = kv_cache.transpose(0, 1) if kv_cache.ndim == 4 else kv_cache
+        heads, size = self.num_kv_heads, self.head_size
+        if (
+            planes.shape[0] != 2
+            or planes.shape[3:].numel() != heads * size
+            or not all(plane.is_contiguous() for plane in planes)
+        ):
             raise RuntimeError(
                 _instead(
                     f"FlagGems's attention needs all keys and all values in one piece each, and "
@@ -242,14 +281,14 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
                     f"{kv_cache.stride()}, as it does for models that mix kinds of attention"
                 )
             )
-        if kv_cache[0].numel() > MOST_ELEMENTS:
-            blocks = MOST_ELEMENTS // kv_cache[0, 0].numel()
+        if planes[0].numel() > MOST_ELEMENTS:
+            blocks = MOST_ELEMENTS // planes[0, 0].numel()
             raise RuntimeError(
                 f"FlagGems's attention reaches {blocks} blocks of this model's KV cache, and "
-                f"vLLM made {kv_cache.shape[1]}: start with --num-gpu-blocks-override {blocks}, "
+                f"vLLM made {planes.shape[1]}: start with --num-gpu-blocks-override {blocks}, "
                 "or with a lower --gpu-memory-utilization"
             )
-        keys, values = kv_cache.unbind(0)
+        keys, values = (plane.unflatten(-1, (heads, size)) for plane in planes.flatten(3))
         self._cache, self._keys_and_values = kv_cache, (keys, values)
         return keys, values
 

@@ -22,7 +22,7 @@ SHARED = tuple(
 def activation(
     layer: str,
     native: Bound,
-    *operators: OperatorPlace,
+    *more_places: LayerPlace | OperatorPlace,
     not_reached: tuple[str, ...] = (),
     when: Callable[[Any], bool] | None = None,
     sizes: tuple[SizeRule, ...] = (),
@@ -33,14 +33,16 @@ def activation(
     Args:
         layer: the class of vLLM's layer, as `SiluAndMul`.
         native: vLLM's own form, by the contract's parameters.
-        operators: the places in vLLM's operators.
+        more_places: those in vLLM's operators, and its hardware-agnostic layer.
         not_reached, when, more: as for a `Binding`.
         sizes: those beside the width of an MLP.
     """
+    is_everywhere = any(isinstance(place, LayerPlace) for place in more_places)
+    in_tree = LayerPlace(f"vllm.model_executor.layers.activation.{layer}", native)
     return Binding(
-        places=(LayerPlace(f"vllm.model_executor.layers.activation.{layer}", native), *operators),
+        places=(in_tree, *more_places),
         sizes=(INTERMEDIATE, *sizes),
-        not_reached=(*not_reached, HW_AGNOSTIC),
+        not_reached=not_reached if is_everywhere else (*not_reached, HW_AGNOSTIC),
         when=when,
         shared=SHARED,
         **more,

@@ -9,6 +9,6 @@ EXPERTS = (
 )
 GELU_TANH = "`gelu_pytorch_tanh`, the same function by one operator of PyTorch's"
 HW_AGNOSTIC = (
-    "the Transformers backend under VLLM_USE_HW_AGNOSTIC=1 (vLLM 0.28 on): its layers have a "
-    "registry of their own"
+    "the Transformers backend under VLLM_USE_HW_AGNOSTIC=1, where this vLLM has a "
+    "hardware-agnostic layer for the op: of these only SiluAndMul is a place"
 )

@@ -8,6 +8,7 @@ from vllm_fl.contracts.binding import Binding, IrPlace, LayerPlace, OperatorPlac
 
 from ..contracts.rules import EPSILON, HIDDEN
 from ._latent import KV_RANK, Q_RANK
+from ._phrases import HW_AGNOSTIC
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,6 +102,7 @@ BINDING = Binding(
         "compiled mode on CUDA: the pass puts its own kernel there",
         "subclasses of RMSNorm and GemmaRMSNorm (the Transformers backend's, K2-Horizon's), in "
         "releases of vLLM without an IR",
+        HW_AGNOSTIC,
         "gated norms of Mamba and linear attention, and LayerNorm: other formulas",
     ),
     fused_by=(

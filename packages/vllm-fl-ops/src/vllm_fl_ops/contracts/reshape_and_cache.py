@@ -100,6 +100,18 @@ def _heads_first(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tenso
     return both[..., :width], both[..., width:]
 
 
+def _slots_first(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots before heads (NHD), each key beside its value: vLLM 0.33's LBNHC, its first choice."""
+    both = source.normal(*shape[:3], 2 * shape[3])
+    return both[..., : shape[3]], both[..., shape[3] :]
+
+
+def _of_the_second_layer(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same where each block holds all layers' pages, here of two: vLLM 0.33's BLNHC."""
+    both = source.normal(shape[0], 2, *shape[1:3], 2 * shape[3])[:, 1]
+    return both[..., : shape[3]], both[..., shape[3] :]
+
+
 def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
@@ -116,6 +128,9 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield sample("every token skipped", 5, skipped=1)
     yield sample("keys before values in each block", 16, _of_one_tensor, skipped=7)
     yield sample("heads before slots, keys beside values", 16, _heads_first, skipped=7)
+
+    yield sample("slots before heads, keys beside values", 16, _slots_first, skipped=7)
+    yield sample("another layer between the blocks", 16, _of_the_second_layer, skipped=7)
 
     apart = [source.normal(3, 2, BLOCK_SIZE, 32).transpose(1, 2) for _ in range(2)]
     mapping = slots(7, 48, source.device)
@@ -180,7 +195,11 @@ def _served(source: Source, sizes: ModelSizes, kv_heads: int, head_size: int) ->
     for tokens in sizes.tokens:
         shape = blocks_for(tokens, block), block, heads, width
         mapping = served_slots(tokens, *shape[:2], source.device)
-        for layout, caches in (("", _of_one_tensor), (", heads before slots", _heads_first)):
+        for layout, caches in (
+            ("", _of_one_tensor),
+            (", heads before slots", _heads_first),
+            (", keys beside values", _slots_first),
+        ):
             kv = activations(source, tokens, 2 * heads * width, scale=30.0)
             key, value = (half.view(tokens, heads, width) for half in kv.chunk(2, dim=-1))
             name = f"{tokens} x {heads} heads of {width}, blocks of {block}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from vllm import envs
 from vllm.platforms.interface import Platform, PlatformEnum
 
 if TYPE_CHECKING:
@@ -60,6 +61,18 @@ class BareCpuPlatform(Platform):
         return False
 
     @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return bool(envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
+
+    @classmethod
+    def graph_pool_handle(cls) -> tuple[int, int]:
+        return (0, 0)
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return 1
+
+    @classmethod
     def opaque_attention_op(cls) -> bool:
         return True
 
@@ -79,8 +92,9 @@ class BareCpuPlatform(Platform):
         from vllm.config import CUDAGraphMode
 
         cache, compilation = vllm_config.cache_config, vllm_config.compilation_config
-        compilation.cudagraph_mode = CUDAGraphMode.NONE
-        compilation.cudagraph_capture_sizes = []
+        if not envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+            compilation.cudagraph_capture_sizes = []
         compilation.compile_sizes = []  # vLLM settles them only where there are graphs
         # Inductor's kernels for several outputs at once are for GPUs.
         compilation.inductor_compile_config["combo_kernels"] = False
@@ -89,6 +103,10 @@ class BareCpuPlatform(Platform):
         vllm_config.parallel_config.disable_custom_all_reduce = True
         if not cache.user_specified_block_size:
             cache.block_size = BLOCK_SIZE
+
+    @classmethod
+    def get_kv_cache_config_builder_cls(cls, vllm_config: VllmConfig) -> str:
+        return "fl_bare_cpu.kv_cache.BareCpuKVCacheConfigBuilder"
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:

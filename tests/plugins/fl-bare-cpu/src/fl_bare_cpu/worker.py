@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from vllm import envs
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import init_workspace_manager
+
+from . import graphs
 
 KV_CACHE = 256 << 20
 """Bytes of KV cache where the user says nothing."""
@@ -32,13 +36,36 @@ class BareCpuWorker(Worker):
         )
         set_random_seed(self.model_config.seed)
         init_workspace_manager(self.device)
-        self.model_runner = BareCpuModelRunner(self.vllm_config, self.device)
+        self.model_runner = self._make_model_runner()
+
+    def _make_model_runner(self) -> Any:
+        if not self.use_v2_model_runner:
+            return BareCpuModelRunner(self.vllm_config, self.device)
+        # Before whatever it replaces is imported: CUDA's streams and pinned memory.
+        import vllm.v1.worker.cpu.shm  # noqa: F401
+        from vllm.triton_utils.dispatcher import register_kernels
+        from vllm.v1.sample.ops import topk_topp_sampler
+        from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+
+        # Two kernels that Triton's interpreter cannot run: one has a form in PyTorch, and no
+        # request here brings a grammar.
+        topk_topp_sampler.HAS_TRITON = False
+        kernel = "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel"
+        register_kernels({kernel: lambda *_, **__: None})
+        return CPUModelRunner(self.vllm_config, self.device)
 
     def determine_available_memory(self) -> int:
         self.model_runner.warming_up_model()  # which compiles the model
         return self.cache_config.kv_cache_memory_bytes or KV_CACHE
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
+        if self.use_v2_model_runner:
+            from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+            warmup_kernels(self.model_runner, self.execute_model, self.sample_tokens)
+            if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
+                graphs.install()
+                self.model_runner.capture_model()
         set_random_seed(self.model_config.seed)
         config = self.vllm_config.compilation_config
         return CompilationTimes(config.compilation_time, config.encoder_compilation_time)

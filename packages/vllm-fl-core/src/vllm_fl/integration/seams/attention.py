@@ -43,6 +43,7 @@ def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
             use_mla=bool(model.use_mla),
             use_sparse=hasattr(model.hf_text_config, "index_topk"),  # as DeepSeek V3.2's layers ask
             num_heads=int(model.get_num_attention_heads(vllm_config.parallel_config)),
+            extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
         )
     except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
         log.debug("what the model asks of attention is not told: %s", error)

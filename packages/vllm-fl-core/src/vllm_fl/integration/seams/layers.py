@@ -3,10 +3,15 @@
 All four forwards are bound, `forward_native` included: in compiled mode a traceable implementation
 is then what the compiler sees, whatever `custom_ops` says of the layer. An op that compiled code
 has as an op of vLLM's IR (`ir.py`) is bound like the others where it is called outside of that.
+
+vLLM has more than one `CustomOp`: its hardware-agnostic layers have their own, and beside it their
+own table of replacements. A layer's class tells which is its. Names of vLLM's are looked up when a
+model is planned and built, never while vLLM runs general plugins: it may rebind them for so long.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.custom_op import CustomOp
 
 from ...contracts import OpSpec
 from ...contracts.binding import LayerPlace
@@ -38,6 +42,7 @@ __all__ = [
     "OURS",
     "Layer",
     "bind_anew",
+    "custom_op_of",
     "foreign_code",
     "foreign_layers",
     "foreign_ops",
@@ -88,14 +93,28 @@ class Layer:
 
 def layer_table() -> list[Layer]:
     """Every layer class that we replace, and that this vLLM has: each has one op."""
-    found: dict[str, Layer] = {}
+    found: dict[type, Layer] = {}
     for op, place in places(installed_bindings(), LayerPlace):
         base = _found(place.path)
         inheriting = _inheriting(base) if base is not None and place.subclasses else ()
         for cls in (base, *inheriting):
             if cls is not None:
-                found.setdefault(cls.__name__, Layer(cls, op, place))
+                found.setdefault(cls, Layer(cls, op, place))
     return [*found.values()]
+
+
+def custom_op_of(cls: type) -> type | None:
+    """The `CustomOp` of vLLM's that a class is made of; None where it is made of none."""
+    is_one = (c for c in cls.__mro__ if c.__name__ == "CustomOp" and c.__module__[:5] == "vllm.")
+    return next(is_one, None)
+
+
+def _replacements(cls: type) -> dict[str, type]:
+    """vLLM's table of replacements for a layer class, which is beside the class's `CustomOp`."""
+    base = custom_op_of(cls)
+    assert base is not None  # a layer of the table has one
+    table: dict[str, type] = sys.modules[base.__module__].op_registry_oot
+    return table
 
 
 @cache
@@ -103,7 +122,7 @@ def _found(path: str) -> type | None:
     """The class at `path`; None, said once, where this vLLM has none."""
     try:
         cls = named(path)
-        if isinstance(cls, type) and issubclass(cls, CustomOp):
+        if isinstance(cls, type) and custom_op_of(cls) is not None:
             return cls
         problem = "it is not a CustomOp of vLLM's"
     except Exception as error:  # a release without it, or a plugin's module that fails
@@ -141,11 +160,10 @@ def replace_layers() -> None:
     Called where the model is about to be built: by then every other plugin has had its turn, and
     one that comes after us would end the start (vLLM refuses a second class for a layer).
     """
-    from vllm.model_executor import custom_op
-
     for layer in layer_table():
-        if layer.cls not in custom_op.op_registry_oot:
-            custom_op.op_registry_oot[layer.cls] = _over(layer, layer.base)
+        table = _replacements(layer.base)
+        if layer.cls not in table:
+            table[layer.cls] = _over(layer, layer.base)
 
 
 def taken_layers(plan: Plan) -> dict[str, type | None]:
@@ -155,7 +173,7 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
         {class name: our class, made of the other's where that comes before `stock`; None where
         vLLM's own class serves}. Layers of which the plan makes nothing are not in it.
     """
-    table = {layer.cls: layer for layer in layer_table()}
+    table = {layer.cls: layer for layer in layer_table() if _is_in_tree(layer.base)}
     found: dict[str, type | None] = {}
     for name, cls in _foreign().items():
         layer = table.get(name)
@@ -174,7 +192,8 @@ def _over(layer: Layer, base: type) -> type:
     """The class of a layer with its forwards bound to the plan, made of vLLM's class or of another
     plugin's."""
     is_foreign, place = base is not layer.base, layer.place
-    name = f"{layer.cls}FL" + f"Over{base.__name__}" * is_foreign
+    name = "Agnostic" * (not _is_in_tree(layer.base)) + f"{layer.cls}FL"
+    name += f"Over{base.__name__}" * is_foreign
     held = globals().get(name)
     if isinstance(held, type) and held.__base__ is base:
         return held
@@ -202,8 +221,8 @@ def _over(layer: Layer, base: type) -> type:
 
 def _forwards(cls: type) -> Iterator[str]:
     """The forward methods that are bound; `forward` itself where a class has one of its own."""
-    yield from FORWARDS
-    if cls.forward is not CustomOp.forward:  # type: ignore[attr-defined]
+    yield from (forward for forward in FORWARDS if hasattr(cls, forward))
+    if cls.forward is not custom_op_of(cls).forward:  # type: ignore[attr-defined, union-attr]
         yield "forward"
 
 
@@ -244,6 +263,12 @@ def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
     return layer
 
 
+def _is_in_tree(cls: type) -> bool:
+    from vllm.model_executor.custom_op import CustomOp
+
+    return issubclass(cls, CustomOp)
+
+
 def _dispatch_forward(base: type) -> Callable[..., Any]:
     """`dispatch_forward`, which vLLM calls when it builds a layer, with every forward bound there.
 
@@ -251,7 +276,7 @@ def _dispatch_forward(base: type) -> Callable[..., Any]:
     traced by a compiler while it is.
     """
 
-    def dispatch_forward(self: CustomOp, *args: Any, **kwargs: Any) -> Any:
+    def dispatch_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         vars(self)[DISPATCHED] = args, kwargs
         for forward in _forwards(base):
             vars(self)[forward] = getattr(self, forward)

@@ -1,0 +1,23 @@
+"""An activation for more than two tokens: of fewer it leaves the call to the next candidate."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_fl import Availability, BackendImplKind, OpImpl, hookimpl
+from vllm_fl.contracts import contracts
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    result: Tensor = contracts()["silu_and_mul"].oracle(x)
+    return result.to(x.dtype)
+
+
+def supports(x: Tensor) -> Availability:
+    return len(x) > 2 or "two tokens, or fewer"
+
+
+@hookimpl
+def register_ops() -> list[OpImpl]:
+    kind = BackendImplKind.VENDOR
+    return [OpImpl("silu_and_mul", "vendor.many", kind, silu_and_mul, "many", supports=supports)]
