@@ -29,8 +29,11 @@ OTHERS = re.compile(
 )
 """Files whose functions have the names of operators, and are none of a plugin's."""
 
-SHOWN = 40
-"""Lines of a stack that are kept."""
+SHOWN = 16
+"""Lines of a stack that are kept, the innermost."""
+
+FOLDER = re.compile(r'(?<=File ")[^"]*/(?:site-packages|lib/python[\d.]+)/')
+"""Where packages lie, which tells nothing and may have the user's name in it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ def read_log(text: str) -> Failure:
     functions = [frame for _, stack in dumps for frame in _frames(stack)] + functions
     telling = [dump for dump in dumps if _frames(dump[1])]  # not of a process that only waits
     why, stack = (telling or dumps or told[-1:] or [("", [])])[0]
-    return Failure(clean(why), tuple(stack[-SHOWN:]), tuple(dict.fromkeys(functions)))
+    shown = stack[:SHOWN] if telling or dumps else stack[-SHOWN:]
+    shown = [FOLDER.sub("", line) for line in shown]
+    return Failure(clean(why), tuple(shown), tuple(dict.fromkeys(functions)))
 
 
 def _tracebacks(lines: list[str]) -> list[tuple[str, list[str]]]:
@@ -87,7 +92,7 @@ def _dumps(lines: list[str]) -> list[tuple[str, list[str]]]:
         end = current + 1
         while end < len(lines) and FRAME.match(lines[end]):
             end += 1
-        found.append((line.strip(), lines[start:end]))
+        found.append((line.strip(), lines[current:end]))
     return found
 
 

@@ -43,7 +43,10 @@ def settings_file(finding: Finding, suspects: Suspects, model: str) -> str:
         lines.append("# Of those that fail only together all but one may come back.")
     if beside := suspects.beside(finding.rest):
         lines += ["# A file cannot say this; set it beside it:", *(f"#   {v}" for v in beside)]
+    orders = {"op_backends": file.pop("op_backends")} if "op_backends" in file else {}
     body = yaml.safe_dump(file, sort_keys=False, allow_unicode=True) if file else ""
+    if orders:
+        body += yaml.safe_dump(orders, sort_keys=False, default_flow_style=None, width=1000)
     return "\n".join([*lines, "", *_commented(body.splitlines(), finding, suspects), ""])
 
 
@@ -54,7 +57,7 @@ def _commented(lines: Iterable[str], finding: Finding, suspects: Suspects) -> It
     for line in lines:
         if line[:1] not in ("-", " "):
             top = line.partition(":")[0]
-        entry = line.strip(" -:")
+        entry = line.strip(" -").partition(":")[0]
         why = whys.get(f"{OP if top == 'op_backends' else top} {entry}")
         yield line if why is None else f"{line}  # {clean(why)[:LONGEST]}"
 
@@ -81,7 +84,8 @@ def report(finding: Finding, suspects: Suspects, model: str, arguments: Sequence
 
 
 def _facts(suspects: Suspects) -> str:
-    rows = [f"| {clean(name)} | {clean(value)} |" for name, value in suspects.environment.items()]
+    facts = {name: value.removeprefix("None ") for name, value in suspects.environment.items()}
+    rows = [f"| {clean(name)} | {clean(value)} |" for name, value in facts.items()]
     return "\n".join(["| environment | |", "|---|---|", *rows])
 
 

@@ -229,13 +229,13 @@ class Suspects:
             functions: (file, function) of the stacks, the innermost first.
         """
         by_name: dict[str, list[str]] = {}
+        places: list[tuple[int, str]] = []
         for part in self.parts.values():
             if part.kind in (NAME, OP):
                 by_name.setdefault(part.name, []).append(part.key)
-        found: dict[str, None] = {}
-        for part in self.parts.values():
-            if any(re.search(form, text) for form in _forms(part)):
-                found[part.key] = None
+            starts = [at.start() for form in _forms(part) if (at := re.search(form, text))]
+            places += [(min(starts), part.key)] if starts else []
+        found = dict.fromkeys(key for _, key in sorted(places))
         for file, function in functions:
             for name in (function, Path(file).stem):
                 found |= dict.fromkeys(by_name.get(name, ()))
@@ -253,7 +253,7 @@ def _forms(part: Part) -> Iterable[str]:
         return [rf"\b[Pp]lugin '[^']*' of {name}\b"]
     if part.kind == OP:
         return [rf"\bop '{name}'", rf"\b{name}=[\w.]+"]
-    return [rf"\boperator '?(?:aten::)?{name}\b", rf"\baten::{name}\b"]
+    return [rf"\baten::{name}\b", rf"\bby (?:\w+\.)+{name} of "]
 
 
 def listed(environment: Mapping[str, str]) -> Suspects:
