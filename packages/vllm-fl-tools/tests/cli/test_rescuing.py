@@ -173,7 +173,9 @@ def test_vllm_fl_fails_without_any_part(suspects: Suspects) -> None:
 
 
 def test_a_failure_that_comes_and_goes_is_told_as_that(suspects: Suspects) -> None:
-    engines = Engines(lambda on, _: len(engines.asked) == 2)  # the first start as asked, and no other
+    engines = Engines(
+        lambda on, _: len(engines.asked) == 2
+    )  # the first start as asked, and no other
     assert rescued(suspects, engines).status == "unsteady"
 
 

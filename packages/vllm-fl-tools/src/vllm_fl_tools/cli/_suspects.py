@@ -159,8 +159,10 @@ class Suspects:
         for plugin in gone:
             for key in self._told["plugins"][plugin]["keys"]:
                 file.pop(key, None)
-        if gone:
-            environment |= self._loading(lambda plugin: plugin not in gone)
+        for variable, plugins in self._loading(lambda plugin: plugin not in gone).items():
+            is_module = variable == Settings.plugin_modules.variable
+            if any(self._told["plugins"][plugin]["module"] is is_module for plugin in gone):
+                environment[variable] = plugins
         if orders:
             file["op_backends"] = orders
         return file, environment
