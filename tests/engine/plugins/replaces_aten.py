@@ -5,7 +5,7 @@
 
 `raise` fails while the operator is registered. `hang` and `nan` do so when it is called. `later`
 sets a flag, and the third replaced operator after that fails, unless launches block, as a device's
-fault does. `op` ends the process in the implementation of an op, and `setting` needs one of its own.
+fault does. `op` ends the process in the implementation of an op.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ def unused(*args: Any) -> Tensor:
     raise NotImplementedError("no model calls it")
 
 
+NEVER_CALLED = (
+    *("erfinv", "lgamma", "digamma", "trace", "sinh", "cosh", "asinh", "acosh", "atanh", "asin"),
+    *("acos", "atan", "tan", "frac", "sinc", "i0", "logit", "nextafter", "hypot", "copysign"),
+    *("heaviside", "lerp.Scalar"),
+)
+
 REPLACED: dict[str, Callable[..., Tensor]] = {
     "index_select": index_select,
     "argmax": argmax,
     "_log_softmax": log_softmax,
-    **dict.fromkeys(
-        """erfinv lgamma digamma trace sinh cosh asinh acosh atanh asin acos atan tan
-        frac sinc i0 logit nextafter hypot copysign heaviside lerp.Scalar
-        """.split(),
-        unused,
-    ),
+    **dict.fromkeys(NEVER_CALLED, unused),
 }
 
 library = torch.library.Library("aten", "IMPL")

@@ -52,7 +52,9 @@ NAMES = ("add", "mm", "sort", "topk")
 @hookimpl
 def settings():
     return [
-        SettingSpec("vendor_acme_off", "ACME_OFF", (), in_file=True, names="op", known=lambda: NAMES),
+        SettingSpec(
+            "vendor_acme_off", "ACME_OFF", (), in_file=True, names="op", known=lambda: NAMES
+        ),
         SettingSpec("vendor_acme_tile", "ACME_TILE", "64", in_file=True),
     ]
 """
@@ -110,7 +112,7 @@ def rescue(fl: Command, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def started(folder: Path) -> list[Any]:
-    """[steps aside, names off, modules, whether launches block, vLLM's arguments] of each engine."""
+    """[steps aside, names off, modules, whether launches block, arguments] of each engine."""
     return [json.loads(line) for line in (folder / "started").read_text().splitlines()]
 
 

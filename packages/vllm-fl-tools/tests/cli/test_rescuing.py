@@ -1,4 +1,4 @@
-"""What `vllm-fl rescue` concludes from its engines' answers, and how few it starts. No engine runs."""
+"""What `vllm-fl rescue` concludes from answers of engines, and how few it starts. None runs."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_what_an_engine_without_some_parts_is_started_with(suspects: Suspects) -
     assert environment == {"PATH": "/bin"}  # the file says the rest
     file, environment = suspects.started_with({"op relu2"})
     assert "vendor_acme_off" not in file  # its plugin is not loaded
-    assert environment["VLLM_FL_PLUGINS"] == "" and environment["VLLM_FL_PLUGIN_MODULES"] == "other"
+    assert environment == {"PATH": "/bin", "VLLM_FL_PLUGINS": ""}
 
 
 def test_an_answer_like_stock_s_is_right() -> None:
