@@ -150,6 +150,7 @@ def test_an_output_that_is_there_is_one_line_and_starts_nothing(
     done = rescue("--out", "there.yaml")
     assert done.status == 2 and len(done.err.splitlines()) == 1
     assert (tmp_path / "there.yaml").read_text() == "mine" and started(tmp_path) == []
+    assert rescue("--out", "there.md").status == 2 and started(tmp_path) == []
 
 
 def test_a_model_that_is_not_there_is_one_line(fl: Command) -> None:

@@ -83,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     model, out = arguments.model, Path(arguments.out)
     check_model(model)
     beside = out.with_suffix(".md")
+    if beside == out:
+        raise UsageError(f"--out {out}: the report has this name; name a .yaml file")
     for path in (out, beside):
         if os.path.lexists(path):
             raise UsageError(f"--out {out}: {path} exists; name another file, or remove it")
