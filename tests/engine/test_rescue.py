@@ -55,7 +55,7 @@ def rescue(
         ("raise sinc", "ended"),
         ("abort index_select", "ended"),
         ("hang index_select", "hung"),
-        ("nan index_select", "wrong"),
+        ("nan _log_softmax", "wrong"),
         ("later index_select", "ended"),
     ],
 )

@@ -46,14 +46,6 @@ WHITELIST = SettingSpec[tuple[str, ...] | None](
 )
 """The only FlagGems ops that are used, or None."""
 
-
-def _of_pytorch() -> Collection[str]:
-    """The names that stand for operators of PyTorch's; FlagGems is imported."""
-    from .loading import available, flag_gems, problem
-
-    return () if available() is not True or problem() else tuple(flag_gems().FULL_CONFIG_BY_FUNC)
-
-
 BLACKLIST = SettingSpec[tuple[str, ...]](
     "flagos_blacklist",
     "VLLM_FL_FLAGOS_BLACKLIST",
@@ -61,7 +53,6 @@ BLACKLIST = SettingSpec[tuple[str, ...]](
     in_file=True,
     names="FlagGems op",
     append="VLLM_FL_FLAGOS_BLACKLIST_APPEND",
-    known=_of_pytorch,
 )
 """FlagGems ops that are not used."""
 

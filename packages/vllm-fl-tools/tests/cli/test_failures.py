@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_fl_tools.cli._failures import read_log
 
-SITE = "/home/somebody/env/lib/python3.11/site-packages"
+SITE = "/srv/somebody/lib/python3.11/site-packages"
 
 RAISED = f"""
 INFO 11-26 10:00:00 [core.py:1] starts

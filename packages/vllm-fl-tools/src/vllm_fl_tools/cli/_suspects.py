@@ -2,13 +2,14 @@
 
 A part is an op that a plugin's implementation runs, one of the operators that a backend replaces
 beside the plan (as FlagGems those of PyTorch), a plugin, or a setting that the user set. A plugin
-is loaded where it or anything of its own is on, so that a question about one of its ops is no
-question about two parts.
+is loaded where it or anything of its own is on, so that a question about one of its ops, or of its
+settings, is no question about two parts.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 import subprocess
@@ -76,11 +77,11 @@ class Suspects:
     def __init__(self, told: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self._told, self._environment = told, dict(environment)
         self.parts: dict[str, Part] = {}
-        for each in told["settings"]:
-            more = {"words": (each["variable"], each["key"]), "value": each["value"]}
-            self._add(SETTING, each["key"], f"setting {each['named']}", **more)
+        owned = {key for about in told["plugins"].values() for key in about["keys"]}
+        self._add_settings(None, lambda key: key not in owned)
         for plugin, about in told["plugins"].items():
             key = self._add(PLUGIN, plugin, f"plugin {about['release']}")
+            self._add_settings(key, about["keys"].__contains__)
             for each in told["ops"]:
                 if each["plugin"] == plugin:
                     runs = " or ".join(each["impls"])
@@ -101,11 +102,17 @@ class Suspects:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What the user has set, in few words."""
+        """What a start is made of, as digests."""
+        told = {"file": self._told["file"], "parts": [*self.parts]}
         return {
-            "file": json.dumps(self._told["file"], sort_keys=True),
-            "parts": json.dumps([*self.parts]),
+            name: hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:12]
+            for name, of in told.items()
         }
+
+    def _add_settings(self, of: str | None, is_of: Callable[[str], bool]) -> None:
+        for each in filter(lambda each: is_of(each["key"]), self._told["settings"]):
+            more = {"words": (each["variable"], each["key"]), "value": each["value"]}
+            self._add(SETTING, each["key"], f"setting {each['named']}", of=of, **more)
 
     def _add(self, kind: str, name: str, what: str, **more: Any) -> str:
         key = f"{more['setting']} {name}" if kind == NAME else f"{kind} {name}"
@@ -201,15 +208,16 @@ class Suspects:
         orders = []
         plugins: dict[str, None] = {}
         for part in parts:
-            plugins |= dict.fromkeys([part.of or part.key] if part.kind != SETTING else ())
+            if part.kind != SETTING or part.of is not None:
+                plugins[part.of or part.key] = None
             if part.kind == OP:
                 first = next((e["impls"] for e in self._told["ops"] if e["op"] == part.name), ())
                 orders += [f"{part.name}=impl:{first[0]}"] if first else []
             elif part.kind == NAME:
                 for each in self._told["lists"]:
                     if each["key"] == part.setting and each["variable"]:
-                        names = [*filter(None, [found.get(each["variable"], ""), part.name])]
-                        found[each["variable"]] = ",".join(names)
+                        listed = [*filter(None, [found.get(each["variable"], ""), part.name])]
+                        found[each["variable"]] = ",".join(listed)
             elif part.kind == SETTING:
                 found[part.words[0]] = part.value
         names = {self.parts[key].name for key in plugins}
