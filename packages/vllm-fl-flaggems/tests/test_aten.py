@@ -14,7 +14,7 @@ import torch
 
 from vllm_fl import SettingsError, WorkerContext
 from vllm_fl.settings.loading import load_settings
-from vllm_fl_flaggems import aten, loading
+from vllm_fl_flaggems import aten, loading, plugin
 from vllm_fl_flaggems.settings import SETTINGS
 
 
@@ -60,6 +60,11 @@ def test_a_whitelist_is_all_that_is_enabled(gems: Gems, tmp_path: Path) -> None:
     assert report is not None
     assert report.facts == {"flag_gems": "5.0.2", "aten": ["mul.Tensor", "softmax.int"]}
     assert (tmp_path / "list.txt").read_text() == "mul.Tensor\nsoftmax.int\n"
+
+
+def test_the_list_of_what_is_left_out_says_which_operators_it_takes(gems: Gems) -> None:
+    (blacklist,) = [spec for spec in plugin.settings() if spec.key == "flagos_blacklist"]
+    assert blacklist.known is not None and {*blacklist.known()} == {*gems.FULL_CONFIG_BY_FUNC}
 
 
 def test_a_whitelist_of_contracts_alone_touches_nothing(

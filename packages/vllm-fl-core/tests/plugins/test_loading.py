@@ -606,6 +606,7 @@ def settings():
         "'acme', 'ACME', None, names='op', excludes=7",
         "'acme', 'ACME', None, names='op', excludes='nowhere'",
         "'acme', 'ACME', True, append='ACME_MORE'",
+        "'acme', 'ACME', True, known=list",
         "'acme', 'ACME', True, append=''",
         "'acme', 'ACME', (), names='op', append='ACME'",
         "'acme', 'ACME', (), names=7",

@@ -12,10 +12,10 @@ from typing import Any
 from vllm_fl import WorkerContext, WorkerReport
 from vllm_fl.dispatch import get_default_manager
 
-from .loading import flag_gems, problem
+from .loading import available, flag_gems, problem
 from .settings import BLACKLIST, OPLIST, USE, WHITELIST, check_names, value
 
-__all__ = ["known_names", "start", "write_list"]
+__all__ = ["known_names", "replaceable", "start", "write_list"]
 
 _replaced: list[tuple[str, ...]] = []
 """The replaced operators of this process, once there are any: there is no way back."""
@@ -84,6 +84,11 @@ def known_names(gems: Any) -> frozenset[str]:
     for module in ("ops", "fused"):
         names.update(getattr(getattr(gems, module, None), "__all__", ()))
     return frozenset(names)
+
+
+def replaceable() -> Collection[str]:
+    """The names by which FlagGems's lists select PyTorch's operators; none where it cannot run."""
+    return () if available() is not True or problem() else tuple(_by_function(flag_gems()))
 
 
 def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm_fl import (
@@ -31,7 +32,7 @@ from .impl import (
     routing,
 )
 from .loading import available
-from .settings import SETTINGS, findings, rejected
+from .settings import BLACKLIST, SETTINGS, findings, rejected
 
 __all__ = [
     "KERNEL_DISTRIBUTIONS",
@@ -84,7 +85,14 @@ def attention_backend() -> list[AttentionImpl]:
 @hookimpl
 def settings() -> tuple[SettingSpec[Any], ...]:
     """Whether FlagGems is used, its two lists, and where its replaced operators are listed."""
-    return SETTINGS
+    return tuple(replace(spec, known=_known) if spec is BLACKLIST else spec for spec in SETTINGS)
+
+
+def _known() -> Collection[str]:
+    """What of the blacklist stands for operators of PyTorch's."""
+    from .aten import replaceable
+
+    return replaceable()
 
 
 @hookimpl

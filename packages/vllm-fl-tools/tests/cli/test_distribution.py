@@ -23,7 +23,7 @@ from vllm_fl_tools import cli
 CODES = {"EngineError": "FL601", "AcceptError": "FL602", "BisectError": "FL603"}
 """Promised, as those of core's own errors: no line is ever changed."""
 
-VERBS = ("bisect", "coverage", "new", "plan", "report", "tune", "verify")
+VERBS = ("bisect", "coverage", "new", "plan", "report", "rescue", "tune", "verify")
 
 
 def test_core_knows_who_brings_these_verbs() -> None:

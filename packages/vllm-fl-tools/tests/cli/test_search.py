@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_fl_tools.cli._search import culprits
+from vllm_fl_tools.cli._search import UnsettledError, culprits
 
 Asked = list[tuple[str, ...]]
 PARTS = [f"op{n}" for n in range(11)]
@@ -83,3 +83,38 @@ def test_what_a_question_raises_ends_the_search() -> None:
 
     with pytest.raises(RuntimeError, match="op0"):
         culprits(PARTS, is_wrong)
+
+
+def test_what_is_likely_is_asked_first() -> None:
+    is_wrong, asked = wrong_with("op7")
+    assert culprits(PARTS, is_wrong, likely=lambda rest: ["op7"]) == [("op7",)]
+    assert asked[1:] == [("op7",), tuple(part for part in PARTS if part != "op7")]
+
+
+def test_what_seemed_likely_and_is_not_costs_one_question() -> None:
+    for part in PARTS[1:]:
+        is_wrong, asked = wrong_with(part)
+        assert culprits(PARTS, is_wrong, likely=lambda rest: ["op0"]) == [(part,)]
+        assert len(asked) <= math.ceil(math.log2(len(PARTS))) + 4
+
+
+def test_what_is_likely_may_be_half_of_what_is_wrong_together() -> None:
+    is_wrong, _ = wrong_with("op2 op9")
+    (found,) = culprits(PARTS, is_wrong, likely=lambda rest: [p for p in ["op9"] if p in rest])
+    assert {*found} == {"op2", "op9"}
+
+
+def test_parts_beneath_a_culprit_go_with_it() -> None:
+    """Whatever of a plugin is on, it is loaded: with each of its parts its own fault is there."""
+    of_plugin = {"plugin", "op3", "op4"}
+    parts = ["op0", "plugin", "op3", "op4", "op5"]
+    found = culprits(
+        parts, lambda some: bool(of_plugin & {*some}), beneath={"plugin": ["op3", "op4"]}
+    )
+    assert found == [("plugin",)]
+
+
+def test_answers_that_contradict_each_other_are_no_culprit() -> None:
+    asked = itertools.count()
+    with pytest.raises(UnsettledError):
+        culprits(PARTS, lambda parts: next(asked) < 1)

@@ -30,7 +30,9 @@ OWN = ("doctor", "explain", "ops", "plugins", "policy")
 TOOLS = "vllm-fl-tools"
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("bisect", "coverage", "new", "plan", "report", "tune", "verify"), TOOLS)
+    dict.fromkeys(
+        ("bisect", "coverage", "new", "plan", "report", "rescue", "tune", "verify"), TOOLS
+    )
 )
 """Well-known verbs that core does not bring, with the distribution that does."""
 

@@ -12,6 +12,7 @@ from ._options import ReportFile, device_of
 from ._progress import current, doing
 from ._show import SCHEMA, UsageError, answer, answering, print_json, print_table, say
 from ._verbs import VerbError
+from .policy import text_of as settings_text
 
 __all__ = [
     "SCHEMA",
@@ -29,6 +30,7 @@ __all__ = [
     "print_json",
     "print_table",
     "say",
+    "settings_text",
     "takes_engine",
     "takes_vllms",
 ]

@@ -10,7 +10,7 @@ import inspect
 import keyword
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -454,6 +454,9 @@ class SettingSpec(Generic[T]):
             one of the two.
         append: of a list that is no such whitelist, another variable, whose names are added to
             those that hold.
+        known: of a list of what is left out, all names that do something in an engine, as
+            `vllm-fl rescue` leaves out some of them. It may import the backend's library, and is
+            called in a process of its own.
 
     Raises:
         ValueError: a key or variable that is no identifier; choices without the default, or for
@@ -470,6 +473,7 @@ class SettingSpec(Generic[T]):
     read: Callable[[str], T] | None = field(default=None, kw_only=True)
     excludes: str | None = field(default=None, kw_only=True)
     append: str | None = field(default=None, kw_only=True)
+    known: Callable[[], Iterable[str]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         who = f"SettingSpec({self.key!r})"
@@ -483,8 +487,10 @@ class SettingSpec(Generic[T]):
             if not isinstance(getattr(self, name), kind):
                 got = getattr(self, name)
                 raise TypeError(f"{who}: {name} must be a {kind.__name__}, got {got!r}")
-        if self.read is not None and not callable(self.read):
-            raise TypeError(f"{who}: read must be callable, got {self.read!r}")
+        for name in ("read", "known"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
         default: object = self.default
         if self.names and default is not None and not _are_words(default):
             raise TypeError(f"{who}: a list's default is None or a tuple of names, got {default!r}")
@@ -501,8 +507,9 @@ class SettingSpec(Generic[T]):
             )
         if self.excludes and (not self.names or default is not None):
             raise ValueError(f"{who}: excludes is for a list of names whose default is None")
-        if self.append and (not self.names or self.excludes):
-            raise ValueError(f"{who}: append is for a list of names without excludes")
+        for name in ("append", "known"):
+            if getattr(self, name) and (not self.names or self.excludes):
+                raise ValueError(f"{who}: {name} is for a list of names without excludes")
 
     @property
     def variables(self) -> tuple[str, ...]:

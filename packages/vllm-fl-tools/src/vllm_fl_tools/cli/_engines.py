@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from vllm_fl.cli.common import UsageError, doing, say
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import VllmFLError
-from vllm_fl.plugins.breadcrumb import ending
+from vllm_fl.plugins.breadcrumb import Crumb, ending, lost
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean
 
-__all__ = ["Engine", "EngineError", "check_model", "has_weights", "planned", "running"]
+__all__ = ["Engine", "EngineError", "check_model", "forget", "has_weights", "planned", "running"]
 
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
 
@@ -31,13 +32,32 @@ START_TIMEOUT, ANSWER_TIMEOUT = 1800.0, 600.0
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
-SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
+"""Little memory, and stacks in the log of a process that is ended by a signal."""
+
+LAST_WORDS = 10.0
+"""Seconds for the processes of an engine that hangs to write their stacks."""
+
+SHOWN, LONGEST = 4000, 200_000
+"""Characters of a log's end: those that an error shows, and those that it holds."""
 
 
 class EngineError(VllmFLError):
-    """An engine that a verb started failed, or did not answer in time."""
+    """An engine that a verb started failed, or did not answer in time.
+
+    Attributes:
+        log: the end of its log.
+        hung: whether it did not answer in time.
+        crumbs: what its processes noted that they were running when they ended.
+    """
 
     code = "FL601"
+
+    def __init__(
+        self, message: str, *, log: str = "", hung: bool = False, crumbs: Sequence[Crumb] = ()
+    ) -> None:
+        super().__init__(message)
+        self.log, self.hung, self.crumbs = log, hung, tuple(crumbs)
 
 
 class Engine:
@@ -47,15 +67,23 @@ class Engine:
         name: what it is, for people.
         process: which answers on its standard output.
         log: the file of its standard error.
+        limits: seconds until it is given up, while it starts and while it answers.
 
     Raises:
         EngineError: it does not start.
         UsageError: vLLM does not take the user's arguments.
     """
 
-    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: subprocess.Popen[str],
+        log: Path,
+        limits: tuple[float, float] = (START_TIMEOUT, ANSWER_TIMEOUT),
+    ) -> None:
         self.name, self.process, self.log = name, process, log
-        ready = self._answer(START_TIMEOUT, "starts")
+        start_timeout, self._timeout = limits
+        ready = self._answer(start_timeout, "starts")
         if "usage" in ready:
             raise UsageError(f"vLLM does not take these arguments: {clean(ready['usage'])}")
         self.report: dict[str, Any] = ready["report"] or {}
@@ -72,7 +100,7 @@ class Engine:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its log says why
             print(json.dumps({kind: what}), file=self.process.stdin, flush=True)
-        return self._answer(ANSWER_TIMEOUT, "works")
+        return self._answer(self._timeout, "works")
 
     def _answer(self, timeout: float, what: str) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -81,15 +109,32 @@ class Engine:
             selectors.DefaultSelector() as selector,
         ):
             selector.register(self.process.stdout, selectors.EVENT_READ)
-            line = self.process.stdout.readline() if selector.select(timeout) else ""
+            hung = not selector.select(timeout)
+            line = "" if hung else self.process.stdout.readline()
         if not line:
-            end = self.log.read_text(errors="replace")[-4000:]
+            if hung:
+                _end_with_stacks(self.process)
+            crumbs = [crumb for crumb in lost() if crumb.session == self.process.pid]
+            if hung:  # that they ended is no fault of what they ran
+                forget(crumbs)
+            log = self.log.read_text(errors="replace")[-LONGEST:]
             raise EngineError(
                 f"The engine {self.name} failed, or did not answer within {timeout:.0f} s. The end "
-                f"of its log:\n{end}"
+                f"of its log:\n{log[-SHOWN:]}",
+                log=log,
+                hung=hung,
+                crumbs=crumbs,
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def forget(crumbs: Iterable[Crumb]) -> None:
+    """Remove these notes, so that no later start tells of them."""
+    for crumb in crumbs:
+        if crumb.file is not None:
+            with contextlib.suppress(OSError):
+                crumb.file.unlink()
 
 
 def check_model(model: str) -> None:
@@ -126,6 +171,7 @@ def running(
     steps_aside: bool = False,
     longest: int | None = None,
     arguments: Sequence[str] = (),
+    limits: tuple[float, float] = (START_TIMEOUT, ANSWER_TIMEOUT),
 ) -> Iterator[Engine]:
     """Start an engine, and end all its processes at the end.
 
@@ -138,6 +184,7 @@ def running(
         longest: the most tokens of a sequence, where the model does not take fewer; None leaves it
             to `options`.
         arguments: the user's own, as `vllm serve` takes them.
+        limits: as `Engine` has them.
 
     Raises:
         EngineError: it does not start.
@@ -160,9 +207,40 @@ def running(
                 start_new_session=True,
             )
         try:
-            yield Engine(name, process, log)
+            yield Engine(name, process, log, limits)
         finally:
             with ending(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
+                _wait_until_gone(process.pid)
+
+
+def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
+    """End a group's processes so that each writes its stacks, one after the other."""
+    for pid in sorted(_living(leader.pid), reverse=True):  # the leader, which waits, is the last
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+        end = time.monotonic() + LAST_WORDS
+        while leader.poll() is None and pid in _living(leader.pid) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def _wait_until_gone(group: int) -> None:
+    """Until no process of the group lives: what holds a device's memory would end the next one."""
+    end = time.monotonic() + LAST_WORDS
+    while _living(group) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _living(group: int) -> list[int]:
+    """The processes of a group."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):  # it is gone
+            continue
+        if int(of) == group and state != "Z":
+            found.append(int(process.name))
+    return found

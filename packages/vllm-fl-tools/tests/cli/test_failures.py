@@ -1,0 +1,59 @@
+"""What is read out of an engine's log: the exception, the stack, and whose functions are in it."""
+
+from __future__ import annotations
+
+from vllm_fl_tools.cli._failures import read_log
+
+SITE = "/srv/somebody/lib/python3.11/site-packages"
+
+RAISED = f"""
+INFO 11-26 10:00:00 [core.py:1] starts
+(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9] EngineCore failed to start.
+(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9]   File "{SITE}/vllm/v1/core.py", line 9, in mul
+(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9]     return call()
+(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9]   File "{SITE}/acme/ops/mm.py", line 3, in mm
+(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9]     launch()
+(EngineCore pid=7) ERROR 11-26 10:00:01 [core.py:9] RuntimeError: an illegal memory access
+Traceback (most recent call last):
+  File "{SITE}/vllm/entrypoints/llm.py", line 2, in __init__
+    raise RuntimeError
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+"""
+
+ABORTED = f"""
+(EngineCore pid=7) Fatal Python error: Aborted
+(EngineCore pid=7)
+(EngineCore pid=7) Thread 0x1 (most recent call first):
+(EngineCore pid=7)   File "{SITE}/tqdm/_monitor.py", line 6 in run
+(EngineCore pid=7)
+(EngineCore pid=7) Current thread 0x2 (most recent call first):
+(EngineCore pid=7)   File "{SITE}/acme/ops/sort.py", line 5 in _launch
+(EngineCore pid=7)   File "{SITE}/acme/ops/sort.py", line 3 in sort_stable
+(EngineCore pid=7)   File "{SITE}/torch/_tensor.py", line 2 in sort
+(EngineCore pid=7)
+(EngineCore pid=7) Extension modules: numpy
+Fatal Python error: Aborted
+
+Current thread 0x3 (most recent call first):
+  File "{SITE}/vllm/v1/engine/core_client.py", line 3 in get_output
+"""
+
+
+def test_the_exception_at_the_root_is_told_and_not_that_of_the_process_above() -> None:
+    told = read_log(RAISED)
+    assert told.why == "RuntimeError: an illegal memory access"
+    assert told.functions == ((f"{SITE}/acme/ops/mm.py", "mm"),)
+    assert told.stack[-1] == told.why and "somebody" not in "".join(told.stack)
+
+
+def test_of_processes_that_a_signal_ended_the_one_that_was_in_a_plugin_is_told() -> None:
+    told = read_log(ABORTED)
+    assert told.why == "Fatal Python error: Aborted"
+    assert [function for _, function in told.functions] == ["_launch", "sort_stable"]
+    assert "acme/ops/sort.py" in told.stack[1] and "tqdm" not in "".join(told.stack)
+
+
+def test_a_log_that_does_not_say_is_told_as_nothing() -> None:
+    told = read_log("INFO 11-26 10:00:00 [core.py:1] starts\n")
+    assert (told.why, told.stack, told.functions) == ("", (), ())
