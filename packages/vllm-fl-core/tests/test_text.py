@@ -80,7 +80,11 @@ def test_what_looks_like_a_secret(said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["unknown token: 'flagos'", "max_tokens=4096", "expected a token, got 1", "a@b.org"]
+    "said",
+    [
+        *("unknown token: 'flagos'", "max_tokens=4096", "expected a token, got 1", "a@b.org"),
+        "per_token: bool",
+    ],
 )
 def test_what_is_none(said: str) -> None:
     assert scrub(said) == said

@@ -33,11 +33,11 @@ _SECRET = re.compile(
 
 _USERINFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 _ASSIGNED = re.compile(
-    r"((?:\w[_\-]token|[?&]token|secret|passw(?:or)?d|passphrase|api[_\-]?key|access[_\-]?key)"
+    r"((?:\w(?<!\bper)[_\-]token|[?&]token|secret|passw(?:or)?d|passphrase|api[_\-]?key|access[_\-]?key)"
     r"[\"']?\s*[=:]\s*[\"']?)(?!\d+\b)([^\s\"',;&)}\]<]{4,})",
     re.IGNORECASE,
 )
-"""`password=…`. The word token alone is ours: the entry of an order."""
+"""`password=…`. The word token alone is ours, the entry of an order; `per_token`, a contract's."""
 _SHAPES = re.compile(
     r"\b(?:hf_\w{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|sk-[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"

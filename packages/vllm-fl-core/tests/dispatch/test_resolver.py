@@ -389,6 +389,14 @@ def test_what_another_plugin_has_replaced_is_its_own_until_an_order_names_it(
     assert told == f"layer SiluAndMul is acme.Silu of vllm-acme 1.0, not vllm-fl's{hint}"
 
 
+@pytest.mark.parametrize("prefer", ["flagos", "vendor", "reference"])
+def test_a_preference_takes_nothing_from_another_plugin(prefer: str) -> None:
+    """`VLLM_FL_PREFER=flagos` is the default: to write it changes nothing."""
+    trace = resolve("silu_and_mul", ALL, SelectionPolicy(prefer), engine=True, foreign=THEIRS)
+    assert trace.selected is FOREIGN
+    assert trace.candidates[0].reason.endswith("to take it, name foreign behind yours")
+
+
 def test_foreign_where_there_is_none_is_skipped_whatever_else_holds() -> None:
     listed = {"silu_and_mul": ["foreign", "vendor:acme"]}
     for more in ({}, {"prefer": "stock"}, {"strict": True}):

@@ -112,6 +112,32 @@ def test_a_forced_platform_that_has_a_file_is_known_without_its_device(
     assert plugin.asked == 0
 
 
+class Over(Acme):
+    """A plugin for somebody else's platform: it brings a policy file, and no device."""
+
+    device = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("env", "plugin", "acts"),
+    [({}, Acme, False), ({"VLLM_FL_PLATFORM": "acme"}, Acme, True), ({}, Over, True)],
+)
+def test_over_another_plugins_platform_a_devices_own_file_acts_where_it_is_asked_for(
+    begin: Begin,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    env: dict[str, str],
+    plugin: type[Acme],
+    acts: bool,
+) -> None:
+    path = tmp_path / "acme.yaml"
+    path.write_text("strict: true\n")
+    monkeypatch.setattr(startup, "is_foreign", lambda platform: platform == "acme")
+    settings = begin(env, plugin(path), platform="acme").settings
+    assert (settings.strict, settings.policy.prefer) == (acts, "flagos" if acts else "stock")
+    assert bool(settings["platform_files"].value) is acts
+
+
 def test_a_forced_platform_that_nobody_brings_is_warned_of(begin: Begin) -> None:
     made = begin({"VLLM_FL_PLATFORM": "acmee"}, Acme())
     (warning,) = made.settings.warnings

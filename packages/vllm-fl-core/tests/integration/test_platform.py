@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 from configs import engine_config
 
-from vllm_fl.errors import PluginError
+from vllm_fl.dispatch import platforms
+from vllm_fl.errors import DeviceError, PluginError
 from vllm_fl.integration import platform
 from vllm_fl.plugins.types import DeviceProfile
 
@@ -28,6 +29,10 @@ class CpuPlatform:
     @classmethod
     def get_pass_manager_cls(cls) -> str:
         return cls.manager
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        cls.configured.append(parser)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -161,6 +166,22 @@ def test_a_worker_that_the_platform_puts_in_again_is_wrapped_again(
     assert planning.is_sealed(config)
 
 
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_platform_that_is_put_in_behind_ours_is_said(
+    bare: SimpleNamespace,
+    device: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    is_replaced: bool,
+) -> None:
+    """By a general plugin: modules of vLLM that were imported before hold ours, and ask it."""
+    made = device()
+    bare.current_platform = CpuPlatform() if is_replaced else made()
+    made.pre_register_and_update(parser="vLLM's")
+    assert CpuPlatform.configured[-1] == "vLLM's"
+    told = [each.getMessage() for each in caplog.records]
+    assert [line[-7:] for line in told] == ["[FL213]"] * is_replaced
+
+
 @needs_vllm
 def test_what_the_plan_leaves_to_vllm_is_the_platforms_attention(
     device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -208,6 +229,19 @@ def test_vllms_own_platform_comes_first_unless_a_device_is_forced(
     profile = DeviceProfile("acme", path, "acme.Worker", detect=lambda: True)
     monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
     assert made_of(platform.overlay_path(forced)).vllm_fl_platform == expected
+
+
+def test_a_device_that_is_forced_where_vllm_asks_no_plugin_is_an_error(
+    bare: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platforms, "vllm_release", lambda: ("vllm", "0.32.0"))
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    profile = DeviceProfile("acme", "acme.Platform", "acme.Worker", detect=lambda: True)
+    monkeypatch.setattr(platform, "find_device", lambda plugins, forced: profile)
+    bare.current_platform = CpuPlatform()
+    with pytest.raises(DeviceError, match=r"VLLM_FL_PLATFORM=acme .* VLLM_TARGET_DEVICE=cpu"):
+        platform.lay_in_place("acme")
+    assert type(bare.current_platform) is CpuPlatform
 
 
 def test_a_machine_that_nobody_knows_is_stock(bare: SimpleNamespace) -> None:

@@ -143,7 +143,7 @@ def test_only_a_higher_preference_re_sorts_a_platforms_list(
 def test_another_plugins_platform_is_left_as_it_is_until_somebody_asks(write: Write) -> None:
     settings = load_settings(platform="acme", foreign=True)
     assert settings.policy.prefer == "stock"
-    assert settings["prefer"].origin == "another plugin's platform, which no policy file knows"
+    assert settings["prefer"].origin == "another plugin's platform, which no policy file is for"
     assert [*map(str, settings.policy.order("rms_norm", engine=True))] == ["foreign", "stock"]
     assert [*map(str, settings.policy.order("rms_norm"))] == ["flagos", "vendor", "reference"]
     own = write("own.yaml", "op_backends: {rms_norm: [vendor:acme, foreign]}\n")

@@ -171,15 +171,11 @@ def test_over_a_plugin_that_does_not_answer_the_device_is_to_be_filled_in(
     assert ("fill in DEVICE" in capsys.readouterr().out) is not answers
 
 
-@pytest.mark.parametrize("platform", ["rocm", "npu"])
-def test_over_a_platform_that_vllm_or_we_know_needs_no_plugin(
-    platform: str, tmp_path: Path
-) -> None:
+def test_over_a_platform_that_we_know_needs_no_plugin(tmp_path: Path) -> None:
     """`npu` is a name of `ascend`, whose plugin is nobody's on a laptop."""
-    package = new(tmp_path, "--over", platform) / "src" / "vllm_fl_foo"
-    name, device = {"rocm": ("rocm", "cuda"), "npu": ("ascend", "npu")}[platform]
-    assert (package / f"{name}.yaml").exists()
-    assert f'\n\nDEVICE = "{device}"\n' in (package / "impl" / "__init__.py").read_text()
+    package = new(tmp_path, "--over", "npu") / "src" / "vllm_fl_foo"
+    assert (package / "ascend.yaml").exists()
+    assert '\n\nDEVICE = "npu"\n' in (package / "impl" / "__init__.py").read_text()
 
 
 @pytest.mark.parametrize("ops", [(op,) for op in OPS] + [OPS, OPS[::-1], OPS[1:]])
@@ -227,6 +223,7 @@ def test_any_choice_of_ops_is_whole(
         (("--over", "amce"), "Did you mean 'acme'? Installed: acme (vllm-acme 1.0). Install it"),
         (("--over", ""), "--over ''"),
         (("--over", "fl"), "--over 'fl'"),
+        (("--over", "nvidia"), "--over 'cuda': it is vLLM's own, which no plugin brings"),
         (("--platform", "cuda", "--ops", "wiggle"), "'wiggle'"),
     ],
 )

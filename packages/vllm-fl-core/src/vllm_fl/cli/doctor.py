@@ -18,7 +18,7 @@ from typing import Any
 
 from ..dispatch.manager import OpManager
 from ..dispatch.platforms import foreign_platform
-from ..dispatch.startup import Startup, detect_platform, read_settings
+from ..dispatch.startup import Startup, detect_platform, is_foreign, read_settings
 from ..engine.identity import cpu_name
 from ..engine.tables import here, left_out, unaccepted
 from ..errors import PluginError, SettingsError, VllmFLError
@@ -298,7 +298,7 @@ class _Examined:
             forced = load_startup(os.environ).platform
         except SettingsError:  # the next check says it
             return
-        if forced in IN_TREE:
+        if forced in IN_TREE or (forced and is_foreign(forced)):
             return
         known, self.failing = devices(self.plugins)
         try:

@@ -155,7 +155,7 @@ def resolve(
         (layer, owner), *others = foreign.items()
         more = f", and so {len(others)} more" * bool(others)
         reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
-        if place < 0 and listed is not None and listed.pinned:
+        if place < 0:
             reason += ": to take it, name foreign behind yours"
         ranked.append(((place, 0, ""), FOREIGN, reason))
     if engine and "stock" in named:

@@ -204,12 +204,20 @@ def read_settings(
     *,
     platform: str | None = None,
 ) -> Settings:
-    """The effective settings, given what is installed. Arguments and errors as for `start`."""
+    """The effective settings, given what is installed. Arguments and errors as for `start`.
+
+    Over another distribution's platform, the file of a device of ours that has its name acts only
+    where VLLM_FL_PLATFORM asks for it.
+    """
     early = load_startup(env)
     platform = platform or _detected(early, plugins)
     where = early.platform or platform
     assert where is not None  # what is not forced is detected
     files, errors = policy_files(plugins, where)
+    foreign = is_foreign(where)
+    if foreign and not early.platform:  # it is for that device's own engines
+        owners = {owner.name for owner, profile in devices(plugins)[0] if profile.name == where}
+        files = [(name, path) for name, path in files if name not in owners]
     for error in errors.values():
         _report(error, strict=early.strict_plugins)
     snapshot = registry.snapshot()
@@ -228,7 +236,7 @@ def read_settings(
         brought=brought,
         plugins=declared,
         platforms=known,
-        foreign=is_foreign(where),
+        foreign=foreign,
     )
 
     def has_failed(name: str, op: str) -> bool:

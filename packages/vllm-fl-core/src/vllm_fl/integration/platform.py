@@ -12,7 +12,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
-from ..dispatch.platforms import foreign_platform, foreign_platforms, too_many, vllms_own
+from ..dispatch.platforms import (
+    foreign_platform,
+    foreign_platforms,
+    targets_cpu,
+    too_many,
+    vllms_own,
+)
 from ..engine.plan import active_plan
 from ..errors import DeviceError
 from ..logs import get_logger, speaks_for_all
@@ -51,6 +57,22 @@ class PlatformOverlay:
 
     def __init_subclass__(cls) -> None:
         """Nothing: a class below that counts or refuses its subclasses is not asked about ours."""
+
+    @classmethod
+    def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
+        """Say where a general plugin has replaced vLLM's platform after ours was called.
+
+        vLLM asks for this when all of them were, and asks the object that it held before.
+        """
+        from vllm.platforms import current_platform
+
+        if not is_overlay(current_platform) and speaks_for_all():
+            log.warning(
+                "vllm-fl steps aside, vLLM runs as stock: another plugin has replaced vLLM's "
+                "platform, which vllm-fl lay over, by an object of %s [FL213]",
+                f"{type(current_platform).__module__}.{type(current_platform).__qualname__}",
+            )
+        super().pre_register_and_update(*args, **kwargs)  # type: ignore[misc]
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -193,8 +215,9 @@ def overlay_path(forced: str | None = None) -> str | None:
         place; and where neither vLLM nor a plugin knows the machine.
 
     Raises:
-        PluginError: two devices claim the machine, or the forced one is not there; two other
-            platform plugins answer, at which vLLM ends its start, or one beside a forced device.
+        PluginError: two devices claim the machine, or the forced one is not there, or vLLM does not
+            ask for it; two other platform plugins answer, at which vLLM ends its start, or one
+            beside a forced device.
     """
     from vllm.platforms import builtin_platform_plugins
 
@@ -206,6 +229,12 @@ def overlay_path(forced: str | None = None) -> str | None:
     profile = _device(asked) if own is None or asked is not None else None
     if others and profile is not None:
         raise too_many(others, profile.name)
+    if profile is not None and targets_cpu():
+        raise DeviceError(
+            f"VLLM_FL_PLATFORM={forced} asks for a plugin's device, and VLLM_TARGET_DEVICE=cpu has "
+            "vLLM run on the CPU and ask no plugin. Unset one of them.",
+            plugin=profile.name,
+        )
     if profile is not None:
         return _laid(_class_of(profile), profile.name, profile)
     if others or own is None:

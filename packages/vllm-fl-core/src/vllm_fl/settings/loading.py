@@ -108,7 +108,7 @@ def load_settings(
         brought: what is installed: where platform files unite, who brings a thing counts.
         plugins: the settings that plugins declare.
         platforms: the platforms that are known, beside those of vLLM and vllm-plugin-FL.
-        foreign: whether the platform is another plugin's. Where no file knows it, an engine is then
+        foreign: whether the platform is another plugin's. Where no file is for it, an engine is
             left as it is: `prefer` is `stock`.
 
     Raises:
@@ -121,7 +121,7 @@ def load_settings(
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
     if foreign and ("config" in fixed or not platform_files):
-        origin = "another plugin's platform, which no policy file knows"
+        origin = "another plugin's platform, which no policy file is for"
         fixed["prefer"] = Setting("prefer", "stock", origin)
     read = _overridden if "config" in fixed else _layered
     entries, warnings = read(env, fixed, platform_files, brought, declared)

@@ -17,7 +17,7 @@ from vllm_fl.dispatch.platforms import ForeignPlatform, torch_device
 from vllm_fl.dispatch.startup import is_foreign, known_platforms
 from vllm_fl.plugins.installed import ENGINE_GROUPS, entry_points, identity
 from vllm_fl.settings.policy import closest
-from vllm_fl.settings.values import PLATFORMS, normalise_platform
+from vllm_fl.settings.values import IN_TREE, PLATFORMS, normalise_platform
 
 __all__ = ["add_arguments", "run", "template_ops"]
 
@@ -159,6 +159,8 @@ def _no_platform(platform: str) -> str | None:
 
 def _no_plugin(platform: str) -> str | None:
     """Whether its device is here does not matter: packages are written on any machine."""
+    if platform in IN_TREE:
+        return f"--over {platform!r}: it is vLLM's own, which no plugin brings; use --platform"
     found = {}
     for entry in entry_points(ENGINE_GROUPS[0]):
         if entry.name != "fl" and entry.dist is not None:
@@ -206,8 +208,8 @@ def _changes(name: str, platform: str | None, *, over: bool, is_known: bool) -> 
         f"{name.capitalize()}'s kernels": f"{name.capitalize()}'s kernels, over {platform}",
         "## Where it applies\n": f"""## Where it applies
 
-It lies over `{platform}`, a platform that has a plugin of vLLM's or is vLLM's own. Keep that as it
-is, and install this beside it. An op that `{platform}.yaml` does not list stays as it is there:
+It lies over `{platform}`, the platform of a plugin of vLLM's. Keep that plugin as it is, and
+install this beside it. An op that `{platform}.yaml` does not list stays as it is there:
 `docs/platforms.md` of vllm-fl has the whole way.
 """,
     }
