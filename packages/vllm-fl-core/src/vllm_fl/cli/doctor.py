@@ -36,6 +36,7 @@ from ..plugins.calling import (
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, canonical
 from ..plugins.loading import Found
+from ..plugins.overrides import SPARE, STANDS
 from ..plugins.plugin import Plugin
 from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
@@ -363,11 +364,18 @@ def _lost_finding(crumb: Crumb) -> Finding:
         todo = TAKE_OUT
     elif " for vLLM's platform of " in crumb.what:
         todo = "Reinstall it, or leave it out with VLLM_PLUGINS."
+    why = (
+        "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
+        "(killed, out of memory); nothing else was left to say so."
+    )
+    if crumb.error:
+        why = "The error is that of the call, or of a device, which reports it late."
+    if crumb.calls:
+        why, todo = f"{why} {STANDS}", f"{SPARE} Or {todo[0].lower()}{todo[1:]}"
     return Finding(
         "ended",
         f"An earlier {crumb}.",
-        "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
-        "(killed, out of memory); nothing else was left to say so.",
+        why,
         f"If it comes again, {todo[0].lower()}{todo[1:]} To forget it: rm {crumb.file}",
     )
 
