@@ -41,6 +41,7 @@ from ..plugins.plugin import Plugin
 from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
 from ..settings.loading import load_startup
+from ..settings.policy import UNTOUCHED
 from ..settings.schema import CONFIG, TAKEN, Settings
 from ..settings.values import IN_TREE, OP_CONFIG
 from ..text import clean, quote
@@ -330,7 +331,7 @@ class _Examined:
             yield Finding("table", what, f"{reason}.", todo)
 
     def find_idle_ops(self) -> Iterator[Finding]:
-        """Ops that backends bring and a script could not call."""
+        """Ops that backends bring and that nothing could run; a list may leave one to vLLM."""
         if self.settings is None or not any(p.status in ("ok", "partial") for p in self.plugins):
             return
         manager = OpManager()
@@ -338,7 +339,8 @@ class _Examined:
         snapshot = self.registry.snapshot()
         for op in snapshot.contracts:
             trace = manager.trace(op, without_layer=True)
-            if trace.selected is None and snapshot.impls_by_op.get(op):
+            leaves = any(token.kind in UNTOUCHED for token in trace.order)
+            if trace.selected is None and snapshot.impls_by_op.get(op) and not leaves:
                 yield Finding(
                     "ops",
                     f"{op} has no implementation that may run.",
