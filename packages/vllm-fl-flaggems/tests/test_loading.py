@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from importlib.metadata import PackageNotFoundError
+from typing import ClassVar
 
 import pytest
 import torch
@@ -137,6 +138,68 @@ def test_cached_launches_are_repaired_only_where_they_are_broken(
     monkeypatch.setattr(loading.inspect, "getsource", lambda module: module.text)
     loading._repair_cached_launches()
     assert module.minor_version == after
+
+
+class IncompatibleModelError(RuntimeError):
+    """As FlagTune's, by its module."""
+
+    __module__ = "triton.flagtune.runtime.errors"
+
+
+class UnsupportedFlagTuneDeviceError(RuntimeError):
+    __module__ = "triton.flagtune.runtime.device"
+
+
+@pytest.mark.parametrize("method", ["apply_flagtune", "policy"])
+@pytest.mark.parametrize(
+    ("error", "is_its_own"),
+    [
+        (IncompatibleModelError("no model for 'nvidia-h20/flaggems/mm/general_tma'"), True),
+        (UnsupportedFlagTuneDeviceError("registered backends: cuda, hip"), True),
+        (ModuleNotFoundError("No module", name="triton.flagtune.runtime.errors"), True),
+        (RuntimeError("FlagTune is enabled but the FlagTree runtime is unavailable"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (MemoryError(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_of_flagtune_says_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, method: str, error: Exception, is_its_own: bool
+) -> None:
+    """As FlagGems has it since August 2026."""
+
+    class LibTuner:
+        _dispatch_table: ClassVar[dict[str, type]] = {}
+
+        def apply_flagtune(self) -> None:
+            raise error
+
+    class ByModels(LibTuner):
+        def policy(self, fn: object) -> None:
+            raise error
+
+    LibTuner._dispatch_table["flagtune"] = ByModels
+    module = libentry("")
+    module.LibTuner = LibTuner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    loading._explain_flagtune()
+    arguments = {"policy": (print,)}.get(method, ())
+    with pytest.raises(type(error) if not is_its_own else RuntimeError) as caught:
+        getattr(ByModels(), method)(*arguments)
+    assert ("USE_FLAGTUNE=0" in str(caught.value)) == is_its_own
+    assert is_its_own == (caught.value.__cause__ is error)
+
+
+def test_a_flaggems_without_flagtune_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LibTuner:
+        """That of 5.0.2."""
+
+    module = libentry("")
+    module.LibTuner = LibTuner  # type: ignore[attr-defined]
+    before = dict(vars(LibTuner))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    loading._explain_flagtune()
+    assert dict(vars(LibTuner)) == before
 
 
 def test_the_installed_flaggems_is_the_one_that_the_repairs_know() -> None:

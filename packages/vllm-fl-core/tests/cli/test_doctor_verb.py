@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -94,6 +95,24 @@ def left(what: str, owner: str = "") -> None:
     subprocess.run([sys.executable, "-c", code, what, owner], check=False)
 
 
+def died_in_an_override() -> None:
+    """As `left`: a process ended inside an operator of ATen's that a plugin overrides."""
+    code = """
+        import os, torch
+        from vllm_fl.plugins import overrides
+        from vllm_fl.plugins.calling import contained
+        from vllm_fl.plugins.plugin import Owner
+
+        library = torch.library.Library("aten", "IMPL")
+        def cos(x): os.abort()
+        with overrides.noted("the start of an engine (load_model)", is_last=False):
+            with contained(Owner("json"), "its worker_start hook", ""):
+                library.impl("cos", cos, "CPU")
+            torch.cos(torch.zeros(1))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
+
+
 class TestPlugins:
     def test_one_that_fails(self, fl: Command, plugin: Plugin) -> None:
         name = plugin("raise OSError('libacme.so.3 is missing')")
@@ -171,6 +190,18 @@ class TestPlugins:
         findings = found(fl("doctor", "--json", VLLM_FL_PLATFORM="none"), "ops")
         assert len(findings) == 4
         assert all("no card" in f["why"] for f in findings)
+        # What the user leaves to vLLM is no op that nothing runs; his kernel is said to be absent.
+        done = fl("doctor", "--json", VLLM_FL_PER_OP="silu_and_mul=vendor:acme|stock")
+        assert len(found(done, "ops")) == 3
+        (finding,) = found(done, "settings")
+        assert "'vendor:acme' cannot run" in finding["what"] and "no card" in finding["what"]
+
+    def test_an_operator_of_atens_that_ended_a_start(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR)
+        died_in_an_override()
+        (finding,) = found(fl("doctor", "--json"), "ended")
+        assert "aten::cos by __main__.cos of " in finding["what"]
+        assert finding["code"] == "FL216" and "some calls late" in finding["why"]
 
 
 SHIPS = """

@@ -54,7 +54,7 @@ def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plug
         assert view["order"] == ["flagos", "vendor", "stock", "reference"]
         assert [(c["impl_id"], c["status"], c["reason"]) for c in view["candidates"]][:3] == [
             ("vendor.acme", "selected", "token vendor"),
-            ("stock.vllm", "eligible", "before reference, where nobody orders the op"),
+            ("stock.vllm", "eligible", "default, since no list orders the op"),
             ("reference.torch", "eligible", "token reference"),
         ]
     assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
@@ -249,7 +249,7 @@ def test_one_that_needs_a_layer_is_not_for_scripts(fl: Command, plugin: Plugin) 
 
 def test_stock_before_reference_is_explained(fl: Command, plugin: Plugin) -> None:
     plugin(TWO)
-    told = "vLLM's own code (stock) stands before reference"
+    told = "vLLM's own code (stock) wins over plain PyTorch"
     assert told in fl("explain", "silu_and_mul", "--mode", "eager").out
     assert told not in fl("explain", "silu_and_mul", "--mode", "script").out
     for settled in (

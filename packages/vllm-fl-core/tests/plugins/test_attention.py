@@ -112,7 +112,7 @@ def test_a_backend_that_is_out_leaves_stock_with_the_reason() -> None:
     out = {("attention_backend", "vendor.acme"): "refuses this model: no MLA"}
     entry = planning(managing(acme()), demoted=out).entries["attention_backend"]
     assert entry.label == "stock"
-    why = "before reference, where nobody orders the op"
+    why = "default, since no list orders the op"
     assert entry.reason == f"{why} (vendor.acme: refuses this model: no MLA)"
 
 

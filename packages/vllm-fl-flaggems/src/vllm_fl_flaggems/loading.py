@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Collection
-from functools import cache
+from collections.abc import Callable, Collection
+from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -162,6 +162,7 @@ def _load() -> ModuleType | str:
         module = import_module("flag_gems")
         _repair_cached_launches()
         _repair_block_pointers()
+        _explain_flagtune()
     # Seen: ImportError (a dependency), RuntimeError (no device found), AssertionError (a CPU build
     # of torch), AttributeError (torch lacks the device), and the database's own errors.
     except Exception as error:
@@ -209,6 +210,46 @@ def _repair_block_pointers() -> None:
         return
     if hasattr(config, "prefer_block_pointer"):
         config.prefer_block_pointer = False
+
+
+def _explain_flagtune() -> None:
+    """Releases after 5.0.2 may tune kernels by models of FlagTune's, and unless told not to.
+
+    Where FlagTune has none for a kernel, does not know the device or finds no list of its models,
+    its error ends the first call: `mm`'s in the start of an engine. Each says how to do without.
+    """
+    tuner = getattr(sys.modules.get("flag_gems.utils.libentry"), "LibTuner", None)
+    if not hasattr(tuner, "apply_flagtune"):
+        return
+    policies = getattr(tuner, "_dispatch_table", {})
+    for owner, name in ((tuner, "apply_flagtune"), (policies.get("flagtune"), "policy")):
+        if owner is not None:
+            setattr(owner, name, _with_way_out(getattr(owner, name)))
+
+
+def _with_way_out(tune: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(tune)
+    def tuned(*args: Any, **named: Any) -> Any:
+        try:
+            return tune(*args, **named)
+        except Exception as error:
+            if not _is_flagtunes(error):
+                raise
+            raise RuntimeError(
+                f"FlagTune, which tunes FlagGems's kernels, failed ({type(error).__name__}: "
+                f"{error}). USE_FLAGTUNE=0 has FlagGems tune them itself."
+            ) from error
+
+    return tuned
+
+
+def _is_flagtunes(error: BaseException) -> bool:
+    """Whether it comes from a module of FlagTune's, or names one that is missing.
+
+    The same function also runs kernels to measure them, whose errors are not FlagTune's.
+    """
+    told = f"{type(error).__module__} {getattr(error, 'name', None) or ''} {error}"
+    return "flagtune" in told.lower()
 
 
 def _forget_failure() -> None:

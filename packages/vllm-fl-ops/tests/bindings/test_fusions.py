@@ -113,7 +113,7 @@ def test_a_pass_that_the_user_turned_on_stays_on(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"mode": CompilationMode.NONE, "custom_ops": []}, "eager mode does not reach it"),
+        ({"mode": CompilationMode.NONE, "custom_ops": []}, "only in compiled mode"),
         ({"pass_config": {FLAG: False}}, f"pass_config.{FLAG} is false"),
         ({"custom_ops": ["none", "-rotary_embedding"]}, "custom_ops has -rotary_embedding"),
     ],

@@ -37,10 +37,12 @@ from ..plugins.calling import (
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, canonical
 from ..plugins.loading import Found
+from ..plugins.overrides import SPARE, STANDS
 from ..plugins.plugin import Plugin
 from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
 from ..settings.loading import load_startup
+from ..settings.policy import UNTOUCHED
 from ..settings.schema import CONFIG, TAKEN, Settings
 from ..settings.values import IN_TREE, OP_CONFIG
 from ..text import clean, quote
@@ -369,7 +371,7 @@ class _Examined:
             yield Finding("table", what, f"{reason}.", todo)
 
     def find_idle_ops(self) -> Iterator[Finding]:
-        """Ops that backends bring and a script could not call."""
+        """Ops that backends bring and that nothing could run; a list may leave one to vLLM."""
         if self.settings is None or not any(p.status in ("ok", "partial") for p in self.plugins):
             return
         manager = OpManager()
@@ -377,10 +379,8 @@ class _Examined:
         snapshot = self.registry.snapshot()
         for op in snapshot.contracts:
             trace = manager.trace(op, without_layer=True)
-            listed = self.settings.policy.listed(op)
-            if listed and any(t.kind == "stock" for _, row in listed.rows("eager") for t in row):
-                continue  # it is meant for engines
-            if trace.selected is None and snapshot.impls_by_op.get(op):
+            leaves = any(token.kind in UNTOUCHED for token in trace.order)
+            if trace.selected is None and snapshot.impls_by_op.get(op) and not leaves:
                 yield Finding(
                     "ops",
                     f"{op} has no implementation that may run.",
@@ -406,11 +406,18 @@ def _lost_finding(crumb: Crumb) -> Finding:
         todo = TAKE_OUT
     elif " for vLLM's platform of " in crumb.what:
         todo = "Reinstall it, or leave it out with VLLM_PLUGINS."
+    why = (
+        "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
+        "(killed, out of memory); nothing else was left to say so."
+    )
+    if crumb.error:
+        why = "The error is that of the call, or of a device, which reports it late."
+    if crumb.calls:
+        why, todo = f"{why} {STANDS}", f"{SPARE} Or {todo[0].lower()}{todo[1:]}"
     return Finding(
         "ended",
         f"An earlier {crumb}.",
-        "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
-        "(killed, out of memory); nothing else was left to say so.",
+        why,
         f"If it comes again, {todo[0].lower()}{todo[1:]} To forget it: rm {crumb.file}",
     )
 

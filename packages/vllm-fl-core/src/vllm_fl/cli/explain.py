@@ -295,8 +295,8 @@ def _show_view(view: Mapping[str, Any]) -> None:
         _show_order(f"\n{where}", view, note, f"  ({view['origin']})")
     if any(c["reason"] == UNORDERED for c in view["candidates"]):
         say(
-            "No list orders this op, so that vLLM's own code (stock) stands before reference. "
-            "VLLM_FL_PREFER=reference, or a list, puts reference first."
+            "You set no order for this op: vLLM's own code (stock) wins over plain PyTorch "
+            "(reference). VLLM_FL_PREFER=reference, or a list, puts reference first."
         )
 
 

@@ -37,7 +37,7 @@ STOCK = Stock()
 FOREIGN = Stock("foreign.oot")
 """The class by which another plugin of vLLM's has replaced a layer of the op, left untouched."""
 
-UNORDERED = "before reference, where nobody orders the op"
+UNORDERED = "default, since no list orders the op"
 """Why vLLM's own path has its place in an order that nobody wrote."""
 
 

@@ -11,7 +11,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from ..contracts.binding import FunctionPlace, OperatorPlace
 from ..engine.plan import Plan
 from ..engine.ranges import Range
+from ..plugins.overrides import noted
 from .seams.arguments import Answer
 from .seams.empty import Definition
 
@@ -248,12 +249,14 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
 
     One of `STARTS` that fails ends the engine: vLLM shuts no worker down that shares its process.
     """
-    is_of_start = method.__name__ in STARTS
+    name = method.__name__
+    is_of_start, what = name in STARTS, f"the start of an engine ({name})"
 
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        noting = noted(what, is_last=name == STARTS[-1]) if is_of_start else nullcontext()
         try:
-            with calling(worker.vllm_fl_serving):
+            with noting, calling(worker.vllm_fl_serving):
                 return method(worker, *args, **kwargs)
         except BaseException:
             if is_of_start and worker.vllm_fl_serving is not None:

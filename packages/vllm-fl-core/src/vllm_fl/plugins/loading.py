@@ -217,11 +217,11 @@ def _todo(found: Found, allowed: Iterable[str]) -> str:
     if found.is_data:
         return "Reinstall it: no engine runs an implementation of an op that has no contract."
     if owner.distribution is None:
-        return "The other plugins work; mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
+        return "No other plugin needs it: mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
     mine = canonical(owner.distribution)
     others = sorted({clean(name) for name in allowed if canonical(name) != mine})
     told = f"{','.join(others)} (all others)" if others else "'' (there is no other)"
-    return f"The other plugins work; reinstall it, or leave it out with VLLM_FL_PLUGINS={told}."
+    return f"No other plugin needs it: reinstall it, or leave it out with VLLM_FL_PLUGINS={told}."
 
 
 def _failed(registry: OpRegistry, plugin: Plugin, error: PluginError, **fields: Any) -> Plugin:

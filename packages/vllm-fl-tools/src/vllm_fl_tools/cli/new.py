@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--platform",
         metavar="PLATFORM",
         help="for a library on somebody else's device: the platform whose policy it joins "
-        f"({', '.join(PLATFORMS)}; default: NAME is a device of its own)",
+        f"({', '.join(PLATFORMS)}; default: for new hardware called NAME)",
     )
     where.add_argument(
         "--over",

@@ -76,7 +76,7 @@ def notes(facts: EngineFacts) -> dict[str, str]:
 
 def _note(place: FusionPlace, facts: EngineFacts) -> str:
     if facts.mode == "eager":
-        return "eager mode does not reach it: a pass of vLLM's compiler puts it into graphs"
+        return "only in compiled mode: a pass of vLLM's compiler puts it into graphs"
     if place.flag in facts.passes_off:
         return f"pass_config.{place.flag} is false"
     if not _is_there(place):

@@ -43,7 +43,7 @@ class Replaced:
 def notes(facts: EngineFacts) -> dict[str, str]:
     """op -> why it is left to PyTorch in this engine, whatever the policy says."""
     if facts.mode == "eager":
-        why = "eager mode does not reach it: a pass of ours puts it into graphs"
+        why = "only in compiled mode: a pass of ours puts it into graphs"
     elif not facts.by_range:
         why = "this engine's compiler runs no pass of ours over its graphs"
     elif facts.batch_invariant:
