@@ -30,7 +30,7 @@ from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity
 from ..plugins.plugin import Plugin
-from ..settings.policy import Mode, OpOrder
+from ..settings.policy import DEFAULT, Mode, OpOrder
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
@@ -242,10 +242,11 @@ def _view(
 
 def _origin(settings: Settings, op: str, mode: Mode) -> str:
     """Where the order comes from: the op's own list, or the preference."""
-    listed = settings.get(f"{ORDER_PREFIX}{op}")
-    order = listed and listed.value
-    if listed and isinstance(order, OpOrder) and order.rows(mode):
-        return f"{listed.key}, {listed.origin}"
+    for name in (op, DEFAULT):
+        listed = settings.get(f"{ORDER_PREFIX}{name}")
+        order = listed and listed.value
+        if listed and isinstance(order, OpOrder) and order.rows(mode):
+            return f"{listed.key}, {listed.origin}"
     prefer = settings["prefer"]
     return f"prefer={prefer.value}, {prefer.origin}"
 

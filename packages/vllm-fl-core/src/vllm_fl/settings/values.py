@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
 from ..text import nearest, quote
-from .policy import PREFERENCES, closest
+from .policy import GROUP, PREFERENCES, closest
 
 __all__ = [
     "BOOLEANS",
@@ -23,6 +23,7 @@ __all__ = [
     "accepts",
     "checked",
     "expected",
+    "is_ordered",
     "name_of",
     "near",
     "normalise_platform",
@@ -95,6 +96,11 @@ def name_of(value: str) -> str:
         problem = "is not a valid name; a name has no spaces, quotes or separators"
         raise ValueError(f"{value!r} {problem}")
     return value
+
+
+def is_ordered(name: str) -> bool:
+    """Whether an order may be written for this name: an op's, `default`, or `group:` and one."""
+    return name.removeprefix(GROUP).isidentifier()
 
 
 def expected(spec: SettingSpec[Any]) -> str:
