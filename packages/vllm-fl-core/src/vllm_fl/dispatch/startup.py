@@ -275,7 +275,7 @@ def _with_moved(
         kept = extended().policy
     except SettingsError:  # what the file overrides is wrong itself: nobody knows what it would do
         return settings
-    moved = []
+    moved: dict[str, list[str]] = {}
     for op, impls in snapshot.impls_by_op.items():
         for where, mode, engine in VIEWS:
             was, now = (
@@ -283,14 +283,15 @@ def _with_moved(
                 for policy in (kept, settings.policy)
             )
             if was is not now:
-                each = (chosen.impl_id if chosen else "nothing" for chosen in (was, now))
-                moved.append(f"{op} ({' → '.join(each)} in {where})")
+                ids = (chosen.impl_id if chosen else "nothing" for chosen in (was, now))
+                moved.setdefault(f"{' to '.join(ids)} in {where}", []).append(op)
                 break
     if not moved:
         return settings
+    each = "; ".join(f"{', '.join(ops)} (from {how})" for how, ops in moved.items())
     more = (
-        f" It moves ops that it does not name: {', '.join(moved)}. With `extends: platform` in it "
-        "these stay where they are."
+        f" It moves ops that it does not name: {each}. With `extends: platform` in it these stay "
+        "where they are."
     )
     told = (w + more * w.startswith(f"{CONFIG}=") for w in settings.warnings)
     return dataclasses.replace(settings, warnings=tuple(told))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -143,12 +143,30 @@ def load_settings(
         origin = "another plugin's platform, which no policy file knows"
         fixed["prefer"] = Setting("prefer", "stock", origin)
     has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
-    united = partial(_united, platform_files, brought, groups, declared, has_stock=has_stock)
+    plugins, problem = {}, ""
+    try:
+        plugins = _united(platform_files, brought, groups, declared, has_stock=has_stock)
+    except SettingsError as error:
+        if not is_whole:
+            raise
+        problem = f" (unreadable: {error})"  # overridden, so that it harms nobody
+    users = [own] if is_whole else [own, *_variables(env, groups, declared)]
     if is_whole:
-        entries, warnings = _overridden(env, own, fixed, platform_files, united, declared)
+        unused = [_unread(env, declared), plugins]
+        entries = _stacked([*users, fixed], declared, ignored=unused)
+        _append_all(env, entries, _of(declared, in_file=False))
     else:
-        entries = _layered(env, own, fixed, platform_files, united(), groups, declared)
-        warnings = []
+        entries = _stacked([*users, fixed, plugins], declared)
+        _append_all(env, entries, declared)
+    if any("prefer" in layer for layer in users):
+        _resort(entries)
+    files = Setting("platform_files", _shown(platform_files), "plugins")
+    warnings: list[str] = []
+    if is_whole:
+        warnings += _override(env, fixed["config"], files, problem, plugins, entries, declared)
+        beneath = ((files.value, files.origin),)
+        files = Setting(files.key, (), fixed["config"].origin, beneath)
+    entries["platform_files"] = files
     if "config" in fixed:
         _refuse_idle(env, entries)
     absent = [
@@ -210,64 +228,50 @@ def _file(config: Setting, declared: Declared, groups: Groups) -> Layer:
     return _spread(own, groups)
 
 
-def _layered(
-    env: Mapping[str, str],
-    own: Layer,
-    fixed: Layer,
-    platform_files: PlatformFiles,
-    plugins: Layer,
-    groups: Groups,
-    declared: Declared,
-) -> Layer:
-    """Each item from the highest layer that has it: the file, variables, platform files."""
-    variables = _environment(env, _of(declared, in_file=True))
-    close_pairs(variables, declared)
+def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
+    """What the environment sets of that which a file may set, the highest layer first."""
+    own = _environment(env, _of(declared, in_file=True))
+    close_pairs(own, declared)
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
-    users = [own, variables, *(_spread(layer, groups) for layer in (*orders, _per_op(env)))]
-    entries = _stacked([*users, fixed, plugins], declared)
-    _append_all(env, entries, declared)
-    if any("prefer" in layer for layer in users):
-        _resort(entries)
-    entries["platform_files"] = Setting("platform_files", _shown(platform_files), "plugins")
-    return entries
+    return [own, *(_spread(layer, groups) for layer in (*orders, _per_op(env)))]
 
 
-def _overridden(
-    env: Mapping[str, str],
-    own: Layer,
-    fixed: Layer,
-    platform_files: PlatformFiles,
-    united: Callable[[], Layer],
-    declared: Declared,
-) -> tuple[Layer, list[str]]:
-    """Every item from the file, or its default; what that ignores stays unread."""
-    config = fixed["config"]
-    ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
-    unread = {
+def _ignored(env: Mapping[str, str], declared: Declared) -> list[str]:
+    """The variables that are set and that a complete override ignores."""
+    return [name for name in overridden(declared) if env.get(name, "").strip()]
+
+
+def _unread(env: Mapping[str, str], declared: Declared) -> Layer:
+    """These as settings, by their text."""
+    ignored = _ignored(env, declared)
+    return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()
         if spec.variable in ignored
     }
-    try:
-        plugins, remark = united(), ""
-    except SettingsError as error:  # overridden, so that it harms nobody
-        plugins, remark = {}, f" (unreadable: {error})"
-    entries = _stacked([own, fixed], declared, ignored=[unread, plugins])
-    _append_all(env, entries, _of(declared, in_file=False))
-    files = _shown(platform_files)
-    entries["platform_files"] = Setting("platform_files", (), config.origin, ((files, "plugins"),))
-    ignored += files
-    if not ignored:
-        return entries, []
+
+
+def _override(
+    env: Mapping[str, str],
+    config: Setting,
+    files: Setting,
+    problem: str,
+    plugins: Layer,
+    entries: Layer,
+    declared: Declared,
+) -> list[str]:
+    """The warning of a complete override, if it ignores anything."""
+    ignored = [*_ignored(env, declared), *files.names]
     lost = [
         f"{len(names)} of {black}"
         for white, black in sorted(pairs(declared))
         if (names := _lost(env, plugins, entries, white, declared[black]))
     ]
-    return entries, [
-        f"{CONFIG}={config.value} is a complete override; ignored: {', '.join(ignored)}{remark}. "
+    said = (
+        f"{CONFIG}={config.value} is a complete override; ignored: {', '.join(ignored)}{problem}. "
         f"Blacklist entries lost: {', '.join(lost) or 'none'}."
-    ]
+    )
+    return [said] if ignored else []
 
 
 def _lost(

@@ -427,7 +427,7 @@ class SelectionPolicy:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
-        """The list that orders `op` in this mode, or None where the preferred kind's order holds."""
+        """The list that orders `op` in this mode, or None where the preference alone does."""
         lists = (self.per_op_order.get(name) for name in (op, DEFAULT))
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
