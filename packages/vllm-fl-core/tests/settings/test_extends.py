@@ -146,6 +146,13 @@ def test_groups_stand_wherever_orders_do(write: Write) -> None:
     }
 
 
+def test_a_policy_in_code_knows_no_groups(load: Any) -> None:
+    with pytest.raises(ValueError, match="'group:norms' is none"):
+        SelectionPolicy(per_op_order={"group:norms": ["stock"]})
+    unknown = load(EXTENDS + "op_backends: {group:audio: [stock]}\n", "")
+    assert unknown.policy == SelectionPolicy()
+
+
 def test_the_ops_of_this_project_have_the_documented_groups() -> None:
     groups = {spec.group for spec in contracts().values()}
     assert groups == {

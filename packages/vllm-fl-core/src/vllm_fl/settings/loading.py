@@ -34,6 +34,7 @@ from .schema import (
 )
 from .uniting import Brought, close_pairs, unite
 from .values import (
+    GROUPS,
     IN_TREE,
     OP_CONFIG,
     ORDER_PREFIX,
@@ -80,8 +81,6 @@ Groups = Mapping[str, Collection[str]]
 """Group -> its ops."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-GROUPS = f"{ORDER_PREFIX}{GROUP}"
 
 SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_vendors}
 """What users set for safety: their variables never go without effect."""

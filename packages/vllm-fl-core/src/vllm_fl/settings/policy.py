@@ -388,7 +388,7 @@ class SelectionPolicy:
         allow_vendors: the vendors that may; None allows all. Both look at kind VENDOR only.
 
     Raises:
-        ValueError: an unknown kind or token.
+        ValueError: an unknown kind or token, or a group in the place of an op.
     """
 
     prefer: str = "flagos"
@@ -404,6 +404,11 @@ class SelectionPolicy:
                 + closest(str(self.prefer), PREFERENCES)
             )
         orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
+        if named := [name for name in orders if name.startswith(GROUP)]:
+            raise ValueError(
+                f"a policy orders ops by their names, and {named[0]!r} is none: only settings know "
+                "which ops a group has"
+            )
         object.__setattr__(self, "per_op_order", MappingProxyType(orders))
         object.__setattr__(self, "strict", bool(self.strict))
         if self.allow_vendors is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..plugins.types import PLUGIN_KEY, SettingSpec
 from .policy import PREFERENCES, OpOrder, SelectionPolicy
 from .values import (
+    GROUPS,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
@@ -211,7 +212,7 @@ class Settings(Mapping[str, Setting]):
             per_op_order={
                 key.removeprefix(ORDER_PREFIX): cast("OpOrder", setting.value)
                 for key, setting in self.items()
-                if key.startswith(ORDER_PREFIX)
+                if key.startswith(ORDER_PREFIX) and not key.startswith(GROUPS)
             },
             allow_vendors=None if allowed is None else frozenset(allowed),
             deny_vendors=frozenset(self.deny_vendors),
