@@ -25,6 +25,7 @@ from .policy import (
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     BOOLEANS,
+    EXTENDS,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
@@ -40,13 +41,10 @@ from .values import (
 if TYPE_CHECKING:
     from yaml import Node
 
-__all__ = ["EXTENDS", "Layer", "read_orders", "read_settings_file"]
+__all__ = ["Layer", "read_orders", "read_settings_file"]
 
 Layer = dict[str, Setting]
 """What one source sets, by key."""
-
-EXTENDS = "extends"
-"""The key by which a user's file says what lies beneath it."""
 
 PLATFORM_FILES = "platform"
 """The one thing that it may say: variables and platform files, as without the file."""

@@ -18,7 +18,7 @@ from ..errors import IdleSwitchError, SettingsError
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
 from ..text import nearest
-from .files import EXTENDS, Layer, read_orders, read_settings_file
+from .files import Layer, read_orders, read_settings_file
 from .names import check_names, uses
 from .policy import GROUP, OpOrder, SelectionPolicy, closest
 from .schema import (
@@ -34,6 +34,7 @@ from .schema import (
 )
 from .uniting import Brought, close_pairs, unite
 from .values import (
+    EXTENDS,
     GROUPS,
     IN_TREE,
     OP_CONFIG,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..plugins.types import PLUGIN_KEY, SettingSpec
 from .policy import PREFERENCES, OpOrder, SelectionPolicy
 from .values import (
+    EXTENDS,
     GROUPS,
     OP_CONFIG,
     ORDER_PREFIX,
@@ -314,7 +315,8 @@ def overridden(declared: Declared) -> tuple[str, ...]:
 
 def file_keys(declared: Declared) -> tuple[str, ...]:
     """The keys of a YAML file."""
-    return (*(k for k, spec in declared.items() if spec.in_file), ORDER_PREFIX.rstrip("."))
+    keys = (key for key, spec in declared.items() if spec.in_file)
+    return (EXTENDS, *keys, ORDER_PREFIX.rstrip("."))
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:

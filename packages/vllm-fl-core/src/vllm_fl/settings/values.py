@@ -15,6 +15,7 @@ from .policy import GROUP, PREFERENCES, closest
 
 __all__ = [
     "BOOLEANS",
+    "EXTENDS",
     "GROUPS",
     "IN_TREE",
     "OP_CONFIG",
@@ -43,6 +44,9 @@ OP_CONFIG = "VLLM_FL_OP_CONFIG"
 
 ORDER_PREFIX = "op_backends."
 """The key of an op's order is this and the op's name: each op is an item of its own."""
+
+EXTENDS = "extends"
+"""The key by which a user's file says what lies beneath it."""
 
 GROUPS = f"{ORDER_PREFIX}{GROUP}"
 """What the key of a group's order begins with, until it is that of each of its ops."""
