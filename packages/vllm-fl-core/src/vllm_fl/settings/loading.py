@@ -143,27 +143,27 @@ def load_settings(
         origin = "another plugin's platform, which no policy file knows"
         fixed["prefer"] = Setting("prefer", "stock", origin)
     has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
-    plugins, problem = {}, ""
+    shipped: Layer = {}
+    problem = ""
     try:
-        plugins = _united(platform_files, brought, groups, declared, has_stock=has_stock)
+        shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
     except SettingsError as error:
         if not is_whole:
             raise
         problem = f" (unreadable: {error})"  # overridden, so that it harms nobody
     users = [own] if is_whole else [own, *_variables(env, groups, declared)]
-    if is_whole:
-        unused = [_unread(env, declared), plugins]
-        entries = _stacked([*users, fixed], declared, ignored=unused)
-        _append_all(env, entries, _of(declared, in_file=False))
-    else:
-        entries = _stacked([*users, fixed, plugins], declared)
-        _append_all(env, entries, declared)
+    entries = _stacked(
+        [*users, fixed, *([] if is_whole else [shipped])],
+        declared,
+        ignored=[_unread(env, declared), shipped] if is_whole else [],
+    )
+    _append_all(env, entries, _of(declared, in_file=False) if is_whole else declared)
     if any("prefer" in layer for layer in users):
         _resort(entries)
     files = Setting("platform_files", _shown(platform_files), "plugins")
     warnings: list[str] = []
     if is_whole:
-        warnings += _override(env, fixed["config"], files, problem, plugins, entries, declared)
+        warnings += _override(env, fixed["config"], files, problem, shipped, entries, declared)
         beneath = ((files.value, files.origin),)
         files = Setting(files.key, (), fixed["config"].origin, beneath)
     entries["platform_files"] = files
