@@ -16,6 +16,7 @@ __all__ = [
     "CallError",
     "DeviceError",
     "DuplicateError",
+    "IdleSwitchError",
     "InvalidSettingError",
     "MissingFileError",
     "NoImplementationError",
@@ -142,6 +143,12 @@ class MissingFileError(SettingsError, FileNotFoundError):
     """A file that a setting names is not there."""
 
     code = "FL103"
+
+
+class IdleSwitchError(SettingsError):
+    """A switch that is set for safety would have no effect beside a settings file."""
+
+    code = "FL104"
 
 
 class UnknownOpError(VllmFLError):

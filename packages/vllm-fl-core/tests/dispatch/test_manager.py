@@ -731,3 +731,20 @@ def test_a_policy_that_was_set_stands_where_a_platform_is_found_later(
     manager = OpManager()
     manager.use_startup(Startup((), load_settings({})), OpRegistry())  # as for a plugin's device
     assert manager.policy == mine
+
+
+def test_a_script_skips_stock_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vllm_fl")
+    manager = managing(silu("vendor.acme", 1), norm("vendor.acme", lambda x, r: x), prefer="stock")
+    assert manager.call("silu_and_mul", X)[0, 0] == 2
+    manager.call("rms_norm", X, None, None, 1e-6)
+    assert [
+        record.getMessage() for record in caplog.records if "prefer" in record.getMessage()
+    ] == [
+        "prefer is 'stock', which is for engines; in a script ops without a list go by "
+        "flagos|vendor|reference"
+    ]
+    caplog.clear()
+    listed = managing(silu("vendor.acme"), prefer="stock", per_op_order={"silu_and_mul": "vendor"})
+    listed.call("silu_and_mul", X)
+    assert "prefer" not in caplog.text

@@ -248,6 +248,8 @@ def test_a_higher_preference_sorts_a_platforms_list_stably_and_a_users_never(
     order = OpOrder.of(tokens, pinned=written_by_the_user)
     policy = SelectionPolicy(per_op_order={"silu_and_mul": order}).preferring(kind)
     got = [str(token) for token in policy.order("silu_and_mul")]
+    if kind == "stock" and "stock" not in tokens and not written_by_the_user:
+        tokens = [*tokens, "stock"]  # which is the last of every list that does not name it
     assert sorted(got) == sorted(tokens)
     if written_by_the_user:
         assert got == tokens

@@ -256,3 +256,43 @@ def test_a_token_whose_plugin_has_failed_is_no_slip(begin: Begin, asked: str) ->
     (warning,) = begin(named, Sound(), Broken(), platform="cpu").settings.warnings
     assert "matches 'vendor:soundd'. Did you mean 'vendor:sound'?" in warning
     assert "'vendor:broken'" not in warning and "lost every" not in warning
+
+
+class Shipping:
+    """Two ops and the order of a platform for one of them."""
+
+    def __init__(self, policy: Path) -> None:
+        self.file = policy
+
+    @hookimpl
+    def register_ops(self) -> list[OpImpl]:
+        vendor = BackendImplKind.VENDOR
+        return [
+            OpImpl(op, "vendor.acme", vendor, print, "acme") for op in ("rms_norm", "silu_and_mul")
+        ]
+
+    @hookimpl
+    def policy(self, platform: str) -> PolicyDefaults:
+        return PolicyDefaults(self.file)
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        ("", ["silu_and_mul (from stock.vllm to vendor.acme in eager engines)"]),
+        ("extends: platform\n", []),
+        ("op_backends: {silu_and_mul: [vendor, stock]}\n", []),  # it is meant to move
+        ("op_backends: {default: [stock]}\n", ["rms_norm (from vendor.acme to stock.vllm"]),
+    ],
+)
+def test_a_complete_override_says_which_ops_it_moves_without_naming_them(
+    begin: Begin, tmp_path: Path, text: str, moved: list[str]
+) -> None:
+    (tmp_path / "p.yaml").write_text("op_backends: {silu_and_mul: [stock, vendor]}\n")
+    (tmp_path / "own.yaml").write_text(text)
+    env = {"VLLM_FL_CONFIG": str(tmp_path / "own.yaml")}
+    made = begin(env, Shipping(tmp_path / "p.yaml"), platform="cpu")
+    said = " ".join(made.settings.warnings)
+    assert ("complete override" in said) == (not text.startswith("extends"))
+    assert ("extends: platform" in said) == bool(moved)
+    assert all(each in said for each in moved)

@@ -178,11 +178,10 @@ def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
     env = {
         "VLLM_FL_CONFIG": config,
         "VLLM_FL_PREFER": "nonsense",
-        "VLLM_FL_STRICT": "1",
+        "VLLM_FL_STRICT": "0",
         "VLLM_FL_PER_OP": "rms_norm=flagos",
         "VLLM_FL_OP_CONFIG": "/does/not/exist",
         "VLLM_FL_ALLOW_VENDORS": "x",
-        "VLLM_FL_DENY_VENDORS": "x",
         "VLLM_FL_FLAGOS_BLACKLIST_APPEND": "exp",
         "VLLM_FL_OOT_BLACKLIST": "RMSNorm",
         "VLLM_FL_PREFLIGHT": "off",
@@ -210,7 +209,7 @@ def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
     assert f"{platform} (acme)" in warning
     assert "3 of flagos_blacklist, 1 of oot_blacklist" in warning
     assert settings["strict"].overrides == (
-        ("1", "environment VLLM_FL_STRICT"),
+        ("0", "environment VLLM_FL_STRICT"),
         (True, f"{platform}:1 (acme)"),
     )
     assert settings["prefer"].overrides[0] == ("nonsense", "environment VLLM_FL_PREFER")

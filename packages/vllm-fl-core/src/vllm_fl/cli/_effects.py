@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import cast, get_args
 
 from ..plugins.finding import Finding
 from ..plugins.loading import named_twice, unmatched
 from ..plugins.plugin import Plugin
 from ..settings.names import uses
-from ..settings.policy import OpOrder
+from ..settings.policy import Mode, OpOrder
 from ..settings.schema import CONFIG, Setting, Settings, overridden
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 
@@ -72,7 +73,7 @@ def find_idle(
     if "prefer" in chosen and ops and all(_pinned(settings, op) for op in ops):
         yield from idle(
             ["prefer"],
-            "Every op has a list of its own that you wrote, and such a list is never re-sorted.",
+            "Every op has a list that you wrote, and such a list is never re-sorted.",
             f"unset it, or leave ops out of {PER_OP}, {OP_CONFIG} and op_backends",
         )
     both = set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors
@@ -167,5 +168,5 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
 
 
 def _pinned(settings: Settings, op: str) -> bool:
-    listed = settings.get(f"{ORDER_PREFIX}{op}")
-    return listed is not None and isinstance(listed.value, OpOrder) and listed.value.pinned
+    lists = (settings.policy.listed(op, mode) for mode in cast("tuple[Mode, ...]", get_args(Mode)))
+    return all(listed is not None and listed.pinned for listed in lists)

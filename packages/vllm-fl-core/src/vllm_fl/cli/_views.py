@@ -9,7 +9,7 @@ from ..dispatch.resolver import STOCK, Stock, Trace
 from ..engine.described import Described
 from ..engine.tables import under
 from ..plugins.registry import Owner
-from ..settings.policy import Mode, OpOrder, Rows
+from ..settings.policy import DEFAULT, Mode, OpOrder, Rows
 from ..settings.schema import Settings
 from ..settings.values import ORDER_PREFIX
 from ._engine import entry_of
@@ -57,10 +57,11 @@ def _view(
 
 def _origin(settings: Settings, op: str, mode: Mode) -> str:
     """Where the order comes from: the op's own list, or the preference."""
-    listed = settings.get(f"{ORDER_PREFIX}{op}")
-    order = listed and listed.value
-    if listed and isinstance(order, OpOrder) and order.rows(mode):
-        return f"{listed.key}, {listed.origin}"
+    for name in (op, DEFAULT):
+        listed = settings.get(f"{ORDER_PREFIX}{name}")
+        order = listed and listed.value
+        if listed and isinstance(order, OpOrder) and order.rows(mode):
+            return f"{listed.key}, {listed.origin}"
     prefer = settings["prefer"]
     return f"prefer={prefer.value}, {prefer.origin}"
 

@@ -216,11 +216,13 @@ class OpSpec:
             gives calls in turn other ones where caches would hold them from call to call.
         arguments: parameter -> what it must be (`contracts/arguments.py`), of a contract that
             declares it: the conformance kit makes further bad inputs by it.
+        group: the ops that settings order together with this one by `group:NAME`, as `norms`; empty
+            for an op that they order by its own name alone.
 
     Raises:
         ValueError: the parts contradict each other: a parameter that no call can pass by position,
             no dtypes, an output without a tolerance, a variant whose results end inside a pair,
-            `ignores_repeats` without `whole_batch`, or with `stands`.
+            `ignores_repeats` without `whole_batch`, or with `stands`; or a group that is no name.
     """
 
     oracle: Callable[..., Any]
@@ -247,9 +249,12 @@ class OpSpec:
     stands: bool = False
     part: Callable[..., tuple[Any, ...]] | None = None
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    group: str = ""
 
     def __post_init__(self) -> None:
         who = f"OpSpec({self.name})"
+        if not isinstance(self.group, str) or (self.group and not self.group.isidentifier()):
+            raise ValueError(f"{who}: a group is a name, as norms; got {self.group!r}")
         plain = inspect.Parameter.POSITIONAL_OR_KEYWORD
         for parameter in self.signature.parameters.values():
             if parameter.kind is not plain:

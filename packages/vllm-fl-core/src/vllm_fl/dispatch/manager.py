@@ -23,7 +23,7 @@ from ..plugins.plugin import Plugin
 from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.types import BackendImplKind, OpImpl
 from ..settings.loading import Settings
-from ..settings.policy import Mode, Rows, SelectionPolicy
+from ..settings.policy import DEFAULT_ORDERS, Mode, Rows, SelectionPolicy
 from ..settings.values import ORDER_PREFIX, wrong
 from .absent import check_contract, check_named, nothing_for, unknown
 from .context import chosen, override
@@ -357,6 +357,8 @@ class OpManager(OlderManager):
         self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
     ) -> Chain:
         policy = self.effective_policy()
+        if policy.prefer == "stock" and policy.listed(op) is None:
+            self._record.without_stock(DEFAULT_ORDERS[policy.prefer])
         rows: list[tuple[int | None, tuple[OpImpl, ...]]] = []
         for ceiling, trace in self.rows(op, policy=policy, without_layer=without_layer):
             log.debug("%s", trace)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
@@ -15,12 +17,14 @@ from ..plugins.calling import devices, policy_files
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
-from ..plugins.registry import OpRegistry
+from ..plugins.registry import OpRegistry, RegistrySnapshot
 from ..plugins.types import DeviceProfile
 from ..settings.loading import Settings, check_names, load_settings, load_startup
-from ..settings.schema import TAKEN
+from ..settings.policy import Mode
+from ..settings.schema import CONFIG, TAKEN
 from ..settings.values import PLATFORMS
 from .platforms import foreign_platform, torchs_own, vllms_own
+from .resolver import resolve
 
 __all__ = [
     "Startup",
@@ -33,6 +37,13 @@ __all__ = [
 ]
 
 log = get_logger("plugins")
+
+VIEWS: tuple[tuple[str, Mode, bool], ...] = (
+    ("eager engines", "eager", True),
+    ("compiled engines", "compiled", True),
+    ("scripts", "eager", False),
+)
+"""Who resolves: in words, the mode, whether it is an engine."""
 
 
 @dataclass(frozen=True)
@@ -229,15 +240,20 @@ def read_settings(
     known: Sequence[str] = PLATFORMS
     if not files and early.platform and early.platform not in known:  # or is it a slip?
         known = known_platforms(plugins, strict=early.strict_plugins)
-    settings = load_settings(
+    load = partial(
+        load_settings,
         env,
         platform=platform,
         platform_files=files,
         brought=brought,
+        groups=snapshot.groups,
         plugins=declared,
         platforms=known,
         foreign=foreign,
     )
+    settings = load()
+    if any(warning.startswith(f"{CONFIG}=") for warning in settings.warnings):
+        settings = _with_moved(settings, partial(load, extends=True), snapshot)
 
     def has_failed(name: str, op: str) -> bool:
         return any(each.error is not None and each.may_bring(name, op) for each in plugins)
@@ -245,11 +261,48 @@ def read_settings(
     return check_names(
         settings,
         ops={*snapshot.ops, *NAMED_CLASSES},
+        groups=snapshot.groups,
         vendors={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
         impls=snapshot.impls_by_op,
         bindings=snapshot.bindings,
         has_failed=has_failed,
     )
+
+
+def _with_moved(
+    settings: Settings, extended: Callable[[], Settings], snapshot: RegistrySnapshot
+) -> Settings:
+    """The settings of a complete override, whose warning names the ops that it moves.
+
+    Args:
+        settings: the settings.
+        extended: gives those that the same file would make beside `extends: platform`.
+        snapshot: what is installed.
+    """
+    try:
+        kept = extended().policy
+    except SettingsError:  # what the file overrides is wrong itself: nobody knows what it would do
+        return settings
+    moved: dict[str, list[str]] = {}
+    for op, impls in snapshot.impls_by_op.items():
+        for where, mode, engine in VIEWS:
+            was, now = (
+                resolve(op, impls, policy, mode=mode, engine=engine).selected
+                for policy in (kept, settings.policy)
+            )
+            if was is not now:
+                ids = (chosen.impl_id if chosen else "nothing" for chosen in (was, now))
+                moved.setdefault(f"{' to '.join(ids)} in {where}", []).append(op)
+                break
+    if not moved:
+        return settings
+    each = "; ".join(f"{', '.join(ops)} (from {how})" for how, ops in moved.items())
+    more = (
+        f" It moves ops that it does not name: {each}. With `extends: platform` in it these stay "
+        "where they are."
+    )
+    told = (w + more * w.startswith(f"{CONFIG}=") for w in settings.warnings)
+    return dataclasses.replace(settings, warnings=tuple(told))
 
 
 def _report(failure: PluginError | None, *, strict: bool) -> None:

@@ -289,8 +289,10 @@ class Plan:
 
         def of(trace: Trace) -> tuple[OpImpl, ...]:
             impls = _callable(trace.before_stock, with_layer=with_layer)
-            if impls:
-                return (*impls, last) if last is not None else impls
+            if impls and last is not None:
+                return (*impls, last)
+            if impls:  # a place that has no form of vLLM's own: what stands behind that is next
+                return _callable(trace.admitted, with_layer=with_layer)
             # vLLM's own; in a place that has no form of it to call, what stands next.
             impls = vllms or _callable(trace.admitted, with_layer=with_layer)
             impls = impls or _callable(entry.impls, with_layer=with_layer)
@@ -430,7 +432,7 @@ def make_plan(
     snapshot = manager.registry.snapshot()
     specs = snapshot.contracts
     policy = facts.settings.policy
-    absent = {op for op in facts.absent if not policy.names(op)}
+    absent = {op for op in facts.absent if not policy.names(op, itself=True)}
     largest = facts.sizes.tokens[-1] if facts.sizes else math.inf
     classes = (ATTENTION, COMMUNICATOR) if facts.communicator else (ATTENTION,)
     for op in (*specs, *classes, *snapshot.layers):

@@ -69,6 +69,15 @@ class RegistrySnapshot:
         """The whole layers of vLLM's that have an implementation."""
         return tuple(op for op, i in self.impls_by_op.items() if isinstance(i[0], LayerImpl))
 
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Group -> the ops of it, for the groups that contracts name."""
+        groups: dict[str, list[str]] = {}
+        for op, spec in self.contracts.items():
+            if spec.group:
+                groups.setdefault(spec.group, []).append(op)
+        return groups
+
     def find(self, op: str, impl_id: str) -> Impl | None:
         """The implementation of `op` with this id."""
         return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)

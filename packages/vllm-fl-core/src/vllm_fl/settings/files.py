@@ -11,15 +11,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import SettingsError
 from ..plugins.types import SettingSpec
-from .policy import MAX_ROWS, MAX_TOKENS, REST, OpOrder, Token, ceiling_of, closest, is_by_size
+from .policy import (
+    DEFAULT,
+    MAX_ROWS,
+    MAX_TOKENS,
+    REST,
+    OpOrder,
+    Token,
+    ceiling_of,
+    closest,
+    is_by_size,
+)
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     BOOLEANS,
+    EXTENDS,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
     checked,
     expected,
+    is_ordered,
     name_of,
     read_text,
     value_of,
@@ -34,9 +46,14 @@ __all__ = ["Layer", "read_orders", "read_settings_file"]
 Layer = dict[str, Setting]
 """What one source sets, by key."""
 
+PLATFORM_FILES = "platform"
+"""The one thing that it may say: variables and platform files, as without the file."""
+
 TAG = "tag:yaml.org,2002:"
 
 USERS_OWN = {
+    EXTENDS: "it is one of the files that a file of a user's extends",
+    f"{ORDER_PREFIX}{DEFAULT}": "it would order other backends' ops. Use prefer",
     "allow_vendors": "it would shut out every other vendor's plugin. Use deny_vendors or "
     "op_backends",
     "table": "a table holds for the machine and the code that it was measured with. It belongs "
@@ -121,6 +138,10 @@ class _File:
     def settings(self, root: Node) -> Iterator[Setting]:
         for key, key_node, node in self.pairs(root, self.key, "settings"):
             origin = self.at(key_node)
+            self.check_owner(key, origin)
+            if key == EXTENDS:
+                yield Setting(key, self.extended(node), origin)
+                continue
             if key == ORDER_PREFIX.rstrip("."):
                 yield from () if node.tag == f"{TAG}null" else self.orders(node)
                 continue
@@ -134,22 +155,36 @@ class _File:
             if spec is None or not spec.in_file:
                 known = _meant(key, self.declared)
                 raise wrong(key or self.key, origin, f"unknown key {key!r}.{known}")
-            if key in USERS_OWN and not self.users:
-                raise wrong(key, origin, f"a plugin's file may not set it: {USERS_OWN[key]}")
             if node.tag != f"{TAG}null":  # a key without a value sets nothing
                 value = self.value(spec, node)
                 if key == "table":  # beside the file that names it, wherever the process runs
                     value = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(value))
                 yield Setting(key, value, origin, variable=spec.variable)
 
+    def check_owner(self, key: str, origin: str) -> None:
+        if key in USERS_OWN and not self.users:
+            raise wrong(key, origin, f"a plugin's file may not set it: {USERS_OWN[key]}")
+
+    def extended(self, node: Node) -> str:
+        text = self.text(EXTENDS, node, PLATFORM_FILES)
+        if text != PLATFORM_FILES:
+            problem = f"expected {PLATFORM_FILES}, got {text!r}: a file extends no other file"
+            raise wrong(EXTENDS, self.at(node), problem)
+        return text
+
     def orders(self, node: Node) -> Iterator[Setting]:
         for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):
             key = f"{ORDER_PREFIX}{op}"
-            if not op.isidentifier():
+            if not is_ordered(op):
                 raise wrong(key, self.at(key_node), f"{op!r} is not a valid op name")
+            self.check_owner(key, self.at(key_node))
             if value.tag == f"{TAG}null":
                 continue
-            yield Setting(key, self.order(key, value), self.at(key_node), variable=PER_OP)
+            order = self.order(key, value)
+            if op == DEFAULT and any(len(rows) > 1 for rows in (order.eager, order.compiled)):
+                problem = f"orders by size are for ops, and {DEFAULT} is for what has no size, too"
+                raise wrong(key, self.at(key_node), problem)
+            yield Setting(key, order, self.at(key_node), variable=PER_OP)
 
     def order(self, key: str, node: Node) -> OpOrder:
         import yaml

@@ -1,7 +1,7 @@
 """Reading the settings: four layers, of which the highest that sets an item wins.
 
-VLLM_FL_CONFIG's file, which overrides every item a file can set; the environment; the files that
-plugins ship for the platform; the defaults.
+VLLM_FL_CONFIG's file; the environment; the files that plugins ship for the platform; the defaults.
+Unless that file says `extends: platform`, it overrides every item that a file can set.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingsError
+from ..errors import IdleSwitchError, SettingsError
+from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
 from ..text import nearest
 from .files import Layer, read_orders, read_settings_file
 from .names import check_names, uses
-from .policy import OpOrder, SelectionPolicy, closest
+from .policy import GROUP, OpOrder, SelectionPolicy, closest
 from .schema import (
     CONFIG,
     ITEMS,
@@ -33,11 +34,15 @@ from .schema import (
 )
 from .uniting import Brought, close_pairs, unite
 from .values import (
+    EXTENDS,
+    GROUPS,
+    IN_TREE,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
     PLATFORMS,
     checked,
+    is_ordered,
     near,
     normalise_platform,
     value_of,
@@ -73,7 +78,13 @@ PREFIX = "VLLM_FL_"
 
 PlatformFiles = Sequence[tuple[str, str | os.PathLike[str]]]
 
-NOTHING: Brought = MappingProxyType({})
+Groups = Mapping[str, Collection[str]]
+"""Group -> its ops."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_vendors}
+"""What users set for safety: their variables never go without effect."""
 
 
 def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
@@ -94,9 +105,11 @@ def load_settings(
     platform: str | None = None,
     platform_files: PlatformFiles = (),
     brought: Brought = NOTHING,
+    groups: Groups = NOTHING,
     plugins: Iterable[SettingSpec[Any]] = (),
     platforms: Sequence[str] = (),
     foreign: bool = False,
+    extends: bool = False,
 ) -> Settings:
     """The effective settings. Names are not checked yet; see `check_names`.
 
@@ -106,13 +119,16 @@ def load_settings(
         platform_files: (distribution, YAML file) of what plugins bring for the platform. They
             unite, whatever their order; see `uniting`.
         brought: what is installed: where platform files unite, who brings a thing counts.
+        groups: what `group:NAME` stands for in an order.
         plugins: the settings that plugins declare.
         platforms: the platforms that are known, beside those of vLLM and vllm-plugin-FL.
         foreign: whether the platform is another plugin's. Where no file is for it, an engine is
             left as it is: `prefer` is `stock`.
+        extends: read the user's file as if it said `extends: platform`.
 
     Raises:
         SettingsError: something is wrong with a variable or a file.
+        IdleSwitchError: a file takes the effect from VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
     """
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
     fixed = _environment(env, _of(declared, in_file=False))
@@ -120,11 +136,39 @@ def load_settings(
     if platform is not None:
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
-    if foreign and ("config" in fixed or not platform_files):
+    own = _file(fixed["config"], declared, groups) if "config" in fixed else {}
+    extends |= own.pop(EXTENDS, None) is not None
+    is_whole = "config" in fixed and not extends
+    if foreign and (is_whole or not platform_files):
         origin = "another plugin's platform, which no policy file is for"
         fixed["prefer"] = Setting("prefer", "stock", origin)
-    read = _overridden if "config" in fixed else _layered
-    entries, warnings = read(env, fixed, platform_files, brought, declared)
+    has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
+    shipped: Layer = {}
+    problem = ""
+    try:
+        shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
+    except SettingsError as error:
+        if not is_whole:
+            raise
+        problem = f" (unreadable: {error})"  # overridden, so that it harms nobody
+    users = [own] if is_whole else [own, *_variables(env, groups, declared)]
+    entries = _stacked(
+        [*users, fixed, *([] if is_whole else [shipped])],
+        declared,
+        ignored=[_unread(env, declared), shipped] if is_whole else [],
+    )
+    _append_all(env, entries, _of(declared, in_file=False) if is_whole else declared)
+    if any("prefer" in layer for layer in users):
+        _resort(entries)
+    files = Setting("platform_files", _shown(platform_files), "plugins")
+    warnings: list[str] = []
+    if is_whole:
+        warnings += _override(env, fixed["config"], files, problem, shipped, entries, declared)
+        beneath = ((files.value, files.origin),)
+        files = Setting(files.key, (), fixed["config"].origin, beneath)
+    entries["platform_files"] = files
+    if "config" in fixed:
+        _refuse_idle(env, entries)
     absent = [
         name
         for name in sorted(env)
@@ -159,10 +203,15 @@ def _pinned(named: Setting) -> Pinned | None:
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
     """The policy of a user's YAML file alone, as VLLM_FL_CONFIG would give it.
 
+    What the file extends is no part of it.
+
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong.
     """
     own = read_settings_file(path, ITEMS, key="config")
+    own.pop(EXTENDS, None)
+    if any(key.startswith(GROUPS) for key in own):
+        own = _spread(own, known_contracts().groups)
     close_pairs(own, ITEMS)
     return Settings(tuple(_stacked([own], ITEMS).values())).policy
 
@@ -172,60 +221,57 @@ def _of(declared: Declared, *, in_file: bool) -> Declared:
     return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
-def _layered(
-    env: Mapping[str, str],
-    fixed: Layer,
-    platform_files: PlatformFiles,
-    brought: Brought,
-    declared: Declared,
-) -> tuple[Layer, list[str]]:
+def _file(config: Setting, declared: Declared, groups: Groups) -> Layer:
+    """What the user's file sets."""
+    own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
+    close_pairs(own, declared)
+    return _spread(own, groups)
+
+
+def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
+    """What the environment sets of that which a file may set, the highest layer first."""
     own = _environment(env, _of(declared, in_file=True))
     close_pairs(own, declared)
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
-    plugins = _united(platform_files, brought, declared)
-    entries = _stacked([own, *orders, _per_op(env), fixed, plugins], declared)
-    _append_all(env, entries, declared)
-    _resort(entries)
-    entries["platform_files"] = Setting("platform_files", _shown(platform_files), "plugins")
-    return entries, []
+    return [own, *(_spread(layer, groups) for layer in (*orders, _per_op(env)))]
 
 
-def _overridden(
-    env: Mapping[str, str],
-    fixed: Layer,
-    platform_files: PlatformFiles,
-    brought: Brought,
-    declared: Declared,
-) -> tuple[Layer, list[str]]:
-    config = fixed["config"]
-    own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
-    close_pairs(own, declared)
-    ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
-    unread = {
+def _ignored(env: Mapping[str, str], declared: Declared) -> list[str]:
+    """The variables that are set and that a complete override ignores."""
+    return [name for name in overridden(declared) if env.get(name, "").strip()]
+
+
+def _unread(env: Mapping[str, str], declared: Declared) -> Layer:
+    """These as settings, by their text."""
+    ignored = _ignored(env, declared)
+    return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()
         if spec.variable in ignored
     }
-    try:
-        plugins, remark = _united(platform_files, brought, declared), ""
-    except SettingsError as error:  # overridden, so that it harms nobody
-        plugins, remark = {}, f" (unreadable: {error})"
-    entries = _stacked([own, fixed], declared, ignored=[unread, plugins])
-    _append_all(env, entries, _of(declared, in_file=False))
-    files = _shown(platform_files)
-    entries["platform_files"] = Setting("platform_files", (), config.origin, ((files, "plugins"),))
-    ignored += files
-    if not ignored:
-        return entries, []
+
+
+def _override(
+    env: Mapping[str, str],
+    config: Setting,
+    files: Setting,
+    problem: str,
+    plugins: Layer,
+    entries: Layer,
+    declared: Declared,
+) -> list[str]:
+    """The warning of a complete override, if it ignores anything."""
+    ignored = [*_ignored(env, declared), *files.names]
     lost = [
         f"{len(names)} of {black}"
         for white, black in sorted(pairs(declared))
         if (names := _lost(env, plugins, entries, white, declared[black]))
     ]
-    return entries, [
-        f"{CONFIG}={config.value} is a complete override; ignored: {', '.join(ignored)}{remark}. "
+    said = (
+        f"{CONFIG}={config.value} is a complete override; ignored: {', '.join(ignored)}{problem}. "
         f"Blacklist entries lost: {', '.join(lost) or 'none'}."
-    ]
+    )
+    return [said] if ignored else []
 
 
 def _lost(
@@ -239,6 +285,55 @@ def _lost(
     if entries[white].value is not None:
         names &= {*entries[white].names}
     return names - {*entries[black.key].names}
+
+
+def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
+    """Raise where a switch that the environment has for safety does not hold."""
+    for key, asked in _environment(env, SWITCHES).items():
+        held, allowed = entries[key], entries["allow_vendors"]
+        if isinstance(asked.value, tuple):
+            let_in = (v for v in asked.value if allowed.value is None or v in allowed.names)
+            lost = [vendor for vendor in let_in if vendor not in held.names]
+        else:
+            lost = [] if held.value or not asked.value else ["true"]
+        if lost:
+            file = entries["config"].value
+            where = held.origin if held.origin.startswith(f"{file}:") else file
+            wanted = ", ".join((*(held.value or ()), *lost))  # type: ignore[misc]
+            problem = (
+                f"{where} takes its effect away, since what a file says or leaves out wins over "
+                f"variables. Write `{key}: {wanted}` into that file, or unset {asked.variable}"
+            )
+            raise wrong(key, asked.origin, problem, kind=IdleSwitchError)
+
+
+def _orders(layer: Layer) -> dict[str, OpOrder]:
+    """The orders of a layer, by key."""
+    return {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
+
+
+def _spread(layer: Layer, groups: Groups) -> Layer:
+    """The layer with the order of a group at each of its ops, beneath a list of the op's own.
+
+    That of a group without an op here stays as it is.
+    """
+    orders, spread = _orders(layer), dict(layer)
+    for key in orders:
+        group = key.removeprefix(GROUPS)
+        for op in groups.get(group, ()) if group != key else ():
+            spread.pop(key, None)
+            order = dataclasses.replace(orders[key], group=group)
+            of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP}{group})"
+            found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
+            own = orders.get(of_op)
+            if own is not None:  # in a mode that it leaves open the group's holds
+                value = dataclasses.replace(
+                    own, eager=own.eager or order.eager, compiled=own.compiled or order.compiled
+                )
+                beneath = ((order, origin),)
+                found = dataclasses.replace(layer[of_op], value=value, overrides=beneath)
+            spread[of_op] = found
+    return spread
 
 
 def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
@@ -272,7 +367,7 @@ def _per_op(env: Mapping[str, str]) -> Layer:
         if not part.strip():
             continue
         op, equals, tokens = (piece.strip() for piece in part.partition("="))
-        if not equals or not op.isidentifier():
+        if not equals or not is_ordered(op):
             raise wrong("per_op", origin, f"expected op1=a|b;op2=x, got {part.strip()!r}")
         key = f"{ORDER_PREFIX}{op}"
         if key in layer:
@@ -312,12 +407,29 @@ def _stacked(
     return stacked
 
 
-def _united(platform_files: PlatformFiles, brought: Brought, declared: Declared) -> Layer:
+def _united(
+    platform_files: PlatformFiles,
+    brought: Brought,
+    groups: Groups,
+    declared: Declared,
+    *,
+    has_stock: bool,
+) -> Layer:
+    """The platform files as one layer.
+
+    In its orders plain PyTorch stands in for nobody before `stock`, where vLLM has a form of its
+    own for the device (`has_stock`): what is banned or fails gives way to that.
+    """
     files = [
         (name, read_settings_file(path, declared, key="platform_files", distribution=name))
         for name, path in platform_files
     ]
-    return unite(files, brought, declared)
+    united = unite([(name, _spread(layer, groups)) for name, layer in files], brought, declared)
+    for key, order in _orders(united).items() if has_stock else ():
+        if order != (raised := order.above_plain):
+            origin = f"{united[key].origin}, stock put before reference"
+            united[key] = dataclasses.replace(united[key], value=raised, origin=origin)
+    return united
 
 
 def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> None:
@@ -343,10 +455,8 @@ def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> N
 
 
 def _resort(entries: Layer) -> None:
-    """Let a `prefer` of the environment re-sort the orders of the platform's files."""
+    """Let a `prefer` of the user's re-sort the orders of the platform's files."""
     prefer = entries["prefer"]
-    if prefer.origin != f"environment {prefer.variable}":
-        return
     for key, setting in entries.items():
         if isinstance(setting.value, OpOrder):
             order = setting.value.preferring(str(prefer.value))

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 from ..contracts.binding import Binding
 from ..plugins.types import Impl
-from .policy import OpOrder, closest
+from .policy import DEFAULT, GROUP, OpOrder, closest
 from .schema import Setting, Settings
 from .unmatched import unmatched
 from .values import ORDER_PREFIX, near, wrong
@@ -47,6 +47,7 @@ def check_names(
     settings: Settings,
     *,
     ops: Collection[str],
+    groups: Collection[str] | None = None,
     vendors: Collection[str] | None = None,
     layers: Collection[str] | None = None,
     impls: Mapping[str, Collection[Impl]] | None = None,
@@ -61,6 +62,7 @@ def check_names(
     Args:
         settings: what `load_settings` gave.
         ops: the ops of contracts and plugins.
+        groups: the groups that they belong to, or None.
         vendors: the vendors of plugins, or None.
         layers: the names of vLLM's layers, or None where vLLM is not loaded.
         impls: op -> what is installed for it, which the tokens of the user's orders should match;
@@ -74,6 +76,7 @@ def check_names(
     """
     known: dict[str, Collection[str] | None] = {
         "op": ops,
+        "group": groups,
         "vendor": vendors,
         "layer": layers,
         "setting": None,
@@ -97,6 +100,13 @@ def check_names(
                 f"{use.setting.origin}: {use.setting.key}: {use.name!r} is vllm-plugin-FL's op, "
                 f"and has no effect. What it computes is part of {older_ops[use.name]!r} here: "
                 "name that instead."
+            )
+        elif names is not None and use.space == "group":
+            known_groups = f" Groups here: {', '.join(sorted(names)) or 'none'}."
+            warnings.append(
+                f"{use.setting.origin}: {use.setting.key}: no op that is installed belongs to the "
+                f"group {use.name!r}, so that it has no effect."
+                + (closest(use.name, names) or known_groups)
             )
         elif names is not None and use.space == "layer":
             raise wrong(
@@ -126,7 +136,10 @@ def uses(settings: Settings) -> Iterator[_Use]:
     unowned = settings.unowned
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):
-            yield _Use("op", key.removeprefix(ORDER_PREFIX), key, setting)
+            name = key.removeprefix(ORDER_PREFIX)
+            space = "group" if name.startswith(GROUP) else "op"
+            if name != DEFAULT:
+                yield _Use(space, name.removeprefix(GROUP), key, setting)
             for token in setting.value.every:
                 if token.kind == "vendor" and token.name:
                     yield _Use("vendor", token.name, f"{key}.{token}", setting)

@@ -20,8 +20,10 @@ from ..plugins.types import BackendImplKind, Impl
 from ..text import nearest
 
 __all__ = [
+    "DEFAULT",
     "DEFAULT_ORDERS",
     "ENGINE_ORDERS",
+    "GROUP",
     "KINDS",
     "MAX_ROWS",
     "MAX_TOKENS",
@@ -50,6 +52,12 @@ KINDS = tuple(kind.value for kind in BackendImplKind)
 
 UNTOUCHED = ("foreign", "stock")
 """The tokens by which an engine is left as it is: another plugin's layers, and vLLM's own code."""
+
+DEFAULT = "default"
+"""Stands for the ops that no list names, where orders are written."""
+
+GROUP = "group:"
+"""What the name of a group of ops begins with there: `group:norms`."""
 
 PREFERENCES = (*KINDS, "stock")
 """What may be preferred: a kind, or to leave everything as it is."""
@@ -168,6 +176,7 @@ class OpOrder:
         eager, compiled: the tokens of each mode, by the size of a call; empty where the list leaves
             the mode open.
         pinned: written by the user, so that no `prefer` re-sorts it.
+        group: the group by which it was written (`norms`); empty where the op itself was named.
 
     Raises:
         ValueError: ceilings that are no integers, below 1 or not ascending, rows without one for
@@ -177,6 +186,7 @@ class OpOrder:
     eager: Rows[tuple[Token, ...]]
     compiled: Rows[tuple[Token, ...]]
     pinned: bool = True
+    group: str = ""
 
     def __post_init__(self) -> None:
         for rows in filter(None, (self.eager, self.compiled)):
@@ -225,16 +235,43 @@ class OpOrder:
         return cls(sides.get("eager", ()), sides.get("compiled", ()), pinned)
 
     def preferring(self, kind: str) -> OpOrder:
-        """This order, each row of it, with the preferred kind first, otherwise as it stands;
-        nothing is added."""
-        if self.pinned:
-            return self
+        """This order, each row of it, with the preferred kind first, otherwise as it stands.
+
+        Nothing is added but `stock`, where that is preferred: a list without it has it at its end.
+        """
 
         def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-            return tuple(sorted(tokens, key=lambda token: token.preference != kind))
+            stock = Token("stock")
+            implied = kind == "stock" and stock not in tokens
+            all_of_them = (*tokens, stock) if implied else tokens
+            return tuple(sorted(all_of_them, key=lambda token: token.preference != kind))
 
+        return self if self.pinned else self._with_rows(front)
+
+    @property
+    def above_plain(self) -> OpOrder:
+        """This order with `stock` before plain PyTorch that is there to stand in for another kind.
+
+        `reference` at the head of a row is somebody's choice, and stays. A script skips `stock`,
+        so that for it the order is the same.
+        """
+
+        def raised(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+            stock, plain = Token("stock"), [token.preference == "reference" for token in tokens]
+            head = plain.index(False) if False in plain else len(plain)
+            if True not in plain[head:]:
+                return tokens
+            place = plain.index(True, head)
+            if stock in tokens[:place]:
+                return tokens
+            rest = (token for token in tokens[place:] if token != stock)
+            return (*tokens[:place], stock, *rest)
+
+        return self._with_rows(raised)
+
+    def _with_rows(self, change: Callable[[tuple[Token, ...]], tuple[Token, ...]]) -> OpOrder:
         eager, compiled = (
-            tuple((ceiling, front(tokens)) for ceiling, tokens in rows)
+            tuple((ceiling, change(tokens)) for ceiling, tokens in rows)
             for rows in (self.eager, self.compiled)
         )
         return dataclasses.replace(self, eager=eager, compiled=compiled)
@@ -345,12 +382,13 @@ class SelectionPolicy:
         prefer: the kind tried first where no list names the op: a preference, not an exclusion; or
             `stock`, which leaves such an op as it is.
         strict: the first failure is raised and nothing else is tried.
-        per_op_order: op -> OpOrder, or what `OpOrder.of` reads; or pairs of the two.
+        per_op_order: op -> OpOrder, or what `OpOrder.of` reads; or pairs of the two. That of
+            `default` is for the ops that no list names.
         deny_vendors: the vendors that may not be used; deny beats allow.
         allow_vendors: the vendors that may; None allows all. Both look at kind VENDOR only.
 
     Raises:
-        ValueError: an unknown kind or token.
+        ValueError: an unknown kind or token, or a group in the place of an op.
     """
 
     prefer: str = "flagos"
@@ -366,6 +404,11 @@ class SelectionPolicy:
                 + closest(str(self.prefer), PREFERENCES)
             )
         orders = {op: OpOrder.of(order) for op, order in sorted(dict(self.per_op_order).items())}
+        if named := [name for name in orders if name.startswith(GROUP)]:
+            raise ValueError(
+                f"a policy orders ops by their names, and {named[0]!r} is none: only settings know "
+                "which ops a group has"
+            )
         object.__setattr__(self, "per_op_order", MappingProxyType(orders))
         object.__setattr__(self, "strict", bool(self.strict))
         if self.allow_vendors is not None:
@@ -375,10 +418,10 @@ class SelectionPolicy:
         fields = (self.prefer, self.strict, tuple(orders.items()))
         object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
 
-    def names(self, op: str) -> bool:
-        """Whether the user has written a list for the op."""
+    def names(self, op: str, *, itself: bool = False) -> bool:
+        """Whether the user has written a list for the op; for it alone, where `itself` is asked."""
         order = self.per_op_order.get(op)
-        return order is not None and order.pinned
+        return order is not None and order.pinned and not (itself and order.group)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         # Built anew where it arrives: another process hashes text differently.
@@ -389,9 +432,9 @@ class SelectionPolicy:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
-        """The list that orders `op` in this mode, or None where the default order holds."""
-        order = self.per_op_order.get(op)
-        return order if order is not None and order.rows(mode) else None
+        """The list that orders `op` in this mode, or None where the preference alone does."""
+        lists = (self.per_op_order.get(name) for name in (op, DEFAULT))
+        return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
         """The token counts up to which calls of `op` have an order of their own, ascending."""

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from ..plugins.types import PLUGIN_KEY, SettingSpec
 from .policy import PREFERENCES, OpOrder, SelectionPolicy
 from .values import (
+    EXTENDS,
+    GROUPS,
     OP_CONFIG,
     ORDER_PREFIX,
     PER_OP,
@@ -211,7 +213,7 @@ class Settings(Mapping[str, Setting]):
             per_op_order={
                 key.removeprefix(ORDER_PREFIX): cast("OpOrder", setting.value)
                 for key, setting in self.items()
-                if key.startswith(ORDER_PREFIX)
+                if key.startswith(ORDER_PREFIX) and not key.startswith(GROUPS)
             },
             allow_vendors=None if allowed is None else frozenset(allowed),
             deny_vendors=frozenset(self.deny_vendors),
@@ -313,7 +315,8 @@ def overridden(declared: Declared) -> tuple[str, ...]:
 
 def file_keys(declared: Declared) -> tuple[str, ...]:
     """The keys of a YAML file."""
-    return (*(k for k, spec in declared.items() if spec.in_file), ORDER_PREFIX.rstrip("."))
+    keys = (key for key, spec in declared.items() if spec.in_file)
+    return (EXTENDS, *keys, ORDER_PREFIX.rstrip("."))
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:

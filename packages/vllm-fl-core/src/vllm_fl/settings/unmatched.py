@@ -7,7 +7,7 @@ from typing import cast, get_args
 
 from ..plugins.types import Impl
 from ..text import nearest
-from .policy import KINDS, UNTOUCHED, Mode, OpOrder, Token
+from .policy import DEFAULT, GROUP, KINDS, UNTOUCHED, Mode, OpOrder, Token
 from .schema import Setting, Settings
 from .values import ORDER_PREFIX, PLATFORMS
 
@@ -35,12 +35,29 @@ def unmatched(
     """
     for key, setting in settings.items():
         op, order = key.removeprefix(ORDER_PREFIX), setting.value
-        if isinstance(order, OpOrder) and order.pinned:
-            impls, strict = impls_by_op.get(op, ()), settings.policy.strict
+        if isinstance(order, OpOrder) and order.pinned and not op.startswith(GROUP):
+            what, impls = _meets(op, order, settings, impls_by_op)
             barred = _barred(order, settings, impls)
-            said = _said(op, order, setting, impls, strict, has_failed, barred)
+            strict = settings.policy.strict
+            said = _said(what, order, setting, impls, strict, has_failed, barred)
             if said:
                 yield op, said
+
+
+def _meets(
+    op: str, order: OpOrder, settings: Settings, impls_by_op: Mapping[str, Impls]
+) -> tuple[str, Impls]:
+    """What a list is for, and what is installed for that: an op, a group of them, or every op.
+
+    A token need not match something of each op of several.
+    """
+    ops: Collection[str] = (op,)
+    if order.group:
+        op, listed = f"{GROUP}{order.group}", settings.policy.per_op_order
+        ops = [each for each in listed if listed[each].group == order.group]
+    elif op == DEFAULT:
+        ops = impls_by_op
+    return op, [impl for each in ops for impl in impls_by_op.get(each, ())]
 
 
 def meant(token: Token, impls: Impls) -> str:
@@ -74,7 +91,8 @@ def _barred(order: OpOrder, settings: Settings, impls: Impls) -> dict[Token, str
                 why = f"not available: {verdict}"
             whys.append((impl.impl_id, why))
         if whys and all(why for _, why in whys):
-            found[token] = "; ".join(f"{impl_id} ({why})" for impl_id, why in whys)
+            each = (f"{impl_id} ({why})" for impl_id, why in whys)
+            found[token] = "; ".join(dict.fromkeys(each))
     return found
 
 
@@ -111,7 +129,7 @@ def _said(
     parts += [f"{str(token)!r} cannot run: {barred[token]}." for token in cannot]
     if not parts:
         return ""
-    told = f"{setting.origin}: {setting.key}: {' '.join(parts)}"
+    told = f"{setting.origin}: {ORDER_PREFIX}{op}: {' '.join(parts)}"
     if not lost:
         return told
     where = ""

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
 from ..text import nearest, quote
-from .policy import PREFERENCES, closest
+from .policy import GROUP, PREFERENCES, closest
 
 __all__ = [
     "BOOLEANS",
+    "EXTENDS",
+    "GROUPS",
     "IN_TREE",
     "OP_CONFIG",
     "ORDER_PREFIX",
@@ -23,6 +25,7 @@ __all__ = [
     "accepts",
     "checked",
     "expected",
+    "is_ordered",
     "name_of",
     "near",
     "normalise_platform",
@@ -41,6 +44,12 @@ OP_CONFIG = "VLLM_FL_OP_CONFIG"
 
 ORDER_PREFIX = "op_backends."
 """The key of an op's order is this and the op's name: each op is an item of its own."""
+
+EXTENDS = "extends"
+"""The key by which a user's file says what lies beneath it."""
+
+GROUPS = f"{ORDER_PREFIX}{GROUP}"
+"""What the key of a group's order begins with, until it is that of each of its ops."""
 
 IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
 """vLLM's own platforms, by its names."""
@@ -95,6 +104,11 @@ def name_of(value: str) -> str:
         problem = "is not a valid name; a name has no spaces, quotes or separators"
         raise ValueError(f"{value!r} {problem}")
     return value
+
+
+def is_ordered(name: str) -> bool:
+    """Whether an order may be written for this name: an op's, `default`, or `group:` and one."""
+    return name.removeprefix(GROUP).isidentifier()
 
 
 def expected(spec: SettingSpec[Any]) -> str:

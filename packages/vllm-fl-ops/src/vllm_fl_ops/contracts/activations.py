@@ -80,6 +80,7 @@ def activation(
         oracle,
         {"x": tensor("..., 2 * d") if gated else tensor("..."), **beside},
         (tensor("..., d") if gated else like("x"),),
+        group="activations",
         samples=samples or of_x,
         by_token=frozenset({"x"}),
         second_form=second_form,

@@ -227,6 +227,7 @@ SPEC = contract(
     also=_also,
     overwrites=("", "conv_states"),
     bad=_bad,
+    group="linear_attention",
     samples=_samples,
     served=served_features(lambda source, tokens, *of: _call(source, ends(tokens), *of)),
     by_token=frozenset({"x"}),

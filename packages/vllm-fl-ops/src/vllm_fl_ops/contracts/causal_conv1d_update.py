@@ -160,6 +160,7 @@ SPEC = contract(
     also=_also,
     overwrites=("x", "conv_state"),
     bad=_bad,
+    group="linear_attention",
     samples=_samples,
     served=served_features(_call),
     by_token=frozenset({"x", "conv_state_indices"}),

@@ -268,6 +268,7 @@ SPEC = contract(
     (like("v"), like("initial_state")),
     also=_also,
     bad=_bad,
+    group="linear_attention",
     samples=_samples,
     served=served_heads(lambda source, tokens, *of: _call(source, ends(tokens), *of)),
     by_token=frozenset({"q", "k", "v", "g", "beta"}),

@@ -159,6 +159,7 @@ SPEC = contract(
     },
     (like("kv_cache"),),
     overwrites=("kv_cache",),
+    group="cache",
     samples=_samples,
     served=_served,
     by_token=frozenset({"kv_c", "k_pe", "slot_mapping"}),

@@ -377,6 +377,7 @@ SPEC = contract(
     (like("hidden_states"),),
     also=_also,
     bad=_bad,
+    group="moe",
     samples=_samples,
     served=_served,
     by_token=frozenset({"hidden_states", "topk_weights", "topk_ids"}),

@@ -102,6 +102,7 @@ SPEC = contract(
     },
     (tensor("tokens, heads", "float32"), like("b")),
     bad=lambda good: [("dt_bias of integers", {"dt_bias": good["dt_bias"].int()})],
+    group="linear_attention",
     samples=_samples,
     served=_served,
     by_token=frozenset({"a", "b"}),

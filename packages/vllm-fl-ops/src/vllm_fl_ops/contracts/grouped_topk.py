@@ -254,6 +254,7 @@ SPEC = contract(
         "scoring_func",
         "routed_scaling_factor",
     ),
+    group="moe",
     samples=_samples,
     served=_served,
     by_token=frozenset({"gating_output"}),

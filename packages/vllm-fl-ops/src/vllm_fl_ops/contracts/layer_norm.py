@@ -138,6 +138,7 @@ SPEC = contract(
     },
     (like("x"),),
     also=_also,
+    group="norms",
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),

@@ -213,6 +213,7 @@ SPEC = contract(
     },
     _fake,
     bad=_bad,
+    group="moe",
     samples=_samples,
     served=_served,
     by_token=frozenset({"topk_ids"}),

@@ -164,6 +164,7 @@ SPEC = contract(
     (tensor("tokens, hidden"),),
     also=_also,
     bad=_bad,
+    group="moe",
     samples=_samples,
     served=_served,
     by_token=frozenset({"input", "topk_ids"}),

@@ -177,6 +177,7 @@ SPEC = contract(
     },
     RESULTS,
     bad=_bad,
+    group="moe",
     samples=_samples,
     served=_served,
     by_token=frozenset({"gating_output"}),

@@ -228,6 +228,7 @@ SPEC = contract(
     (like("query"), like("key")),
     also=_also,
     bad=_bad,
+    group="rope",
     samples=_samples,
     served=_served,
     by_token=frozenset({"query", "key", "position_ids"}),

@@ -241,6 +241,7 @@ SPEC = contract(
     also=_also,
     overwrites=("qkv",),
     bad=_bad,
+    group="rope",
     samples=_samples,
     served=_served,
     by_token=frozenset({"qkv", "position_ids"}),

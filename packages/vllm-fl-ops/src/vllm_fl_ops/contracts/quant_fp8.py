@@ -189,6 +189,7 @@ SPEC = contract(
     _fake,
     also=_also,
     bad=_bad,
+    group="quant",
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),

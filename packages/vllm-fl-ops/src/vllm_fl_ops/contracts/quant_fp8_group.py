@@ -135,6 +135,7 @@ SPEC = contract(
     },
     (tensor("tokens, hidden", "float8_e4m3fn"), tensor("tokens, hidden // group_size", "float32")),
     bad=_bad,
+    group="quant",
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),

@@ -214,6 +214,7 @@ SPEC = contract(
             " -> (Tensor, Tensor, Tensor)",
         ),
     ),
+    group="quant",
     samples=_samples,
     served=_served,
     by_token=frozenset({"x"}),

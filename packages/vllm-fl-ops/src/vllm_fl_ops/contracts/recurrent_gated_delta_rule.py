@@ -207,6 +207,7 @@ SPEC = contract(
     also=_also,
     overwrites=("", "state"),
     bad=_bad,
+    group="linear_attention",
     samples=_samples,
     served=served_heads(_call),
     by_token=frozenset({"q", "k", "v", "a", "b", "state_indices"}),

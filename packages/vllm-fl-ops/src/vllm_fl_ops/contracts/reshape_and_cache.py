@@ -229,6 +229,7 @@ SPEC = contract(
     (like("key_cache"), like("value_cache")),
     overwrites=("key_cache", "value_cache"),
     bad=_bad,
+    group="cache",
     samples=_samples,
     served=_served,
     by_token=frozenset({"key", "value", "slot_mapping"}),

@@ -217,6 +217,7 @@ SPEC = contract(
             overwrites=("x", "residual"),
         ),
     ),
+    group="norms",
     samples=_samples,
     served=_served,
     by_token=frozenset({"x", "residual"}),

@@ -149,6 +149,7 @@ SPEC = contract(
     },
     (like("x"),),
     bad=_bad,
+    group="norms",
     samples=_samples,
     served=_served,
     by_token=frozenset({"x", "z"}),

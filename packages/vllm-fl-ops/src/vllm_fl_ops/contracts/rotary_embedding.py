@@ -290,6 +290,7 @@ SPEC = contract(
             overwrites=("query",),
         ),
     ),
+    group="rope",
     samples=_samples,
     served=_served,
     by_token=frozenset({"query", "key", "position_ids"}),

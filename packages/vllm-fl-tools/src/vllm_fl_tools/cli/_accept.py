@@ -24,6 +24,7 @@ from typing import Any
 
 from vllm_fl.cli.common import ReportFile, UsageError, print_json, print_table, say
 from vllm_fl.errors import VllmFLError
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.table import DEFAULT as UNCHANGED
@@ -133,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_model(model)
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: at least {STARTS}")
-    for op in filter(load_settings().policy.names, table.ops):
+    for op in filter(load_settings(groups=known_contracts().groups).policy.names, table.ops):
         raise AcceptError(
             f"The table's rows of op '{op}' have no effect: a list of your own orders it. "
             f"`vllm-fl explain {op}` says where it stands; unset it. Nothing was written"

@@ -1,0 +1,274 @@
+"""Files that extend the platform's, groups of ops, and switches that a file may not undo."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_fl.contracts import contracts
+from vllm_fl.errors import IdleSwitchError, SettingsError
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.loading import Settings, check_names, load_settings, policy_from_config
+from vllm_fl.settings.policy import SelectionPolicy
+
+Write = Callable[[str, str], str]
+
+GROUPS = {"norms": ["layer_norm", "rms_norm"], "rope": ["rotary_embedding"]}
+PLATFORM = """prefer: vendor
+deny_vendors: [slow]
+op_backends:
+  rms_norm: [stock, vendor, reference]
+  silu_and_mul: [stock, vendor, reference]
+"""
+NORMS_ONLY = "op_backends: {group:norms: [vendor, stock]}\n"
+EXTENDS = "extends: platform\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(name: str, text: str) -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def load(write: Write) -> Callable[..., Settings]:
+    """`load(text, NAME=value, …)`: the settings beside a platform's file, and that of a user."""
+
+    def load(text: str, platform: str = PLATFORM, **env: str) -> Settings:
+        shipped = [("acme 1", write("p.yaml", platform))] if platform else []
+        env["VLLM_FL_CONFIG"] = write("own.yaml", text)
+        return load_settings(env, platform="cpu", platform_files=shipped, groups=GROUPS)
+
+    return load
+
+
+def orders(settings: Settings) -> dict[str, str]:
+    return {op: str(order) for op, order in settings.policy.per_op_order.items()}
+
+
+def test_a_file_that_extends_moves_what_it_names_and_nothing_else(load: Any) -> None:
+    settings = load(EXTENDS + NORMS_ONLY)
+    assert orders(settings) == {
+        "layer_norm": "vendor|stock",
+        "rms_norm": "vendor|stock",
+        "silu_and_mul": "stock|vendor|reference",
+    }
+    assert (settings.prefer, settings.deny_vendors, settings.warnings) == ("vendor", ("slow",), ())
+    assert {op: o.pinned for op, o in settings.policy.per_op_order.items()} == {
+        "layer_norm": True,
+        "rms_norm": True,
+        "silu_and_mul": False,
+    }
+    file = settings.config
+    assert settings["op_backends.rms_norm"].origin == f"{file}:2 (group:norms)"
+    (beneath,) = settings["op_backends.rms_norm"].overrides
+    assert beneath[1].endswith("p.yaml:4 (acme 1)")
+    assert settings["op_backends.silu_and_mul"].origin.endswith("p.yaml:5 (acme 1)")
+    assert {"op_backends.rms_norm", "config"} <= set(settings.chosen)
+    assert "op_backends.silu_and_mul" not in settings.chosen
+
+
+def test_without_it_the_file_is_a_complete_override(load: Any) -> None:
+    settings = load(NORMS_ONLY)
+    assert set(orders(settings)) == {"layer_norm", "rms_norm"}
+    assert (settings.prefer, settings.deny_vendors) == ("flagos", ())
+
+
+def test_a_file_beats_a_variable_beats_the_platform_for_what_each_names(load: Any) -> None:
+    text = EXTENDS + "prefer: reference\nop_backends: {a: [vendor]}\n"
+    per_op = "a=flagos;b=flagos;silu_and_mul=reference"
+    settings = load(text, VLLM_FL_PREFER="flagos", VLLM_FL_PER_OP=per_op, VLLM_FL_STRICT="1")
+    assert orders(settings) == {
+        "a": "vendor",
+        "b": "flagos",
+        "rms_norm": "reference|stock|vendor",  # re-sorted by what is above it
+        "silu_and_mul": "reference",
+    }
+    assert [value for value, _ in settings["prefer"].overrides] == ["flagos", "vendor", "flagos"]
+    assert settings.strict and settings["strict"].origin == "environment VLLM_FL_STRICT"
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_an_op_beats_its_group_beats_the_default_beats_the_preference(load: Any) -> None:
+    text = EXTENDS + (
+        "prefer: flagos\nop_backends:\n  default: stock\n  group:norms: [vendor, stock]\n"
+        "  layer_norm: {eager: [reference]}\n"
+    )
+    settings = load(text, "op_backends: {silu_and_mul: [vendor, stock]}")
+    policy = settings.policy
+    assert [
+        "|".join(map(str, policy.order(op, mode, engine=True)))  # type: ignore[arg-type]
+        for op, mode in (
+            ("layer_norm", "eager"),
+            ("layer_norm", "compiled"),
+            ("rms_norm", "eager"),
+            ("silu_and_mul", "eager"),  # a list of the platform's names it
+            ("gelu_and_mul", "eager"),
+        )
+    ] == ["reference", "vendor|stock", "vendor|stock", "vendor|stock", "stock"]
+    (of_group,) = settings["op_backends.layer_norm"].overrides
+    assert of_group[1] == f"{settings.config}:5 (group:norms)"  # the one line that says so
+    assert policy.names("rms_norm") and not policy.names("rms_norm", itself=True)
+    assert policy.names("layer_norm", itself=True)
+    assert not policy.names("gelu_and_mul")
+    alone = SelectionPolicy(prefer="vendor")
+    assert str(alone.order("gelu_and_mul")[0]) == "vendor"
+
+
+def test_groups_stand_wherever_orders_do(write: Write) -> None:
+    env = {"VLLM_FL_PER_OP": "group:norms=vendor|stock;rms_norm=stock;default=reference"}
+    settings = load_settings(env, groups=GROUPS)
+    assert orders(settings) == {
+        "default": "reference",
+        "layer_norm": "vendor|stock",
+        "rms_norm": "stock",
+    }
+    assert settings["op_backends.layer_norm"].origin == "environment VLLM_FL_PER_OP (group:norms)"
+    text = '{"group:norms": {"<=8": "vendor", "rest": "stock"}}'
+    rows = load_settings({"VLLM_FL_OP_CONFIG": write("o.json", text)}, groups=GROUPS)
+    assert rows.policy.ceilings("rms_norm") == (8,)
+    shipped = [("acme 1", write("p.yaml", "op_backends: {group:norms: [vendor]}"))]
+    settings = load_settings({}, platform_files=shipped, groups=GROUPS)
+    assert not settings.policy.names("rms_norm") and str(settings.policy.per_op_order["rms_norm"])
+    file = write("f.yaml", EXTENDS + "op_backends: {group:rope: [vendor]}")
+    assert set(policy_from_config(file).per_op_order) == {
+        "multimodal_rotary_embedding",
+        "qk_norm_rope",
+        "rotary_embedding",
+    }
+
+
+def test_a_policy_in_code_knows_no_groups(load: Any) -> None:
+    with pytest.raises(ValueError, match="'group:norms' is none"):
+        SelectionPolicy(per_op_order={"group:norms": ["stock"]})
+    unknown = load(EXTENDS + "op_backends: {group:audio: [stock]}\n", "")
+    assert unknown.policy == SelectionPolicy()
+
+
+def test_the_ops_of_this_project_have_the_documented_groups() -> None:
+    groups = {spec.group for spec in contracts().values()}
+    assert groups == {
+        "",
+        *("activations", "cache", "linear_attention", "moe", "norms", "quant", "rope"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        ("extends: vendor\n", "extends", 1),
+        ("extends: /etc/other.yaml\n", "extends", 1),
+        ("extends: [platform]\n", "extends", 1),
+        ("extends:\n", "extends", 1),
+        ("extends: platform\nextends: platform\n", "extends", 2),
+        ("op_backends:\n  group:a b: [stock]\n", "op_backends.group:a b", 2),
+        ("op_backends:\n  'group:': [stock]\n", "op_backends.group:", 2),
+        ("op_backends:\n  group:norms: [stok]\n", "op_backends.group:norms", 2),
+        ("op_backends:\n  default: {<=8: stock, rest: vendor}\n", "op_backends.default", 2),
+    ],
+)
+def test_a_wrong_line_is_named(load: Any, text: str, key: str, line: int) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(text)
+    assert caught.value.key == key
+    assert caught.value.origin.endswith(f"own.yaml:{line}")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["extends: platform", "op_backends: {default: [vendor]}"])
+def test_a_plugins_file_neither_extends_nor_orders_other_peoples_ops(
+    write: Write, text: str
+) -> None:
+    """So that nothing goes in a circle."""
+    with pytest.raises(SettingsError) as caught:
+        load_settings({}, platform_files=[("acme 1", write("p.yaml", text))])
+    assert caught.value.origin.endswith("p.yaml:1 (acme 1)")
+
+
+IMPLS = {
+    "rms_norm": [OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, print, "acme")],
+    "layer_norm": [OpImpl("layer_norm", "reference.torch", BackendImplKind.REFERENCE, print)],
+}
+
+
+@pytest.mark.parametrize(
+    ("orders", "said"),
+    [
+        ("{group:norm: [stock]}", ["'norm'", "'norms'"]),  # a slip
+        ("{group:audio: [stock]}", ["'audio'", "norms, rope"]),  # whose ops are not installed
+        ("{group:norms: [vendor:acme, reference]}", None),  # each has something of the group
+        ("{default: [vendor:acme, reference]}", None),
+        ("{group:norms: [vendor:acne, reference]}", ["group:norms", "'vendor:acme'"]),
+        ("{default: [vendor:acne, reference]}", ["default", "'vendor:acme'"]),
+    ],
+)
+def test_a_group_without_an_op_here_and_a_token_that_no_op_has_are_one_line(
+    load: Any, orders: str, said: list[str] | None
+) -> None:
+    settings = check_names(
+        load(f"{EXTENDS}op_backends: {orders}\n", ""),
+        ops=["rms_norm", "layer_norm", "rotary_embedding"],
+        groups=GROUPS,
+        vendors=["acme"],
+        impls=IMPLS,
+    )
+    assert len(settings.warnings) == (said is not None)
+    assert all(word in settings.warnings[0] for word in said or ())
+
+
+# What users set for safety.
+
+
+@pytest.mark.parametrize("begin", ["", EXTENDS])
+@pytest.mark.parametrize(
+    ("text", "variable", "value", "key"),
+    [
+        ("strict: false\n", "VLLM_FL_STRICT", "1", "strict"),
+        ("deny_vendors: [a]\n", "VLLM_FL_DENY_VENDORS", "a,b", "deny_vendors"),
+        ("deny_vendors: []\n", "VLLM_FL_DENY_VENDORS", "b", "deny_vendors"),
+    ],
+)
+def test_a_switch_that_a_file_undoes_ends_the_start(
+    load: Any, begin: str, text: str, variable: str, value: str, key: str
+) -> None:
+    with pytest.raises(IdleSwitchError) as caught:
+        load(begin + text, **{variable: value})
+    assert (caught.value.key, caught.value.origin) == (key, f"environment {variable}")
+    assert "own.yaml:" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("VLLM_FL_STRICT", "1"), ("VLLM_FL_DENY_VENDORS", "b")]
+)
+def test_a_plain_file_that_does_not_say_so_undoes_it_too(
+    load: Any, variable: str, value: str
+) -> None:
+    for text in ("", "prefer: vendor\n"):
+        with pytest.raises(IdleSwitchError):
+            load(text, **{variable: value})
+        load(EXTENDS + text, **{variable: value})  # the variable holds
+
+
+@pytest.mark.parametrize(
+    ("text", "env"),
+    [
+        ("strict: true\n", {"VLLM_FL_STRICT": "1"}),
+        ("strict: true\n", {"VLLM_FL_STRICT": "0"}),
+        ("strict: false\n", {"VLLM_FL_STRICT": "0"}),
+        ("deny_vendors: [a, b]\n", {"VLLM_FL_DENY_VENDORS": "b"}),
+        ("allow_vendors: [a]\n", {"VLLM_FL_DENY_VENDORS": "b"}),  # which bars it as well
+        ("", {"VLLM_FL_ALLOW_VENDORS": "b"}),
+    ],
+)
+def test_a_switch_that_holds_all_the_same_ends_nothing(
+    load: Any, text: str, env: dict[str, str]
+) -> None:
+    assert load(text, **env)
