@@ -115,6 +115,7 @@ class _Watch:
         self.depth = 0
         self.lock = threading.Lock()
         self.plain: Any = None
+        self.ours: Any = None
 
     def __enter__(self) -> None:
         with self.lock:
@@ -122,13 +123,16 @@ class _Watch:
             module = _torch_library()
             if self.plain is None and module is not None:
                 self.plain = module.Library.impl
-                module.Library.impl = self._seeing(self.plain)
+                self.ours = module.Library.impl = self._seeing(self.plain)
 
     def __exit__(self, *_: object) -> None:
         with self.lock:
             self.depth -= 1
             if self.depth == 0 and self.plain is not None:
-                _torch_library().Library.impl, self.plain = self.plain, None
+                library = _torch_library().Library
+                if library.impl is self.ours:  # another one's may stand over it
+                    library.impl = self.plain
+                self.plain = None
 
     def _seeing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **how: Any) -> Any:
