@@ -157,8 +157,7 @@ class TestDeaths:
         assert self.left(behind="pass\nos._exit(1)") == ()
 
 
-def test_what_a_living_process_is_in_can_be_read() -> None:
-    """For who is about to end it."""
+def test_a_call_that_hangs_until_the_process_is_ended() -> None:
     code = textwrap.dedent(TestDeaths.SCRIPT).format(
         sin="print(flush=True); threading.Event().wait()", behind="pass"
     )
@@ -168,12 +167,11 @@ def test_what_a_living_process_is_in_can_be_read() -> None:
         start_new_session=True,
     ) as child:
         assert child.stdout is not None and child.stdout.readline()
-        crumb = breadcrumb.last(child.pid)
-        assert crumb is not None and crumb.inside.startswith("aten::sin")
-        assert breadcrumb.lost() == () and breadcrumb.last(child.pid + 1) is None
+        assert breadcrumb.lost() == ()
         child.kill()
         child.wait()
-    assert breadcrumb.last(child.pid) == breadcrumb.lost()[0]
+    (crumb,) = breadcrumb.lost()
+    assert crumb.session == child.pid and crumb.inside.startswith("aten::sin")
 
 
 class TestErrors:
