@@ -87,6 +87,7 @@ FOUND_BY_NEWCOMERS: list[tuple[Settings, Arguments]] = [
     ({"VLLM_FL_OOT_ENABLED": "0"}, EAGER),
     ({"VLLM_FL_OOT_WHITELIST": "RMSNorm,GemmaRMSNorm", "VLLM_FL_PREFER": "vendor"}, EAGER),
     ({"VLLM_FL_CONFIG": "norms.yaml"}, EAGER),
+    ({"VLLM_FL_CONFIG": "extends.yaml"}, EAGER),
     ({"VLLM_FL_DENY_VENDORS": "cpu"}, EAGER),
     ({"VLLM_FL_CONFIG": "norms.yaml", "VLLM_FL_STRICT": "1"}, EAGER),
     ({}, ([], {})),
@@ -100,16 +101,18 @@ FILES = {
     "modes.yaml": "prefer: vendor\nop_backends:\n  rms_norm:\n    eager: [reference]\n"
     "    compiled: [vendor, stock]\n",
     "strict.yaml": "strict: true\nop_backends: {silu_and_mul: ['vendor:cuda']}\n",
+    "extends.yaml": "extends: platform\nop_backends: {'group:activations': [vendor, stock]}\n",
     "wrong.yaml": "op_backends: {silu_and_mul: [vendr]}\n",
 }
 
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "VLLM_FL_PREFER": ("vendor", "reference", "flagos"),
+    "VLLM_FL_PREFER": ("vendor", "reference", "flagos", "stock"),
     "VLLM_FL_PER_OP": (
         "rms_norm=reference|vendor",
         "silu_and_mul=vendor:cpu;rotary_embedding=vendor",
         "rms_norm=stock",
         "silu_and_mul=vendor:cuda",
+        "group:norms=reference",
     ),
     "VLLM_FL_DENY_VENDORS": ("cpu", "cpu,cuda"),
     "VLLM_FL_ALLOW_VENDORS": ("cpu", "cuda"),

@@ -97,15 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. All checks run, however broken the environment is."""
     check_words(arguments)
     lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
-    ended: dict[str, str] = {}
+    gone: dict[str, str] = {}
     try:
-        found = surviving(_look, ended)
+        found = surviving(_look, gone)
     except VllmFLError as error:
         ended = Finding("plugins", "The checks came to no end.", str(error), LEAVE_OUT)
         found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": [vars(ended)]}
     findings = [*lost, *(Finding(**finding) for finding in found["findings"])]
     if found.pop("readable", False):  # else an engine would say the same of the settings
-        findings += _of_engine(arguments, findings, ended)
+        findings += _of_engine(arguments, findings, gone)
     found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
     answer(found, _show, as_json=arguments.json)
     return 1 if findings else 0
@@ -158,7 +158,7 @@ def _look() -> dict[str, Any]:
 
 
 def _of_engine(
-    arguments: argparse.Namespace, known: Collection[Finding], ended: dict[str, str]
+    arguments: argparse.Namespace, known: Collection[Finding], gone: dict[str, str]
 ) -> list[Finding]:
     """What an engine would end with before it verifies, and warn of, that is not `known`.
 
@@ -166,7 +166,7 @@ def _of_engine(
     """
     todo = "Do what the error says."
     try:
-        told = surviving(partial(_describe, arguments), ended)
+        told = surviving(partial(_describe, arguments), gone)
     except VllmFLError as error:
         return [Finding("engine", "An engine does not start here.", str(error), todo)]
     found = [Finding(**finding) for finding in told["findings"]]
