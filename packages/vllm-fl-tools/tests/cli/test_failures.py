@@ -21,6 +21,16 @@ Traceback (most recent call last):
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
 """
 
+IN_ONE_PROCESS = """
+WARNING 11-26 10:00:02 [base.py:9] Chat template warmup failed
+WARNING 11-26 10:00:02 [base.py:9] Traceback (most recent call last):
+WARNING 11-26 10:00:02 [base.py:9]   File "/x/base.py", line 3, in warmup
+WARNING 11-26 10:00:02 [base.py:9] ValueError: no tokenizer
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "/x/acme.py", line 3, in mm
+[rank0]: RuntimeError: an illegal memory access
+"""
+
 ABORTED = f"""
 (EngineCore pid=7) Fatal Python error: Aborted
 (EngineCore pid=7)
@@ -45,6 +55,12 @@ def test_the_exception_at_the_root_is_told_and_not_that_of_the_process_above() -
     assert told.why == "RuntimeError: an illegal memory access"
     assert told.functions == ((f"{SITE}/acme/ops/mm.py", "mm"),)
     assert told.stack[-1] == told.why and "somebody" not in "".join(told.stack)
+
+
+def test_what_a_warning_tells_has_ended_nothing() -> None:
+    told = read_log(IN_ONE_PROCESS)
+    assert told.why == "RuntimeError: an illegal memory access"
+    assert told.functions == (("/x/acme.py", "mm"),)
 
 
 def test_of_processes_that_a_signal_ended_the_one_that_was_in_a_plugin_is_told() -> None:

@@ -204,6 +204,8 @@ def test_what_an_engine_without_some_parts_is_started_with(suspects: Suspects) -
         "op_backends": {"relu2": ["vendor"], "rms_norm": ["stock"]},
     }
     assert environment == {"PATH": "/bin"}  # the file says the rest
+    assert suspects.beside(every - {"setting strict"}) == ["unset VLLM_FL_STRICT"]
+    assert suspects.beside(every - {off(3)}) == []
     file, environment = suspects.started_with({"op relu2"})
     assert "vendor_acme_off" not in file  # its plugin is not loaded
     assert environment == {"PATH": "/bin", "VLLM_FL_PLUGINS": ""}

@@ -10,10 +10,13 @@ from vllm_fl.text import clean
 __all__ = ["Failure", "read_log"]
 
 PREFIX = re.compile(
-    r"^(?:\([^)]*pid=\d+\) ?)?"
-    r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] ?)?)?"
+    r"^(?:\[rank\d+\]: ?)?(?:\([^)]*pid=\d+\) ?)?"
+    r"(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] ?)?)?"
 )
-"""What vLLM puts before each line: the process, the level, the time, the place."""
+"""What PyTorch and vLLM put before each line: the rank, the process, the level, time and place."""
+
+LIVED_ON = ("DEBUG", "INFO", "WARNING")
+"""Levels at which an exception is told that ended nothing."""
 
 TRACEBACK = "Traceback (most recent call last):"
 
@@ -54,7 +57,12 @@ class Failure:
 
 def read_log(text: str) -> Failure:
     """What the log of an engine that failed says."""
-    lines = [PREFIX.sub("", line).rstrip() for line in text.splitlines()]
+    every = [(PREFIX.match(line), line) for line in text.splitlines()]
+    lines = [
+        line[found.end() :].rstrip()
+        for found, line in every
+        if found is not None and found[1] not in LIVED_ON
+    ]
     told = [(why, stack) for why, stack in _tracebacks(lines) if not GENERIC.search(why)]
     dumps = _dumps(lines)
     functions = [frame for _, stack in reversed(told) for frame in reversed(_frames(stack))]

@@ -193,12 +193,15 @@ class Suspects:
     def beside(self, on: Collection[str]) -> list[str]:
         """What must be set or unset beside the file so that an engine has these parts alone."""
         _, environment = self.started_with(on)
+        whole = self.whole(on)
+        left = {part.words[0] for part in self.parts.values() if part.kind == SETTING}
+        left -= {self.parts[key].words[0] for key in whole if self.parts[key].kind == SETTING}
         told = []
-        for name in sorted({*self._without_covered(), *environment}):
+        for name in sorted({*self._without_covered(), *environment, *left}):
             before, now = self._environment.get(name), environment.get(name)
-            if now is None:
+            if now is None and before is not None:
                 told.append(f"unset {name}")
-            elif now != before and (now or before):
+            elif now is not None and now != before and (now or before):
                 told.append(f"export {name}={now}")
         return told
 
