@@ -415,6 +415,18 @@ class TestInstalled:
 
         return make
 
+    def test_a_forced_platform_that_another_plugin_brings_needs_no_device_of_ours(
+        self, fl: Command, plugin: Plugin, other_platform: Callable[..., None]
+    ) -> None:
+        """VLLM_FL_PLATFORM then asks for the policy file of that name."""
+        absent = "from vllm_fl import DeviceProfile\n@hookimpl\ndef device():\n    return "
+        absent += "DeviceProfile('acme', 'acme.P', 'acme.W', detect=lambda: 'no /dev/acme0')\n"
+        plugin(f"{FOUR}\n{absent}")
+        forced = {"VLLM_FL_PLATFORM": "acme"}
+        assert found(fl("doctor", "--json", **forced), "device")
+        other_platform("'acme.platform.AcmePlatform'")
+        assert not found(fl("doctor", "--json", **forced), "device")
+
     def test_another_platform_plugin_that_answers(
         self, fl: Command, other_platform: Callable[..., None]
     ) -> None:
