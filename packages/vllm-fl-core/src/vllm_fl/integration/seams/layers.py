@@ -105,8 +105,8 @@ def layer_table() -> list[Layer]:
 
 def custom_op_of(cls: type) -> type | None:
     """The `CustomOp` of vLLM's that a class is made of; None where it is made of none."""
-    is_one = (c for c in cls.__mro__ if c.__name__ == "CustomOp" and c.__module__[:5] == "vllm.")
-    return next(is_one, None)
+    named_so = (base for base in cls.__mro__ if base.__name__ == "CustomOp")
+    return next((base for base in named_so if base.__module__.startswith("vllm.")), None)
 
 
 def _replacements(cls: type) -> dict[str, type]:
