@@ -282,7 +282,8 @@ class Shipping:
         ("", ["silu_and_mul (from stock.vllm to vendor.acme in eager engines)"]),
         ("extends: platform\n", []),
         ("op_backends: {silu_and_mul: [vendor, stock]}\n", []),  # it is meant to move
-        ("op_backends: {default: [stock]}\n", ["rms_norm (from vendor.acme to stock.vllm"]),
+        ("op_backends: {default: [stock]}\n", []),  # where it stands already
+        ("op_backends: {default: [vendor]}\n", ["silu_and_mul (from stock.vllm to vendor.acme"]),
     ],
 )
 def test_a_complete_override_says_which_ops_it_moves_without_naming_them(

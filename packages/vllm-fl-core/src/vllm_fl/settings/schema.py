@@ -316,7 +316,7 @@ def overridden(declared: Declared) -> tuple[str, ...]:
 def file_keys(declared: Declared) -> tuple[str, ...]:
     """The keys of a YAML file."""
     keys = (key for key, spec in declared.items() if spec.in_file)
-    return (EXTENDS, *keys, ORDER_PREFIX.rstrip("."))
+    return (*keys, ORDER_PREFIX.rstrip("."), EXTENDS)
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
