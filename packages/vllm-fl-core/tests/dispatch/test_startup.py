@@ -67,6 +67,31 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
     return begin
 
 
+def test_a_worker_asks_nothing_of_what_lists_name_before_its_device_is_open(begin: Begin) -> None:
+    """Its engine's settings were checked where the plan was made."""
+    asked = []
+
+    class Lacking:
+        @hookimpl
+        def register_ops(self) -> list[OpImpl]:
+            def available() -> str:
+                asked.append(True)
+                return "no card"
+
+            fn = lambda x: x  # noqa: E731
+            kind = BackendImplKind.VENDOR
+            return [
+                OpImpl("silu_and_mul", "vendor.acme", kind, fn, vendor="acme", available=available)
+            ]
+
+    env = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:acme|stock", "VLLM_FL_PLATFORM": "cpu"}
+    told = begin(env, Lacking()).settings
+    assert asked and any("no card" in warning for warning in told.warnings)
+    asked.clear()
+    begin(env, Lacking(), engine=told)
+    assert not asked
+
+
 WRONG = {"VLLM_FL_PREFER": "no such kind"}
 
 

@@ -167,7 +167,8 @@ def start(
         for remark in plugin.remarks:
             log.warning("%s [FL214]", remark)
         _report(plugin.error, strict=early.strict_plugins)
-    settings, problem = try_settings(registry, plugins, env, platform=platform)
+    # An engine's were checked where its plan was made: its worker has not opened its device yet.
+    settings, problem = try_settings(registry, plugins, env, platform=platform, asks=engine is None)
     if problem is not None and not defer_errors:
         raise problem
     _warn(settings.warnings, "FL110")
@@ -187,8 +188,9 @@ def try_settings(
     env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
+    asks: bool = True,
 ) -> tuple[Settings, SettingsError | None]:
-    """The effective settings, or the defaults and what is wrong. Arguments as for `start`.
+    """The effective settings, or the defaults and what is wrong. Arguments as for `read_settings`.
 
     Raises:
         SettingsError: a variable that says how to start is wrong.
@@ -197,7 +199,7 @@ def try_settings(
     early = load_startup(env)
     platform = platform or _detected(early, plugins)
     try:
-        return read_settings(registry, plugins, env, platform=platform), None
+        return read_settings(registry, plugins, env, platform=platform, asks=asks), None
     except SettingsError as error:
         only = {"VLLM_FL_PLATFORM": early.platform} if early.platform else {}
         return load_settings(only, platform=platform), error
@@ -214,11 +216,15 @@ def read_settings(
     env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
+    asks: bool = True,
 ) -> Settings:
-    """The effective settings, given what is installed. Arguments and errors as for `start`.
+    """The effective settings, given what is installed. Other arguments and errors as for `start`.
 
     Over another distribution's platform, the file of a device of ours that has its name acts only
     where VLLM_FL_PLATFORM asks for it.
+
+    Args:
+        asks: whether what the user's lists name is asked whether it can run here, for a warning.
     """
     early = load_startup(env)
     platform = platform or _detected(early, plugins)
@@ -263,7 +269,7 @@ def read_settings(
         ops={*snapshot.ops, *NAMED_CLASSES},
         groups=snapshot.groups,
         vendors={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
-        impls=snapshot.impls_by_op,
+        impls=snapshot.impls_by_op if asks else None,
         bindings=snapshot.bindings,
         has_failed=has_failed,
     )
