@@ -131,6 +131,8 @@ def engine_of(model: str, words: Sequence[str]) -> Described:
     """
     if not _has_vllm():
         raise UsageError(f"--model {model}: {NOT_INSTALLED}")
+    if model.startswith((".", "/")) and not os.path.exists(model):  # vLLM takes it for a name
+        raise UsageError(f"--model {model}: it is not there")
     try:
         with _asking("reading the model as vLLM does"):
             from vllm.platforms import current_platform
