@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from vllm_fl.cli.common import UsageError, doing, say
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import VllmFLError
-from vllm_fl.plugins.breadcrumb import Crumb, ending, lost
+from vllm_fl.plugins.breadcrumb import ending, last
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean
 
@@ -48,16 +48,17 @@ class EngineError(VllmFLError):
     Attributes:
         log: the end of its log.
         hung: whether it did not answer in time.
-        crumbs: what its processes noted that they were running when they ended.
+        ran: what one of its processes noted last that it was running; or nothing.
+        session: the number of the process that led its session, whose notes `forget` removes.
     """
 
     code = "FL601"
 
     def __init__(
-        self, message: str, *, log: str = "", hung: bool = False, crumbs: Sequence[Crumb] = ()
+        self, message: str, *, log: str = "", hung: bool = False, ran: str = "", session: int = 0
     ) -> None:
         super().__init__(message)
-        self.log, self.hung, self.crumbs = log, hung, tuple(crumbs)
+        self.log, self.hung, self.ran, self.session = log, hung, ran, session
 
 
 class Engine:
@@ -114,27 +115,29 @@ class Engine:
         if not line:
             if hung:
                 _end_with_stacks(self.process)
-            crumbs = [crumb for crumb in lost() if crumb.session == self.process.pid]
+            ran = last(self.process.pid)
             if hung:  # that they ended is no fault of what they ran
-                forget(crumbs)
+                forget(self.process.pid)
             log = self.log.read_text(errors="replace")[-LONGEST:]
             raise EngineError(
                 f"The engine {self.name} failed, or did not answer within {timeout:.0f} s. The end "
                 f"of its log:\n{log[-SHOWN:]}",
                 log=log,
                 hung=hung,
-                crumbs=crumbs,
+                ran="" if ran is None else f"{ran.what}{ran.where}",
+                session=self.process.pid,
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
-def forget(crumbs: Iterable[Crumb]) -> None:
-    """Remove these notes, so that no later start tells of them."""
-    for crumb in crumbs:
-        if crumb.file is not None:
-            with contextlib.suppress(OSError):
-                crumb.file.unlink()
+def forget(session: int) -> None:
+    """Remove the notes that processes of this session left: no later start tells of them."""
+    while (crumb := last(session)) is not None and crumb.file is not None:
+        try:
+            crumb.file.unlink()
+        except OSError:
+            return
 
 
 def check_model(model: str) -> None:

@@ -223,14 +223,14 @@ class Rescue:
         return line
 
     def _failure(self, error: EngineError, limit: float | None) -> dict[str, Any]:
-        read, notes = read_log(error.log), [str(crumb) for crumb in error.crumbs]
-        forget(error.crumbs)
+        read = read_log(error.log)
+        forget(error.session)
         why = read.why or "it ended without a word"
         if error.hung:
             why = f"it did not come back within {limit:.0f} s" if limit else "it did not come back"
-        for note in notes:
-            why += ", while it ran " + note.partition(" while it ran ")[2]
-        named = self._suspects.likely(" ".join((read.why, *notes)), read.functions)
+        if error.ran:
+            why += f", while it ran {error.ran}"
+        named = self._suspects.likely(f"{read.why} {error.ran}", read.functions)
         how = "hung" if error.hung else "ended"
         return {"how": how, "why": why, "stack": [*read.stack], "named": [*named]}
 

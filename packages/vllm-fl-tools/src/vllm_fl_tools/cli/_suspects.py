@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import UsageError, doing, say
-from vllm_fl.plugins.breadcrumb import lost
+from vllm_fl.plugins.breadcrumb import last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import PER_OP
 
@@ -326,7 +326,7 @@ def _asked(
             process.kill()
             process.wait()
         told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    crumbs = [crumb for crumb in lost() if crumb.session == process.pid]
-    forget(crumbs)
-    ran = [whose for crumb in crumbs if (whose := crumb.what.partition(" of ")[2])]
-    return told, next((whose for whose in ran if whose.startswith("plugin ")), "")
+    crumb = last(process.pid)
+    forget(process.pid)
+    whose = "" if crumb is None else crumb.what.partition(" of ")[2]
+    return told, whose if whose.startswith("plugin ") else ""

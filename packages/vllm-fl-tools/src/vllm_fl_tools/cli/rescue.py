@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import ReportFile, UsageError, answer, say
+from vllm_fl.cli.common import ReportFile, UsageError, answer, say, takes_vllms
 from vllm_fl.settings.schema import CONFIG, Settings
 
 from ._engines import ANSWER_TIMEOUT, START_TIMEOUT, check_model, running
@@ -52,12 +52,8 @@ STATUS: Mapping[Status, int] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and where the settings go. What else is there goes to vLLM."""
-    parser.set_defaults(takes_more=True)
-    parser.allow_abbrev = False
+    takes_vllms(parser)
     parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
-    parser.epilog = (
-        "Any other argument is vLLM's, as `vllm serve` takes it: --enforce-eager, --dtype bfloat16"
-    )
     parser.add_argument(
         "--model", metavar="DIR", required=True, help="the model's folder; weights may be missing"
     )
