@@ -6,6 +6,7 @@ out by vLLM's own variable, so that nothing of it is loaded.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,16 @@ from typing import Any
 import pytest
 import vendors
 from engine_run import STOCK
-from engines import IN_ONE_PROCESS, Once, Result
+from engines import IN_ONE_PROCESS, PLUGINS, Once, Result
 from vendors import ALONE, LAYERS, assert_untouched
 
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 SILU = {"VLLM_FL_PER_OP": "silu_and_mul=reference|foreign"}
+
+ROWS = """\
+silu_and_mul: {"<=8": [reference, foreign], rest: [foreign, stock]}
+rms_norm: {"<=8": [foreign, stock], rest: [reference, foreign]}
+"""
 
 Start = Callable[..., Result]
 
@@ -31,8 +37,8 @@ def start(
     installed = cache(lambda plugin: vendors.installed(plugin, tmp_path_factory.mktemp(plugin)))
 
     def begin(plugin: str, how: str, **more: Any) -> Result:
-        path = {"PYTHONPATH": installed(plugin)}
-        return vendors.start(once, plugin, how, model("qwen3"), **path, **more)
+        path = os.pathsep.join((installed(plugin), str(PLUGINS)))
+        return vendors.start(once, plugin, how, model("qwen3"), PYTHONPATH=path, **more)
 
     return begin
 
@@ -123,3 +129,36 @@ def test_one_op_is_taken_in_compiled_code(plugin: str, start: Start) -> None:
     assert served == stock
     assert taken["report"][0]["ops"]["silu_and_mul"]["impl"] == "reference.torch"
     assert taken["tokens"] == alone["tokens"]
+
+
+@pytest.mark.slow
+def test_attention_of_ours_serves_in_the_vendors_worker(
+    acme: Callable[..., Result], tmp_path: Path
+) -> None:
+    uses = tmp_path / "uses"
+    ours = {"VLLM_FL_PLUGIN_MODULES": "counting_attention", "COUNTING_FILE": str(uses)}
+    order = {"VLLM_FL_PER_OP": "attention_backend=vendor:counting|stock"}
+    alone, left = acme("alone", **ALONE["acme"]), acme("attention-left", **ours)
+    assert_untouched(alone, left)
+    assert not uses.exists()
+    taken = acme("attention", **ours, **order)
+    (served,), (stock,) = taken["served"], alone["served"]
+    assert served.pop("attention", 0) == 0 and stock.pop("attention") > 0
+    assert served == stock and uses.stat().st_size > 0
+    assert taken["report"][0]["ops"]["attention_backend"]["impl"] == "vendor.counting"
+    assert taken["tokens"] == alone["tokens"] and taken["logits"] == alone["logits"]
+
+
+@pytest.mark.slow
+def test_orders_by_size_serve_beside_the_vendors_pass_manager(start: Start, tmp_path: Path) -> None:
+    """A pass of ours would inline them: the manager is the vendor's own, and is left alone."""
+    config = tmp_path / "fl.yaml"
+    config.write_text(ROWS)
+    alone = start("acme", "alone-spawned", eager=False, **ALONE["acme"])
+    ours = start("acme", "rows", eager=False, VLLM_FL_OP_CONFIG=str(config))
+    (report,) = ours["report"]
+    assert report["ops"]["silu_and_mul"]["rows"][0]["impl"] == "reference.torch"
+    assert report["ranges"] == {}
+    assert all(calls["graphs"] for calls in ours["updates"][0]["answers"])
+    assert ours["tokens"] == alone["tokens"]
+    assert report["fallbacks"] == report["demotions"] == {}
