@@ -157,7 +157,8 @@ class TestDeaths:
         assert self.left(behind="pass\nos._exit(1)") == ()
 
 
-def test_a_call_that_hangs_until_the_process_is_ended() -> None:
+def test_what_a_living_process_is_in_can_be_read() -> None:
+    """For who is about to end it."""
     code = textwrap.dedent(TestDeaths.SCRIPT).format(
         sin="print(flush=True); threading.Event().wait()", behind="pass"
     )
@@ -167,11 +168,12 @@ def test_a_call_that_hangs_until_the_process_is_ended() -> None:
         start_new_session=True,
     ) as child:
         assert child.stdout is not None and child.stdout.readline()
-        assert breadcrumb.lost() == ()
+        crumb = breadcrumb.last(child.pid)
+        assert crumb is not None and crumb.inside.startswith("aten::sin")
+        assert breadcrumb.lost() == () and breadcrumb.last(child.pid + 1) is None
         child.kill()
         child.wait()
-    (crumb,) = breadcrumb.lost()
-    assert crumb.session == child.pid and crumb.inside.startswith("aten::sin")
+    assert breadcrumb.last(child.pid) == breadcrumb.lost()[0]
 
 
 class TestErrors:

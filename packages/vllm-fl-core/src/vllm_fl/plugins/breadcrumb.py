@@ -44,6 +44,7 @@ __all__ = [
     "folder",
     "forget_calls",
     "keep_in",
+    "last",
     "lost",
     "noting",
     "now",
@@ -510,6 +511,20 @@ def lost() -> tuple[Crumb, ...]:
             with contextlib.suppress(OSError):
                 cast("Path", older.file).unlink()
     return tuple(sorted(found.values(), key=lambda crumb: crumb.when))
+
+
+def last(session: int) -> Crumb | None:
+    """What a process of this session noted last, whether it lives or not.
+
+    Args:
+        session: the number of the process that leads it.
+    """
+    found = []
+    for path in _paths():
+        crumb = _looked_into(path, _content)
+        if crumb is not None and crumb.session == session and crumb.is_of_here:
+            found.append(dataclasses.replace(crumb, file=path))
+    return max(found, key=lambda crumb: crumb.when, default=None)
 
 
 def _paths() -> list[Path]:
