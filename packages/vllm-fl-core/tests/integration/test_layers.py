@@ -15,6 +15,7 @@ from builders import managing, planning, refusing, silu
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.platforms import current_platform
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerPlace
@@ -57,6 +58,7 @@ def test_layers_of_each_of_vllms_tables_are_replaced_though_names_were_rebound_b
     """vLLM may let its hardware-agnostic classes stand for its own while general plugins run."""
     agnostic = pytest.importorskip("vllm.model_executor.hw_agnostic.layers.activation").SiluAndMul
     second = pytest.importorskip("vllm.model_executor.hw_agnostic.custom_op")
+    monkeypatch.setattr(second, "current_platform", current_platform)  # as another test left it
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr("vllm.model_executor.layers.activation.SiluAndMul", agnostic)
         entry.general_plugin()

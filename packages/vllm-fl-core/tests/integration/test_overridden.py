@@ -23,6 +23,8 @@ from vllm_fl_ops.contracts import rules
 
 ROOT = Path(compat.__file__).parent
 WITHOUT_AN_ENGINE = {
+    "describing.py",
+    "engine_args.py",
     "forcing.py",
     "leaving.py",
     "models.py",
@@ -30,7 +32,7 @@ WITHOUT_AN_ENGINE = {
     "threads.py",
     "workload.py",
 }
-"""What `vllm-fl tune` and `bisect` alone import: a vLLM that lacks what they use still serves."""
+"""What verbs of the command line alone import: a vLLM that lacks what they use still serves."""
 
 MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.name not in WITHOUT_AN_ENGINE]
 MODULES += [

@@ -228,7 +228,7 @@ def facts(mode: Any = "compiled", **fields: Any) -> EngineFacts:
 def test_where_no_pass_of_ours_runs_it_is_left_to_pytorch_and_says_why() -> None:
     assert torch_operators.notes(facts()) == {}
     for told, word in (
-        (facts("eager"), "eager"),
+        (facts("eager"), "compiled mode"),
         (facts(by_range=False), "compiler"),
         (facts(batch_invariant=True), "VLLM_BATCH_INVARIANT"),
     ):

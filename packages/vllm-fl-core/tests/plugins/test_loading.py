@@ -87,13 +87,13 @@ def test_a_failed_import_says_the_line_of_the_plugins_own(write: Write) -> None:
     (file,) = re.findall(r"No module named 'no_such_library' \(at (\S+):4\)\. ", told)
     assert Path(file).name.startswith("plugin_acme_") and Path(file).is_file()
     deeper = "def supports(x): return json.loads(x)\nimport json\nsupports('{')"
-    assert re.search(r"JSONDecodeError: .* \(at \S+\.py:2\)\. The", str(failure(write(deeper))))
-    assert re.search(r"SyntaxError: .* \(at \S+\.py:2\)\. The", str(failure(write("def :"))))
+    assert re.search(r"JSONDecodeError: .* \(at \S+\.py:2\)\. No", str(failure(write(deeper))))
+    assert re.search(r"SyntaxError: .* \(at \S+\.py:2\)\. No", str(failure(write("def :"))))
 
 
 def test_a_failed_hook_says_the_line_of_the_plugins_own(write: Write) -> None:
     source = "@hookimpl\ndef register_ops():\n    raise OSError('no licence')\n"
-    assert re.search(r"OSError: no licence \(at \S+\.py:4\)\. The", str(failure(write(source))))
+    assert re.search(r"OSError: no licence \(at \S+\.py:4\)\. No", str(failure(write(source))))
 
 
 def test_a_failed_import_says_what_leaves_it_out(write: Write) -> None:

@@ -55,7 +55,7 @@ _NAMES = {
     "platforms.interface": (
         "Platform: check_and_update_config device_type fp8_dtype get_attn_backend_cls "
         "get_default_ir_op_priority get_device_communicator_cls get_pass_manager_cls "
-        "import_ir_kernels is_cpu is_cuda is_rocm is_xpu",
+        "import_ir_kernels is_cpu is_cuda is_rocm is_xpu pre_register_and_update",
     ),
     "envs": ("environment_variables",),
     "compilation.passes.inductor_pass": ("InductorPass: hash_source uuid", "get_pass_context"),
