@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import cast, get_args
 
 from ..plugins.finding import Finding
 from ..plugins.loading import named_twice, unmatched
 from ..plugins.plugin import Plugin
 from ..settings.names import uses
-from ..settings.policy import Mode, OpOrder
+from ..settings.policy import MODES, OpOrder
 from ..settings.schema import CONFIG, Setting, Settings, overridden
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 
@@ -168,5 +167,5 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
 
 
 def _pinned(settings: Settings, op: str) -> bool:
-    lists = (settings.policy.listed(op, mode) for mode in cast("tuple[Mode, ...]", get_args(Mode)))
+    lists = (settings.policy.listed(op, mode) for mode in MODES)
     return all(listed is not None and listed.pinned for listed in lists)

@@ -18,7 +18,7 @@ from ..engine.tables import Standing, standing, under
 from ..errors import VllmFLError
 from ..integration.engine_args import WrongArguments, arguments_of
 from ..logs import silence
-from ..settings.policy import Mode
+from ..settings.policy import MODES, Mode
 from ..text import clean
 from ._options import device_of
 from ._progress import doing
@@ -35,8 +35,6 @@ __all__ = [
     "takes_engine",
     "takes_vllms",
 ]
-
-MODES: tuple[Mode, ...] = ("eager", "compiled")
 
 NOT_INSTALLED = "vLLM is not installed here"
 

@@ -30,6 +30,7 @@ __all__ = [
     "PREFERENCES",
     "REST",
     "UNTOUCHED",
+    "MODES",
     "Mode",
     "OpOrder",
     "Rows",
@@ -46,6 +47,8 @@ T = TypeVar("T")
 
 Mode = Literal["eager", "compiled"]
 """How the engine runs a model. Calls from a script are eager."""
+
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 KINDS = tuple(kind.value for kind in BackendImplKind)
 """The kinds as settings spell them: flagos, vendor, reference."""
@@ -222,16 +225,16 @@ class OpOrder:
         if isinstance(value, OpOrder):
             return value
         if isinstance(value, Mapping) and not is_by_size(value):
-            unknown = [str(mode) for mode in value if mode not in get_args(Mode)]
+            unknown = [str(mode) for mode in value if mode not in MODES]
             if unknown or not value:
                 raise ValueError(
                     "expected the keys eager and compiled, or '<=N' and rest for orders by size, "
                     f"got {', '.join(unknown) or 'none'}."
-                    + (closest(unknown[0], get_args(Mode)) if unknown else "")
+                    + (closest(unknown[0], MODES) if unknown else "")
                 )
             sides = {mode: _side(side) for mode, side in value.items()}
         else:
-            sides = dict.fromkeys(get_args(Mode), _side(value))
+            sides = dict.fromkeys(MODES, _side(value))
         return cls(sides.get("eager", ()), sides.get("compiled", ()), pinned)
 
     def preferring(self, kind: str) -> OpOrder:
@@ -285,7 +288,7 @@ class OpOrder:
     def written(self) -> Any:
         """The whole order as `of` reads it, in JSON-able data: of both modes at once where they are
         alike, and of none that is left open."""
-        sides = {mode: side for mode in get_args(Mode) if (side := self.plain(mode)) is not None}
+        sides = {mode: side for mode in MODES if (side := self.plain(mode)) is not None}
         return sides["eager"] if self.eager == self.compiled and sides else sides
 
     def __str__(self) -> str:

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import cast, get_args
+from typing import cast
 
 from ..plugins.types import Impl, SettingSpec
 from .files import Layer
-from .policy import ENGINE_ORDERS, Mode, OpOrder, Rows, Token
+from .policy import ENGINE_ORDERS, MODES, Mode, OpOrder, Rows, Token
 from .schema import Declared, Setting, pairs
 from .values import ORDER_PREFIX, wrong
 
@@ -156,7 +156,7 @@ def _united_order(
     """The order of one op, for each of the engine's modes."""
     sides: dict[Mode, Rows[tuple[Token, ...]]] = {}
     modes_of: dict[tuple[Token, Token], list[str]] = {}
-    for mode in cast("tuple[Mode, ...]", get_args(Mode)):
+    for mode in MODES:
         lists: list[Listed] = []
         excluded: set[str] = set()
         for distribution, setting in each:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import cast, get_args
 
 from ..plugins.types import Impl
 from ..text import nearest
-from .policy import DEFAULT, GROUP, KINDS, UNTOUCHED, Mode, OpOrder, Token
+from .policy import DEFAULT, GROUP, KINDS, MODES, UNTOUCHED, OpOrder, Token
 from .schema import Setting, Settings
 from .values import ORDER_PREFIX, PLATFORMS
 
@@ -105,7 +104,6 @@ def _said(
     has_failed: Callable[[str, str], bool],
     barred: Mapping[Token, str],
 ) -> str:
-    modes = cast("tuple[Mode, ...]", get_args(Mode))
     absent = {
         token: None
         for token in order.every
@@ -113,7 +111,7 @@ def _said(
     }
 
     idle = {*absent, *barred}
-    listed = [(mode, ceiling, row) for mode in modes for ceiling, row in order.rows(mode)]
+    listed = [(mode, ceiling, row) for mode in MODES for ceiling, row in order.rows(mode)]
     lost = [(mode, n) for mode, n, tokens in listed if impls and idle.issuperset(tokens)]
     failed = {token for token in absent if token.name and has_failed(token.name, op)}
     if failed:  # the op ends with an error: no other code runs in its place

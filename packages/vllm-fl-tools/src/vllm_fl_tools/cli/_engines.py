@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, doing, say
+from vllm_fl.cli.common import UsageError, doing, say, takes_vllms
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import VllmFLError
@@ -23,7 +24,16 @@ from vllm_fl.plugins.breadcrumb import ending, last
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean
 
-__all__ = ["Engine", "EngineError", "check_model", "forget", "has_weights", "planned", "running"]
+__all__ = [
+    "Engine",
+    "EngineError",
+    "check_model",
+    "forget",
+    "has_weights",
+    "planned",
+    "running",
+    "takes_model",
+]
 
 COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.integration.workload")
 
@@ -138,6 +148,15 @@ def forget(session: int) -> None:
             crumb.file.unlink()
         except OSError:
             return
+
+
+def takes_model(parser: argparse.ArgumentParser) -> None:
+    """Let a verb start engines of one model, with vLLM's arguments beside its own."""
+    takes_vllms(parser)
+    parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
+    parser.add_argument(
+        "--model", metavar="DIR", required=True, help="the model's folder; weights may be missing"
+    )
 
 
 def check_model(model: str) -> None:

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from vllm_fl.cli.common import device_of, distributions, settings_text
 from vllm_fl.dispatch import get_default_manager
@@ -23,7 +23,7 @@ from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.communicator import NAMED_CLASSES
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.types import SettingSpec
-from vllm_fl.settings.policy import Mode, OpOrder
+from vllm_fl.settings.policy import MODES, OpOrder
 from vllm_fl.settings.schema import Setting, Settings, overridden
 from vllm_fl.text import quote
 
@@ -91,7 +91,7 @@ def _op(manager: OpManager, op: str) -> dict[str, Any] | None:
     owners = manager.registry.snapshot().owners
     found: dict[str, None] = {}
     is_left = True
-    for mode in get_args(Mode):
+    for mode in MODES:
         try:
             traces = [trace for _, trace in manager.rows(op, mode=mode, engine=True)]
         except VllmFLError:  # which ends the start, too

@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, answer, print_table, say, takes_vllms
+from vllm_fl.cli.common import UsageError, answer, print_table, say
 
 from ._counts import counts
 from ._coverage import Whose, attribute, named, sums
-from ._engines import Engine, check_model, planned, running
+from ._engines import Engine, check_model, planned, running, takes_model
 
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
@@ -36,11 +36,7 @@ LEARNT = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and which steps. What else is there goes to vLLM."""
-    takes_vllms(parser)
-    parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
-    parser.add_argument(
-        "--model", metavar="DIR", required=True, help="the model's folder; weights may be missing"
-    )
+    takes_model(parser)
     parser.add_argument(
         "--batch",
         metavar="N,N",

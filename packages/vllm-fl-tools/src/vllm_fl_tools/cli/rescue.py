@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import ReportFile, UsageError, answer, say, takes_vllms
+from vllm_fl.cli.common import ReportFile, UsageError, answer, say
 from vllm_fl.settings.schema import CONFIG, Settings
 
-from ._engines import ANSWER_TIMEOUT, START_TIMEOUT, check_model, running
+from ._engines import ANSWER_TIMEOUT, START_TIMEOUT, check_model, running, takes_model
 from ._options import positive_seconds
 from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._rescued import report, said, settings_file
@@ -52,11 +52,7 @@ STATUS: Mapping[Status, int] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and where the settings go. What else is there goes to vLLM."""
-    takes_vllms(parser)
-    parser.usage = "%(prog)s [options] --model DIR [vLLM's arguments]"
-    parser.add_argument(
-        "--model", metavar="DIR", required=True, help="the model's folder; weights may be missing"
-    )
+    takes_model(parser)
     parser.add_argument(
         "--out",
         metavar="FILE",
