@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from vllm_fl_flaggems import kernels, loading
 
@@ -107,3 +111,55 @@ def test_a_contiguous_copy_holds_the_same(
 
 def test_a_row_has_a_warp_for_each_512_elements() -> None:
     assert [kernels.warps(1 << n) for n in (0, 4, 9, 10, 12, 13, 16)] == [1, 1, 1, 2, 8, 16, 16]
+
+
+HALF = "*bf16"
+ONE_ROW = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), HALF) | dict.fromkeys(
+    ("outputs", "features", "weight_step"), "i32"
+)
+ONE_ROW_SIZES = {"ROWS": 2, "BLOCK": 1024, "WHOLE_ROWS": False, "WHOLE_BLOCKS": False}
+ROWS = (
+    {"x": "tensordesc<bf16[16,256]>", "weight": "tensordesc<bf16[64,256]>"}
+    | {"weight_ptr": HALF, "bias_ptr": HALF, "out_ptr": HALF}
+    | dict.fromkeys(("tokens", "outputs", "features", "weight_step"), "i32")
+    | dict.fromkeys(("blocks", "blocks_of_a_part"), "i32")
+)
+ROWS_SIZES = {"more_weight": None, "TOKENS": 16, "ROWS": 64, "MORE": 0, "BLOCK": 256}
+ROWS_SIZES |= {"IN_PARTS": False, "STAGES": 4}
+SUMS = {"parts_ptr": "*fp32", "bias_ptr": HALF, "out_ptr": HALF}
+SUMS |= dict.fromkeys(("elements", "outputs", "parts"), "i32")
+SUMS_SIZES = {"SIZE": 1024}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "parameters", "sizes"),
+    [
+        ("linear_of_one_row_kernel", ONE_ROW, ONE_ROW_SIZES),
+        ("linear_kernel", ROWS, ROWS_SIZES),
+        ("sum_of_parts_kernel", SUMS, SUMS_SIZES),
+    ],
+)
+def test_a_kernel_that_begins_early_touches_nothing_before_it_has_waited(
+    kernel: str, parameters: dict[str, str], sizes: dict[str, Any]
+) -> None:
+    """As compiled for a Hopper GPU, which it takes none for; without EARLY nothing waits."""
+    from vllm_fl_flaggems import triton_kernels
+
+    def instructions(early: int) -> list[str]:
+        constants = sizes | {"EARLY": early}
+        source = ASTSource(
+            getattr(triton_kernels, kernel),
+            parameters | dict.fromkeys(constants, "constexpr"),
+            constants,
+        )
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        wanted = re.compile(
+            r"griddepcontrol\.\w+|prefetch|\b(?:ld|st)\.global|cp\.async\.bulk\.\w+"
+        )
+        return wanted.findall(made.asm["ptx"])
+
+    early = instructions(4)
+    (waits,) = (at for at, name in enumerate(early) if name == "griddepcontrol.wait")
+    assert early[waits + 1] == "griddepcontrol.launch_dependents"
+    assert set(early[:waits]) <= {"prefetch"}
+    assert not {"prefetch", "griddepcontrol.wait"} & set(instructions(0))

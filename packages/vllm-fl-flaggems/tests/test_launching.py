@@ -122,8 +122,9 @@ def test_of_nothing_comes_nothing(size: tuple[int, ...], device: torch.device) -
     assert q.shape == none.shape and k is not None and k.shape == none.shape
 
 
-@pytest.mark.parametrize("tokens", [2, 17, 64])
-@pytest.mark.parametrize("processors", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("tokens", "processors"), [(2, 1), (17, 1), (17, 2), (64, 1), (64, 2), (64, 3)]
+)
 def test_products_are_right_on_tiles_of_every_size(
     tokens: int, processors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

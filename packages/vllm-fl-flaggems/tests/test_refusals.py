@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
-from vllm_fl_flaggems.impl.linear import _blocks, _most_stages, _parts, _tile
+from vllm_fl_flaggems.impl.linear import _early, _most_stages, _parts, _tile
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
@@ -127,20 +128,22 @@ def test_few_programs_share_the_features(programs: int, features: int, parts: in
 @pytest.mark.parametrize(
     ("outputs", "tokens", "tile"),
     [
-        (4096, 64, (64, 0, 6)),
-        (8448, 16, (64, 0, 6)),
-        (8449, 16, (128, 0, 4)),
-        (24576, 64, (128, 64, 3)),
-        (28672, 32, (64, 0, 4)),
-        (28672, 64, (64, 0, 3)),
+        (4096, 16, (64, 0, 256, 4)),
+        (28672, 16, (64, 0, 256, 4)),
+        (4096, 64, (64, 0, 128, 6)),
+        (8448, 32, (64, 0, 128, 6)),
+        (8449, 32, (128, 0, 128, 4)),
+        (24576, 64, (128, 64, 128, 3)),
+        (28672, 32, (64, 0, 128, 4)),
+        (28672, 64, (64, 0, 128, 3)),
     ],
 )
 def test_each_multiprocessor_has_one_program_where_it_can(
-    outputs: int, tokens: int, tile: tuple[int, int, int]
+    outputs: int, tokens: int, tile: tuple[int, int, int, int]
 ) -> None:
     assert _tile(outputs, tokens) == tile
-    rows, more, stages = tile
-    assert stages <= _most_stages(torch.device("cpu"), rows + more + tokens)
+    rows, more, features, stages = tile
+    assert stages <= _most_stages(torch.device("cpu"), features * (rows + more + tokens))
 
 
 def test_fewer_blocks_are_in_flight_where_there_is_less_shared_memory(
@@ -149,18 +152,21 @@ def test_fewer_blocks_are_in_flight_where_there_is_less_shared_memory(
     held = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: held)
     stages = _most_stages.__wrapped__
-    assert stages(torch.device("cuda", 0), 64 + 64) == 3
-    assert stages(torch.device("cuda", 0), 4096) == 1
-    assert stages(torch.device("cpu"), 64 + 64) == 7
+    assert stages(torch.device("cuda", 0), 128 * (64 + 64)) == 3
+    assert stages(torch.device("cuda", 0), 128 * 4096) == 1
+    assert stages(torch.device("cpu"), 128 * (64 + 64)) == 7
 
 
 @pytest.mark.parametrize(
-    ("outputs", "blocks"), [(4096, (4, 512, 4)), (6144, (8, 256, 2)), (24576, (16, 256, 4))]
+    ("capability", "wanted", "early"), [(9, True, True), (9, False, False), (8, True, False)]
 )
-def test_one_token_has_the_blocks_that_were_the_fastest(
-    outputs: int, blocks: tuple[int, int, int]
+def test_products_begin_early_where_inductors_kernels_do(
+    capability: int, wanted: bool, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _blocks(outputs) == blocks
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    with inductor.patch("triton.enable_pdl", wanted):
+        assert ("launch_pdl" in _early(torch.device("cuda", capability))) is early
+        assert _early(torch.device("cpu")) == {"EARLY": 0}
 
 
 def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(

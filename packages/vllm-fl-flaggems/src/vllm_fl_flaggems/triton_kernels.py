@@ -161,12 +161,15 @@ def linear_of_one_row_kernel(
     BLOCK: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
     WHOLE_BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The next ROWS outputs of one token, by products of BLOCK features at a time."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < outputs
     feature = tl.arange(0, BLOCK)
     rows = weight_ptr + row.to(tl.int64)[:, None] * weight_step
+    if EARLY > 0:
+        _begin_early(weight_ptr, tl.minimum(row, outputs - 1), weight_step, features, EARLY)
     products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in tl.range(0, features, BLOCK, num_stages=3):
         at = start + feature
@@ -185,15 +188,40 @@ def linear_of_one_row_kernel(
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
+@triton.jit
+def _begin_early(weight_ptr, rows, weight_step, features, LINES: tl.constexpr):
+    """Have LINES times 128 bytes of these rows brought to L2, then wait for the kernel before.
+
+    Before the wait nothing may be written, and nothing be read that a kernel writes. The kernel
+    behind this one may begin only after it: Inductor's take for granted that whatever is
+    older than the kernel before them has ended.
+    """
+    feature = tl.minimum(tl.arange(0, LINES) * 64, features - 1)
+    places = weight_ptr + rows.to(tl.int64)[:, None] * weight_step + feature[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [places],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks", "blocks_of_a_part"])
 def linear_kernel(
     x,
     weight,
     more_weight,
+    weight_ptr,
     bias_ptr,
     out_ptr,
     tokens,
     outputs,
+    features,
+    weight_step,
     blocks,
     blocks_of_a_part,
     TOKENS: tl.constexpr,
@@ -202,19 +230,24 @@ def linear_kernel(
     BLOCK: tl.constexpr,
     IN_PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The next ROWS and MORE outputs of all tokens, of which there are at most TOKENS.
 
     x, weight and more_weight describe the same features in blocks of TOKENS, ROWS and MORE rows;
-    beyond the matrices they have zeros. MORE may be 0. The weight is the left factor: it has the
-    rows that a tensor core's instruction takes, and few tokens have not. IN_PARTS: each program of
-    the second axis sums up a part of the features, in fp32 and without the bias, which is
-    `sum_of_parts_kernel`'s.
+    beyond the matrices they have zeros. MORE may be 0. weight_ptr is where the weight begins. The
+    weight is the left factor: it has the rows that a tensor core's instruction takes, and few
+    tokens have not. IN_PARTS: each program of the second axis sums up a part of the features, in
+    fp32 and without the bias, which is `sum_of_parts_kernel`'s.
     """
     row = tl.program_id(0) * (ROWS + MORE)
     part = tl.program_id(1)
     first = part * blocks_of_a_part
     last = min(blocks, first + blocks_of_a_part)
+    if EARLY > 0:
+        rows = tl.minimum(row + tl.arange(0, ROWS), outputs - 1)
+        before = first * BLOCK
+        _begin_early(weight_ptr + before, rows, weight_step, features - before, EARLY)
     total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     if MORE > 0:
         more = tl.zeros((MORE, TOKENS), dtype=tl.float32)
@@ -256,8 +289,20 @@ def _store_product(
 
 
 @triton.jit(do_not_specialize=["elements"])
-def sum_of_parts_kernel(parts_ptr, bias_ptr, out_ptr, elements, outputs, parts, SIZE: tl.constexpr):
+def sum_of_parts_kernel(
+    parts_ptr,
+    bias_ptr,
+    out_ptr,
+    elements,
+    outputs,
+    parts,
+    SIZE: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """The next SIZE elements of (tokens, outputs), of which each part has a summand, in order."""
+    if EARLY > 0:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     here = at < elements
     total = tl.load(parts_ptr + at, mask=here, other=0.0)
