@@ -6,8 +6,9 @@
 
 Answers are lines of JSON on what was its standard output; everything that it logs goes to standard
 error. It answers once when it is ready, then once per line that it reads: `seconds` for all of it,
-and in `steps` for each of the engine's steps; to `{"memory": true}`, with `peak_mib`. A job with
-`"profile": true` is profiled in the first worker: `kernels` has for each the µs and the calls.
+and in `steps` for each of the engine's steps; to `{"memory": true}`, with `peak_mib`, and with the
+`weights` that a decoding step of one token reads, in bytes. A job with `"profile": true` is
+profiled in the first worker: `kernels` has for each the µs and the calls.
 """
 
 from __future__ import annotations
@@ -22,10 +23,24 @@ from typing import Any
 
 
 def memory(worker: Any) -> dict[str, float]:
-    """The most device memory that PyTorch's tensors took since the engine measured what is free."""
+    """The most device memory that PyTorch's tensors took since the engine measured what is free.
+
+    And the bytes of the weights that a decoding step of one token reads: of experts those that it
+    is sent to, of an embedding that is no output layer, too, none.
+    """
     import torch
 
-    return {"peak_mib": torch.cuda.max_memory_allocated() / 2**20}
+    model = worker.get_model()
+    config = worker.model_config.hf_text_config
+    experts = getattr(config, "num_experts", 0) or 0
+    share = config.num_experts_per_tok / experts if experts else 1.0
+    read = 0.0
+    for name, weight in model.named_parameters():
+        if "embed_tokens" in name and not config.tie_word_embeddings:
+            continue
+        size = weight.numel() * weight.element_size()
+        read += size * share if ".experts." in name else size
+    return {"peak_mib": torch.cuda.max_memory_allocated() / 2**20, "weights": read}
 
 
 def begin_profile(worker: Any) -> None:

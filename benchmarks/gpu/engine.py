@@ -34,54 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from host import facts, memory_gib
+from shapes import MODELS
 
 SERVER = Path(__file__).resolve().parents[1] / "engine_server.py"
 START_TIMEOUT, ANSWER_TIMEOUT = 400.0, 120.0
-VOCABULARY = 151_936
-
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": VOCABULARY,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "max_position_embeddings": 40_960,
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-EXPERTS = {
-    **MODEL,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "num_hidden_layers": 12,  # of 48, so that engines fit side by side
-    "num_key_value_heads": 4,
-}
-
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen3-8b": (MODEL, {}),
-    "qwen3-8b-fp8": (MODEL, {"quantization": "fp8"}),
-    "qwen3-30b-a3b": (EXPERTS, {}),
-}
-"""Name -> (its configuration, further arguments of vllm.LLM)."""
 
 OPTIONS = {
     "load_format": "dummy",
@@ -95,7 +51,12 @@ OPTIONS = {
 ALONE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """Nothing is fetched from or reported to anywhere."""
 
-WORKLOADS = {"batch 1": (1, 128, 128), "batch 64": (64, 128, 128), "prefill": (16, 1024, 1)}
+WORKLOADS = {
+    "batch 1": (1, 128, 128),
+    "batch 8": (8, 128, 128),
+    "batch 64": (64, 128, 128),
+    "prefill": (16, 1024, 1),
+}
 """Name -> (prompts, tokens of each, new tokens of each)."""
 
 STEPS = {
@@ -168,24 +129,31 @@ Speeds = dict[str, dict[str, list[float]]]
 """Engine -> workload -> tokens per second, round by round."""
 
 
-def prompts(seed: str, batch: int, length: int) -> list[list[int]]:
+def prompts(seed: str, batch: int, length: int, vocabulary: int) -> list[list[int]]:
     """Random ones: no round finds an earlier one's prefix."""
     pick = random.Random(seed)
-    return [[pick.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(batch)]
+    return [[pick.randrange(3, vocabulary) for _ in range(length)] for _ in range(batch)]
 
 
 class Engine:
     """A running engine, idle until it is asked."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
-        self.name, self.process, self.log = name, process, log
+    def __init__(
+        self, name: str, process: subprocess.Popen[str], log: Path, vocabulary: int
+    ) -> None:
+        self.name, self.process, self.log, self.vocabulary = name, process, log, vocabulary
         self.ready: dict[str, Any] = {}
+
+    def wait(self) -> None:
+        """Wait until it is ready."""
+        self.ready = self.answer(START_TIMEOUT)
+        print(f"{self.name}: ready in {self.ready['seconds']:.0f} s", flush=True)
 
     def generate(self, workload: str, seed: int) -> tuple[float, float | None, list[float]]:
         """Tokens per second, of prompt and output and of steady decoding if any; steps' seconds."""
         batch, length, new = WORKLOADS[workload]
-        job = {"prompts": prompts(f"{workload} {seed}", batch, length), "new_tokens": new}
-        answer = self.ask(job)
+        words = prompts(f"{workload} {seed}", batch, length, self.vocabulary)
+        answer = self.ask({"prompts": words, "new_tokens": new})
         decoding = sorted(answer["steps"][1:])
         steady = batch / decoding[len(decoding) // 4] if len(decoding) > 4 else None
         return batch * (length + new) / float(answer["seconds"]), steady, answer["steps"]
@@ -194,11 +162,20 @@ class Engine:
         """Kernel -> its µs and calls in one step, the longest first."""
         batch, length, new = STEPS[step]
         for part in ("before", "seen"):  # what comes after an idle moment is slower at first
-            job = {"prompts": prompts(f"{step} {seed} {part}", batch, length), "new_tokens": new}
+            words = prompts(f"{step} {seed} {part}", batch, length, self.vocabulary)
+            job = {"prompts": words, "new_tokens": new}
             answer = self.ask({**job, "profile": True} if part == "seen" else job)
         found: dict[str, list[float]] = answer["kernels"]
         per_step = {name: [us / new, calls / new] for name, (us, calls) in found.items()}
         return dict(sorted(per_step.items(), key=lambda item: -item[1][0]))
+
+    def unprofiled(self, step: str) -> str:
+        """What its log says of a profile without kernels."""
+        lines = self.log.read_text(errors="replace").splitlines()[-400:]
+        words = ("cupti", "kineto", "profiler")
+        about = [line for line in lines if any(word in line.lower() for word in words)]
+        why = about[-1] if about else "its log names no reason"
+        return f"the profile of {step!r} has no kernel: this round is left out ({why})"
 
     def peak_mib(self) -> float:
         """The most device memory that its tensors have taken; the driver's count has slack, too."""
@@ -225,11 +202,19 @@ class Engine:
 
 @contextlib.contextmanager
 def running(
-    name: str, mode: str, model: Path, folder: Path, share: float, **further: Any
+    name: str,
+    mode: str,
+    model: Path,
+    folder: Path,
+    share: float,
+    *,
+    waits: bool = True,
+    **further: Any,
 ) -> Iterator[Engine]:
     """Start an engine and wait until it is ready; end all its processes at the end.
 
-    One after the other: an engine measures the free memory while it starts.
+    One after the other: an engine measures the free memory while it starts. Those that are told how
+    large their KV cache is may start at once: `waits` is false then.
     """
     variables, ours = VARIANTS[name]
     request = {
@@ -249,8 +234,9 @@ def running(
         **os.environ,
         **ALONE,
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the worker
-        # What two engines of one code differ by is not what they compiled.
-        "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}-{name.removesuffix('-again')}"),
+        # What two engines of one code differ by is not what they compiled, but where both start at
+        # once.
+        "VLLM_CACHE_ROOT": str(folder / f"cache-{mode}-{name.removesuffix('-again' * waits)}"),
         **variables,
     }
     with log.open("w") as errors:
@@ -263,10 +249,11 @@ def running(
             text=True,
             start_new_session=True,
         )
-    engine = Engine(f"{mode} {name}", process, log)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    engine = Engine(f"{mode} {name}", process, log, vocabulary)
     try:
-        engine.ready = engine.answer(START_TIMEOUT)
-        print(f"{engine.name}: ready in {engine.ready['seconds']:.0f} s", flush=True)
+        if waits:
+            engine.wait()
         yield engine
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -336,18 +323,29 @@ def compare(mode: str, engines: Mapping[str, Engine], rounds: int) -> Iterator[d
 def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, Any]]:
     """What is known of the GPU's kernels after each round.
 
+    A profile may lack its kernels, as one on an H100 did. It is asked for once more then; a round
+    in which an engine shows none in a step is left out for this step.
+
     Returns:
         Engine -> step -> `us`, the sum of all kernels' times, round by round; `of_stock`, the
-        quartiles of its ratio to stock's in the same round; `kernels`, name -> [µs, calls] of the
-        last round.
+        quartiles of its ratio to stock's in the same round, None without a round; `kernels`,
+        name -> [µs, calls] of the last round.
     """
     sums: dict[str, dict[str, list[float]]] = {name: {s: [] for s in STEPS} for name in engines}
-    last: dict[str, dict[str, Any]] = {name: {} for name in engines}
+    last: dict[str, dict[str, Any]] = {name: {s: {} for s in STEPS} for name in engines}
     for number in range(rounds):
         for step in STEPS:
+            seen: dict[str, dict[str, list[float]]] = {}
             for name in reversed(engines) if number % 2 else engines:
-                last[name][step] = engines[name].kernels(step, number)
-                sums[name][step].append(sum(us for us, _ in last[name][step].values()))
+                engine = engines[name]
+                seen[name] = engine.kernels(step, number) or engine.kernels(step, ~number)
+                if not seen[name]:
+                    print(f"{engine.name}: {engine.unprofiled(step)}", flush=True)
+            if not all(seen.values()):
+                continue
+            for name, found in seen.items():
+                last[name][step] = found
+                sums[name][step].append(sum(us for us, _ in found.values()))
         yield {
             name: {
                 step: {
@@ -362,8 +360,10 @@ def profiled(engines: Mapping[str, Engine], rounds: int) -> Iterator[dict[str, A
         }
 
 
-def quartiles(values: list[float]) -> dict[str, float]:
-    """The lower quartile, the median and the upper one."""
+def quartiles(values: list[float]) -> dict[str, float] | None:
+    """The lower quartile, the median and the upper one; None of nothing."""
+    if not values:
+        return None
     few = len(values) < 2
     low, median, high = values * 3 if few else statistics.quantiles(values, method="inclusive")
     return {"median": median, "low": low, "high": high}
@@ -374,8 +374,12 @@ def kernel_table(found: dict[str, Any]) -> str:
     lines = []
     for step in STEPS:
         for name, of_engine in found.items():
-            us, share = statistics.median(of_engine[step]["us"]), of_engine[step]["of_stock"]
-            lines.append(f"{step:18}{name:18}{us:>12.1f} µs of kernels  {spread(share)} of stock's")
+            us, share = of_engine[step]["us"], of_engine[step]["of_stock"]
+            if share is None:
+                lines.append(f"{step:18}{name:18} no round showed the kernels of every engine")
+                continue
+            told = f"{statistics.median(us):>12.1f} µs of kernels  {spread(share)} of stock's"
+            lines.append(f"{step:18}{name:18}{told}")
         for name, of_engine in found.items():
             lines.append(f"  {name}, the last round's longest, µs and calls a step:")
             for kernel, (us, calls) in list(of_engine[step]["kernels"].items())[:SHOWN]:

@@ -1,11 +1,15 @@
-"""What a start of vLLM costs with vllm-fl on a GPU, Qwen3-8B's shapes: stock and shipped.
+"""What a start of vLLM costs with vllm-fl on a GPU, a model's shapes: stock and shipped.
 
-    python benchmarks/gpu/startup.py [--modes compiled eager] [--variants …] [--starts 2]
+    python benchmarks/gpu/startup.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
+        [--cold 2] [--warm 1] [--seconds 480]
 
-Engines start one after the other, each alone on the device, in turns. The first start of each in a
-mode finds its compile cache empty, the later ones find it filled. JSON goes to $OUT/startup.json
-after every start:
+Engines start one after the other, each alone on the device, in turns. A cold start finds every
+cache empty: vLLM's, Inductor's, Triton's and FlagGems's. Behind the last cold start of all variants
+the warm ones find them as it left them. JSON goes to $OUT/startup.json after every start:
 
+    phases              phase -> seconds; of stock vLLM what its log says, of vllm-fl what its
+                        report says, too (`vllm_fl_report`, `start`)
+    ranges              range of token counts -> seconds of compiling its graphs, by vLLM's log
     preflight_seconds   what the start line says; null for stock
     live_calls          calls compared on the loaded model's tensors, by the same line
     live_seconds        how long that took, its forwards included
@@ -25,14 +29,16 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from engine import MODEL, VARIANTS, memory_of, running
+from engine import VARIANTS, memory_of, running
 from host import facts
+from shapes import MODELS
 
 PREFLIGHT = re.compile(r"vllm-fl: .*\((?:eager|compiled);.*?(?:verified|run) in ([\d.]+) s")
 LIVE = re.compile(r"vllm-fl: .* (\d+) calls on live tensors in ([\d.]+) s")
@@ -40,6 +46,18 @@ LIVE_REMARKS = re.compile(
     r"not on live tensors: .*?(?=; digest)|not compared there: .*?(?=; digest)"
 )
 CAPTURED = re.compile(r"(\w+=\S+) captured and replayed twice in ([\d.]+) s")
+
+SAID = {
+    "the weights": r"Model loading took .* and ([\d.]+) seconds",
+    "Dynamo": r"Dynamo bytecode transform time: ([\d.]+) s",
+    "torch.compile": r"torch\.compile (?:took|takes) ([\d.]+) s in total",
+    "the first run": r"Initial profiling/warmup run took ([\d.]+) s",
+    "graphs": r"Graph capturing finished in (\d+) secs",
+    "profile, cache and warm-up": r"init engine \(.*\) took ([\d.]+) s",
+}
+"""Phase -> what vLLM's log says of it. A release may say it otherwise: that phase is left out."""
+
+RANGE = re.compile(r"Compiling a graph for compile range (\(.*?\)|\S+) takes ([\d.]+) s")
 
 SHARE = 0.9
 """Of the device's memory, as vLLM takes by default."""
@@ -61,10 +79,19 @@ def wait_for_memory(before: int, limit: float = 60.0) -> None:
         time.sleep(0.5)
 
 
-def start(name: str, mode: str, model: Path, folder: Path) -> dict[str, Any]:
+def phases(log: str, ready: dict[str, Any]) -> dict[str, float]:
+    """Phase -> seconds, by vLLM's log, and by the worker's report where there is one."""
+    found = {what: re.findall(pattern, log) for what, pattern in SAID.items()}
+    told = {f"log: {what}": sum(map(float, each)) for what, each in found.items() if each}
+    return told | {k: round(v, 2) for k, v in (ready["report"] or {}).get("start", {}).items()}
+
+
+def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> dict[str, Any]:
     """Start an engine, serve one batch and end it; RuntimeError with its log when it fails."""
+    for variable in ("TRITON_CACHE_DIR", "FLAGGEMS_CACHE_DIR"):
+        os.environ[variable] = str(folder / f"{variable}-{name}")
     begun = time.perf_counter()
-    with running(name, mode, model, folder, SHARE) as engine:
+    with running(name, mode, model, folder, SHARE, **further) as engine:
         total = time.perf_counter() - begun
         engine.generate("batch 1", seed=0)
         log = engine.log.read_text(errors="replace")
@@ -76,6 +103,8 @@ def start(name: str, mode: str, model: Path, folder: Path) -> dict[str, Any]:
         return {
             "mode": mode,
             "variant": name,
+            "phases": phases(log, engine.ready),
+            "ranges": {where: float(took) for where, took in RANGE.findall(log)},
             "preflight_seconds": float(said.group(1)) if said else None,
             "live_calls": int(live.group(1)) if live else None,
             "live_seconds": float(live.group(2)) if live else None,
@@ -89,40 +118,82 @@ def start(name: str, mode: str, model: Path, folder: Path) -> dict[str, Any]:
         }
 
 
+def table(results: list[dict[str, Any]]) -> str:
+    """Median seconds of every phase, of cold starts and of warm ones, a column for each engine."""
+    lines = []
+    for mode, kind in dict.fromkeys((each["mode"], each["kind"]) for each in results):
+        of_kind = [
+            r for r in results if (r["mode"], r["kind"]) == (mode, kind) if "failed" not in r
+        ]
+        names = list(dict.fromkeys(each["variant"] for each in of_kind))
+        rows = {name: [flat(r) for r in of_kind if r["variant"] == name] for name in names}
+        counts = ", ".join(f"{len(rows[name])} of {name}" for name in names)
+        lines.append(f"{mode}, {kind} starts: {counts}; medians, seconds")
+        lines.append(f"  {'':44}" + "".join(f"{name:>14}" for name in names))
+        for what in dict.fromkeys(key for each in rows.values() for row in each for key in row):
+            cells = [[row[what] for row in rows[name] if what in row] for name in names]
+            told = (f"{statistics.median(cell):>14.1f}" if cell else f"{'-':>14}" for cell in cells)
+            lines.append(f"  {what:44}" + "".join(told))
+    return "\n".join(lines)
+
+
+def flat(result: dict[str, Any]) -> dict[str, float]:
+    """What of a start is seconds."""
+    ranges = {f"log: range {where}": took for where, took in result["ranges"].items()}
+    whole = {"from LLM(…)": result["engine_seconds"], "the whole": result["total_seconds"]}
+    return whole | result["phases"] | ranges
+
+
 def main() -> None:
     """Start what was asked for, and print a line of JSON for each start."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     modes, variants = ["compiled", "eager"], ["stock", "shipped"]
+    parser.add_argument("--model", default="qwen3-8b", choices=MODELS)
     parser.add_argument("--modes", nargs="+", default=modes, choices=modes)
     parser.add_argument("--variants", nargs="+", default=variants, choices=VARIANTS)
-    parser.add_argument("--starts", type=int, default=2, help="starts of each engine")
+    parser.add_argument("--cold", type=int, default=2, help="starts of each with empty caches")
+    parser.add_argument("--warm", type=int, default=1, help="starts of each with filled ones")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
     options = parser.parse_args()
+    if options.cold < 1:
+        parser.error("--cold takes 1 or more: warm starts find what a cold one has left")
     if shutil.which("nvidia-smi") is None:
         print("skipped: no NVIDIA GPU here (there is no nvidia-smi)")
         return
+    deadline = time.monotonic() + options.seconds
     out = Path(os.environ.get("OUT", "."))
     os.environ["VLLM_FL_LOG_LEVEL"] = "DEBUG"  # which names what is captured
+    config, further = MODELS[options.model]
     results: list[dict[str, Any]] = []
     before = used_mib()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model = folder / "model"
+        model = Path(scratch, "model")
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(MODEL))
+        (model / "config.json").write_text(json.dumps(config))
+        starts = [("cold", n) for n in range(options.cold)] + [
+            ("warm", n) for n in range(options.warm)
+        ]
         for mode in options.modes:
-            for number in range(options.starts):
+            for kind, number in starts:
+                folder = Path(scratch, f"caches-{number if kind == 'cold' else options.cold - 1}")
+                folder.mkdir(exist_ok=True)
                 order = options.variants if number % 2 == 0 else options.variants[::-1]
                 for name in order:
+                    if time.monotonic() > deadline:
+                        print(f"{mode}, {kind} start of {name}: left out, the time is up")
+                        continue
                     try:
-                        result = start(name, mode, model, folder)
+                        result = start(name, mode, model, folder, **further)
                     except RuntimeError as error:
                         result = {"mode": mode, "variant": name, "failed": str(error)}
                     wait_for_memory(before)
-                    results.append({**result, "start": number})
+                    results.append({**result, "kind": kind, "start": number})
                     print(json.dumps(results[-1]), flush=True)
                     text = json.dumps({"host": facts(), "results": results}, indent=1)
                     (out / "startup.json").write_text(text)
-                    shutil.copy(folder / f"{mode}-{name}.log", out / f"startup-{mode}-{name}.log")
+                    log = folder / f"{mode}-{name}.log"
+                    shutil.copy(log, out / f"startup-{mode}-{kind}-{name}.log")
+    print(table(results))
 
 
 if __name__ == "__main__":

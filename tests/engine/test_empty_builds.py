@@ -291,11 +291,11 @@ def test_ranges_run_their_rows_and_a_restart_finds_them_in_the_cache(
     assert places(again) == 0 and again["tokens"] == first["tokens"]
     other = served(OTHER_ROWS + ONE_KERNEL)
     (report,) = other["report"]
-    assert report["fusions"]["qk_norm_rope"]["found"] == 2 * 3  # layers, ranges
-    assert report["fusions"]["linear"]["found"] == 2 * 8  # of the two smaller ranges
-    for told in (t for op in ("silu_and_mul", "rms_norm") for t in report["ranges"][op]):
-        assert told["places"] > 0 and told["operators"] == 0, report["ranges"]
-    assert [last for last, _ in inlined(other, "silu_and_mul")] == [1, 8, largest]
+    assert report["fusions"]["qk_norm_rope"]["found"] == 2 * 2  # layers, ranges
+    assert report["fusions"]["linear"]["found"] == 8  # of the smaller range
+    one_choice = [*report["ranges"]["silu_and_mul"], report["ranges"]["rms_norm"][1]]
+    assert all(told["places"] > 0 and told["operators"] == 0 for told in one_choice)
+    assert inlined(other, "rms_norm") == [(8, None), (largest, "stock.vllm")]
 
     stock = start("qwen3", stock=True)
     for ours in (first, other):

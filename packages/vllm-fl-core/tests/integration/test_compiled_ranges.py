@@ -119,11 +119,12 @@ def test_the_same_rows_are_found_in_the_cache_and_others_are_not() -> None:
     first, again = served(order), served(order)
     assert first.marks == again.marks == {64: 3, 1: 3, 4: 1, 5: 3}
     assert [(str(sizes), impl) for _, sizes, impl in first.inlined] == [
-        ("1", "default.flagos"),
-        ("2-4", "vendor.acme"),
         (f"5-{LARGEST}", "default.flagos"),
     ]
     assert not again.inlined, "the pass has nothing to do where compiled code is found"
     other = served({"<=1": "flagos", "<=4": "vendor", "rest": "vendor"})
     assert other.marks == {64: 1, 1: 3, 4: 1, 5: 1}
-    assert len(other.inlined) == 2
+    assert [(str(sizes), impl) for _, sizes, impl in other.inlined] == [
+        ("1", "default.flagos"),
+        (f"2-{LARGEST}", "vendor.acme"),
+    ]

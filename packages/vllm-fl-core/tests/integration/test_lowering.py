@@ -445,10 +445,11 @@ def split(plan: Plan, entry: dict[str, Any] | None = None, **fields: Any) -> Any
 @pytest.mark.parametrize(
     ("order", "endpoints", "sizes"),
     [
-        (ROWS, [4, 16, 64], []),
+        (ROWS, [16, 64], []),
         ({"<=4": "vendor", "rest": "flagos"}, [4, 64], []),
         ({"<=1": "vendor", "rest": "flagos"}, [64], [1]),
-        ({"<=1": "vendor", "<=8": "reference", "rest": "flagos"}, [8, 64], [1]),
+        ({"<=1": "vendor", "<=8": "reference", "rest": "flagos"}, [8, 64], []),
+        ({"<=1": "vendor", "<=8": "vendor", "rest": "reference"}, [8, 64], []),
         ({"<=4": "reference", "<=8": ["reference", "vendor"], "rest": "reference"}, [64], []),
         ("vendor", [64], []),
     ],
@@ -463,17 +464,17 @@ def test_vllms_ranges_are_split_at_the_edges_of_rows(
 def test_a_size_that_the_user_has_compiled_apart_is_no_end_of_a_range(planned: Planned) -> None:
     """vLLM's range goes on beyond it, and no row would hold for all of that."""
     found = split(planned(ROWS, *three()), endpoints=[64], sizes=[4, 1])
-    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([4, 16, 64], [4, 1])
+    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([16, 64], [4, 1])
 
 
 def test_where_encoders_are_compiled_no_size_is_compiled_apart_for_us(planned: Planned) -> None:
     """vLLM would put 1 in the place of each of their sizes, which not every shape allows."""
-    plan = planned({"<=1": "vendor", "<=8": "reference", "rest": "flagos"}, *three())
+    plan = planned({"<=1": "vendor", "rest": "flagos"}, *three())
     found = split(plan, endpoints=[64], sizes=[], compile_mm_encoder=True)
-    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([8, 64], [])
+    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([64], [])
 
 
-def test_of_more_rows_those_are_split_off_by_which_the_most_is_inlined(planned: Planned) -> None:
+def test_of_more_rows_that_of_the_largest_calls_is_split_off(planned: Planned) -> None:
     order = {
         "<=2": "reference",
         "<=4": "vendor",
@@ -483,14 +484,13 @@ def test_of_more_rows_those_are_split_off_by_which_the_most_is_inlined(planned: 
     }
     plan = planned(order, *three())
     found = split(plan, endpoints=[64], sizes=[])
-    assert len(found.compile_ranges_endpoints) == 3  # at most three ranges
-    chosen = ranges.planned(plan, config([8, 16, 64], []))[OP]
+    assert found.compile_ranges_endpoints == [16, 64]
+    chosen = ranges.planned(plan, config([16, 64], []))[OP]
     assert [(str(sizes), impl) for sizes, impl in chosen] == [
-        ("1-8", None),
-        ("9-16", "default.flagos"),
+        ("1-16", None),
         ("17-64", "vendor.acme"),
     ]
-    assert ranges.told(chosen) == "inlined in 2 of 3 ranges (9-16, 17-64 tokens)"
+    assert ranges.told(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
 
 
 def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(
@@ -498,7 +498,7 @@ def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(
 ) -> None:
     entry: dict[str, Any] = {}
     changed = config([16, 32, 64], [1, 8])
-    ranges.split(planned(ROWS, *three()), changed, entry)
+    ranges.split(planned({"<=4": "vendor", "rest": "flagos"}, *three()), changed, entry)
     compilation = changed.compilation_config
     assert compilation.compile_ranges_endpoints == [4, 16, 32, 64]
     ranges.split(

@@ -8,6 +8,7 @@ import pickle
 import traceback
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -361,3 +362,50 @@ def test_an_op_that_the_user_names_is_planned_whatever_the_model_has(
     config = engine_config(Carried())
     config.model_config.get_num_experts = lambda: 0
     assert "swigluoai_and_mul" in planning.plan_for(planning.facts_of(config)).entries
+
+
+@pytest.mark.parametrize(
+    ("capability", "mode", "label"),
+    [
+        (
+            SimpleNamespace(major=9, minor=0),
+            CompilationMode.VLLM_COMPILE,
+            "vendor.acme(<=64)|stock",
+        ),
+        (SimpleNamespace(major=9, minor=0), CompilationMode.NONE, "stock"),
+        (SimpleNamespace(major=8, minor=0), CompilationMode.VLLM_COMPILE, "stock"),
+        (None, CompilationMode.VLLM_COMPILE, "stock"),
+        (OSError("no driver"), CompilationMode.VLLM_COMPILE, "stock"),
+    ],
+    ids=str,
+)
+def test_an_order_for_a_device_is_planned_where_vllm_finds_it(
+    capability: Any, mode: CompilationMode, label: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def told() -> Any:
+        if isinstance(capability, Exception):
+            raise capability
+        return capability
+
+    file = tmp_path / "cuda.yaml"
+    file.write_text(DEVICES)
+    settings = load_settings({}, platform="cuda", platform_files=[("fl-acme", str(file))])
+    monkeypatch.setattr(planning, "_read_settings", lambda platform: settings)
+    platform: Any = vllm.platforms.current_platform
+    monkeypatch.setattr(platform, "get_device_capability", told, raising=False)
+    monkeypatch.setattr(platform, "get_device_name", lambda: "Acme 1", raising=False)
+    facts = facts_of(engine_config(mode=mode))
+    assert plan_for(facts).entries["silu_and_mul"].label == label
+    assert facts.device is None or facts.device.name == "Acme 1"
+
+
+DEVICES = """
+op_backends:
+  silu_and_mul: [stock, vendor]
+devices:
+  - capability: 9.0
+    op_backends:
+      silu_and_mul:
+        compiled: {"<=64": vendor, rest: stock}
+        measured: {date: 2026-11-25, device: Acme 1, ratio: 1.5, what: activations}
+"""

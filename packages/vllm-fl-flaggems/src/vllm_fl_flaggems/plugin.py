@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from vllm_fl import (
@@ -11,6 +12,7 @@ from vllm_fl import (
     CommunicatorImpl,
     Finding,
     OpImpl,
+    PolicyDefaults,
     SettingSpec,
     WorkerContext,
     WorkerReport,
@@ -38,6 +40,7 @@ __all__ = [
     "KERNEL_DISTRIBUTIONS",
     "attention_backend",
     "doctor",
+    "policy",
     "register_ops",
     "rejections",
     "settings",
@@ -46,6 +49,8 @@ __all__ = [
 
 KERNEL_DISTRIBUTIONS = ("flag-gems",)
 """Whose code runs here: core puts it into the digest of an engine's plan."""
+
+POLICY = Path(__file__).with_name("cuda.yaml")
 
 MODULES = (
     activation,
@@ -80,6 +85,12 @@ def attention_backend() -> list[AttentionImpl]:
             supports=supports_attention,
         )
     ]
+
+
+@hookimpl
+def policy(platform: str) -> PolicyDefaults | None:
+    """What was measured on classes of NVIDIA's devices."""
+    return PolicyDefaults(POLICY) if platform == "cuda" else None
 
 
 @hookimpl

@@ -121,6 +121,10 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
             "error": (engines[0].unasked or None) if engines else None,
         },
         "table": _table.as_json(settings, op, engines) if engines else None,
+        "devices": {
+            "here": str(engines[0].facts.device or "") or None if engines else None,
+            "orders": [str(order) for order in settings.by_device.get(op, ())],
+        },
     }
 
 
@@ -243,6 +247,10 @@ def _show(facts: Mapping[str, Any]) -> None:
         _show_view(view)
     if facts["table"]:
         _table.say_figures(facts["table"])
+    if facts["devices"]["orders"]:
+        here = facts["devices"]["here"] or "no device that vLLM knows the class of"
+        say(f"\nIts order differs by device; here is {here}:")
+        say("\n".join(f"  {order}" for order in facts["devices"]["orders"]))
     if facts["places"]:
         say(f"\nInside vLLM it runs in: {'; '.join(facts['places'])}.")
     if facts["bypasses"]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..dispatch import get_default_manager
 from ..errors import PluginError
 from ..logs import quiet
-from ..settings.policy import OpOrder
+from ..settings.devices import DeviceOrder
+from ..settings.policy import MODES, OpOrder
 from ..settings.schema import CONFIG, Setting, Settings
 from ..settings.values import ORDER_PREFIX
 from ..text import HIDDEN, clean, is_secret
@@ -144,6 +146,8 @@ def text_of(settings: Settings) -> str:
         said["table"] = os.path.abspath(settings.table)  # a file's own is relative to its folder
     if orders:
         said["op_backends"] = orders
+    if settings.by_device:
+        said["devices"] = [*_sections(settings)]
     lines = [
         "# Written by `vllm-fl policy --write`: what held then, wherever it came from.",
         f"# {CONFIG} names this file, which then replaces variables and platform files.",
@@ -169,6 +173,22 @@ def _in_environment(settings: Settings) -> list[str]:
         if variable != setting.origin and not isinstance(setting.value, OpOrder):
             found.append(variable if is_secret(variable) else clean(setting.named))
     return found
+
+
+def _sections(settings: Settings) -> Iterator[dict[str, Any]]:
+    """What is said of some devices, as a file has it: a section for each order that may act."""
+    for op, orders in settings.by_device.items():
+        for each in orders:
+            if settings.is_users(op) and not each.order.pinned:
+                continue
+            sides = {}
+            for mode in filter(each.order.rows, MODES):
+                rows = each.over(settings.policy.order(op, mode, engine=True), mode)
+                sides[mode] = OpOrder(rows, rows).written
+            named = {"capability": each.capability, "name": each.name}
+            figure = {"measured": asdict(each.measured)} if each.measured else {}
+            said = {key: value for key, value in named.items() if value}
+            yield {**said, "op_backends": {op: {**sides, **figure}}}
 
 
 def _order(setting: Setting, order: OpOrder, settings: Settings) -> Any:
@@ -225,7 +245,9 @@ def _plain(key: str, value: object) -> Any:
         return value.written
     if is_secret(key) and value not in (None, ()):
         return HIDDEN
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [str(each) if isinstance(each, DeviceOrder) else each for each in value]
+    return value
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from ..contracts import ModelSizes
     from ..plugins.types import AttentionRequest, CommunicatorRequest, LayerRequest
+    from ..settings.devices import Device
     from ..settings.loading import Settings
     from ..settings.policy import Mode
 
@@ -45,6 +46,7 @@ class EngineFacts:
         by_range: whether vLLM compiles the model for each range of token counts apart, and runs its
             passes over the graphs.
         foreign: op -> its layers that another plugin of vLLM's has replaced -> whose they are.
+        device: the class of the device; None where no setting is for one, or nobody knows it.
     """
 
     settings: Settings
@@ -66,6 +68,7 @@ class EngineFacts:
     captured: tuple[int, ...] = ()
     by_range: bool = False
     foreign: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    device: Device | None = None
 
     @property
     def wants_invariance(self) -> str:

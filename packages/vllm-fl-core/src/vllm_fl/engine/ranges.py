@@ -17,8 +17,9 @@ from .opaque import is_inlined
 
 __all__ = ["MOST", "Range", "choice", "edges", "sole"]
 
-MOST = 3
-"""How many ranges a model is compiled for on account of orders by size: each is compiled anew."""
+MOST = 2
+"""How many ranges a model is compiled for on account of orders by size: each is compiled anew, and
+a start takes so much longer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -79,9 +80,10 @@ def sole(chain: Chain, sizes: Range) -> OpImpl | None:
 def edges(chains: Iterable[Chain], largest: int) -> tuple[int, ...]:
     """Where to split the token counts, so that the most can be inlined: at most `MOST` ranges.
 
-    Of all ways to split at ceilings of rows that way is taken by which the most rows are inlined,
-    those of each op between all neighbouring ceilings counted; of equal ones the one with the
-    fewest ranges, then with the smallest edges.
+    Of all ways to split at ceilings of rows that way is taken by which the most ops are inlined in
+    the largest calls, whose operators a host launches one by one. Of equal ones that by which the
+    most rows are inlined, those of each op between all neighbouring ceilings counted; then the one
+    with the fewest ranges, then with the smallest edges.
 
     Args:
         chains: one for each op that is ordered by size.
@@ -94,15 +96,21 @@ def edges(chains: Iterable[Chain], largest: int) -> tuple[int, ...]:
     ceilings = sorted({n for chain in able for n, _ in chain.rows if n and n < largest})
     rows = [Range(low + 1, high) for low, high in pairwise([0, *ceilings, largest])]
 
-    def inlined(split: tuple[int, ...]) -> int:
+    def inlined(split: tuple[int, ...]) -> tuple[int, int]:
         ranges = [Range(low + 1, high) for low, high in pairwise([0, *split, largest])]
-        return sum(
-            choice(chain, whole) is not None
+        found = [
+            [row for row in rows if whole.first <= row.first and row.last <= whole.last]
             for chain in able
             for whole in ranges
-            for row in rows
-            if whole.first <= row.first and row.last <= whole.last
-        )
+            if choice(chain, whole) is not None
+        ]
+        reaching = (each for each in found if each[-1].last == largest)
+        return len([*reaching]), sum(map(len, found))
 
     ways = [way for count in range(MOST) for way in combinations(ceilings, count)]
-    return min(ways, key=lambda way: (-inlined(way), len(way), way), default=())
+
+    def cost(way: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
+        largest_calls, all_rows = inlined(way)
+        return -largest_calls, -all_rows, len(way), way
+
+    return min(ways, key=cost, default=())

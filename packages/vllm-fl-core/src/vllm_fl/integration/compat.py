@@ -54,7 +54,8 @@ _NAMES = {
     "platforms": ("builtin_platform_plugins current_platform",),
     "platforms.interface": (
         "Platform: check_and_update_config device_type fp8_dtype get_attn_backend_cls "
-        "get_default_ir_op_priority get_device_communicator_cls get_pass_manager_cls "
+        "get_default_ir_op_priority get_device_capability get_device_communicator_cls "
+        "get_device_name get_pass_manager_cls "
         "import_ir_kernels is_cpu is_cuda is_rocm is_xpu pre_register_and_update",
     ),
     "envs": ("environment_variables",),

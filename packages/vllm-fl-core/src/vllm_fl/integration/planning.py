@@ -18,6 +18,7 @@ from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import NAMED_CLASSES
+from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
 from . import ranges
 from .compat import hide_our_variables
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Carried",
     "apply",
+    "device_class",
     "digest_of",
     "facts_of",
     "is_sealed",
@@ -128,7 +130,25 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
         foreign=foreign_ops(),
+        device=device_class() if settings.by_device else None,
     )
+
+
+def device_class() -> Device | None:
+    """The class of the device that vLLM serves on here, asked for without opening it.
+
+    None where vLLM's platform does not tell it, as without a device.
+    """
+    from vllm.platforms import current_platform
+
+    try:
+        capability = current_platform.get_device_capability()
+        name = current_platform.get_device_name()
+    except Exception as error:  # platforms are anybody's
+        log.debug("the platform does not tell its device: %s", error)
+        return None
+    told = "" if capability is None else f"{capability.major}.{capability.minor}"
+    return Device(str(name), told)
 
 
 def refuse_batch_invariance(platform: str) -> None:

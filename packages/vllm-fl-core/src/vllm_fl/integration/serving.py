@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ..contracts.binding import FunctionPlace, OperatorPlace
+from ..engine.phases import phases_of
 from ..engine.plan import Plan
 from ..engine.ranges import Range
 from ..plugins.overrides import noted
@@ -43,13 +44,14 @@ __all__ = [
     "without",
 ]
 
-STARTS = (
-    "load_model",
-    "determine_available_memory",
-    "initialize_from_config",
-    "compile_or_warm_up_model",
-)
-"""The methods of vLLM's workers that an engine starts with. One that fails ends it."""
+STARTS = {
+    "load_model": "vLLM: the model",
+    "determine_available_memory": "vLLM: memory, with what is compiled for it",
+    "initialize_from_config": "vLLM: the KV cache",
+    "compile_or_warm_up_model": "vLLM: warm-up and graphs",
+}
+"""The methods of vLLM's workers that an engine starts with, and what the phase of each is called.
+One that fails ends it."""
 
 
 @dataclass(frozen=True)
@@ -251,12 +253,14 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
     """
     name = method.__name__
     is_of_start, what = name in STARTS, f"the start of an engine ({name})"
+    is_last = name == [*STARTS][-1]
 
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        noting = noted(what, is_last=name == STARTS[-1]) if is_of_start else nullcontext()
+        noting = noted(what, is_last=is_last) if is_of_start else nullcontext()
+        timing = phases_of(worker).during(STARTS[name]) if is_of_start else nullcontext()
         try:
-            with noting, calling(worker.vllm_fl_serving):
+            with noting, timing, calling(worker.vllm_fl_serving):
                 return method(worker, *args, **kwargs)
         except BaseException:
             if is_of_start and worker.vllm_fl_serving is not None:

@@ -16,11 +16,13 @@ from ..dispatch.context import building
 from ..engine.digest import code_facts, digest
 from ..engine.facts import EngineFacts
 from ..engine.metrics import MetricsFile
+from ..engine.phases import phases_of, process_seconds
 from ..engine.plan import Plan, leave_place, take_place
 from ..engine.tables import Standing, under
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import WorkerContext
+from ..settings.values import ORDER_PREFIX
 from . import after, ranges
 from .models import model_facts
 from .places import installed_bindings
@@ -88,7 +90,10 @@ class PlannedWorker:
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
-        load_plugins(vllm_config)
+        phases = phases_of(self)
+        phases.seconds["the process before its worker"] = process_seconds()
+        with phases.during("plugins and settings"):
+            load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def init_device(self) -> Any:
@@ -108,9 +113,11 @@ class PlannedWorker:
         """Seal the plan, build the model on it, verify it on live tensors, and say it once."""
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         joins = bool(kwargs.get("load_dummy_weights"))
-        began = time.monotonic()
-        start, lines = _begun(self)
-        plan, contents = verified_plan(start, alone=joins)
+        began, phases = time.monotonic(), phases_of(self)
+        with phases.during("what the plan goes by"):
+            start, lines = _begun(self)
+        with phases.during("plan and verification"):
+            plan, contents = verified_plan(start, alone=joins)
         how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
         took = [f"{how[start.how]} {time.monotonic() - began:.1f} s"]
         start.not_reached |= planned_for_nothing(plan, start.facts)
@@ -127,7 +134,8 @@ class PlannedWorker:
             with building(plan), calling(serving), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if start.live_counts and not joins:
-                took += verify_live(serving, lambda: _renew(serving))
+                with phases.during("verification on live tensors"):
+                    took += verify_live(serving, lambda: _renew(serving))
         finally:
             _say_plan(serving, took)
         serving.layers = _built_layers(serving)
@@ -146,7 +154,8 @@ class PlannedWorker:
         """
         serving = self.vllm_fl_serving
         if serving is not None and serving.is_watched and serving.start.live_counts:
-            _verify_with_cache(serving)
+            with phases_of(self).during("verification with the KV cache"):
+                _verify_with_cache(serving)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if serving is None:
             return times
@@ -200,14 +209,18 @@ class PlannedWorker:
             tried in a smaller size than the model's]}. `groups` {a group of ranks: the id of its
             communicator}; empty where the plan leaves them to vLLM. `table` {file, digest, acts,
             reason, left_out}: the table that the settings name, whether it acts, why it does not,
-            and the ops whose rows do not count; None where they name none. `shadow`: what was
-            compared while it served, as `Shadow.report` says; None where no step is sampled.
-            `wrong` {op: {impl id: why}}: what serves and was found wrong when the weights had been
+            and the ops whose rows do not count; None where they name none. `device`: the class of
+            the device, where a setting is for one; `ordered_for_device` {op: where that stands, and
+            the figure}: what is in force. `start` {phase: seconds}: what this worker's start took,
+            without what vLLM does between its worker's methods; `of them: compiling` is in vLLM's
+            phases already. `shadow`: what was compared while it served, as `Shadow.report` says;
+            None where no step is sampled. `wrong` {op: {impl id: why}}: what serves and was found wrong when the weights had been
             updated.
         """
         serving = self.vllm_fl_serving
         assert serving is not None  # vLLM answers no call before it has loaded its model
         plan, start = serving.plan, serving.start
+        compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in start.out.items() if out.code == REJECTED}
         return {
             "rank": self.rank,
@@ -229,6 +242,12 @@ class PlannedWorker:
             "smaller": dict(start.smaller),
             "groups": dict(start.groups.served) if start.groups else {},
             "table": _table_report(start.facts, start.table),
+            "device": str(start.facts.device) if start.facts.device else None,
+            "ordered_for_device": _orders_by_device(start),
+            "start": {
+                **phases_of(self).seconds,
+                "of them: compiling": getattr(compilation, "compilation_time", 0.0),
+            },
             "shadow": serving.shadow.report() if serving.shadow else None,
             "wrong": _nested(serving.wrong),
         }
@@ -361,7 +380,7 @@ def _say_plan(serving: Serving, took: list[str]) -> None:
         return
     facts = start.facts
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
-    remarks = [*_of_table(facts, start.table), *_of_invariance(start, plan)]
+    remarks = [*_of_table(facts, start.table), *_of_device(start), *_of_invariance(start, plan)]
     remarks += [*start.limits(plan), *_of_length(serving), *said]
     inlined = ranges.planned(plan, serving.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
@@ -428,6 +447,20 @@ def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
     if pinned is None:
         return []
     return [pinned.label if table.digest else f"without the table {pinned.file}"]
+
+
+def _of_device(start: Start) -> list[str]:
+    """What the start line says of orders for the device that it is."""
+    ops = _orders_by_device(start)
+    return [f"ordered for {start.facts.device}: {', '.join(ops)}"] if ops else []
+
+
+def _orders_by_device(start: Start) -> dict[str, str]:
+    """Op -> where its order for this device stands and for which figure, of those in force."""
+    settings = under(start.facts, start.table).settings
+    whys = {op: {o.why for o in orders} for op, orders in settings.by_device.items()}
+    held = {op: settings.get(f"{ORDER_PREFIX}{op}") for op in whys}
+    return {op: own.origin for op, own in held.items() if own and own.origin in whys[op]}
 
 
 def _of_invariance(start: Start, plan: Plan) -> list[str]:

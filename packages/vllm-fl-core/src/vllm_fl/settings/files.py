@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import SettingsError
 from ..plugins.types import SettingSpec
+from .devices import DeviceOrder, Measured, capability_of
 from .policy import (
     DEFAULT,
     MAX_ROWS,
     MAX_TOKENS,
+    MODES,
     REST,
     OpOrder,
     Token,
@@ -25,6 +28,7 @@ from .policy import (
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     BOOLEANS,
+    DEVICES,
     EXTENDS,
     OP_CONFIG,
     ORDER_PREFIX,
@@ -145,6 +149,9 @@ class _File:
             if key == ORDER_PREFIX.rstrip("."):
                 yield from () if node.tag == f"{TAG}null" else self.orders(node)
                 continue
+            if key == DEVICES.rstrip("."):
+                yield from () if node.tag == f"{TAG}null" else self.devices(node)
+                continue
             spec = self.declared.get(key)
             if spec is None and is_absent(key, self.declared):
                 plain = _plain(node)
@@ -186,6 +193,72 @@ class _File:
                 raise wrong(key, self.at(key_node), problem)
             yield Setting(key, order, self.at(key_node), variable=PER_OP)
 
+    def devices(self, node: Node) -> Iterator[Setting]:
+        """What each op's orders are on the devices of each section."""
+        import yaml
+
+        key, found = DEVICES.rstrip("."), dict[str, list[DeviceOrder]]()
+        if not isinstance(node, yaml.SequenceNode):
+            raise self.mistyped(key, node, "a list of sections")
+        for section in node.value:
+            parts = self.parts(key, section, ("op_backends",), ("capability", "name"))
+            capability, name = (
+                self.scalar(key, parts[part], read) if part in parts else ""
+                for part, read in (("capability", capability_of), ("name", str))
+            )
+            if not (capability or name):
+                problem = "a section names its devices: by capability, as 9.0, or by name, as 'H*'"
+                raise wrong(key, self.at(section), problem)
+            for op, op_node, value in self.pairs(parts["op_backends"], key, "ops"):
+                if op == DEFAULT or not op.isidentifier():
+                    raise wrong(key, self.at(op_node), f"{op!r} is not the name of an op")
+                order, measured = self.device_order(f"{DEVICES}{op}", value)
+                made = DeviceOrder(order, self.at(op_node), capability, name, measured)
+                found.setdefault(f"{DEVICES}{op}", []).append(made)
+        for key, orders in found.items():
+            yield Setting(key, tuple(orders), orders[0].origin)
+
+    def device_order(self, key: str, node: Node) -> tuple[OpOrder, Measured | None]:
+        """One op's order by mode, and the figure that it was written for."""
+        needed = () if self.users else ("measured",)
+        parts = self.parts(key, node, needed, (*MODES, "measured"))
+        figure = parts.pop("measured", None)
+        sides = {mode: self.side(key, side, by_size=True) for mode, side in parts.items()}
+        order = self.checked(key, node, partial(OpOrder.of, pinned=self.users), sides)
+        if figure is None:
+            return order, None
+        told = self.parts(key, figure, ("date", "device", "ratio", "what"))
+        return order, Measured(
+            self.scalar(key, told["date"], date.fromisoformat),
+            self.text(key, told["device"], "a device's name"),
+            self.scalar(key, told["ratio"], float),
+            self.text(key, told["what"], "what was measured"),
+        )
+
+    def parts(
+        self, key: str, node: Node, needed: tuple[str, ...], more: tuple[str, ...] = ()
+    ) -> dict[str, Node]:
+        """A mapping of these keys, of which some are needed."""
+        known = dict.fromkeys((*needed, *more))
+        found = {}
+        for name, key_node, value in self.pairs(node, key, ", ".join(known)):
+            if name not in known:
+                problem = f"unknown key {name!r}.{closest(name, known)} Known: {', '.join(known)}"
+                raise wrong(key, self.at(key_node), problem)
+            found[name] = value
+        for name in needed:
+            if name not in found:
+                raise wrong(key, self.at(node), f"{name} is missing")
+        return found
+
+    def scalar(self, key: str, node: Node, read: Callable[[str], T]) -> T:
+        """What is read of a text, a number or a date, as it is written."""
+        import yaml
+
+        if not isinstance(node, yaml.ScalarNode) or node.tag == f"{TAG}null":
+            raise self.mistyped(key, node, "a text, a number or a date")
+        return self.checked(key, node, read, node.value)
+
     def order(self, key: str, node: Node) -> OpOrder:
         import yaml
 
@@ -193,12 +266,13 @@ class _File:
         pairs = self.pairs(node, key, "") if isinstance(node, yaml.MappingNode) else ()
         entries = {name: (key_node, value) for name, key_node, value in islice(pairs, MAX_ROWS + 2)}
         if not entries or is_by_size(entries):
-            plain = self.side(key, node)
+            plain = self.side(key, node, by_size=self.users)
         else:
-            plain = {mode: self.side(key, side) for mode, (_, side) in entries.items()}
+            sides = ((mode, side) for mode, (_, side) in entries.items())
+            plain = {mode: self.side(key, side, by_size=self.users) for mode, side in sides}
         return self.checked(key, node, partial(OpOrder.of, pinned=self.users), plain)
 
-    def side(self, key: str, node: Node) -> object:
+    def side(self, key: str, node: Node, *, by_size: bool) -> object:
         """One mode's order: a token, a list of tokens, or rows of such by the size of a call."""
         import yaml
 
@@ -207,13 +281,13 @@ class _File:
         rows: dict[str, object] = {}
         before = 0
         for name, key_node, value in islice(self.pairs(node, key, ""), MAX_ROWS + 2):
-            if not self.users:
+            if not by_size:
                 raise wrong(
                     key,
                     self.at(key_node),
                     "a plugin's file may not order by size: the files of several backends are "
-                    "merged, and rows are not. What was measured on a machine belongs into a file "
-                    "of its user",
+                    "merged, and rows are not. What was measured on a class of devices belongs "
+                    "under devices, and what was on one machine into a file of its user",
                 )
             if name != REST:
                 before = self.checked(key, key_node, partial(ceiling_of, before=before), name)

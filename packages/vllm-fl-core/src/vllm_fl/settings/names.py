@@ -12,7 +12,7 @@ from ..plugins.types import Impl
 from .policy import DEFAULT, GROUP, OpOrder, closest
 from .schema import Setting, Settings
 from .unmatched import unmatched
-from .values import ORDER_PREFIX, near, wrong
+from .values import DEVICES, ORDER_PREFIX, near, wrong
 
 __all__ = ["check_names", "uses"]
 
@@ -143,6 +143,9 @@ def uses(settings: Settings) -> Iterator[_Use]:
             for token in setting.value.every:
                 if token.kind == "vendor" and token.name:
                     yield _Use("vendor", token.name, f"{key}.{token}", setting)
+            continue
+        if key.startswith(DEVICES):
+            yield _Use("op", key.removeprefix(DEVICES), key, setting)
             continue
         spec = settings.declared.get(key)
         if key in unowned:

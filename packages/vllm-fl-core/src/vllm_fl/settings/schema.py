@@ -14,8 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
-from .policy import PREFERENCES, OpOrder, SelectionPolicy
+from .devices import Device, DeviceOrder
+from .policy import PREFERENCES, Mode, OpOrder, SelectionPolicy
 from .values import (
+    DEVICES,
     EXTENDS,
     GROUPS,
     OP_CONFIG,
@@ -86,7 +88,7 @@ class Setting:
     @property
     def named(self) -> str:
         """The setting as the user wrote it: `VLLM_FL_STRICT=true`, or `strict` with its file."""
-        if isinstance(self.value, OpOrder):
+        if isinstance(self.value, OpOrder) or self.key.startswith(DEVICES):
             return f"{self.key} ({self.origin})"
         text = ",".join(self.value) if isinstance(self.value, tuple) else str(self.value)
         variable = self.origin.removeprefix("environment ")
@@ -228,22 +230,66 @@ class Settings(Mapping[str, Setting]):
         pinned = self.pinned
         if pinned is None:
             return self
-        entries = {setting.key: setting for setting in self.entries}
+        orders = {}
         for op in pinned.table.ops:
             if op in left_out or self.policy.names(op):
                 continue
-            key = f"{ORDER_PREFIX}{op}"
-            below = entries.get(key, Setting(key, None, variable=PER_OP))
             base = self.policy.order(op, pinned.table.mode, engine=True)
             order = pinned.order(op, base, self.policy.per_op_order.get(op))
             if len(order.rows(pinned.table.mode)) > 1:
-                replaced = ((below.value, below.origin),) if below.value is not None else ()
-                entries[key] = dataclasses.replace(
-                    below,
-                    value=order,
-                    origin=pinned.origin,
-                    overrides=(*replaced, *below.overrides),
-                )
+                orders[op] = order, pinned.origin
+        return self._over(orders)
+
+    def with_devices(
+        self, device: Device | None, mode: Mode, tuned: Collection[str] = ()
+    ) -> Settings:
+        """These settings with what files say of a device.
+
+        A user's `prefer`, lists and table hold in the place of what a backend ships. What a user's
+        own file says of the device lies above them.
+
+        Args:
+            device: that of the engine; None where nobody knows it, and nothing changes.
+            mode: the engine's.
+            tuned: the ops that a table orders.
+        """
+        orders = {}
+        for op, each in self.by_device.items() if device is not None else ():
+            holding = (o for o in each if o.holds(device) and o.order.rows(mode))
+            if (found := next(holding, None)) is None:
+                continue
+            if found.order.pinned or not (op in tuned or self.is_users(op)):
+                below = self.policy.per_op_order.get(op, OpOrder((), ()))
+                rows = found.over(self.policy.order(op, mode, engine=True), mode)
+                order = dataclasses.replace(below, pinned=found.order.pinned, **{mode: rows})
+                orders[op] = order, found.why
+        return self._over(orders)
+
+    def is_users(self, op: str) -> bool:
+        """Whether a list or a `prefer` of the user's orders an op, not what a backend ships."""
+        return self.policy.names(op) or "prefer" in self.chosen
+
+    @property
+    def by_device(self) -> dict[str, tuple[DeviceOrder, ...]]:
+        """Op -> its orders on some devices, of which the first one counts that holds."""
+        return {
+            key.removeprefix(DEVICES): cast("tuple[DeviceOrder, ...]", setting.value)
+            for key, setting in self.items()
+            if key.startswith(DEVICES)
+        }
+
+    def _over(self, orders: Mapping[str, tuple[OpOrder, str]]) -> Settings:
+        """These settings with other orders of some ops, each with its origin."""
+        if not orders:
+            return self
+        entries = dict(self._by_key)
+        for op, (order, origin) in orders.items():
+            key = f"{ORDER_PREFIX}{op}"
+            below = entries.get(key, Setting(key, None, variable=PER_OP))
+            replaced = ((below.value, below.origin),) if below.value is not None else ()
+            entries[key] = dataclasses.replace(
+                below, value=order, origin=origin, overrides=(*replaced, *below.overrides)
+            )
         return dataclasses.replace(self, entries=tuple(entries.values()))
 
     @property
@@ -254,7 +300,7 @@ class Settings(Mapping[str, Setting]):
             for key in self
             if key not in self.declared
             and key != "platform_files"
-            and not key.startswith(ORDER_PREFIX)
+            and not key.startswith((ORDER_PREFIX, DEVICES))
         )
 
     @property
@@ -299,7 +345,12 @@ ITEMS: Declared = MappingProxyType(
 )
 """Core's own settings."""
 
-FORM = (*ITEMS, *Setting.__dataclass_fields__, *OpOrder.__dataclass_fields__)
+FORM = (
+    *ITEMS,
+    *Setting.__dataclass_fields__,
+    *OpOrder.__dataclass_fields__,
+    *DeviceOrder.__dataclass_fields__,
+)
 """What settings are made of in this release: those of another one are not taken over."""
 
 
@@ -316,7 +367,7 @@ def overridden(declared: Declared) -> tuple[str, ...]:
 def file_keys(declared: Declared) -> tuple[str, ...]:
     """The keys of a YAML file."""
     keys = (key for key, spec in declared.items() if spec.in_file)
-    return (*keys, ORDER_PREFIX.rstrip("."), EXTENDS)
+    return (*keys, ORDER_PREFIX.rstrip("."), DEVICES.rstrip("."), EXTENDS)
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:

@@ -15,6 +15,7 @@ from .policy import GROUP, PREFERENCES, closest
 
 __all__ = [
     "BOOLEANS",
+    "DEVICES",
     "EXTENDS",
     "GROUPS",
     "IN_TREE",
@@ -44,6 +45,9 @@ OP_CONFIG = "VLLM_FL_OP_CONFIG"
 
 ORDER_PREFIX = "op_backends."
 """The key of an op's order is this and the op's name: each op is an item of its own."""
+
+DEVICES = "devices."
+"""The key of what an op's order is on some devices is this and the op's name."""
 
 EXTENDS = "extends"
 """The key by which a user's file says what lies beneath it."""

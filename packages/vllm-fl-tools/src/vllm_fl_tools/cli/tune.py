@@ -225,8 +225,9 @@ def _subject(
             raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
         from vllm_fl.integration.planning import plan_for
 
-        facts = engine.facts
-        plan = plan_for(facts, table=Standing())  # the default is without a table
+        # The default is without a table, and without what is measured for such devices already.
+        facts = replace(engine.facts, device=None)
+        plan = plan_for(facts, table=Standing())
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype, absent = facts.sizes, facts.dtype, facts.absent
         batches = facts.captured if arguments.mode == "compiled" else ()

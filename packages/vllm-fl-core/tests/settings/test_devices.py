@@ -1,0 +1,142 @@
+"""Orders for some devices: what a file may say, what holds where, and what lies above it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vllm_fl.errors import SettingsError
+from vllm_fl.settings.devices import Device
+from vllm_fl.settings.loading import Settings, check_names, load_settings
+
+H100 = Device("NVIDIA H100 80GB HBM3", "9.0")
+A100 = Device("NVIDIA A100-SXM4-80GB", "8.0")
+CPU = Device("cpu")
+KEY = "op_backends.linear"
+MEASURED = {"date": "2026-11-25", "device": "NVIDIA H100", "ratio": 1.09, "what": "products"}
+ORDER = {"compiled": {"<=64": "impl:default.flagos", "rest": "stock"}, "measured": MEASURED}
+
+Read = Callable[..., Settings]
+
+
+def section(order: Any = ORDER, **devices: Any) -> dict[str, Any]:
+    return {**(devices or {"capability": 9.0}), "op_backends": {"linear": order}}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """`read(sections, others', lists=…, users=…, **variables)`: the settings on CUDA."""
+
+    def read(*each: Any, lists: Any = None, users: Any = None, **variables: str) -> Settings:
+        files = []
+        for name, sections in zip(("a", "b"), each, strict=False):
+            path = tmp_path / f"{name}.yaml"
+            said = {"devices": sections, "op_backends": lists or {}}
+            path.write_text(yaml.safe_dump(said, sort_keys=False))
+            files.append((f"fl-{name}", str(path)))
+        if users is not None:
+            path = tmp_path / "users.yaml"
+            path.write_text(yaml.safe_dump(users, sort_keys=False))
+            variables["VLLM_FL_CONFIG"] = str(path)
+        return load_settings(variables, platform="cuda", platform_files=files)
+
+    return read
+
+
+def order(settings: Settings, device: Device = H100, **more: Any) -> str:
+    """The compiled order of `linear` on a device."""
+    policy = settings.with_devices(device, "compiled", **more).policy
+    listed = policy.listed("linear", "compiled")
+    return "" if listed is None else str(listed).partition("compiled ")[2] or str(listed)
+
+
+def test_it_holds_on_its_devices_in_its_mode_before_the_lists_for_all(
+    read: Read, tmp_path: Path
+) -> None:
+    settings = read([section()], lists={"linear": ["stock", "flagos"]})
+    assert order(settings) == "<=64 impl:default.flagos|stock|flagos, rest stock|flagos"
+    found = settings.with_devices(H100, "compiled")[KEY]
+    assert found.origin == (
+        f"{tmp_path}/a.yaml:2 (fl-a), measured 2026-11-25 on NVIDIA H100: 1.09 times as fast in "
+        "products"
+    ).replace(":2 ", f"{found.origin.split('a.yaml')[1].split(' ')[0]} ")
+    assert [str(value) for value, _ in found.overrides] == ["stock|flagos"]
+    for device in (A100, CPU, None):
+        assert settings.with_devices(device, "compiled") is settings
+    assert settings.with_devices(H100, "eager") is settings
+    assert pickle.loads(pickle.dumps(settings)) == settings
+
+
+def test_devices_are_told_by_name_too_and_the_first_order_counts(read: Read) -> None:
+    by_name = section({"compiled": "vendor", "measured": MEASURED}, name="NVIDIA H100*")
+    settings = read([by_name, section()])
+    assert order(settings).startswith("vendor|")
+    assert order(settings, Device("NVIDIA H200", "9.0")).startswith("<=64 ")
+    both = section(name="NVIDIA H2*", capability="9.0")
+    assert not order(read([both]))
+    assert order(read([section()], [by_name])).startswith("<=64 ")
+
+
+def test_what_the_user_says_lies_above_it(read: Read) -> None:
+    lists = {"linear": "stock"}
+    for variables in (
+        {"VLLM_FL_PER_OP": "linear=reference"},
+        {"VLLM_FL_PREFER": "stock"},
+        {"VLLM_FL_PER_OP": "group:products=reference"},
+    ):
+        settings = read([section()], lists=lists, **variables)
+        assert not order(settings).startswith("<=64") or "group" in str(variables)
+    assert not order(read([section()]), tuned=["linear"])
+    assert not order(read([section()], users={"strict": False}))
+    extending = read([section()], users={"extends": "platform"})
+    assert order(extending).startswith("<=64")
+
+
+def test_a_users_own_section_is_all_that_is_tried(read: Read) -> None:
+    own = {"devices": [section({"compiled": "vendor:acme"})], "extends": "platform"}
+    settings = read([section()], users=own, VLLM_FL_PER_OP="linear=reference")
+    assert order(settings, tuned=["linear"]) == "vendor:acme"
+    assert order(settings, A100) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "words"),
+    [
+        ({"capability": 9.0}, "devices", "expected a list of sections, got a mapping"),
+        ([{"op_backends": {}}], "devices", "names its devices"),
+        ([section(name="")], "devices", "names its devices"),
+        ([section(capability="Hopper")], "devices", "'Hopper'"),
+        ([section(capability=9)], "devices", "such as 9.0, got '9'"),
+        ([section(capabilty=9.0)], "devices", "Did you mean 'capability'?"),
+        ([{"capability": 9.0}], "devices", "op_backends is missing"),
+        ([{"capability": 9.0, "op_backends": {"default": ORDER}}], "devices", "'default'"),
+        ([section({"compiled": "stock"})], "devices.linear", "measured is missing"),
+        ([section({"measured": MEASURED})], "devices.linear", "got none"),
+        ([section(["stock"])], "devices.linear", "got a list"),
+        ([section({**ORDER, "rest": "stock"})], "devices.linear", "unknown key 'rest'"),
+        ([section({**ORDER, "compiled": {"<=64": "stock"}})], "devices.linear", "need 'rest'"),
+        ([section({**ORDER, "compiled": "flagoss"})], "devices.linear", "'flagos'"),
+        ([section({**ORDER, "measured": {**MEASURED, "ratio": "x"}})], "devices.linear", "'x'"),
+        ([section({**ORDER, "measured": {**MEASURED, "date": "May"}})], "devices.linear", "May"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named_with_its_line(
+    read: Read, sections: Any, key: str, words: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read(sections)
+    assert caught.value.key == key and words in str(caught.value)
+    assert ".yaml:" in caught.value.origin and caught.value.origin.endswith("(fl-a)")
+
+
+def test_an_op_that_nobody_brings_is_warned_of(read: Read) -> None:
+    settings = read([{"capability": 9.0, "op_backends": {"linaer": ORDER}}])
+    checked = check_names(settings, ops=["linear"])
+    assert "devices.linaer" in checked.unchecked
+    assert any("'linear'" in warning for warning in checked.warnings)
