@@ -111,8 +111,8 @@ class PlannedWorker:
         began = time.monotonic()
         start, lines = _begun(self)
         plan, contents = verified_plan(start, alone=joins)
-        how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
-        took = [f"{how[start.how]} {time.monotonic() - began:.1f} s"]
+        start.seconds = time.monotonic() - began
+        took = [_took(start)]
         start.not_reached |= planned_for_nothing(plan, start.facts)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
@@ -187,7 +187,7 @@ class PlannedWorker:
             `refusals` {op: {impl id: count}}, `demotions` and `rejections` {op: {impl id: why}}:
             what the start took out since it failed, and since it refuses all calls of this model
             or lacks a property that is asked for. `not_reached` {op: why}: what is planned and this
-            engine is not seen to call. Counters begin when the engine is about to serve; a call is
+            engine is not seen to call. `remarks` [what else there is to say of the start]. Counters begin when the engine is about to serve; a call is
             counted to who computed it, under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
             what became of it}}, as `seams.taking.report` says; `functions` {op: {function: the
             same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
@@ -221,6 +221,7 @@ class PlannedWorker:
             "demotions": _nested(plan.record.demotions),
             "rejections": _nested(rejected),
             "not_reached": dict(start.not_reached),
+            "remarks": serving.remarks,
             "operators": taking.report(serving, serving.operators),
             "functions": taking.report(serving, serving.functions),
             "fusions": {op: dataclasses.asdict(known) for op, known in serving.sites.items()},
@@ -240,12 +241,9 @@ class PlannedWorker:
             serving.leave()
             plan = serving.plan
             if plan.fallbacks or plan.counts_calls:
-                log.info(
-                    "rank %d: fallbacks %s, calls %s",
-                    self.rank,
-                    _nested(plan.fallbacks) or "none",
-                    _nested(plan.calls) or ("none" if plan.counts_calls else "not counted"),
-                )
+                calls = f", calls {_nested(plan.calls) or 'none'}" if plan.counts_calls else ""
+                fallbacks = _nested(plan.fallbacks) or "none"
+                log.info("rank %d: fallbacks %s%s", self.rank, fallbacks, calls)
         super().shutdown()  # type: ignore[misc]
 
 
@@ -354,11 +352,15 @@ def _name_overriders(serving: Serving) -> None:
             )
 
 
+def _took(start: Start) -> str:
+    """How long verification has taken, as far as it has come."""
+    how = {"verify": "verified in", "run": "run in"}.get(start.how)
+    return f"{how} {start.seconds:.1f} s" if how else "not verified"
+
+
 def _say_plan(serving: Serving, took: list[str]) -> None:
-    """The start line, and what goes with it; rank 0 says it once."""
+    """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
     start, plan = serving.start, serving.plan
-    if start.rank != 0:
-        return
     facts = start.facts
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
     remarks = [*_of_table(facts, start.table), *_of_invariance(start, plan)]
@@ -366,9 +368,13 @@ def _say_plan(serving: Serving, took: list[str]) -> None:
     inlined = ranges.planned(plan, serving.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in start.out.items() if o.told]
-    told = (*out, *took, f"digest {serving.digest}", *remarks)
-    log.info("%s", plan.line(*told, not_reached=start.not_reached))
-    _say_what_is_taken_whole(plan, inlined)
+    digested = f"digest {serving.digest}"
+    serving.remarks = [*plan.notes(start.not_reached), *out, *took, digested, *remarks]
+    if start.rank == 0:
+        planned = " ".join(f"{op}={entry.label}" for op, entry in plan.entries.items())
+        log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *serving.remarks]))
+        log.info("%s", plan.line(_took(start), digested, not_reached=start.not_reached))
+        _say_what_is_taken_whole(plan, inlined)
 
 
 def _built_layers(serving: Serving) -> dict[str, int]:
@@ -423,7 +429,7 @@ def _warn_of_unexpected_layers(serving: Serving) -> None:
 
 
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
-    """What the start line says of the table that the settings name."""
+    """What there is to say of the table that the settings name."""
     pinned = facts.settings.pinned
     if pinned is None:
         return []
@@ -431,7 +437,7 @@ def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
 
 
 def _of_invariance(start: Start, plan: Plan) -> list[str]:
-    """What the start line says where only batch-invariant implementations may serve."""
+    """What there is to say where only batch-invariant implementations may serve."""
     facts = start.facts
     if not facts.wants_invariance:
         return []
@@ -446,7 +452,7 @@ def _of_invariance(start: Start, plan: Plan) -> list[str]:
 
 
 def _of_length(serving: Serving) -> list[str]:
-    """What the start line says where an engine is longer than the tables that are made for it."""
+    """What there is to say where an engine is longer than the tables that are made for it."""
     sizes = serving.start.facts.sizes
     length = serving.config.model_config.max_model_len
     if sizes is None or length <= sizes.max_position:
