@@ -1,4 +1,4 @@
-"""What pytest takes of us on its command line. pytest imports this wherever it runs: nothing more."""
+"""What pytest takes of us on its command line: imported wherever pytest runs, so nothing more."""
 
 from __future__ import annotations
 

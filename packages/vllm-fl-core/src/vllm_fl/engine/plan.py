@@ -384,15 +384,16 @@ class Plan:
     def line(self, *facts: str, not_reached: Collection[str] = ()) -> str:
         """The plan in one line, for the log at start, of at most `LONGEST` characters.
 
-        It counts the ops that are not vLLM's own code, and names the first of them: those that the
-        plan computes, then those that another plugin's class does.
+        It counts the ops that are not vLLM's own code, and names the first of them: classes that
+        the plan names, what it computes, then ops that another plugin's class does.
 
         Args:
             facts: what stands behind the mode, a few words each.
             not_reached: the planned ops that this engine is not seen to call: they do not count.
         """
-        ours = [op for op, e in self.entries.items() if any(impls for _, impls in e.candidates)]
-        others = [op for op, e in self.entries.items() if e.label == FOREIGN.token]
+        named = sorted(self.entries, key=lambda op: op in self.contracts)
+        ours = [op for op in named if any(impls for _, impls in self.entries[op].candidates)]
+        others = [op for op in named if self.entries[op].label == FOREIGN.token]
         served = [op for op in (*ours, *others) if op not in not_reached]
         head, told, left = f"vllm-fl: {len(served)} ops planned", "", len(served)
         tail = f" ({'; '.join([self.mode, *facts])})"

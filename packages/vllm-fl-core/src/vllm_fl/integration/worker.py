@@ -19,9 +19,10 @@ from ..engine.metrics import MetricsFile
 from ..engine.plan import Plan, leave_place, take_place
 from ..engine.tables import Standing, under
 from ..logs import get_logger
+from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
-from ..plugins.types import WorkerContext
-from . import after, ranges
+from ..plugins.types import AttentionImpl, WorkerContext
+from . import after, probe, ranges
 from .models import model_facts
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
@@ -147,6 +148,8 @@ class PlannedWorker:
         serving = self.vllm_fl_serving
         if serving is not None and serving.is_watched and serving.start.live_counts:
             _verify_with_cache(serving)
+        if serving is not None and serving.is_watched:
+            _attend_once(serving)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if serving is None:
             return times
@@ -187,8 +190,9 @@ class PlannedWorker:
             `refusals` {op: {impl id: count}}, `demotions` and `rejections` {op: {impl id: why}}:
             what the start took out since it failed, and since it refuses all calls of this model
             or lacks a property that is asked for. `not_reached` {op: why}: what is planned and this
-            engine is not seen to call. `remarks` [what else there is to say of the start]. Counters begin when the engine is about to serve; a call is
-            counted to who computed it, under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
+            engine is not seen to call. `remarks` [what else there is to say of the start].
+            Counters begin when the engine is about to serve; a call is counted to who computed it,
+            under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
             what became of it}}, as `seams.taking.report` says; `functions` {op: {function: the
             same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
             through, and in how many places it found the op. `ranges` {op: [{first, last, impl,
@@ -321,6 +325,18 @@ def _verify_with_cache(serving: Serving) -> None:
         _write_metrics(serving)
     elif serving.start.rank == 0:
         log.info("%s", told)
+
+
+def _attend_once(serving: Serving) -> None:
+    """Let a plugin's attention compile its kernels, if it does so when it is called first."""
+    if not serving.plan.entries[ATTENTION].classes(AttentionImpl):
+        return
+    try:
+        with calling(serving):
+            is_eager = serving.plan.mode == "eager"
+            probe.attend(serving.runner, serving.config, is_eager=is_eager)
+    except Exception:  # vLLM's dummy run does not fit every model, and need not be there
+        log.warning("Attention was not called before the first request", exc_info=True)
 
 
 def _write_metrics(serving: Serving) -> None:
