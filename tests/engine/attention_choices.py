@@ -43,7 +43,6 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
         "planned": entry.label,
         "reason": entry.reason,
         "faults": list(attention.faults(plan, facts).values()),
-        "line": plan.line(),
     }
 
 

@@ -154,9 +154,9 @@ def outcome(engine: Future[dict[str, Any]]) -> tuple[dict[str, Any] | None, str]
 def serves(result: dict[str, Any]) -> str:
     """Empty when start line, groups and digests are as they should be."""
     (line, *_) = [*of_log(result, "ops planned"), ""]
-    if "communicator=default.flagcx" not in line:
-        return f"the start line does not name it: {line}"
     first, second = result["report"]
+    if not line or first["ops"]["communicator"]["impl"] != "default.flagcx":
+        return f"the plan does not have it: {line}"
     if first["digest"] != second["digest"]:
         return f"the digests differ: {first['digest']} and {second['digest']}"
     for report in (first, second):

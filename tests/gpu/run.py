@@ -2,6 +2,7 @@
 
     python tests/gpu/run.py [PART …]        all parts: contracts operators engines attention experts
                                             fused_experts ranks graphs flagcx sleep
+                                            warmup
     python tests/gpu/run.py real            a real model, whose folder is there: cases_real.py
 
 Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
@@ -33,6 +34,7 @@ import cases_operators  # noqa: E402
 import cases_ranks  # noqa: E402
 import cases_real  # noqa: E402
 import cases_sleep  # noqa: E402
+import cases_warmup  # noqa: E402
 
 PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "contracts": cases_contracts.cases,
@@ -45,6 +47,7 @@ PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "graphs": cases_graphs.cases,
     "flagcx": cases_flagcx.cases,
     "sleep": cases_sleep.cases,
+    "warmup": cases_warmup.cases,
     "real": cases_real.cases,
 }
 

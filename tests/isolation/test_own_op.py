@@ -167,7 +167,7 @@ def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) ->
     # The wrong one stands behind it in the order, and is caught before the model is built.
     assert "it is wrong" in report["demotions"][OP]["vendor.wrong"]
     (line,) = [line for line in found["log"].splitlines() if "ops planned" in line]
-    assert f"{OP}={impl}" in line and report["digest"] in line
+    assert report["digest"] in line
     stock = serve("stock", True)  # in both modes: a compiled one would say the same
     (said,) = stock["report"]
     assert said["ops"][OP]["impl"] == "stock" and said["digest"] != report["digest"]

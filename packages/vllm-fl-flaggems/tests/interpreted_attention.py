@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import select
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 
 import on_interpreter
 import torch
+
+from vllm_fl.testing.triton import to_compile
 
 SECONDS = 60
 Case = tuple[str, Callable[[], tuple[str, str]]]
@@ -49,7 +52,17 @@ BATCHES = (
     Batch("sliding window, decode", ((1, 60), (1, 9)), window=16),
     Batch("soft cap", ((6, 20),), soft_cap=5.0),
 )
+LAYERS = (
+    Batch("grouped heads", ()),
+    Batch("as many key heads", (), kv_heads=4),
+    Batch("more query heads than a tile has rows", (), heads=40),
+    Batch("heads of 72", (), heads=3, kv_heads=1, head_size=72),
+    Batch("sliding window", (), window=64),
+    Batch("sliding window and soft cap", (), window=64, soft_cap=5.0),
+)
 BLOCK = 16
+TOKENS, REQUESTS, LENGTH = 8192, 64, 1024
+"""The limits of the engine that is warm after its first call."""
 
 
 def attention() -> Iterator[Case]:
@@ -72,6 +85,8 @@ def attention() -> Iterator[Case]:
             f"laid out by vLLM: {batch.name}",
             lambda batch=batch: attend(batch, torch.bfloat16, laid_out),
         )
+    for batch in LAYERS:
+        yield f"warm: {batch.name}", lambda batch=batch: warm(batch)
     yield "refused: packed cache", refuses_packed_cache
     yield "refused: strided cache", refuses_strided_cache
     yield "refused: cache beyond 32 bits", refuses_huge_cache
@@ -212,6 +227,43 @@ def judge(
         return "wrong", "the padding was written"
     status = "ok" if worst <= tolerance else "wrong"
     return status, f"largest error {worst:.2g}, tolerance {tolerance}"
+
+
+def warm(batch: Batch) -> tuple[str, str]:
+    """Whether a first call of two tokens leaves nothing to compile, whatever batches follow."""
+    from vllm_fl_flaggems.impl import attention
+
+    limits = SimpleNamespace(max_num_batched_tokens=TOKENS, max_num_seqs=REQUESTS)
+    model = SimpleNamespace(max_model_len=LENGTH)
+    config = SimpleNamespace(scheduler_config=limits, model_config=model)
+    attention.get_current_vllm_config_or_none = lambda: config
+    impl, cold = layer(batch), layer(batch)
+    cold._limits = None
+    cache = shaped(batch, torch.bfloat16, 4)
+    tables = torch.zeros(REQUESTS, LENGTH // BLOCK, dtype=torch.int32)
+    draw = random.Random(7)
+    batches = [(count, each) for count in (1, 2, 7, REQUESTS) for each in (1, 2, 20, 100)]
+    batches += [(1, LENGTH), (8, LENGTH), (3, draw.randrange(1, LENGTH))]
+
+    def step(of: Any, count: int, each: int) -> None:
+        total = [min(LENGTH, each + draw.randrange(LENGTH)) for _ in range(count)]
+        made = dataclasses.replace(batch, sequences=tuple((each, most) for most in total))
+        width = (batch.heads + 2 * batch.kv_heads) * batch.head_size
+        q, k, v = heads_of(torch.zeros(count * each, width, dtype=torch.bfloat16), batch)
+        starts = torch.arange(0, count * each + 1, each, dtype=torch.int32)
+        of.forward(SCALES, q, k, v, cache, metadata(made, starts, tables[:count]), q.contiguous())
+
+    with to_compile(runs=False) as found:
+        step(cold, 2, 1)
+        few = len(found)
+        step(impl, 2, 1)
+        before = set(found)
+        for count, each in batches:
+            step(impl, count, each)
+    later = sorted(found - before)
+    if later or few != 1 or len(before) == 1:
+        return "wrong", f"{few} at first, {len(before)} warm, then {later}"
+    return "ok", f"{len(before)} kernels"
 
 
 def refuses(cache: torch.Tensor, words: str) -> tuple[str, str]:

@@ -37,6 +37,6 @@ def test_attention_is_right_and_refuses_what_it_would_get_wrong() -> None:
     found = outcomes()
     wrong = {case: found[case] for case in found if found[case][0] != "ok"}
     assert wrong == {}
-    kinds = {"float16", "bfloat16", "laid out by vLLM", "refused"}
+    kinds = {"float16", "bfloat16", "laid out by vLLM", "warm", "refused"}
     assert {case.partition(": ")[0] for case in found} == kinds
-    assert len(found) == 26
+    assert len(found) == 32

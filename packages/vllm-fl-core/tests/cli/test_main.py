@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from commands import Command, Plugin
@@ -161,3 +162,17 @@ def test_the_end_of_a_log_stays_lines(fl: Command, monkeypatch: pytest.MonkeyPat
         "    FL\\x1b[1m",
         "`vllm-fl explain FL501` says what it means, and what to do.",
     ]
+
+
+@pytest.mark.parametrize("verb", ["doctor", "plugins"])
+def test_without_a_temporary_folder_a_verb_ends_with_one_error(
+    fl: Command, plugin: Plugin, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    plugin()
+    done = fl(verb)
+    assert (done.status, done.out) == (1, "")
+    assert done.err.count("FL520") == 2, "the error, and where its page is"

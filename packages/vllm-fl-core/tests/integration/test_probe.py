@@ -78,6 +78,16 @@ class Newer(Older):
         super()._dummy_run(num_tokens, **options)
 
 
+class WithAttention(Older):
+    """The first one where it is asked to build what attention needs."""
+
+    def _dummy_run(  # type: ignore[override]
+        self, num_tokens: int, *, force_attention: bool = False, **options: bool
+    ) -> None:
+        assert force_attention and num_tokens == 1
+        super()._dummy_run(num_tokens, **options)
+
+
 @pytest.fixture
 def config() -> VllmConfig:
     made = VllmConfig()
@@ -250,6 +260,20 @@ def test_a_forward_that_fails_leaves_nothing_either(config: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         probe.forward(Older(model, config), model, config, 8)
     assert left_clean(model)
+
+
+def test_attention_is_run_once_uncompiled_where_vllm_would_not(config: Any) -> None:
+    model = Model()
+    probe.attend(WithAttention(model, config), config, is_eager=False)
+    assert model.skips and model.inference and left_clean(model)
+    asked: list[dict[str, bool]] = []
+
+    def newer(tokens: int, skip_attn: bool = True, **options: bool) -> None:
+        asked.append({"skip_attn": skip_attn, **options})
+
+    for is_eager in (True, False):  # else the newer runner takes steps of its own
+        probe.attend(SimpleNamespace(_dummy_run=newer), config, is_eager=is_eager)
+    assert asked == [{"skip_attn": False, "skip_eplb": True}]
 
 
 def test_where_there_is_no_forward_the_reason_is_told(config: Any) -> None:

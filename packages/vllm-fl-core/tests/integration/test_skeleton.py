@@ -100,6 +100,7 @@ def test_gemmas_norms_provide_a_float32_weight(tmp_path: Path) -> None:
     assert told["provided"]["rms_norm"] == [{"weight": "torch.float32"}]
     assert "layer_norm" in told["absent"] and "rms_norm" not in told["absent"]
     assert "gelu_and_mul" not in told["absent"]
+    assert "qk_norm_rope" not in told["absent"], "its queries and keys are normed by heads"
 
 
 def test_a_llamas_norms_provide_one_of_the_models_dtype(tmp_path: Path) -> None:
@@ -107,6 +108,7 @@ def test_a_llamas_norms_provide_one_of_the_models_dtype(tmp_path: Path) -> None:
     told = built(tmp_path, LLAMA, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert told["provided"]["rms_norm"] == [{"weight": "torch.bfloat16"}]
     assert told["layers"]["RMSNorm"] == 5 and told["layers"]["SiluAndMul"] >= 1
+    assert "qk_norm_rope" in told["absent"], "it norms no heads"
 
 
 def test_what_only_layers_run_and_the_model_has_none_of_is_absent(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_range_that_is_left_to_vllm_is_as_without_us(sizes: tuple[int, int], o
     assert (known.graphs, known.found) == ((1, 1) if ours else (0, 0))
 
 
-def test_ranges_are_split_where_vllm_takes_over_and_the_start_line_says_so() -> None:
+def test_ranges_are_split_where_vllm_takes_over_and_the_report_says_so() -> None:
     plan, engine = planned(ROWS), config()
     ranges.split(plan, engine, {})
     assert engine.compilation_config.compile_ranges_endpoints == [16]

@@ -109,6 +109,13 @@ def test_an_unavailable_backend_is_skipped_with_its_reason(run: Run) -> None:
     result.stdout.fnmatch_lines(["*vendor.toy is not available: no toy device*"])
 
 
+def test_where_it_has_to_be_available_it_fails(run: Run) -> None:
+    result = run("", "-k", "not exceptions", "--require-available", available="'no toy device'")
+    assert result.ret == 1
+    assert set(result.parseoutcomes()) == {"failed", "deselected"}
+    result.stdout.fnmatch_lines(["*vendor.toy is not available: no toy device*"])
+
+
 def test_a_backend_that_is_not_installed_is_named(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TEST)
     result = pytester.runpytest_subprocess("-q")

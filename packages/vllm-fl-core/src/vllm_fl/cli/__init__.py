@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import SettingsError, UnknownOpError, VllmFLError
@@ -50,10 +51,28 @@ def _answer(words: Sequence[str]) -> int:
     if more and not arguments.takes_more:
         parser.error(f"unrecognized arguments: {' '.join(more)}")
     arguments.more = more
+    if arguments.verb != "explain":  # which has the page of what is said here
+        _check_temporary_folder()
     with answering(), progress(arguments.verb):
         status: int = arguments.run(arguments)
     sys.stdout.flush()
     return status
+
+
+def _check_temporary_folder() -> None:
+    """torch and plugins fail without one, each in words of its own, and a second try may crash.
+
+    Raises:
+        VllmFLError: there is none.
+    """
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise VllmFLError(
+            f"torch cannot be imported: {error.strerror}. Set TMPDIR to a folder that may be "
+            "written, or make /tmp one",
+            code="FL520",
+        ) from error
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -218,8 +218,6 @@ def torch_itself() -> Iterator[Finding]:
     facts = torch_facts()
     if "error" in facts:
         todo = "Reinstall torch in the build for this machine."
-        if "temporary directory" in facts["error"]:
-            todo = "Set TMPDIR to a folder that may be written, or make /tmp one."
         if "TORCH_DEVICE_BACKEND_AUTOLOAD" in facts["error"]:
             todo = (
                 "Source CANN's set_env.sh, or pip uninstall -y torch-npu on a machine without an "

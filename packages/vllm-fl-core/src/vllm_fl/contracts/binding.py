@@ -208,6 +208,8 @@ class FusionPlace:
             pass, one of ours asks it of every node. It finds `parts` as ops of vLLM's IR, or as
             operators of ours. None where nothing does it.
         in_ir: those of `parts` that `own` finds as ops of vLLM's IR alone.
+        begins: (a layer of vLLM's, its VllmConfig) -> whether the op may begin with it. A model
+            that makes no such layer does not have the op. None where that tells nothing.
     """
 
     path: str
@@ -219,6 +221,7 @@ class FusionPlace:
     unfused: Mapping[str, Bound] = field(default_factory=dict)
     own: Callable[[Any, Any, Any], bool] | None = None
     in_ir: tuple[str, ...] = ()
+    begins: Callable[[Any, Any], bool] | None = None
 
 
 @dataclass(frozen=True)

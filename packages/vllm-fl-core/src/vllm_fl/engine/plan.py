@@ -7,7 +7,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["Plan", "PlanEntry", "active_plan", "leave_place", "make_plan", "take_place"]
 
 Named = TypeVar("Named")
+
+LONGEST, NAMED = 200, 5
+"""The characters of a start line, and how many ops it names at most."""
 
 log = get_logger("engine")
 
@@ -378,15 +381,36 @@ class Plan:
         chain = Chain(op, ((None, impls),), spec, self.strict, plan.record, spec.consumable)
         return plan._guard(chain, asks_layer=False, compiled=True, inlined=inlined)
 
-    def line(self, *remarks: str, not_reached: Iterable[str] = ()) -> str:
-        """The plan in one line, for the log at start, with what else is worth a word.
+    def line(self, *facts: str, not_reached: Collection[str] = ()) -> str:
+        """The plan in one line, for the log at start, of at most `LONGEST` characters.
+
+        It counts the ops that are not vLLM's own code, and names the first of them: classes that
+        the plan names, what it computes, then ops that another plugin's class does.
 
         Args:
-            remarks: what stands behind the plan.
+            facts: what stands behind the mode, a few words each.
             not_reached: the planned ops that this engine is not seen to call: they do not count.
         """
-        unseen = [op for op in not_reached if op in self.entries]
-        planned = " ".join(f"{op}={entry.label}" for op, entry in self.entries.items())
+        named = sorted(self.entries, key=lambda op: op in self.contracts)
+        ours = [op for op in named if any(impls for _, impls in self.entries[op].candidates)]
+        others = [op for op in named if self.entries[op].label == FOREIGN.token]
+        served = [op for op in (*ours, *others) if op not in not_reached]
+        head, told, left = f"vllm-fl: {len(served)} ops planned", "", len(served)
+        tail = f" ({'; '.join([self.mode, *facts])})"
+        for op in served[:NAMED]:
+            longer = f"{told} {op}={self.entries[op].label}"
+            if len(f"{head}:{longer} and {left} more{tail}") <= LONGEST:
+                told, left = longer, left - 1
+        more = f" and {left} more" if told and left else ""
+        return f"{head}{told and ':'}{told}{more}{tail}"
+
+    def notes(self, not_reached: Collection[str] = ()) -> list[str]:
+        """Why ops are left as they are against the policy, and what is not verified, in phrases.
+
+        Args:
+            not_reached: as for `line`.
+        """
+        unseen = sorted(op for op in not_reached if op in self.entries)
         notes = [
             f"{op}: {entry.reason}"
             for op, entry in self.entries.items()
@@ -395,12 +419,8 @@ class Plan:
         if self.layers:
             notes.append(f"not verified, as whole layers: {' '.join(self.layers)}")
         if unseen:
-            notes.append(f"not reached: {', '.join(sorted(unseen))}")
-        planned_ops = {op for op, e in self.entries.items() if any(i for _, i in e.candidates)}
-        count = len(planned_ops.difference(unseen))
-        return (
-            f"vllm-fl: {count} ops planned: {planned} ({'; '.join([self.mode, *notes, *remarks])})"
-        )
+            notes.append(f"not reached: {', '.join(unseen)}")
+        return notes
 
 
 def make_plan(

@@ -90,7 +90,7 @@ class Findings:
 
     Args:
         faults: (op, impl id) -> (why it must not serve, its exception or None).
-        remarks: what was not looked at, one phrase each, for the start line.
+        remarks: what was not looked at, one phrase each, for the report.
         refused: (op, impl id) -> a reason, of those that refuse every call which the model makes:
             these are right, and of no use here.
         smaller: op -> what of its calls was tried in a smaller size than the model's, one phrase
@@ -251,7 +251,7 @@ class _Run:
         return [form for form in self.forms if form.name in self.served]
 
     def leave_out(self, what: str, further: str = "") -> None:
-        """Note for the start line what was not looked at."""
+        """Note for the report what was not looked at."""
         self.start.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
 
     def at(self, where: str, call: Callable[[], Any], *, compiles: bool = False) -> Any:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec
-from ..contracts.binding import LayerPlace
+from ..contracts.binding import FusionPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..dispatch.resolver import Trace
@@ -20,7 +20,7 @@ from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..text import quote
-from .places import installed_bindings
+from .places import installed_bindings, places
 from .planning import facts_of
 from .seams.layers import Layer, custom_op_of, layer_table
 
@@ -40,7 +40,7 @@ class Skeleton:
     Args:
         layers: class of vLLM's -> how many layers of it the model makes, of those that ops of ours
             stand behind.
-        absent: the ops that only layers run, of which the model makes none.
+        absent: the ops that only layers run, or that begin with one, where the model makes none.
         provided: as `EngineFacts.provided`.
     """
 
@@ -85,7 +85,7 @@ def skeleton_of(vllm_config: VllmConfig) -> Skeleton | None:
             return None
         with _noting(made):
             _build(vllm_config)
-        return _skeleton(made)
+        return _skeleton(made, vllm_config)
     except Exception as error:  # models are anybody's
         log.debug("The model cannot be built without memory: %s", quote(error))
         return None
@@ -93,7 +93,7 @@ def skeleton_of(vllm_config: VllmConfig) -> Skeleton | None:
         _forget(made)
 
 
-def _skeleton(made: Iterable[Any]) -> Skeleton:
+def _skeleton(made: Sequence[Any], vllm_config: VllmConfig) -> Skeleton:
     specs = get_default_manager().registry.snapshot().contracts
     table = layer_table()
     layers: Counter[str] = Counter()
@@ -114,6 +114,11 @@ def _skeleton(made: Iterable[Any]) -> Skeleton:
         and all(isinstance(place, LayerPlace) for place in binding.places)
         and op not in ops
     )
+    absent |= {
+        op
+        for op, place in places(installed_bindings(), FusionPlace)
+        if place.begins is not None and not any(place.begins(x, vllm_config) for x in made)
+    }
     return Skeleton(layers, absent, {op: tuple(kinds) for op, kinds in ops.items()})
 
 

@@ -21,7 +21,7 @@ from ..contracts import batches
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["COUNTS", "TOKENS", "forward", "positions_of"]
+__all__ = ["COUNTS", "TOKENS", "attend", "forward", "positions_of"]
 
 TOKENS = 256
 """Tokens of the largest forward. What is compared are some rows of each call."""
@@ -111,6 +111,30 @@ def forward(runner: Any, model: torch.nn.Module, vllm_config: VllmConfig, tokens
                 stack.callback(hook.remove)
         run(tokens, **options)
     return "" if inputs.seen else "vLLM ran no forward"
+
+
+def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
+    """Run the loaded model once with its attention, uncompiled, on one token of vLLM's own.
+
+    vLLM does that before it captures whole graphs, and else not: a backend that compiles kernels
+    when it is called first would do so for a request. The KV cache must be there. The newer runner
+    takes steps with attention before it captures anything.
+
+    Args:
+        runner, vllm_config: as for `forward`.
+        is_eager: whether nothing is compiled or captured.
+    """
+    options = {"skip_eplb": True, "skip_attn": False}
+    if "force_attention" in inspect.signature(runner._dummy_run).parameters:
+        options = {"skip_eplb": True, "is_profile": True, "force_attention": True}
+    elif not is_eager:
+        return
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(set_current_vllm_config(vllm_config))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_uncompiled())
+        runner._dummy_run(1, **options)
 
 
 class _Inputs:

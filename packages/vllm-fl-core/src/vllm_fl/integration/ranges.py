@@ -150,7 +150,7 @@ def planned(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[tuple[Range, 
 
 
 def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
-    """What the start line says of one op of `planned`."""
+    """What the report remarks of one op of `planned`."""
     inside = [sizes for sizes, impl_id in chosen if impl_id is not None]
     where = ", ".join(str(sizes) for sizes in inside)
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"

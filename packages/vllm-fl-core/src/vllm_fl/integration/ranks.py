@@ -65,7 +65,7 @@ class Out(NamedTuple):
 
     @property
     def told(self) -> str:
-        """What the start line says, if anything: the warning has said the whole of it."""
+        """What the report remarks, if anything: the warning has said the whole of it."""
         if self.code != REJECTED:
             return f"was taken out [{self.code}]"
         return f"refuses every call [{self.code}]" if self.why.startswith(REFUSES) else ""

@@ -105,6 +105,7 @@ class Serving:
         start: what its start began with, and has found.
         worker: vLLM's worker.
         digest: the sealed plan's.
+        remarks: what else there is to say of its start, a phrase each.
         operators, functions: which of vLLM's it takes, and which not.
         answers: what stands in a place for all engines -> how this one's plan answers its calls.
         sites: op -> what its pass has done.
@@ -128,6 +129,7 @@ class Serving:
     start: Start
     worker: Any = None
     digest: str = ""
+    remarks: list[str] = field(default_factory=list)
     operators: Choice = field(default_factory=lambda: Choice({}, {}))
     functions: Choice = field(default_factory=lambda: Choice({}, {}))
     answers: dict[Any, Answer] = field(default_factory=dict)

@@ -89,7 +89,8 @@ class Start:
         live_counts: the token counts at which all ranks run the loaded model.
         not_reached: op -> why this engine is not seen to call it.
         smaller: op -> what of its calls was tried in a smaller size than the model's.
-        remarks: what else the start line says of it.
+        remarks: what it could not look at, a phrase each.
+        seconds: how long verification has taken.
     """
 
     facts: EngineFacts
@@ -103,6 +104,7 @@ class Start:
     not_reached: dict[str, str] = dataclasses.field(default_factory=dict)
     smaller: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
 
     def __post_init__(self) -> None:
         faults = self.groups.faults if self.groups is not None else {}
@@ -320,7 +322,7 @@ def verify_live(serving: Serving, renew: Callable[[], object]) -> list[str]:
         renew: makes another plan, without what was taken out, and binds the model to it.
 
     Returns:
-        What the start line says of it.
+        What was compared, and what was not, a phrase each.
 
     Raises:
         StartError: strict mode and a fault, on whichever rank.
@@ -343,6 +345,8 @@ def verify_live(serving: Serving, renew: Callable[[], object]) -> list[str]:
         _take_out(start, new)
         renew()
     release(start.device)
+    seconds = time.monotonic() - began
+    start.seconds += seconds
     if not_run:
         return [f"not on live tensors: {not_run}"]
     plan = serving.plan
@@ -358,7 +362,7 @@ def verify_live(serving: Serving, renew: Callable[[], object]) -> list[str]:
             left_out[op] = f"{op} (not called)"
     told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
     return [
-        f"{live.compared} calls on live tensors in {time.monotonic() - began:.1f} s",
+        f"{live.compared} calls on live tensors in {seconds:.1f} s",
         *([told] if left_out else []),
     ]
 

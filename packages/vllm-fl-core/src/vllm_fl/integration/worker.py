@@ -20,10 +20,11 @@ from ..engine.phases import phases_of, process_seconds
 from ..engine.plan import Plan, leave_place, take_place
 from ..engine.tables import Standing, under
 from ..logs import get_logger
+from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
-from ..plugins.types import WorkerContext
+from ..plugins.types import AttentionImpl, WorkerContext
 from ..settings.values import ORDER_PREFIX
-from . import after, ranges
+from . import after, probe, ranges
 from .models import model_facts
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
@@ -118,8 +119,8 @@ class PlannedWorker:
             start, lines = _begun(self)
         with phases.during("plan and verification"):
             plan, contents = verified_plan(start, alone=joins)
-        how = {"verify": "verified in", "run": "run in", "off": "not verified;"}
-        took = [f"{how[start.how]} {time.monotonic() - began:.1f} s"]
+        start.seconds = time.monotonic() - began
+        took = [_took(start)]
         start.not_reached |= planned_for_nothing(plan, start.facts)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
@@ -156,6 +157,8 @@ class PlannedWorker:
         if serving is not None and serving.is_watched and serving.start.live_counts:
             with phases_of(self).during("verification with the KV cache"):
                 _verify_with_cache(serving)
+        if serving is not None and serving.is_watched:
+            _attend_once(serving)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if serving is None:
             return times
@@ -196,8 +199,9 @@ class PlannedWorker:
             `refusals` {op: {impl id: count}}, `demotions` and `rejections` {op: {impl id: why}}:
             what the start took out since it failed, and since it refuses all calls of this model
             or lacks a property that is asked for. `not_reached` {op: why}: what is planned and this
-            engine is not seen to call. Counters begin when the engine is about to serve; a call is
-            counted to who computed it, under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
+            engine is not seen to call. `remarks` [what else there is to say of the start].
+            Counters begin when the engine is about to serve; a call is counted to who computed it,
+            under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
             what became of it}}, as `seams.taking.report` says; `functions` {op: {function: the
             same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
             through, and in how many places it found the op. `ranges` {op: [{first, last, impl,
@@ -234,6 +238,7 @@ class PlannedWorker:
             "demotions": _nested(plan.record.demotions),
             "rejections": _nested(rejected),
             "not_reached": dict(start.not_reached),
+            "remarks": serving.remarks,
             "operators": taking.report(serving, serving.operators),
             "functions": taking.report(serving, serving.functions),
             "fusions": {op: dataclasses.asdict(known) for op, known in serving.sites.items()},
@@ -259,12 +264,9 @@ class PlannedWorker:
             serving.leave()
             plan = serving.plan
             if plan.fallbacks or plan.counts_calls:
-                log.info(
-                    "rank %d: fallbacks %s, calls %s",
-                    self.rank,
-                    _nested(plan.fallbacks) or "none",
-                    _nested(plan.calls) or ("none" if plan.counts_calls else "not counted"),
-                )
+                calls = f", calls {_nested(plan.calls) or 'none'}" if plan.counts_calls else ""
+                fallbacks = _nested(plan.fallbacks) or "none"
+                log.info("rank %d: fallbacks %s%s", self.rank, fallbacks, calls)
         super().shutdown()  # type: ignore[misc]
 
 
@@ -344,6 +346,18 @@ def _verify_with_cache(serving: Serving) -> None:
         log.info("%s", told)
 
 
+def _attend_once(serving: Serving) -> None:
+    """Let a plugin's attention compile its kernels, if it does so when it is called first."""
+    if not serving.plan.entries[ATTENTION].classes(AttentionImpl):
+        return
+    try:
+        with calling(serving):
+            is_eager = serving.plan.mode == "eager"
+            probe.attend(serving.runner, serving.config, is_eager=is_eager)
+    except Exception:  # vLLM's dummy run does not fit every model, and need not be there
+        log.warning("Attention was not called before the first request", exc_info=True)
+
+
 def _write_metrics(serving: Serving) -> None:
     """Write the engine's counters into a file from now on, where the settings name one."""
     file = serving.start.facts.settings.metrics
@@ -373,11 +387,15 @@ def _name_overriders(serving: Serving) -> None:
             )
 
 
+def _took(start: Start) -> str:
+    """How long verification has taken, as far as it has come."""
+    how = {"verify": "verified in", "run": "run in"}.get(start.how)
+    return f"{how} {start.seconds:.1f} s" if how else "not verified"
+
+
 def _say_plan(serving: Serving, took: list[str]) -> None:
-    """The start line, and what goes with it; rank 0 says it once."""
+    """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
     start, plan = serving.start, serving.plan
-    if start.rank != 0:
-        return
     facts = start.facts
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
     remarks = [*_of_table(facts, start.table), *_of_device(start), *_of_invariance(start, plan)]
@@ -385,9 +403,13 @@ def _say_plan(serving: Serving, took: list[str]) -> None:
     inlined = ranges.planned(plan, serving.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in start.out.items() if o.told]
-    told = (*out, *took, f"digest {serving.digest}", *remarks)
-    log.info("%s", plan.line(*told, not_reached=start.not_reached))
-    _say_what_is_taken_whole(plan, inlined)
+    digested = f"digest {serving.digest}"
+    serving.remarks = [*plan.notes(start.not_reached), *out, *took, digested, *remarks]
+    if start.rank == 0:
+        planned = " ".join(f"{op}={entry.label}" for op, entry in plan.entries.items())
+        log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *serving.remarks]))
+        log.info("%s", plan.line(_took(start), digested, not_reached=start.not_reached))
+        _say_what_is_taken_whole(plan, inlined)
 
 
 def _built_layers(serving: Serving) -> dict[str, int]:
@@ -442,7 +464,7 @@ def _warn_of_unexpected_layers(serving: Serving) -> None:
 
 
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
-    """What the start line says of the table that the settings name."""
+    """What there is to say of the table that the settings name."""
     pinned = facts.settings.pinned
     if pinned is None:
         return []
@@ -464,7 +486,7 @@ def _orders_by_device(start: Start) -> dict[str, str]:
 
 
 def _of_invariance(start: Start, plan: Plan) -> list[str]:
-    """What the start line says where only batch-invariant implementations may serve."""
+    """What there is to say where only batch-invariant implementations may serve."""
     facts = start.facts
     if not facts.wants_invariance:
         return []
@@ -479,7 +501,7 @@ def _of_invariance(start: Start, plan: Plan) -> list[str]:
 
 
 def _of_length(serving: Serving) -> list[str]:
-    """What the start line says where an engine is longer than the tables that are made for it."""
+    """What there is to say where an engine is longer than the tables that are made for it."""
     sizes = serving.start.facts.sizes
     length = serving.config.model_config.max_model_len
     if sizes is None or length <= sizes.max_position:

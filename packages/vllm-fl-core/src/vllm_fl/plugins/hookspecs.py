@@ -241,7 +241,7 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
     """Set up this backend in a worker, and say what was done; or return None.
 
     Called once per worker process and engine, after the device exists and before the plan is
-    verified and the weights load. All plugins' reports enter the plan's digest and the start line.
+    verified and the weights load. All plugins' reports enter the plan's digest and the log.
     An exception ends the start: a half-made set-up must not serve.
 
     Example::

@@ -7,9 +7,12 @@ what is refused. Imported only where the plan chose it: it needs vLLM.
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -17,6 +20,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
     FlashAttentionMetadataBuilder,
 )
+
+from vllm_fl.logs import get_logger
 
 from ..loading import flag_gems
 
@@ -27,6 +32,8 @@ SHAPED_HERE = hasattr(AttentionBackend, "get_kv_cache_shape")
 
 MOST_ELEMENTS = 2**31 - 1
 """FlagGems's kernel counts the elements of a layer's keys, and those of its values, in 32 bits."""
+
+log = get_logger("flaggems")
 
 
 class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
@@ -170,6 +177,9 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     can_return_lse_for_decode = False  # so that vLLM refuses decode context parallelism itself
 
+    _warm: ClassVar[set[tuple[Any, ...]]] = set()
+    """For which layers each kernel has run."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.sinks is not None or self.alibi_slopes is not None:
@@ -183,6 +193,8 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         gems = flag_gems()
         self._attend = gems.flash_attn_varlen_func
         self._store = gems.reshape_and_cache_flash
+        config = get_current_vllm_config_or_none()
+        self._limits = _limits(config) if config is not None and config.model_config else None
         self._cache: torch.Tensor | None = None
         self._keys_and_values: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
 
@@ -226,6 +238,8 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         keys, values = self._planes(kv_cache)
         tokens = attn_metadata.num_actual_tokens
         window = getattr(attn_metadata, "sliding_window", None) or self.sliding_window
+        if self._limits is not None and not _is_capturing(query):
+            self._warm_up(query, output, keys, values, attn_metadata.block_table, window)
         self._attend(
             query[:tokens],
             keys,
@@ -242,6 +256,56 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
             out=output[:tokens],
         )
         return output
+
+    def _warm_up(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        table: torch.Tensor,
+        window: tuple[int, int],
+    ) -> None:
+        """Run each kernel that a batch of this engine may need, once for all layers like this one.
+
+        FlagGems compiles its kernel anew for a batch that only decodes, for another size of tiles,
+        and where a sequence outgrows a layer's window. A start runs few of these. Arguments are as
+        this call has them, since constants of the kernel are made from their strides.
+        """
+        assert self._limits is not None
+        tokens, requests, length = self._limits
+        length = min(length, table.shape[1] * keys.shape[1])
+        self._limits = None
+        form = query.stride(), output.stride(), table.stride(), keys.stride(), keys.shape[1:]
+        kind = query.dtype, query.device, self.num_heads, self.scale, self.logits_soft_cap, window
+        if (*form, *kind) in self._warm:
+            return
+        self._warm.add((*form, *kind))
+        began = time.monotonic()
+        # Where no sequence is longer than the window, the kernel is that of a layer without one.
+        longest = [length] if window[0] < 0 else sorted({1, length})
+        for sequences, each in _batches(tokens, requests, length):
+            shape = (sequences * each, self.num_heads, self.head_size)
+            made = {"dtype": query.dtype, "device": query.device}
+            counts = {"dtype": torch.int32, "device": query.device}
+            pages = torch.empty_strided((sequences, table.shape[1]), table.stride(), **counts)
+            for most in longest:
+                self._attend(
+                    torch.empty_strided(shape, query.stride(), **made).zero_(),
+                    keys,
+                    values,
+                    max_seqlen_q=each,
+                    cu_seqlens_q=torch.arange(0, shape[0] + 1, each, **counts),
+                    max_seqlen_k=most,
+                    seqused_k=torch.full((sequences,), each, **counts),
+                    softmax_scale=self.scale,
+                    causal=True,
+                    window_size=window,
+                    softcap=self.logits_soft_cap,
+                    block_table=pages.zero_(),
+                    out=torch.empty_strided(shape, output.stride(), **made),
+                )
+        log.debug("FlagGems's attention is warm after %.1f s", time.monotonic() - began)
 
     def do_kv_cache_update(
         self,
@@ -291,6 +355,40 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         keys, values = (plane.unflatten(-1, (heads, size)) for plane in planes.flatten(3))
         self._cache, self._keys_and_values = kv_cache, (keys, values)
         return keys, values
+
+
+def _limits(config: Any) -> tuple[int, int, int]:
+    """The most tokens of a batch, its most sequences, and the tokens of the longest one."""
+    scheduler = config.scheduler_config
+    most = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    return (*most, config.model_config.max_model_len)
+
+
+def _is_capturing(query: torch.Tensor) -> bool:
+    """Whether what is launched goes into a graph, where nothing may be compiled."""
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _batches(tokens: int, requests: int, length: int) -> Iterator[tuple[int, int]]:
+    """(sequences, tokens of each) of batches that bring each of FlagGems's sizes of tiles.
+
+    It chooses by the tokens of a sequence and by those of a processor, at powers of two. Batches of
+    one token a sequence have a kernel of their own.
+    """
+    for sequences in _doubled(1, requests):
+        yield sequences, 1
+    for total in _doubled(2, tokens):
+        sequences = -(-total // length)
+        if sequences <= requests and total // sequences > 1:
+            yield sequences, total // sequences
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    """From the first on, each twice the one before, and the last."""
+    while first < last:
+        yield first
+        first *= 2
+    yield last
 
 
 def _instead(problem: str) -> str:

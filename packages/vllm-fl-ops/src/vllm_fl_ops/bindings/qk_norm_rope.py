@@ -70,6 +70,16 @@ def _rope(
     return turned
 
 
+def _norms_heads(layer: Any, config: Any) -> bool:
+    """Whether a layer is a norm as wide as a head: queries and keys are normed by such ones."""
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+
+    model = config.model_config
+    told = model.hf_text_config.to_dict().items()
+    sizes = {model.get_head_size(), *(size for name, size in told if "head_dim" in name)}
+    return isinstance(layer, RMSNorm | GemmaRMSNorm) and layer.weight.shape[0] in sizes
+
+
 def _value_heads(qkv: Tensor, q_weight: Tensor, heads: int, kv_heads: int) -> int:
     return qkv.shape[1] // q_weight.shape[0] - heads - kv_heads
 
@@ -119,6 +129,7 @@ BINDING = Binding(
             unfused={"_C::rotary_embedding": _rope, "vllm::flashinfer_rotary_embedding": _rope},
             own=put_operator,
             in_ir=("rms_norm",),
+            begins=_norms_heads,
         ),
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),

@@ -37,8 +37,10 @@ contract:
 ========================  =========================================================================
 
 What the implementation refuses with a reason, a call or a dtype, is skipped, and pytest prints the
-reason. `test_engine` starts one engine for all ops; only where that fails, one more for each op, so
-that the op at fault is named. Whatever happens, none of vLLM's processes is left behind.
+reason. `python -m pytest --require-available` fails where an implementation is not available, for a
+machine that has the device: nothing but skipped tests is a success to pytest. `test_engine` starts
+one engine for all ops; only where that fails, one more for each op, so that the op at fault is
+named. Whatever happens, none of vLLM's processes is left behind.
 
 **Exceptions are data.** What a backend knowingly does otherwise stands in `xfails.toml`, beside the
 test file, with its reason (`Xfail` has the keys). A test that passes against its entry fails, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,8 @@ class OpConformance:
             suite = _suite(type(self))
         except (LookupError, ValueError) as error:
             raise pytest.Collector.CollectError(str(error)) from error
+        # Where the tools were installed before they had the option, pytest does not know it.
+        suite.requires = metafunc.config.getoption("require_available", default=False)
         check = metafunc.definition.originalname.removeprefix("test_")
         marks = [pytest.mark.engine] if check == "engine" else []
         metafunc.parametrize(
@@ -90,6 +93,7 @@ class OpConformance:
 
     def _run(self, case: Case) -> None:
         suite = _suite(type(self))
+        _keep_out_of_traces()
         xfail = next((x for x in suite.xfails if x.matches(case)), None)
         subject = suite.subjects[case.op]
         check = CHECKS[case.check].run
@@ -100,6 +104,8 @@ class OpConformance:
         try:
             check(subject, case.dtype, case.sample)
         except Refused as refusal:
+            if suite.requires and case.check == "availability":
+                pytest.fail(f"{refusal}; it has to be (--require-available)", False)
             if xfail is None:
                 pytest.skip(str(refusal))
         except Exception as error:
@@ -123,8 +129,25 @@ for _check in CHECKS:  # each a test of its own, so that a name selects it
         setattr(OpConformance, f"test_{_check}", _test(_check))
 
 
+def _keep_out_of_traces() -> None:
+    """Take pytest's handlers off torch's trace, whose records have no text: each an empty line.
+
+    pytest adds them to every logger that does not propagate.
+    """
+    trace = logging.getLogger("torch.__trace")
+    for handler in [*trace.handlers]:
+        if type(handler).__module__.partition(".")[0] == "_pytest":
+            trace.removeHandler(handler)
+
+
 class _Suite:
-    """What one test class runs: its subjects by op, its cases by check, its exceptions."""
+    """What one test class runs: its subjects by op, its cases by check, its exceptions.
+
+    Attributes:
+        requires: whether an implementation that is not available here has failed.
+    """
+
+    requires = False
 
     def __init__(self, cls: type[OpConformance]) -> None:
         if not isinstance(getattr(cls, "backend", None), str):

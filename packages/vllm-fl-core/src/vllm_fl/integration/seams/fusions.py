@@ -280,11 +280,15 @@ def _counting(run: Callable[..., Any], op: str) -> Callable[..., Any]:
 
 
 def say(serving: Serving) -> None:
-    """Log what the passes found, once the model is compiled: none is worth a warning."""
+    """Log what the passes found, once the model is compiled: none is worth a warning.
+
+    Of an op that the model does not have, and that the settings name, the report says so already.
+    """
     plan = serving.plan
     vllms = {op for op, place in planned(plan, FusionPlace) if not _finds_ours(plan, place)}
     for op, known in serving.sites.items():
-        _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
+        if op not in serving.start.not_reached:
+            _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
 
 
 def _say(label: str, op: str, known: Sites, whose: str) -> None:

@@ -1,0 +1,78 @@
+"""What is compiled after a start, as vLLM's monitor tells, with FlagGems's attention and without.
+
+python tests/gpu/run.py warmup
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import tiny_model
+from cases_engines import OPTIONS, batches, side_by_side
+from engine_run import STOCK, EngineFailed, Job, run
+
+__all__ = ["cases"]
+
+PLANS = {
+    "stock": STOCK,
+    "attention": {"VLLM_FL_PER_OP": "attention_backend=flagos"},
+    "everything": {"VLLM_FL_PREFER": "flagos"},
+}
+COMPILED = re.compile(r"(?:JIT compilation|autotuning)\S* during inference: ([\w<>]+)")
+WATCHED = re.compile(r"JIT monitor activated")
+OURS = ("flash_varlen_fwd_kernel", "reshape_and_cache_flash_kernel")
+"""FlagGems's kernels for attention."""
+
+LONG = 4096
+LIMITS = {"max_model_len": LONG, "max_num_seqs": 64, "max_num_batched_tokens": 4096}
+PIECEWISE = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+"""Attention stands between graphs there, and vLLM's first runner does not call it at a start. In
+eager mode vLLM has no monitor."""
+
+ENGINES = {
+    "qwen3, graphs": ({}, tuple(PLANS)),
+    "qwen3, piecewise graphs": (PIECEWISE, ("stock", "attention")),
+    "gemma3, graphs": ({}, ("stock", "attention")),
+}
+"""Family and mode -> (vLLM's options, the plans)."""
+
+
+def served() -> list[list[list[int]]]:
+    """Batches that decode, that prefill short and long prompts, that do both, and many at once."""
+    alone = [batches(length, seed=length)[0] for length in (1, 3, 17, 100, 700, LONG - 64)]
+    return [*alone, *batches(1, 40, 900), *batches(*[33] * 48), *batches(*[2] * 64, 600)]
+
+
+def cases(folder: Path) -> Iterator[tuple[str, str]]:
+    """(model, mode and plan; what is compiled after the start that is not in stock)."""
+    found: dict[str, str] = {}
+    with side_by_side() as pool:
+        started = {}
+        for name, (further, plans) in ENGINES.items():
+            family = name.partition(",")[0]
+            model = str(tiny_model.make(folder / name, family, max_position_embeddings=LONG))
+            options = {**OPTIONS, **LIMITS, **further}
+            job = Job(model, served(), eager=False, options=options, logits=False, leads=True)
+            for plan in plans:
+                started[f"{name}, {plan}"] = pool.submit(run, job, **PLANS[plan])
+        for case, engine in started.items():
+            try:
+                found[case] = engine.result()["log"]
+            except EngineFailed as error:
+                yield case, f"the engine failed: {error.log[-3000:]}"
+    for case, log in found.items():
+        stocks = found.get(f"{case.rpartition(', ')[0]}, stock", "")
+        yield case, problem(log, set(COMPILED.findall(stocks)))
+
+
+def problem(log: str, stocks: set[str]) -> str:
+    """Empty where nothing was compiled but what is in stock's engine; all is printed."""
+    compiled = set(COMPILED.findall(log))
+    told = ", ".join(sorted(compiled)) or "nothing"
+    print(f"{'':11}compiled after the start: {told}", flush=True)
+    if not WATCHED.search(log):
+        return "this vLLM watches nothing"
+    later = sorted((compiled - stocks) | compiled.intersection(OURS))
+    return f"compiled while it served: {', '.join(later)}" * bool(later)
