@@ -39,11 +39,9 @@ def register_ops():
 """
 
 SIZES = ("--sizes", "intermediate=8")
-QUICK = (
-    *SIZES,
-    *("--device", "cpu", "--dtype", "float32", "--mode", "eager", "--op", "silu_and_mul"),
-    *("--impl", "vendor.fast", "--impl", "vendor.slow"),
-)
+ONE_OP = ("--device", "cpu", "--dtype", "float32", "--mode", "eager", "--op", "silu_and_mul")
+BESIDE = ("--impl", "vendor.fast", "--impl", "vendor.slow")
+QUICK = (*SIZES, *ONE_OP, *BESIDE, "--thorough")
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +164,93 @@ class TestTable:
         assert (here / name).read_text() != before
 
 
+CHANGES = """
+NOW, CALLS = [0.0], []
+
+def timed(name, below, above):
+    def fn(x):
+        NOW[0] += (below if len(x) <= 100 else above) * 1e-6
+        CALLS.append((name, len(x)))
+        return silu_and_mul(x)
+    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+
+@hookimpl
+def register_ops():
+    return [timed("acme", 30, 30), timed("fast", 10, 29.7), timed("slow", 90, 90)]
+"""
+
+
+class TestWithoutSizesOfTheUser:
+    """What is measured where nobody says at which sizes, and how often."""
+
+    @pytest.fixture
+    def run(self, fl: Command, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """`run(*more)`: (what the command says, its table, the plugin's module)."""
+        name = plugin(CHANGES)
+        monkeypatch.setattr(_tuning, "CLOCK", lambda: sys.modules[name].NOW[0])
+
+        def once(*more: str) -> Any:
+            done = fl("tune", *SIZES, *ONE_OP, *BESIDE, "--json", "--out", "t.json", *more)
+            assert done.status == 0, done.err
+            tuned = read_table("t.json").ops["silu_and_mul"]
+            return done.json(), tuned, sys.modules[name]
+
+        return once
+
+    def test_the_sizes_close_in_on_where_the_winner_changes(self, run: Any) -> None:
+        answer, tuned, _ = run()
+        sizes = sorted({figure.tokens for figure in tuned.figures})
+        assert sizes == [1, 8, 64, 128, 256, 512, 4096, 8192]
+        assert tuned.rows == (Row(64, "vendor.fast"), Row(8192, "default"))
+        assert answer["measurements"] == len(sizes)
+
+    def test_thoroughly_at_every_size_with_the_same_rows(self, run: Any) -> None:
+        answer, tuned, _ = run("--thorough")
+        assert {figure.tokens for figure in tuned.figures} == {1 << n for n in range(14)}
+        assert tuned.rows == (Row(64, "vendor.fast"), Row(8192, "default"))
+        assert answer["measurements"] == 14
+
+    def test_a_clear_outcome_needs_no_second_finals_and_a_loser_none(self, run: Any) -> None:
+        _, tuned, _ = run("--tokens", "8")
+        counts = {figure.impl: figure.n for figure in tuned.figures}
+        assert counts == {
+            "vendor.acme": tuning.FINALS,
+            "vendor.fast": tuning.FINALS,
+            "vendor.slow": tuning.SCREENING,
+        }
+        _, tuned, _ = run("--tokens", "8", "--thorough")
+        counts = {figure.impl: figure.n for figure in tuned.figures}
+        assert counts["vendor.fast"] == 2 * tuning.FINALS
+        assert counts["vendor.slow"] == tuning.FINALS
+
+    def test_everybody_is_checked_wherever_he_is_chosen(self, run: Any) -> None:
+        _, tuned, module = run()
+        for row in tuned.rows:
+            assert row.impl == "default" or ("fast", row.up_to) in module.CALLS
+
+    def test_it_says_where_the_seconds_went(self, run: Any) -> None:
+        answer, _, _ = run("--tokens", "8")
+        assert {"checking", "comparing", "timing"} <= {*answer["phases"]}
+
+    def test_a_run_that_ended_goes_on_at_the_sizes_between(
+        self, run: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(self: object, text: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch, pytest.raises(AssertionError):
+            patch.setattr(ReportFile, "write", full)
+            run()
+        part = here / "t.json.part"
+        lines = part.read_bytes().splitlines(keepends=True)
+        part.write_bytes(b"".join(lines[:-1]))  # the last size between is lost
+        answer, tuned, module = run()
+        assert answer["taken_over"] == 7
+        assert tuned.rows == (Row(64, "vendor.fast"), Row(8192, "default"))
+        assert {figure.tokens for figure in tuned.figures} >= {128, 256}
+        assert module.CALLS
+
+
 class TestThreads:
     COUNTS = """
         import torch
@@ -181,7 +266,7 @@ class TestThreads:
             kind = BackendImplKind.VENDOR
             return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, counts, "fast")]
     """
-    RUN = (*QUICK[:10], "--impl", "vendor.fast", "--tokens", "8", "--out", "t.json")
+    RUN = (*SIZES, *ONE_OP, "--impl", "vendor.fast", "--tokens", "8", "--out", "t.json")
 
     def test_it_measures_with_those_of_an_engine(
         self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
@@ -284,7 +369,7 @@ class TestBadArguments:
     def test_an_op_with_one_candidate(self, fl: Command, plugin: Plugin, here: Path) -> None:
         plugin()
         only = ("--impl", "vendor.acme")
-        done = fl("tune", *QUICK[:10], *only, "--tokens", "8", "--out", "t.json")
+        done = fl("tune", *SIZES, *ONE_OP, *only, "--tokens", "8", "--out", "t.json")
         assert done.status == 1
         assert "silu_and_mul: left out, since vendor.acme is its only candidate" in done.out
 
@@ -342,7 +427,7 @@ def register_ops():
     kind = BackendImplKind.VENDOR
     return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, fast, "fast")]
 """
-ONE = (*QUICK[:10], "--impl", "vendor.fast", "--tokens", "1,8,16,32")
+ONE = (*SIZES, *ONE_OP, "--thorough", "--impl", "vendor.fast", "--tokens", "1,8,16,32")
 
 
 class TestInterrupted:

@@ -140,7 +140,12 @@ def test_a_model_of_which_no_number_of_experts_is_told_has_none(
     more: Any, absent: set[str]
 ) -> None:
     told = argparse.Namespace(
-        model=None, sizes="intermediate=8", mode="compiled", dtype=None, device="cpu"
+        model=None,
+        sizes="intermediate=8",
+        mode="compiled",
+        dtype=None,
+        device="cpu",
+        thorough=False,
     )
     sizes = ModelSizes(intermediate=8, more=more)
     cpu = torch.device("cpu")

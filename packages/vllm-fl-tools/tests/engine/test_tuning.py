@@ -673,7 +673,7 @@ class TestCompiled:
 
 class TestNeverAtBoot:
     ROOT = Path(vllm_fl_tools.__file__).parent
-    MEASURING = ("tuning", "timing", "bench")
+    MEASURING = ("tuning", "timing", "bench", "tiles")
 
     def test_only_the_verb_imports_it(self) -> None:
         importers = set()
@@ -683,8 +683,9 @@ class TestNeverAtBoot:
                     names = {(node.module or "").rpartition(".")[2], *(a.name for a in node.names)}
                     if names & {*self.MEASURING}:
                         importers.add(str(path.relative_to(self.ROOT)))
-        of_tune = {"cli/_accept.py", "cli/_tuning.py"}
-        assert importers == {*of_tune, "engine/bench.py", "engine/tuning.py"}
+        of_tune = {"cli/_accept.py", "cli/_tiles.py", "cli/_tuning.py", "cli/tune.py"}
+        own = {f"engine/{name}.py" for name in ("bench", "tiles", "tuning")}
+        assert importers == {*of_tune, *own}
 
     @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
     def test_an_engines_modules_do_not_load_it(self) -> None:

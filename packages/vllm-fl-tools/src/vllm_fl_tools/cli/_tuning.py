@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.cli.common import say
@@ -29,24 +31,30 @@ from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.calling import rejections
 from vllm_fl.plugins.registry import Owner
-from vllm_fl.plugins.types import OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
-from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
+from vllm_fl.settings.table import Row, Table, TunedOp
 from vllm_fl.text import quote
 
+from ._estimate import estimates
 from ._part import PartFile
 from ._watch import TookTooLong, Watch
 
 if TYPE_CHECKING:
     import torch
 
+    from ..engine.tiles import Chosen
     from ..engine.timing import Measured
     from ..engine.tuning import Contender, OpTuning
+    from ..integration.experts import Experts
 
 __all__ = ["STOCK", "InGraphs", "Subject", "Work", "left_after", "rows_by_op"]
 
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
+
+CACHES = ("reshape_and_cache", "concat_and_cache_mla")
+"""Ops of which each layer has one, in no compiled graph."""
 
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
@@ -59,13 +67,18 @@ class Subject:
     Args:
         name: the model, as the user named it.
         sizes: on one rank; the last of `tokens` is the largest number that is measured.
-        tokens: the numbers of tokens to measure, in ascending order.
+        tokens: the numbers of tokens that may be measured, in ascending order.
         mode: how the engine will run it.
         dtype, device: of the model.
         absent: the ops that it cannot have.
         captured: the tokens of the largest batch of which it will capture a graph, 0 where it will
             capture none; None where that is not known.
         plan: the engine's, without a table; None where only its sizes are known.
+        first: the numbers of tokens that every op is measured at; None for all.
+        thorough: as for `OpTuning`; otherwise plain PyTorch is no candidate on a GPU either.
+        layers: how many hidden layers it has; 0 where that is not known.
+        vocabulary: how many tokens it knows; 0 where that is not known.
+        quantised: whether its weights are.
     """
 
     name: str
@@ -77,6 +90,11 @@ class Subject:
     absent: frozenset[str]
     captured: int | None = None
     plan: Plan | None = None
+    first: tuple[int, ...] | None = None
+    thorough: bool = False
+    layers: int = 0
+    vocabulary: int = 0
+    quantised: bool = False
 
     @property
     def told(self) -> dict[str, float]:
@@ -184,18 +202,29 @@ class InGraphs:
         return [place for place in self.binding.places if isinstance(place, kinds)]
 
 
-def rows_by_op(
-    found: Sequence[tuple[InGraphs, Sequence[Measured]]],
-) -> Iterator[tuple[Row, ...]]:
-    """The rows of each op: all ops stand in the same graphs, which are split at the same sizes."""
+Found = Sequence[tuple[InGraphs, Sequence["Measured"]]]
+"""What was found about each op, by size."""
+
+
+def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
+    """Where the ranges of sizes end that are compiled apart, for each op: all ops stand in the same
+    graphs, which are split at the same sizes. None for an op that is not inlined by range."""
     from vllm_fl.engine.ranges import MOST
 
-    from ..engine.timing import best_edges, rows_of
+    from ..engine.timing import best_edges
 
     inlined = [(measured, op.bound_to_all) for op, measured in found if op.is_by_range]
     edges = best_edges(inlined, MOST)
-    for op, measured in found:
-        yield rows_of(measured, op.bound_to_all, edges if op.is_by_range else ())
+    for op, _ in found:
+        yield edges if op.is_by_range else ()
+
+
+def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
+    """The rows of each op."""
+    from ..engine.timing import rows_of
+
+    for (op, measured), edges in zip(found, edges_by_op(found), strict=True):
+        yield rows_of(measured, op.bound_to_all, edges)
 
 
 class Work:
@@ -238,8 +267,24 @@ class Work:
 
     @property
     def units(self) -> int:
-        """How many measurements there are, each an op at one number of tokens."""
-        return len(self._tunings) * len(self.subject.tokens)
+        """How many measurements are known to be needed, each an op at one number of tokens."""
+        return len(self._wanted | self._found.keys())
+
+    @property
+    def _wanted(self) -> set[tuple[str, int]]:
+        """The measurements that every op needs."""
+        first = self.subject.first or self.subject.tokens
+        return {(op, tokens) for op in self._tunings for tokens in first}
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Where the seconds of this run went, the most first."""
+        found: dict[str, float] = defaultdict(float)
+        for tuning in self._tunings.values():
+            for name, seconds in tuning.phases.seconds.items():
+                found[name] += seconds
+        ordered = sorted(found.items(), key=lambda item: -item[1])
+        return {name: round(seconds, 1) for name, seconds in ordered}
 
     @property
     def done(self) -> int:
@@ -261,6 +306,8 @@ class Work:
                 "mode": subject.mode,
                 "dtype": dtype_name(subject.dtype),
                 "tokens": ",".join(map(str, subject.tokens)),
+                **({"first": ",".join(map(str, subject.first))} if subject.first else {}),
+                "thorough": str(subject.thorough),
                 **{f"size {name}": value for name, value in told.items()},
             },
             "candidates": {
@@ -309,7 +356,9 @@ class Work:
                 traced=graphs.traced,
                 launched=graphs.launched,
                 between_graphs=graphs.binding.between_graphs,
-                products=self._products,
+                # Their own launches count, since something must keep the device busy before them.
+                products=(lambda _: 0.0) if graphs.binding.products else self._products,
+                thorough=subject.thorough,
             )
             if tuning.forms:
                 snapshot = self.manager.registry.snapshot()
@@ -349,6 +398,9 @@ class Work:
         manager, compiled = self.manager, self.subject.mode == "compiled"
         installed = manager.registry.snapshot().impls_by_op.get(op, ())
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
+        subject, default = self.subject, self._default(op)
+        # On a GPU it is several kernels, or what the compiler makes of vLLM's own form, too.
+        without_plain = not subject.thorough and subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
             for impl in installed
@@ -357,6 +409,9 @@ class Work:
             and not manager.policy.refuses(impl)
             and impl.impl_id not in denied
             and not (compiled and impl.needs_layer)
+            and not (
+                without_plain and impl.kind is BackendImplKind.REFERENCE and impl.impl_id != default
+            )
             and impl.availability() is True
         ]
         own = self._stock(op) if names is None or STOCK in names else ()
@@ -407,9 +462,7 @@ class Work:
             OSError: it cannot be kept.
             KeyboardInterrupt: the user wants no more.
         """
-        import torch
 
-        units = {(op, tokens) for op in self._tunings for tokens in self.subject.tokens}
         running = ["", 0, ""]
 
         def stuck() -> None:
@@ -430,29 +483,121 @@ class Work:
             except TookTooLong as error:
                 raise TimeoutError(f"given up after {limit:g} s") from error
 
-        for op, tuning in self._tunings.items():
-            tuning.over = over
-            for tokens in self.subject.tokens:
-                running[:2] = op, tokens
-                known = self._hung.get((op, tokens))
-                if (op, tokens) not in self._found:
-                    watch.at(f"{op}, {tokens} tokens", self.done + 1)
-                    found = self._kept(part, op, partial(tuning.measure, tokens, known))
-                    where = f"[{100 * self.done // self.units:3} %] {op}, {tokens} tokens"
-                    rest = left_after(self._seconds, (n for _, n in units - self._found.keys()))
-                    say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
-            for tokens in reversed(self.subject.tokens):
-                running[:2] = op, tokens
-                found = self._found[op, tokens]
-                if found.promoted != DEFAULT and not found.again:
-                    watch.at(f"{op}, {tokens} tokens again", self.done)
-                    self._kept(part, op, partial(tuning.measure_again, found))
-                    told = "holds" if found.winner == found.promoted else "does not hold: default"
-                    told = f"{op}, {tokens} tokens: {found.promoted} again: {told}"
-                    say(f"        {told}", error=True)
-            tuning.forget()
-            if self.subject.mode == "compiled":
-                torch._dynamo.reset()
+        def measure(op: str, tokens: int) -> None:
+            running[:2] = op, tokens
+            if (op, tokens) in self._found:
+                return
+            known = self._hung.get((op, tokens))
+            watch.at(f"{op}, {tokens} tokens", self.done + 1)
+            found = self._kept(part, op, partial(self._tunings[op].measure, tokens, known))
+            where = f"[{100 * self.done // self.units:3} %] {op}, {tokens} tokens"
+            rest = left_after(self._seconds, (n for _, n in self._wanted - self._found.keys()))
+            say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
+
+        def settle(op: str, tokens: int) -> None:
+            running[:2] = op, tokens
+            found = self._found[op, tokens]
+            if not found.is_settled:
+                watch.at(f"{op}, {tokens} tokens again", self.done)
+                self._kept(part, op, partial(self._tunings[op].measure_again, found))
+                told = "holds" if found.winner == found.promoted else "does not hold: default"
+                told = f"{op}, {tokens} tokens: {found.promoted} again: {told}"
+                say(f"        {told}", error=True)
+
+        first = self.subject.first or self.subject.tokens
+        with _without_old_objects(self.subject.mode):
+            for op, tuning in self._tunings.items():
+                tuning.over = over
+                for tokens in first:
+                    measure(op, tokens)
+                for tokens in reversed(first):
+                    settle(op, tokens)
+                while (between := self._between(op)) is not None:
+                    measure(op, between)
+                    settle(op, between)
+                self._forget(tuning)
+            while lacking := self._lacking():
+                op, tokens = lacking
+                measure(op, tokens)
+                settle(op, tokens)
+                self._forget(self._tunings[op])
+
+    def tiles(self, experts: Experts, limit: float) -> dict[int, Chosen]:
+        """Search tiles for vLLM's experts.
+
+        Args:
+            experts: the model's.
+            limit: seconds that one call may take.
+        """
+        from ..integration.experts import OP
+        from . import _tiles
+
+        watch = Watch(
+            1, limit, lambda: say("vllm-fl: tiles: a call does not come back", error=True)
+        )
+        watch.at("tiles", 1)
+
+        @contextmanager
+        def over(name: str) -> Iterator[None]:
+            try:
+                with watch.call(name):
+                    yield
+            except TookTooLong as error:
+                raise TimeoutError(f"given up after {limit:g} s") from error
+
+        contract = self.manager.registry.snapshot().contracts[OP]
+        with _without_old_objects(self.subject.mode):
+            return _tiles.search(experts, self.subject, contract, over, CLOCK)
+
+    def _forget(self, tuning: OpTuning) -> None:
+        import torch
+
+        tuning.forget()
+        if self.subject.mode == "compiled":
+            torch._dynamo.reset()
+
+    # At which sizes.
+
+    def _of(self, op: str) -> list[Measured]:
+        """What was found about an op, by size."""
+        found = [one for (of, _), one in self._found.items() if of == op]
+        return sorted(found, key=lambda one: one.tokens)
+
+    def _graphs(self, op: str) -> InGraphs:
+        return InGraphs(self.subject, self._bindings, op, self._tunings[op].contenders)
+
+    def _between(self, op: str) -> int | None:
+        """The middle one of the sizes between two neighbours whose winners differ.
+
+        None where no such sizes are left; and where one row must serve all sizes.
+        """
+        from ..engine.timing import is_limited
+
+        graphs, found = self._graphs(op), self._of(op)
+        if not graphs.is_by_range and is_limited(found, graphs.bound_to_all):
+            return None
+        for low, high in pairwise(found):
+            between = [n for n in self.subject.tokens if low.tokens < n < high.tokens]
+            if between and low.winner != high.winner:
+                return between[len(between) // 2]
+        return None
+
+    def _lacking(self) -> tuple[str, int] | None:
+        """An op, and the end of a range of sizes that is compiled apart, at which it must be
+        measured: what is inlined up to there is chosen for all sizes of the range."""
+        from ..engine.timing import is_limited
+
+        for op, edges in zip(self._tunings, edges_by_op(self._by_op()), strict=True):
+            found = self._of(op)
+            if edges and is_limited(found, self._graphs(op).bound_to_all):
+                known = {one.tokens for one in found}
+                lacking = [n for n in edges if n < found[-1].tokens and n not in known]
+                if lacking:
+                    return op, lacking[0]
+        return None
+
+    def _by_op(self) -> list[tuple[InGraphs, list[Measured]]]:
+        return [(self._graphs(op), self._of(op)) for op in self._tunings]
 
     def _kept(self, part: PartFile, op: str, measure: Callable[[], Measured]) -> Measured:
         start = time.monotonic()
@@ -464,30 +609,37 @@ class Work:
         return found
 
     def _products(self, tokens: int) -> float:
-        """How long the device takes for the matrix products of a layer, µs; 0 where it was not
-        measured. Each is a form of the op, and stands in a layer once."""
+        """How long the device takes for the matrix products of a layer, µs: at the least what it
+        does at the next smaller size that was measured; 0 where none was. Each is a form of the
+        op, and stands in a layer once."""
         return sum(
-            found.fastest
-            for (op, of), found in self._found.items()
-            if of == tokens and self._binding(op).products
+            max((one.fastest for one in self._of(op) if one.tokens <= tokens), default=0.0)
+            for op in self._tunings
+            if self._binding(op).products
         )
 
     def _binding(self, op: str) -> Binding:
         return self._bindings.get(op, Binding())
+
+    def estimates(self, table: Table) -> list[str]:
+        """What the table is worth in a whole model, in words; none where too little is known."""
+        subject = self.subject
+        products = [op for op in self._tunings if self._binding(op).products]
+        if not (products and subject.layers and subject.vocabulary and subject.sizes.hidden):
+            return []
+        if any(b.calls_operators and op not in subject.absent for op, b in self._bindings.items()):
+            return []  # experts are measured in other shapes than the model's
+        head = subject.vocabulary * subject.sizes.hidden * subject.dtype.itemsize
+        counted = [table.ops[op] for op in (*products, *CACHES) if op in table.ops]
+        read = sum(self._of(op)[0].weights for op in products)
+        return [*estimates(counted, subject.layers, head / read if read else 0.0)]
 
     def table(self) -> Table:
         """What came of it."""
         from vllm_fl.engine.identity import contract_digest
 
         subject, heading = self.subject, self.heading
-        found = [
-            (
-                InGraphs(subject, self._bindings, op, tuning.contenders),
-                [self._found[op, tokens] for tokens in subject.tokens],
-            )
-            for op, tuning in self._tunings.items()
-        ]
-        ops = {}
+        found, ops = self._by_op(), {}
         for (graphs, measured), rows in zip(found, rows_by_op(found), strict=True):
             tuning = self._tunings[graphs.op]
             figures = tuple(figure for one in measured for figure in one.figures())
@@ -503,6 +655,20 @@ class Work:
             round(sum(self._seconds.values()), 1),
             ops,
         )
+
+
+@contextmanager
+def _without_old_objects(mode: Mode) -> Iterator[None]:
+    """In the block the collector of garbage looks at new objects alone: before each capture of a
+    graph it is called, and an engine's modules alone have millions."""
+    if mode == "compiled":
+        import torch._inductor.compile_fx  # noqa: F401
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def left_after(took: Mapping[tuple[str, int], float], left: Iterable[int]) -> float:

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
@@ -35,8 +35,9 @@ from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import RULES
 
+from ..integration.parts import hidden_layers, is_quantised, vocabulary_of, without
 from ..integration.threads import worker_threads
-from . import _accept
+from . import _accept, _tiles
 from ._counts import counts
 from ._options import check_known, positive_seconds
 from ._part import INTERRUPTED, PartFile, ended_by_signal
@@ -44,6 +45,8 @@ from ._tuning import STOCK, Subject, Work
 
 if TYPE_CHECKING:
     import torch
+
+    from ..engine.tiles import Chosen
 
 DEFAULT_FILE = "vllm-fl-table.json"
 
@@ -88,13 +91,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         metavar="N,…",
-        help="rows of a call; default: vLLM's capture sizes, and powers of two up to the largest "
-        f"batch ({LARGEST} where no model tells it)",
+        help="rows of a call, these alone; default: some up to the largest batch "
+        f"({LARGEST} where no model tells it), then between those whose winners differ",
+    )
+    parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="every op at every size, plain PyTorch on a GPU too, and every winner twice",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
         help=f"the table; a file there is replaced. Default: {DEFAULT_FILE}, which is not",
+    )
+    parser.add_argument(
+        "--tiles",
+        metavar="FOLDER",
+        help="also search tiles for vLLM's Triton kernel of routed experts, and write them there "
+        "in vLLM's own format; up to two minutes",
     )
     parser.add_argument(
         "--timeout",
@@ -127,11 +141,13 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = _sizes(arguments.sizes, bindings.values()) if arguments.sizes else None
     device = device_of(arguments.device)
     subject = _subject(arguments, sizes, asked, bindings, device)
+    experts = None if arguments.tiles is None else _tiles.experts_of(subject)
     with ExitStack() as stack:
         stack.enter_context(_threads_of_a_worker(device))
         part = stack.enter_context(PartFile(Path(f"{out}.part"), "--out"))
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
+        tiles: tuple[Path, Mapping[int, Chosen]] | None = None
         try:
             lines = part.resume(work.heading)
             if lines:
@@ -143,6 +159,10 @@ def run(arguments: argparse.Namespace) -> int:
             table = work.table()
             with ReportFile(str(out), "--out") as file:
                 file.write(table.text)
+            if experts is not None:
+                with redirect_stdout(sys.stderr):
+                    found = work.tiles(experts, arguments.timeout)
+                tiles = _tiles.write(experts, arguments.tiles, found), found
         except KeyboardInterrupt:
             told = f"{work.done} of {work.units} are measured and lie in {part.path}"
             say(f"vllm-fl: interrupted: {told}; the same command goes on there", error=True)
@@ -157,10 +177,17 @@ def run(arguments: argparse.Namespace) -> int:
             path=str(out),
             taken_over=work.taken_over,
             remarks=work.remarks,
+            measurements=work.done,
+            phases=work.phases,
+            estimate=work.estimates(table),
+            tiles=None if tiles is None else _tiles.told(*tiles),
             table=json.loads(table.text),
         )
     else:
-        _show(out, table, work.remarks)
+        more = [*work.estimates(table), *_spent(work.done, work.phases)]
+        _show(out, table, [*work.remarks, *more])
+        if tiles is not None:
+            _tiles.shown(*tiles)
     return 0 if table.ops else 1
 
 
@@ -216,7 +243,7 @@ def _subject(
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
-        captured, plan = None, None
+        captured, plan, layers, vocabulary, quantised = None, None, 0, 0, False
     else:
         if arguments.dtype is not None:
             arguments.more += ["--dtype", arguments.dtype]
@@ -229,7 +256,10 @@ def _subject(
         facts = replace(engine.facts, device=None)
         plan = plan_for(facts, table=Standing())
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
-        sizes, dtype, absent = facts.sizes, facts.dtype, facts.absent
+        sizes, dtype = facts.sizes, facts.dtype
+        absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
+        layers, vocabulary = hidden_layers(engine), vocabulary_of(engine)
+        quantised = is_quantised(engine)
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
@@ -243,6 +273,11 @@ def _subject(
         absent,
         captured,
         plan,
+        None if asked or arguments.thorough else _first(tokens, captured or 0),
+        arguments.thorough,
+        layers,
+        vocabulary,
+        quantised,
     )
 
 
@@ -298,6 +333,13 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return found
 
 
+def _first(tokens: Sequence[int], captured: int) -> tuple[int, ...]:
+    """Of these sizes those that differ in kind: every third power of two, the largest batch of
+    which a graph is captured, and the largest."""
+    eighths = {n for n in tokens if n.bit_count() == 1 and n.bit_length() % 3 == 1}
+    return tuple(sorted({*eighths, *({captured} & {*tokens}), tokens[-1]}))
+
+
 def _powers(largest: int) -> tuple[int, ...]:
     """The powers of two up to the largest batch, and that."""
     return tuple(sorted({1 << n for n in range(largest.bit_length())} | {largest}))
@@ -317,6 +359,12 @@ def _show(out: Path, table: Table, remarks: list[str]) -> None:
         for figure in tuned.figures:
             if figure.rejected:
                 say(f"{op}, {figure.tokens} tokens, {figure.impl}: {figure.rejected}")
+
+
+def _spent(done: int, phases: Mapping[str, float]) -> Iterator[str]:
+    if phases:
+        told = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
+        yield f"{done} measurements. Seconds of this run: {told}."
 
 
 def _rows(op: str, tuned: TunedOp) -> Iterator[tuple[str, ...]]:

@@ -28,6 +28,9 @@ WARM_UP = 3
 LAUNCHES = 50
 """How many launches are timed, at least."""
 
+Timed = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], Callable[[], None]]
+"""(a call, its arguments each time, what gives those that it overwrites back what they held)."""
+
 
 class Bench:
     """Times calls on a device with cold caches, as the mode serves them.
@@ -63,15 +66,24 @@ class Bench:
             seconds = self.clock() - start
         return seconds
 
-    def timer(
-        self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]], renew: Callable[[], None]
-    ) -> Timer:
-        """A call's time, from one call with each of these arguments.
+    def timer(self, forms: Sequence[Timed]) -> Callable[[], list[float]]:
+        """The times of the forms of an op, each from one call with each of its arguments.
 
         On a CPU it is the median: another process may take the CPU away in the middle of one. A
-        device that the calls are queued for gives their mean.
+        device that the calls are queued for gives their mean. No form has arguments of another, so
+        that caches which are cold for the first one are cold for all.
         """
+        parts = [(self._timed(call, sets), renew) for call, sets, renew in forms]
 
+        def once() -> list[float]:
+            for _, renew in parts:
+                renew()
+            self._cool()
+            return [timed() for timed, _ in parts]
+
+        return once
+
+    def _timed(self, call: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Timer:
         def run() -> None:
             for args in sets:
                 call(*args)
@@ -92,16 +104,9 @@ class Bench:
                     break
             return statistics.median(times) * 1e6
 
-        timed = median if self.device.type == "cpu" else mean
         if self.captures:
-            timed = self._captured(run, len(sets))
-
-        def once() -> float:
-            renew()
-            self._cool()
-            return timed()
-
-        return once
+            return self._captured(run, len(sets))
+        return median if self.device.type == "cpu" else mean
 
     def _captured(self, run: Callable[[], None], calls: int) -> Timer:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
@@ -158,7 +163,8 @@ class Bench:
             )
             for _ in range(calls)
         ]
-        return self.timer(lambda to, source: to.copy_(source), pairs, lambda: None)
+        timed = self.timer([(lambda to, source: to.copy_(source), pairs, lambda: None)])
+        return lambda: sum(timed())
 
     def _cool(self) -> None:
         """Fill the caches with something else."""

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
@@ -19,9 +22,11 @@ from vllm_fl.text import quote
 __all__ = [
     "ROOM",
     "Measured",
+    "Phases",
     "Timer",
     "best_edges",
     "in_turn",
+    "is_limited",
     "quartiles",
     "ratios",
     "rows_of",
@@ -33,6 +38,35 @@ Timer = Callable[[], float]
 ROOM = 1.02
 """What the default's time by a winner's must be at least, in the middle of the rounds: below that,
 another implementation is not worth it."""
+
+CLEAR = 1.1
+"""What that ratio is at least of a clear winner, who besides wins every round of the finals."""
+
+
+class Phases:
+    """Where the seconds of a run go: blocks within blocks, of which each counts its own alone."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._running = ""
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """In the block the time is this phase's."""
+        before = self._turn(name)
+        try:
+            yield
+        finally:
+            self._turn(before)
+
+    def _turn(self, name: str) -> str:
+        now = time.perf_counter()
+        before, self._running = self._running, name
+        if before:
+            self.seconds[before] += now - self._since
+        self._since = now
+        return before
 
 
 def in_turn(
@@ -90,6 +124,8 @@ class Measured:
         slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
             launch, where no graph serves -> by what.
         copied: how long a copy of as many bytes took in the finals; empty where they are not known.
+        thorough: whether every winner needs second finals; otherwise a clear one does without.
+        weights: the bytes of those that are read as a whole, of all forms.
     """
 
     tokens: int
@@ -100,6 +136,8 @@ class Measured:
     again: dict[str, list[float]] = field(default_factory=dict)
     slower: dict[str, str] = field(default_factory=dict)
     copied: list[float] = field(default_factory=list)
+    thorough: bool = True
+    weights: int = 0
 
     @property
     def promoted(self) -> str:
@@ -109,14 +147,25 @@ class Measured:
 
     @property
     def fastest(self) -> float:
-        """The least median of the finals, µs; 0 where there were none."""
-        return min((quartiles(times)[1] for times in self.finals.values()), default=0.0)
+        """The least median of the finals, µs; where there were none, of the first rounds; or 0."""
+        times = self.finals or self.screened
+        return min((quartiles(of)[1] for of in times.values()), default=0.0)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether second finals would tell nothing more, or were held."""
+        if self.promoted == DEFAULT or self.again:
+            return True
+        found = self._ratios(self.promoted, self.finals)
+        return not self.thorough and min(found) > 1.0 and statistics.median(found) >= CLEAR
 
     @property
     def winner(self) -> str:
         """Who beat the default in the finals, and in the second ones too; else `default`."""
         name = self.promoted
-        return name if name == DEFAULT or self._beats(name, self.again) else DEFAULT
+        if name == DEFAULT or (not self.again and self.is_settled):
+            return name
+        return name if self._beats(name, self.again) else DEFAULT
 
     def ratio(self, name: str) -> float | None:
         """The default's time by `name`'s, the median of pairs; None where it may not serve."""
@@ -243,6 +292,11 @@ class _Outcome:
 def _outcome(one: Measured) -> _Outcome:
     names = {*one.screened, *one.finals}
     return _Outcome(one.tokens, one.default, one.winner, {n: one.ratio(n) for n in names})
+
+
+def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
+    """Whether winners differ, and one of them is inlined."""
+    return _is_limited([_outcome(one) for one in measured], inlined)
 
 
 def _is_limited(ones: Sequence[_Outcome], inlined: Container[str]) -> bool:

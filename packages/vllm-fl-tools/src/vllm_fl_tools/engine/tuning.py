@@ -28,13 +28,14 @@ from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.trials import Form, Trials
 from vllm_fl.engine.verification import as_call, compare, refusal_of
+from vllm_fl.engine.wanted import Off
 from vllm_fl.plugins.forms import asked_for
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl.text import quote
 
 from .bench import Bench, cold_bytes
-from .timing import ROOM, Measured, Timer, in_turn, quartiles, ratios
+from .timing import ROOM, Measured, Phases, Timer, in_turn, quartiles, ratios
 
 __all__ = ["Contender", "OpTuning"]
 
@@ -47,6 +48,10 @@ ROUND = 400e-6
 
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
 """Calls in one round, each with arguments of its own, and what these may occupy."""
+
+HOPELESS = 0.9
+"""What the default's time by another's is below, in the middle of the first rounds, of one that
+needs no finals to lose."""
 
 HOST_OF_A_LAYER = 2000.0
 """µs within which the host is through with a layer of a model: where the device works longer on
@@ -126,6 +131,8 @@ class OpTuning:
             (`Binding.between_graphs`).
         products: the tokens of a step -> how long the device takes for the matrix products of a
             layer, µs; 0 where that is not known.
+        thorough: whether everybody comes into the finals, and every winner into second ones;
+            otherwise those whose outcome is clear do not.
     """
 
     spec: OpSpec
@@ -143,6 +150,8 @@ class OpTuning:
     launched: frozenset[str] = frozenset()
     between_graphs: bool = False
     products: Callable[[int], float] = field(default=lambda tokens: 0.0)
+    thorough: bool = True
+    phases: Phases = field(default_factory=Phases, init=False)
     _functions: dict[tuple[str, Callable[..., Any], int], _Ways | Exception] = field(
         default_factory=dict, init=False
     )
@@ -164,29 +173,35 @@ class OpTuning:
             tokens: rows of the calls.
             known: who is not even tried, and why.
         """
-        found = Measured(tokens, self.default, dict(known or {}))
+        found = Measured(tokens, self.default, dict(known or {}), thorough=self.thorough)
         self._wholes.clear()
         with torch.inference_mode():
             asked = [one for one in self.contenders if one.name not in found.rejected]
-            sound = self._all_sound(asked, found)
+            with self.phases.of("checking"):
+                sound = self._all_sound(asked, found)
             if not sound:
                 return found
             bench = self._bench(tokens, sound, found)
-            found.screened, dropped = in_turn(bench.timers, SCREENING)
+            with self.phases.of("timing"):
+                found.screened, dropped = in_turn(bench.timers, SCREENING)
             found.rejected |= dropped
             finalists = self._finalists(found.screened)
+            if not finalists:
+                return found
             timers: dict[str, Timer] = {name: bench.timers[name] for name in finalists}
             if bench.copy is not None:
                 timers[""] = bench.copy
             bench.parts.clear()
-            found.finals, dropped = in_turn(timers, FINALS)
+            with self.phases.of("timing"):
+                found.finals, dropped = in_turn(timers, FINALS)
             found.copied = found.finals.pop("", [])
             dropped.pop("", None)
             found.rejected |= dropped
             found.slower = self._slower(bench.parts)
             by_host = self.between_graphs or self._beyond_graphs(tokens)
             if bench.captures and by_host and self.products(tokens) < HOST_OF_A_LAYER:
-                found.slower = {**self._slower_to_launch(bench, found), **found.slower}
+                with self.phases.of("timing launches"):
+                    found.slower = {**self._slower_to_launch(bench, found), **found.slower}
         return found
 
     def measure_again(self, found: Measured) -> Measured:
@@ -195,14 +210,20 @@ class OpTuning:
         self._wholes.clear()
         with torch.inference_mode():
             asked = [one for one in self.contenders if one.name in names]
-            sound = self._all_sound(asked, found)
+            with self.phases.of("checking"):
+                sound = self._all_sound(asked, found)
             if len(sound) < len(asked):
                 return found
             bench = self._bench(found.tokens, sound, found)
             timers = {name: bench.timers[name] for name in names if name in bench.timers}
-            found.again, dropped = in_turn(timers, FINALS, first=1)
+            with self.phases.of("timing"):
+                found.again, dropped = in_turn(timers, FINALS, first=1)
             found.rejected |= dropped
         return found
+
+    def forget_calls(self) -> None:
+        """Free what was made of the contenders, and keep what they are checked by."""
+        self._functions.clear()
 
     def forget(self) -> None:
         """Free what was made for measuring; it is made again where it is needed."""
@@ -211,11 +232,23 @@ class OpTuning:
         vars(self).pop("_trials", None)
 
     def _finalists(self, screened: Mapping[str, list[float]]) -> list[str]:
-        """The default, and the fastest of the others."""
+        """The default, and the fastest of the others; nobody where none of these can win."""
+        defaults = screened.get(self.default, ())
+
+        def is_hopeless(name: str) -> bool:
+            found = ratios(defaults, screened[name])
+            return bool(found) and statistics.median(found) < HOPELESS
+
         others = sorted(
-            (name for name in screened if name != self.default),
+            (
+                name
+                for name in screened
+                if name != self.default and (self.thorough or not is_hopeless(name))
+            ),
             key=lambda name: quartiles(screened[name])[1],
         )
+        if not others and not self.thorough:
+            return []
         return [name for name in screened if name in (self.default, *others[:FINALISTS])]
 
     def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
@@ -350,17 +383,22 @@ class OpTuning:
             supports=cast("Any", asked_for(served.impl, self.spec)),
         )
         for large in (True, False):
-            form.switch(large=large)
-            rows = self._trials.rows(tokens, large, "drawn" if large else "standing")
-            laid = rows_of(form.pool(large), rows)
+            with self.phases.of("making inputs"):
+                form.switch(large=large)
+                rows = self._trials.rows(tokens, large, "drawn" if large else "standing")
+                laid = rows_of(form.pool(large), rows)
             name = f"{tokens} x {form.name}" + ", large values" * large
             sample = Sample(name, form.call(laid).args)
-            off = partial(form.off, large, rows)
+            off = partial(self._off, form, large, rows)
             found = compare(impl, self.spec, sample, self.dtype, off=off)
             if found.status != "ok":
                 form.switch(large=False)
                 return f"{found.status}: {found.reason} ({name})"
         return ""
+
+    def _off(self, form: Form, large: bool, rows: torch.Tensor, got: Any) -> Off:
+        with self.phases.of("comparing"):
+            return form.off(large, rows, got)
 
     def _poisoning(self, served: _Served) -> Callable[..., Any]:
         """Its call, with NaN where an allocator is likely to give it the memory of its results."""
@@ -386,7 +424,8 @@ class OpTuning:
         key = contender.name, impl.fn, form
         if key not in self._functions:
             try:
-                self._functions[key] = self._made(contender, impl, self.forms[form])
+                with self.phases.of("compiling"):
+                    self._functions[key] = self._made(contender, impl, self.forms[form])
             except Exception as error:
                 self._functions[key] = error
         found = self._functions[key]
@@ -477,39 +516,47 @@ class OpTuning:
         Who raises meanwhile is rejected.
         """
         bench = Bench(self.device, self.mode, self.clock)
-        first = [self._laid(form, tokens, 0) for form in self.forms]
+        with self.phases.of("making inputs"):
+            first = [self._laid(form, tokens, 0) for form in self.forms]
+        found.weights = sum(_weights(self.spec, laid.args) for laid in first)
         least = math.inf
-        for name, served in sound.items():
-            with self._rejecting(name, tokens, found, "was warmed up"):
-                for one, laid in zip(served, first, strict=True):
-                    least = min(least, bench.seconds_of(one.timed, laid.args))
+        with self.phases.of("warming up"):
+            for name, served in sound.items():
+                with self._rejecting(name, tokens, found, "was warmed up"):
+                    for one, laid in zip(served, first, strict=True):
+                        least = min(least, bench.seconds_of(one.timed, laid.args))
         size = sum(storage.memory.nbytes for laid in first for storage in laid.activations.storages)
         calls = 1 if math.isinf(least) else math.ceil(ROUND / max(least, 1e-7))
         calls = max(1, min(calls, MOST_CALLS, MOST_BYTES // max(1, 2 * size)))
-        sets = [
-            self._with_own([laid, *(self._laid(form, tokens, n) for n in range(1, calls))])
-            for form, laid in zip(self.forms, first, strict=True)
-        ]
-        for name, served in sound.items():
-            if name not in found.rejected:
-                with self._rejecting(name, tokens, found, "was made ready to be timed"):
-                    parts = [
-                        bench.timer(
-                            one.timed, [laid.args for laid in of_form], self._renew(one, of_form)
-                        )
-                        for one, of_form in zip(served, sets, strict=True)
-                    ]
-                    bench.timers[name] = partial(self._sum, bench, name, parts)
-                    calls_of = [
-                        (one.launched, [laid.args for laid in of_form])
-                        for one, of_form in zip(served, sets, strict=True)
-                    ]
-                    bench.launches[name] = partial(bench.launch, calls_of)
-        moved = [_moved(self.spec, laid.args) for laid in first]
-        if moved and all(moved):
-            fitting = max(1, min(calls, MOST_BYTES // sum(moved)))
-            bench.copy = bench.copying(sum(moved), fitting)
+        with self.phases.of("making inputs"):
+            sets = [
+                self._with_own([laid, *(self._laid(form, tokens, n) for n in range(1, calls))])
+                for form, laid in zip(self.forms, first, strict=True)
+            ]
+        with self.phases.of("capturing"):
+            for name, served in sound.items():
+                if name not in found.rejected:
+                    with self._rejecting(name, tokens, found, "was made ready to be timed"):
+                        self._make_ready(bench, name, served, sets)
+            moved = [_moved(self.spec, laid.args) for laid in first]
+            if moved and all(moved):
+                fitting = max(1, min(calls, MOST_BYTES // sum(moved)))
+                bench.copy = bench.copying(sum(moved), fitting)
         return bench
+
+    def _make_ready(
+        self, bench: Bench, name: str, served: Sequence[_Served], sets: Sequence[Sequence[_Laid]]
+    ) -> None:
+        args = [[laid.args for laid in of_form] for of_form in sets]
+        timer = bench.timer(
+            [
+                (one.timed, of_form, self._renew(one, laid))
+                for one, of_form, laid in zip(served, args, sets, strict=True)
+            ]
+        )
+        bench.timers[name] = partial(self._sum, bench, name, timer)
+        calls = [(one.launched, of_form) for one, of_form in zip(served, args, strict=True)]
+        bench.launches[name] = partial(bench.launch, calls)
 
     def _with_own(self, sets: Sequence[_Laid]) -> list[_Laid]:
         """The calls, with weights of their own in turn, so many that caches hold none of them until
@@ -542,9 +589,9 @@ class OpTuning:
         except Exception as error:
             found.rejected[name] = f"raised: {quote(error)}, while it {when} ({tokens} tokens)"
 
-    def _sum(self, bench: Bench, name: str, parts: Sequence[Timer]) -> float:
+    def _sum(self, bench: Bench, name: str, timer: Callable[[], list[float]]) -> float:
         with self.over(name):
-            times = [part() for part in parts]
+            times = timer()
         bench.parts.setdefault(name, []).append(times)
         return sum(times)
 
@@ -628,6 +675,12 @@ def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
             others += arg.nbytes * (name not in whole)
     results = sum(part.nbytes for part in _parts(spec.fake(*args)) if part is not None)
     return read + results if others <= read else 0
+
+
+def _weights(spec: OpSpec, args: Sequence[Any]) -> int:
+    given = spec.named(args).items()
+    read = (arg for name, arg in given if name in spec.read_whole)
+    return sum(arg.nbytes for arg in read if isinstance(arg, torch.Tensor))
 
 
 def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:

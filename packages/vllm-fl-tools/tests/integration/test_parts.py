@@ -1,0 +1,58 @@
+"""Which ops a model has, by its layers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.described import Described
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import Plan
+from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.settings.policy import Mode
+from vllm_fl_tools.integration.parts import hidden_layers, without
+
+MODE: Mode = "compiled"
+LLAMA = {
+    "rms_norm": {"RMSNorm": 9},
+    "rotary_embedding": {"Llama3RotaryEmbedding": 1},
+    "silu_and_mul": {"SiluAndMul": 4},
+}
+
+
+def engine(
+    layers: dict[str, dict[str, int]], *, absent: tuple[str, ...] = ("fused_experts",)
+) -> Described:
+    """One of a model of four hidden layers."""
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    assert manager.settings is not None
+    facts = EngineFacts(manager.settings, MODE, absent=frozenset(absent))
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=4))
+    config: Any = SimpleNamespace(model_config=model)
+    return Described(facts, Plan(MODE, {}), layers=layers, config=config)
+
+
+@pytest.mark.parametrize("op", ["gelu_and_mul", "layer_norm", "qk_norm_rope"])
+def test_an_op_without_a_layer_is_none_of_the_models(op: str) -> None:
+    found = without(engine(LLAMA), known_contracts().bindings)
+    assert op in found
+    assert not found & {*LLAMA, "linear", "reshape_and_cache"}
+
+
+def test_experts_may_call_what_no_layer_has() -> None:
+    found = without(engine(LLAMA, absent=()), known_contracts().bindings)
+    assert "gelu_and_mul" not in found
+
+
+@pytest.mark.parametrize("more", [{"rms_norm": {"RMSNorm": 17}}, {"layer_norm": {"LayerNorm": 9}}])
+def test_a_model_that_norms_heads_has_more_norms_than_its_layers(more: Any) -> None:
+    assert "qk_norm_rope" not in without(engine({**LLAMA, **more}), known_contracts().bindings)
+
+
+def test_nothing_is_left_out_where_the_layers_are_not_known() -> None:
+    assert without(engine({}), known_contracts().bindings) == frozenset()
+    assert hidden_layers(engine({})) == 4
