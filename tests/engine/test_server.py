@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,7 @@ def server(
     log = tmp_path_factory.mktemp("server") / "stderr.log"
     options = ("--served-model-name", "tiny", "--skip-tokenizer-init", "--enforce-eager")
     variables = {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PER_OP": "rms_norm=vendor|reference"}
+    variables["VLLM_FL_METRICS"] = str(log.with_name("chat.prom"))
     with serving(model("qwen3"), log, *options, **variables) as started:
         yield started
 
@@ -49,8 +52,17 @@ def test_sixty_four_requests_at_once(server: Server) -> None:
     assert [a.usage.completion_tokens for a in answers] == [8] * 64
 
 
+def test_vllms_own_metrics_have_the_plan_and_its_counters(server: Server) -> None:
+    with urllib.request.urlopen(f"{server.url}/metrics") as told:
+        lines = told.read().decode().splitlines()
+    (norm,) = [n for n in lines if n.startswith("vllm_fl_plan_info{") and 'op="rms_norm"' in n]
+    assert 'engine="chat"' in norm and 'impl="vendor.cpu"' in norm
+    calls = [n for n in lines if n.startswith("vllm_fl_calls_total{") and 'op="rms_norm"' in n]
+    assert {n.split()[0] for n in calls} and any(line.startswith("vllm:") for line in lines)
+
+
 def test_the_plan_is_on_stderr_and_the_counts_at_shutdown(server: Server) -> None:
-    """Last in this module: it ends the server."""
+    """It ends the server."""
     server.process.terminate()
     server.process.wait(timeout=END_LIMIT)
     log = server.log.read_text()
@@ -58,3 +70,12 @@ def test_the_plan_is_on_stderr_and_the_counts_at_shutdown(server: Server) -> Non
     assert len(plan) == 1 and "rms_norm=vendor.cpu" in plan[0]
     assert "[vllm_fl." in plan[0]
     assert "fallbacks none, calls {" in log and "'vendor.cpu':" in log
+
+
+def test_the_report_is_left(server: Server) -> None:
+    """After the one that ends the server."""
+    left = json.loads(server.log.with_name("chat.report.json").read_text())
+    assert (left["state"], left["error"]) == ("ended", None)
+    assert left["report"]["ops"]["rms_norm"]["impl"] == "vendor.cpu"
+    assert left["report"]["calls"]["rms_norm"]["vendor.cpu"] > 0
+    assert not server.log.with_name("chat.rank0.prom").exists(), "what does not serve is not shown"

@@ -43,6 +43,7 @@ def every_setting(folder: Path, model: str, env: envs.Env) -> dict[str, tuple[st
         "log_level": ("VLLM_FL_LOG_LEVEL", "WARNING", "WARNING"),
         "debug": ("VLLM_FL_DISPATCH_DEBUG", "1", True),
         "metrics": ("VLLM_FL_METRICS", f"{path}/metrics.prom", f"{path}/metrics.prom"),
+        "report": ("VLLM_FL_REPORT", f"{path}/report.json", f"{path}/report.json"),
         "shadow": ("VLLM_FL_SHADOW", "0.5", "0.5"),
         "shadow_file": ("VLLM_FL_SHADOW_FILE", f"{path}/shadow.jsonl", f"{path}/shadow.jsonl"),
         "plugins": ("VLLM_FL_PLUGINS", ",".join(plugins), plugins),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +20,15 @@ import torch
 import yaml
 from builders import X, managing, planning, refusing, silu
 
-from vllm_fl.engine import metrics
+from vllm_fl.engine import state_file
 from vllm_fl.engine.metrics import MetricsFile, exposition
 from vllm_fl.engine.shadow import Shadow
+from vllm_fl.engine.state_file import StateFile
 
 OP = "silu_and_mul"
 ORDERED = {OP: ["vendor", "reference"]}
 WHOSE = {"engine": "vllm", "dp": "0", "rank": "0"}
-SETTINGS_PAGE = Path(__file__).parents[4] / "docs" / "settings.md"
+DOCS = Path(__file__).parents[4] / "docs"
 
 needs_parser = pytest.mark.skipif(
     find_spec("prometheus_client") is None, reason="prometheus_client is not installed"
@@ -68,6 +72,8 @@ def value(text: str, name: str, **labels: str) -> float:
 def test_it_is_prometheus_text_and_holds_the_plan_and_its_counters() -> None:
     plan, bound = planned()
     before = exposition(plan, "f00d", WHOSE)
+    assert value(before, "vllm_fl_lock_differs") == 0
+    assert value(exposition(plan, "f00d", WHOSE, lock_differs=True), "vllm_fl_lock_differs") == 1
     assert value(before, "vllm_fl_refusals_total", op=OP, impl="vendor.acme") == 0
     for _ in range(3):
         bound(X)
@@ -124,14 +130,26 @@ def test_the_documentation_and_its_alerts_name_what_is_written() -> None:
     plan = dataclasses.replace(planned()[0], counts_calls=True)
     text = exposition(plan, "f00d", WHOSE, Shadow(plan, 1.0))
     written = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
-    section = SETTINGS_PAGE.read_text().partition("## Metrics")[2].partition("\n## ")[0]
-    assert set(re.findall(r"\bvllm_fl_\w+", section)) == written
-    (rules,) = re.findall(r"```yml\n(.*?)```", section, re.DOTALL)
-    (group,) = yaml.safe_load(rules)["groups"]
-    watched = " ".join(rule["expr"] for rule in group["rules"])
-    assert {"vllm_fl_refusals_total", "vllm_fl_demoted", "vllm_fl_shadow_wrong_total"} <= {
-        *re.findall(r"\bvllm_fl_\w+", watched)
-    }
+    page = (DOCS / "metrics.md").read_text()
+    assert set(re.findall(r"\bvllm_fl_\w+", page)) - {"vllm_fl_report"} == written
+    (group,) = yaml.safe_load((DOCS / "prometheus" / "alerts.yml").read_text())["groups"]
+    watched = {name for rule in group["rules"] for name in named(rule["expr"])}
+    least = ("fallbacks_total", "demoted", "shadow_wrong_total", "lock_differs")
+    assert {f"vllm_fl_{name}" for name in least} <= watched
+    board = json.loads((DOCS / "prometheus" / "grafana.json").read_text())
+    shown = {n for panel in board["panels"] for t in panel["targets"] for n in named(t["expr"])}
+    assert watched <= written and shown <= written
+    assert all(f"| `{rule['alert']}` |" in page for rule in group["rules"])
+
+
+def named(expression: str) -> list[str]:
+    return re.findall(r"\bvllm_fl_\w+", expression)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_the_alerts_fire_when_they_should() -> None:
+    rules = Path(__file__).with_name("alerts_test.yml")
+    subprocess.run(["promtool", "test", "rules", str(rules)], check=True)
 
 
 @pytest.fixture
@@ -205,6 +223,17 @@ def test_it_goes_when_it_is_closed_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_stays_is_written_once_more_when_it_is_closed(tmp_path: Path) -> None:
+    path, now = tmp_path / "chat.json", {"state": "serving"}
+    file = StateFile("VLLM_FL_REPORT", path, path, lambda: json.dumps(now), stays=True)
+    until(path.exists, "it is written")
+    assert json.loads(path.read_text()) == now
+    now["state"] = "ended"
+    file.close()
+    file.close()
+    assert json.loads(path.read_text()) == now and list(tmp_path.iterdir()) == [path]
+
+
 def test_no_link_that_lies_beside_it_is_followed(
     tmp_path: Path, writing: Callable[..., MetricsFile]
 ) -> None:
@@ -252,7 +281,7 @@ def test_a_file_system_that_hangs_holds_up_neither_calls_nor_the_end(
         real(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
-    monkeypatch.setattr(metrics, "PATIENCE", 0.05)
+    monkeypatch.setattr(state_file, "PATIENCE", 0.05)
     plan, bound = planned()
     file = writing(tmp_path / "vllm.prom", plan=plan)
     try:

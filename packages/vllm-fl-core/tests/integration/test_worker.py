@@ -18,7 +18,7 @@ from builders import managing, planning, silu
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 START = """
-import json, os, pickle, sys
+import json, os, pickle, sys, time
 sys.path.insert(0, os.environ["CONFIGS"])
 import torch
 from configs import engine_config
@@ -51,8 +51,19 @@ class Worker:
         pass
 
 
+def kept(whose):
+    # As soon as it is over: whoever closes it waits only so long.
+    while True:
+        with open(os.environ["REPORT"] + whose + ".json") as file:
+            left = json.load(file)
+        if left["state"] in ("ended", "failed"):
+            return left
+        time.sleep(0.01)
+
+
 asked = {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": "off"}
 asked |= {"VLLM_FL_METRICS": os.environ.get("METRICS", "")}
+asked |= {"VLLM_FL_REPORT": os.environ["REPORT"] + ".json"} if "REPORT" in os.environ else {}
 asked |= {"VLLM_FL_SHADOW": os.environ["SHADOW"]} if "SHADOW" in os.environ else {}
 settings = load_settings(asked, platform="cpu")
 carried = pickle.loads(pickle.dumps(Carried(settings)))
@@ -96,7 +107,6 @@ METERED = START.replace(
 ).replace(
     "\nfor _ in range(2):",
     """
-import time
 file = worker.vllm_fl_serving.metrics
 while not file.path.exists():
     assert file._thread.is_alive()
@@ -106,7 +116,9 @@ told["metrics"] = file.path.read_text()
 for _ in range(2):""",
 )
 METERED = METERED.replace(
-    "print(", 'file._thread.join()\ntold["left"] = os.listdir(file.path.parent)\nprint('
+    "print(",
+    'file._thread.join()\ntold["left"] = os.listdir(file.path.parent)\n'
+    'told["kept"] = kept(".dp2.rank0")\nprint(',
 )
 
 
@@ -135,7 +147,9 @@ def test_a_start_seals_its_plan() -> None:
 @pytest.fixture(scope="module")
 def metered(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A worker with everything that is seen and written while it serves."""
-    return start(METERED, METRICS=str(tmp_path_factory.mktemp("m") / "chat.prom"), SHADOW="0.01")
+    metrics = tmp_path_factory.mktemp("m") / "chat.prom"
+    report = tmp_path_factory.mktemp("r") / "chat"
+    return start(METERED, METRICS=str(metrics), REPORT=str(report), SHADOW="0.01")
 
 
 def test_what_watches_changes_neither_plan_nor_digest(metered: Any) -> None:
@@ -152,6 +166,30 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
     assert all('engine="chat",dp="2",rank="0"' in line for line in plan)
     assert all(told["report"]["digest"] in line for line in plan)
     assert told["left"] == [], "it ends with the worker"
+
+
+def test_a_worker_leaves_its_report(metered: Any) -> None:
+    kept = metered["kept"]
+    assert kept["report"] == metered["report"]
+    assert (kept["schema"], kept["state"], kept["error"]) == (1, "ended", None)
+    assert (kept["rank"], kept["replica"]) == (0, 2)
+    assert {"vllm", "torch", "vllm-fl-core"} <= {*kept["versions"]}
+    assert "vllm-fl-ops" in kept["plugins"]
+    assert any(line.startswith("VLLM_FL_PREFLIGHT=off") for line in kept["settings"])
+
+
+LEFT = START.replace(
+    "reset_global_policy()  # which",
+    """
+    told_of_failing = kept("")
+    reset_global_policy()  # which""",
+).replace("print(json.dumps(told))", "print(json.dumps(told_of_failing))")
+
+
+def test_a_start_that_fails_leaves_what_it_failed_of(tmp_path: Path) -> None:
+    kept = start(LEFT, REPORT=str(tmp_path / "chat"))
+    assert kept["state"] == "failed" and kept["report"]["ops"]
+    assert kept["error"]["method"] == "load_model" and kept["error"]["why"] == "MemoryError"
 
 
 FOREIGN = """

@@ -23,7 +23,9 @@ from vllm_fl_tools import cli
 CODES = {"EngineError": "FL601", "AcceptError": "FL602", "BisectError": "FL603"}
 """Promised, as those of core's own errors: no line is ever changed."""
 
-VERBS = ("bisect", "coverage", "new", "plan", "report", "rescue", "tune", "verify")
+VERBS = (
+    "bisect", "collect", "coverage", "new", "plan", "report", "rescue", "show", "tune", "verify",
+)  # fmt: skip
 
 
 def test_core_knows_who_brings_these_verbs() -> None:

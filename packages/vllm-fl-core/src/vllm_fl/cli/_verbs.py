@@ -29,11 +29,9 @@ OWN = ("doctor", "explain", "ops", "plugins", "policy")
 
 TOOLS = "vllm-fl-tools"
 
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(
-        ("bisect", "coverage", "new", "plan", "report", "rescue", "tune", "verify"), TOOLS
-    )
-)
+_THEIRS = "bisect collect coverage new plan report rescue show tune verify"
+
+ELSEWHERE: Mapping[str, str] = MappingProxyType(dict.fromkeys(_THEIRS.split(), TOOLS))
 """Well-known verbs that core does not bring, with the distribution that does."""
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.binding import FusionPlace, GraphPlace
-from ..engine.metrics import of_worker
 from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
+from ..engine.state_file import of_worker
 from ..files import open_to_append
 from ..logs import get_logger
 from ..text import quote

@@ -13,6 +13,7 @@ from ..errors import OwnerError, VllmFLError
 from ..logs import get_logger, speaks_for_all
 from ..plugins.installed import rivals
 from ..settings.loading import load_startup
+from ..settings.schema import Settings
 from ..text import quote
 
 __all__ = ["general_plugin", "platform_plugin"]
@@ -74,3 +75,8 @@ def general_plugin() -> None:
     from .platform import lay_in_place
 
     lay_in_place(startup.platform)
+    metrics = os.environ.get(Settings.metrics.variable)
+    if metrics:
+        from .scraping import show
+
+        show(metrics)

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -22,6 +23,7 @@ from ..engine.phases import phases_of
 from ..engine.plan import Plan
 from ..engine.ranges import Range
 from ..plugins.overrides import noted
+from ..text import quote
 from .seams.arguments import Answer
 from .seams.empty import Definition
 
@@ -117,6 +119,9 @@ class Serving:
         behind: op of vLLM's IR -> the other providers, in vLLM's order: what `stock` means there.
         layers: class of vLLM's -> how many layers of the model are the plan's class.
         overriders: operator -> who has overridden it after us, as far as that was said.
+        state: `starting`, `serving`, `ended` or `failed`: its start did.
+        error: what a method of its worker raised last: `method`, `why`, `time`.
+        lock_differs: whether its plan is another one than the lock file that the settings name.
         metrics: the file of its counters, where the settings name one.
         shadow: what compares calls of sampled steps, where the settings say so.
         is_watched: whether the model is looked at once more when its weights have changed.
@@ -142,6 +147,9 @@ class Serving:
     behind: dict[str, list[str]] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
     overriders: dict[str, str] = field(default_factory=dict)
+    state: str = "starting"
+    error: dict[str, str] | None = None
+    lock_differs: bool = False
     metrics: MetricsFile | None = None
     shadow: Shadow | None = None
     is_watched: bool = False
@@ -264,9 +272,14 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with noting, timing, calling(worker.vllm_fl_serving):
                 return method(worker, *args, **kwargs)
-        except BaseException:
-            if is_of_start and worker.vllm_fl_serving is not None:
-                worker.vllm_fl_serving.leave()
+        except BaseException as error:
+            serving: Serving | None = worker.vllm_fl_serving
+            if serving is not None and not name.startswith("vllm_fl_"):
+                time = datetime.now(UTC).isoformat(timespec="seconds")
+                serving.error = {"method": name, "why": quote(error), "time": time}
+                if is_of_start:
+                    serving.state = "failed"
+                    serving.leave()
             raise
 
     return called

@@ -24,7 +24,7 @@ from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..settings.values import ORDER_PREFIX
-from . import after, probe, ranges
+from . import after, incident, probe, ranges
 from .models import model_facts
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
@@ -165,6 +165,7 @@ class PlannedWorker:
         _name_overriders(serving)
         if self.rank == 0:
             fusions.say(serving)
+        serving.state = "serving"
         # Steps of warming up are none of a request; of compiled code only tracings are seen.
         serving.plan.record.begin(keeps_calls=serving.plan.mode == "compiled")
         if serving.start.facts.settings.shadow is not None:
@@ -241,7 +242,7 @@ class PlannedWorker:
             "remarks": serving.remarks,
             "operators": taking.report(serving, serving.operators),
             "functions": taking.report(serving, serving.functions),
-            "fusions": {op: dataclasses.asdict(known) for op, known in serving.sites.items()},
+            "fusions": {op: dataclasses.asdict(known) for op, known in dict(serving.sites).items()},
             "ranges": ranges.report(serving),
             "defined": serving.operators.schemas,
             "smaller": dict(start.smaller),
@@ -261,6 +262,7 @@ class PlannedWorker:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""
         serving = self.vllm_fl_serving
         if serving is not None:
+            serving.state = "ended"
             serving.leave()
             plan = serving.plan
             if plan.fallbacks or plan.counts_calls:
@@ -325,6 +327,7 @@ def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:
     functions.take(serving)
     fusions.watch(serving)
     torch_operators.watch(serving)
+    incident.keep(serving, serving.worker.vllm_fl_report, contents["versions"])
 
 
 def _renew(serving: Serving) -> None:
@@ -370,6 +373,7 @@ def _write_metrics(serving: Serving) -> None:
         rank=serving.start.rank,
         replica=serving.replica,
         shadow=lambda: serving.shadow,
+        lock_differs=lambda: serving.lock_differs,
     )
     serving.hold(serving.metrics.close)
 
@@ -546,7 +550,7 @@ def _say_what_is_taken_whole(plan: Plan, inlined: Container[str]) -> None:
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:
     nested: dict[str, dict[str, Any]] = {}
-    for (op, impl_id), value in sorted(table.items()):
+    for (op, impl_id), value in sorted(dict(table).items()):
         nested.setdefault(op, {})[impl_id] = value
     return nested
 

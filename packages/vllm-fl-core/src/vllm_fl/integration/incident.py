@@ -1,0 +1,87 @@
+"""The report that outlives an engine: what a worker ran with, counted and died of, as a file."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ..dispatch import get_default_manager
+from ..engine.state_file import StateFile, of_worker
+from ..settings.schema import Settings
+from .compat import vllm_version
+from .serving import Serving
+
+__all__ = ["keep"]
+
+SCHEMA = 1
+
+
+def keep(
+    serving: Serving, report: Callable[[], Mapping[str, Any]], versions: Mapping[str, str]
+) -> None:
+    """Write the engine's report to a file from now on, where the settings name one. It stays.
+
+    The first rank of the first replica has the very file that the user names; the other ranks and
+    replicas have one of their own beside it.
+
+    Args:
+        serving: the engine.
+        report: what `vllm_fl_report` tells.
+        versions: of what computes beneath its implementations.
+    """
+    settings = serving.start.facts.settings
+    named = _named(settings)
+    if named is None:
+        return
+    rank, replica = serving.start.rank, serving.replica
+    startup = get_default_manager().startup
+    plugins = startup.plugins if startup else ()
+    about = {
+        "model": str(getattr(serving.config.model_config, "model", "")),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rank": rank,
+        "replica": replica,
+        "engine": str(getattr(serving.config, "instance_id", "")),
+        "started": _now(),
+        "versions": {**versions, "vllm": vllm_version()},
+        "plugins": {plugin.owner.distribution: plugin.owner.version for plugin in plugins},
+        "settings": [s.named for s in settings.values() if s.origin != "default"],
+    }
+
+    def text() -> str | None:
+        if serving.plan.record.is_aside:  # its counters are not those of the engine's calls
+            return None
+        now = {"schema": SCHEMA, "written": _now(), "state": serving.state, "error": serving.error}
+        return json.dumps({**now, **about, "report": report()}, indent=1, default=str) + "\n"
+
+    path = of_worker(named, rank, replica) if rank or replica else named
+    file = StateFile(Settings.report.variable, named, path, text, stays=True)
+
+    def at_exit() -> None:
+        serving.state = "ended"
+        file.close()
+
+    atexit.register(at_exit)
+    serving.hold(atexit.unregister, at_exit)
+    serving.hold(file.close)
+
+
+def _named(settings: Settings) -> Path | None:
+    """The file that the user names, or one beside that of the metrics."""
+    if settings.report is not None:
+        return Path(settings.report)
+    if settings.metrics is None:
+        return None
+    metrics = Path(settings.metrics)
+    return metrics.parent / f"{metrics.stem}.report.json"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

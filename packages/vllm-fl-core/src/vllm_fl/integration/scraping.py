@@ -1,0 +1,157 @@
+"""The workers' metrics on vLLM's own `/metrics`: the API server's process reads their files.
+
+vLLM shows prometheus_client's registry there. Where there are several API servers, or the user sets
+PROMETHEUS_MULTIPROC_DIR, it shows another one, which has a `MultiProcessCollector` alone. Both get
+what the files say. A worker writes nothing but its file: prometheus_client's own files are mapped
+into memory, and a disk that is full would end the process that writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..logs import get_logger
+from ..text import quote
+
+__all__ = ["Scraped", "show"]
+
+PATIENCE = 1.0
+"""Seconds that a scrape waits for the files: the server answers no request meanwhile."""
+
+OURS = "vllm_fl_"
+
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+
+Written = tuple[str, int, int]
+"""A file as it was written once: its path, its number and its time."""
+
+log = get_logger("engine")
+
+_shown: dict[str, Scraped] = {}
+"""What the user has named -> what this process shows of it."""
+
+
+def show(named: str) -> None:
+    """Let whatever this process shows of prometheus_client have the workers' metrics; once.
+
+    Without prometheus_client nothing is shown, nor where it is another than we know.
+
+    Args:
+        named: the file of VLLM_FL_METRICS.
+    """
+    if named in _shown:
+        return
+    try:
+        from prometheus_client import REGISTRY
+        from prometheus_client.multiprocess import MultiProcessCollector
+
+        scraped = _shown[named] = Scraped(named)
+        plain = MultiProcessCollector.collect
+
+        @functools.wraps(plain)
+        def collect(self: Any) -> Iterator[Any]:
+            yield from plain(self)
+            yield from scraped.collect()
+
+        REGISTRY.register(scraped)
+        MultiProcessCollector.collect = collect
+    except Exception as error:  # vLLM dies of what a general plugin raises
+        log.debug("VLLM_FL_METRICS: not on /metrics: %s", quote(error))
+
+
+class Scraped:
+    """A collector of what the workers of this machine have written.
+
+    Args:
+        named: the file that the user names.
+    """
+
+    def __init__(self, named: str) -> None:
+        path = Path(named)
+        self._folder = path.parent
+        own = rf"{re.escape(path.stem)}(\.dp\d+)?\.rank\d+{re.escape(path.suffix)}"
+        self._is_workers = re.compile(own).fullmatch
+        self._left: frozenset[Written] = frozenset()
+        with suppress(OSError):
+            self._left = frozenset(self._written())
+        self._thread: threading.Thread | None = None
+        self._read: dict[str, Any] = {}
+
+    def collect(self) -> Iterable[Any]:
+        """The families of all workers' files. It never raises, since vLLM's own would be lost:
+        a file that cannot be read gives none, nor does a file system that does not answer."""
+        try:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._reread, daemon=True)
+                self._thread.start()
+            self._thread.join(PATIENCE)
+            return [] if self._thread.is_alive() else [*self._read.values()]
+        except Exception as error:
+            log.debug("VLLM_FL_METRICS: not on /metrics: %s", quote(error))
+            return []
+
+    def _reread(self) -> None:
+        families: dict[str, Any] = {}
+        with suppress(OSError):
+            # What lay there before this process is of an engine that was killed.
+            for written in sorted(set(self._written()) - self._left):
+                try:
+                    found = _families(Path(written[0]).read_text(encoding="utf-8"))
+                except Exception as error:
+                    log.debug(
+                        "VLLM_FL_METRICS: %s is not on /metrics: %s", written[0], quote(error)
+                    )
+                    continue
+                for name, family in found.items():
+                    known = families.setdefault(name, family)
+                    if known is not family:
+                        known.samples.extend(family.samples)
+        self._read = families
+
+    def _written(self) -> Iterator[Written]:
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if self._is_workers(entry.name) and entry.is_file():
+                    at = entry.stat()
+                    yield entry.path, at.st_ino, at.st_mtime_ns
+
+
+def _families(text: str) -> dict[str, Any]:
+    """A worker's file, as `exposition` writes it, by the names of its metrics: all of it is ours.
+
+    The server answers nothing meanwhile. prometheus_client's parser, which reads any text, takes
+    five times as long.
+
+    Raises:
+        KeyError, ValueError: it is no worker's.
+    """
+    from prometheus_client.core import Metric
+
+    found: dict[str, Any] = {}
+    told = ""
+    for line in text.split("\n"):
+        words = line.split(" ", 3)
+        if words[:2] == ["#", "HELP"]:
+            told = words[3]
+        elif words[:2] == ["#", "TYPE"]:
+            if not words[2].startswith(OURS):
+                raise ValueError(words[2])
+            found[words[2]] = Metric(words[2].removesuffix("_total"), told, words[3])
+        elif line:
+            name, _, rest = line.partition("{")
+            labels, _, value = rest.rpartition("} ")
+            named = {key: _ESCAPED.sub(_meant, label) for key, label in _LABEL.findall(labels)}
+            found[name].add_sample(name, named, float(value))
+    return found
+
+
+def _meant(escaped: re.Match[str]) -> str:
+    return "\n" if escaped[1] == "n" else escaped[1]

@@ -1,0 +1,82 @@
+"""`vllm-fl show`: what an engine has left, whoever wrote the file."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command
+
+REPORT = {
+    "rank": 0,
+    "mode": "eager",
+    "digest": "f00d",
+    "ops": {"rms_norm": {"impl": "vendor.cpu", "reason": "token vendor"}},
+    "calls": {"rms_norm": {"vendor.cpu": 7, "reference.torch": 2}},
+    "refusals": {"rms_norm": {"vendor.cpu": 2}},
+    "fallbacks": {"rms_norm": {"reference.torch": 2}},
+    "demotions": {"silu_and_mul": {"vendor.acme": "failed at start on rank 0: it is wrong"}},
+    "rejections": {},
+    "not_reached": {"gelu_and_mul": "no layer of the model"},
+}
+
+
+def left(folder: Path, ago: float = 1, **changes: Any) -> str:
+    """A report that was written so many seconds ago."""
+    told = {
+        "schema": 1,
+        "written": (datetime.now(UTC) - timedelta(seconds=ago)).isoformat(timespec="seconds"),
+        "state": "serving",
+        "error": None,
+        "model": "tiny",
+        "rank": 0,
+        "settings": ["VLLM_FL_PREFER=vendor"],
+        "versions": {"vllm": "0.32.0"},
+        "report": REPORT,
+        **changes,
+    }
+    path = folder / "chat.json"
+    path.write_text(json.dumps(told))
+    return str(path)
+
+
+def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_path: Path) -> None:
+    error = {"method": "execute_model", "why": "RuntimeError: boom", "time": "then"}
+    path = left(tmp_path, ago=9999, state="ended", error=error)
+    done = fl("show", path)
+    assert done.status == 0 and not done.err
+    for told in ("f00d", "vendor.cpu", "it is wrong", "boom", "PREFER=vendor", "0.32.0"):
+        assert told in done.out
+    (told,) = fl("show", path, "--json").json()["reports"]
+    assert told["report"] == REPORT and told["silent"] is None
+
+
+@pytest.mark.parametrize(("state", "ago", "is_silent"), [
+    ("serving", 5, False), ("serving", 500, True), ("starting", 500, True), ("failed", 500, False),
+])  # fmt: skip
+def test_a_process_that_was_killed_is_silent(
+    fl: Command, tmp_path: Path, state: str, ago: float, is_silent: bool
+) -> None:
+    (told,) = fl("show", left(tmp_path, ago, state=state), "--json").json()["reports"]
+    assert (told["silent"] is not None) == is_silent
+
+
+@pytest.mark.parametrize("content", [
+    "", "{", "[]", "3", '{"schema": 1}', '{"schema": 1, "written": "now", "report": {}}',
+    '{"schema": 1, "written": "2026-01-01T00:00:00+00:00", "report": {"ops": []}}',
+    '{"schema": 1, "written": "2026-01-01T00:00:00", "report": {}}',
+])  # fmt: skip
+def test_what_is_no_report_is_an_error_of_usage(fl: Command, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(content)
+    done = fl("show", str(path))
+    assert done.status == 2 and str(path) in done.err and "Traceback" not in done.err
+
+
+def test_a_file_that_is_not_there_or_of_another_release(fl: Command, tmp_path: Path) -> None:
+    assert fl("show", str(tmp_path / "missing.json")).status == 2
+    assert fl("show", str(tmp_path)).status == 2
+    assert "schema 2" in fl("show", left(tmp_path, schema=2)).err
