@@ -31,7 +31,7 @@ TOOLS = "vllm-fl-tools"
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     dict.fromkeys(
-        ("bisect", "coverage", "new", "plan", "report", "rescue", "tune", "verify"), TOOLS
+        ("bisect", "coverage", "lock", "new", "plan", "report", "rescue", "tune", "verify"), TOOLS
     )
 )
 """Well-known verbs that core does not bring, with the distribution that does."""

@@ -17,14 +17,14 @@ from ..engine.digest import code_facts, digest
 from ..engine.facts import EngineFacts
 from ..engine.metrics import MetricsFile
 from ..engine.plan import Plan, leave_place, take_place
-from ..engine.tables import Standing, under
+from ..engine.tables import Standing, standing, under
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import WorkerContext
-from . import after, ranges
+from . import after, locking, ranges
 from .models import model_facts
 from .places import installed_bindings
-from .planning import apply, facts_of, load_plugins, refusals, seal
+from .planning import apply, facts_of, load_plugins, plan_for, refusals, seal
 from .ranks import REJECTED
 from .seams import (
     attention,
@@ -147,6 +147,8 @@ class PlannedWorker:
         serving = self.vllm_fl_serving
         if serving is not None and serving.is_watched and serving.start.live_counts:
             _verify_with_cache(serving)
+        if serving is not None:
+            _compare_with_lock(serving)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if serving is None:
             return times
@@ -176,6 +178,20 @@ class PlannedWorker:
         if serving is None or not serving.is_watched:
             return "nothing is verified: this rank has joined a running engine"
         return after.verify(serving, "it was asked for")
+
+    def vllm_fl_lock(self) -> dict[str, Any]:
+        """What `vllm-fl lock` writes: for `collective_rpc`, of a start under a lock."""
+        serving = self.vllm_fl_serving
+        assert serving is not None  # vLLM answers no call before it has loaded its model
+        start = serving.start
+        out = {key: each.reason for key, each in start.out.items()}
+        ops = locking.ops_of(serving.plan)
+        return {
+            "facts": start.facts_of_lock,
+            "result": {"ops": ops, "digest": serving.digest, "out": _nested(out)},
+            "seed": start.seed,
+            "tries": start.tried.made,
+        }
 
     def vllm_fl_report(self) -> dict[str, Any]:
         """What this worker runs with, and what it counted: for `collective_rpc`.
@@ -267,7 +283,18 @@ def _begun(worker: PlannedWorker) -> tuple[Start, list[str]]:
         for name, (plugin, report) in found.items()
     }
     lines = [line for _, report in found.values() for line in report.lines]
-    return Start(facts, worker.rank, worker.device, worker.vllm_fl_groups, told), lines
+    fixed = worker.rank, worker.device, worker.vllm_fl_groups, told
+    start = Start(facts, *fixed, facts_of_lock=_facts_of_lock(worker, facts))
+    return start, lines
+
+
+def _facts_of_lock(worker: PlannedWorker, facts: EngineFacts) -> dict[str, Any]:
+    """What a lock has of this engine; empty where the settings name none."""
+    if facts.settings.locked is None:
+        return {}
+    table = standing(facts, get_default_manager().registry.snapshot(), worker.device)
+    plan = plan_for(facts, table=table)
+    return locking.facts_of_lock(facts, worker.vllm_config, worker.device, plan)
 
 
 def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:
@@ -323,6 +350,15 @@ def _verify_with_cache(serving: Serving) -> None:
         _write_metrics(serving)
     elif serving.start.rank == 0:
         log.info("%s", told)
+
+
+def _compare_with_lock(serving: Serving) -> None:
+    """End the start where the verified plan is not the lock's; all ranks hold the same."""
+    start = serving.start
+    locked = start.facts.settings.locked
+    if locked is not None and start.rank == 0:
+        lines = locking.served_otherwise(locked, serving.plan, serving.digest)
+        locking.refuse(start.facts.settings, {0: lines}, says=True)
 
 
 def _write_metrics(serving: Serving) -> None:
