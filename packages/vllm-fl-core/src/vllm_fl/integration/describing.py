@@ -102,9 +102,8 @@ def _described(config: VllmConfig) -> Described:
     for layer in layer_table():
         if count := counts.get(layer.cls):
             layers.setdefault(layer.op, {})[layer.cls] = count
-    plan, locked = plan_for(facts, table=table), facts.settings.locked
     differs: list[str] = []
-    if locked is not None:
-        of_lock = locking.facts_of_lock(facts, config, device, plan)
-        differs = locking.differences(locked, of_lock)
-    return Described(facts, plan, table, layers, differs=tuple(differs), config=config)
+    if (locked := facts.settings.locked) is not None:
+        differs = locking.differences(locked, locking.facts_of_lock(facts, config, device))
+    fixed = facts, plan_for(facts, table=table), table, layers
+    return Described(*fixed, differs=tuple(differs), config=config)

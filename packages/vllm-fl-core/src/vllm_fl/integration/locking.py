@@ -16,12 +16,13 @@ from ..engine.digest import contents_of
 from ..engine.facts import EngineFacts
 from ..engine.identity import THREADS, identity
 from ..engine.plan import Plan
+from ..engine.tables import standing
 from ..errors import LockError
 from ..logs import get_logger
 from ..settings.lock import Locked
 from ..settings.schema import Settings
 from ..text import HIDDEN, is_secret, scrub
-from .planning import turned_on
+from .planning import plan_for, turned_on
 
 if TYPE_CHECKING:
     import torch
@@ -61,28 +62,30 @@ NAMED = 4
 """How many entries of one fact a line names."""
 
 
-def facts_of_lock(
-    facts: EngineFacts, config: VllmConfig, device: torch.device, plan: Plan
-) -> dict[str, Any]:
-    """Name -> what an engine is made of, JSON-able. No path is in it, and no secret.
+def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) -> dict[str, Any]:
+    """Name -> what an engine is made of, its plan before verification included.
+
+    It is JSON-able. No path is in it, and no secret. Empty where the settings name no lock.
 
     Args:
         facts: what its configuration says.
         config: vLLM's configuration, as a worker begins with it.
         device: on which it runs.
-        plan: its plan before verification.
     """
+    if facts.settings.locked is None:
+        return {}
     registry = get_default_manager().registry
     snapshot = registry.snapshot()
     owners = {each.owner for each in registry.plugins if each.status != "disabled"}
     owners |= {*snapshot.owners.values(), *snapshot.authors.values()}
     found: dict[str, Any] = {**identity(device, owners), "python": platform.python_version()}
-    found.pop(THREADS, None)  # how many an engine has is not known before it starts
+    found.pop(THREADS, None)
     found |= _nccl(device) | _variables() | _settings(facts.settings)
     if config.model_config is not None:
         found[ENGINE] = _arguments(facts, config)
         found[MODEL] = _plain(config.model_config.hf_config.to_dict())
-        found[PLAN] = ops_of(plan)
+        # How many threads an engine has is not known before it starts.
+        found[PLAN] = ops_of(plan_for(facts, table=standing(facts, snapshot, device, serves=False)))
     return found
 
 

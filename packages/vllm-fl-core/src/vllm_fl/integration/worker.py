@@ -17,14 +17,14 @@ from ..engine.digest import code_facts, digest
 from ..engine.facts import EngineFacts
 from ..engine.metrics import MetricsFile
 from ..engine.plan import Plan, leave_place, take_place
-from ..engine.tables import Standing, standing, under
+from ..engine.tables import Standing, under
 from ..logs import get_logger
 from ..plugins.calling import start_in_worker
 from ..plugins.types import WorkerContext
 from . import after, locking, ranges
 from .models import model_facts
 from .places import installed_bindings
-from .planning import apply, facts_of, load_plugins, plan_for, refusals, seal
+from .planning import apply, facts_of, load_plugins, refusals, seal
 from .ranks import REJECTED
 from .seams import (
     attention,
@@ -284,17 +284,8 @@ def _begun(worker: PlannedWorker) -> tuple[Start, list[str]]:
     }
     lines = [line for _, report in found.values() for line in report.lines]
     fixed = worker.rank, worker.device, worker.vllm_fl_groups, told
-    start = Start(facts, *fixed, facts_of_lock=_facts_of_lock(worker, facts))
-    return start, lines
-
-
-def _facts_of_lock(worker: PlannedWorker, facts: EngineFacts) -> dict[str, Any]:
-    """What a lock has of this engine; empty where the settings name none."""
-    if facts.settings.locked is None:
-        return {}
-    table = standing(facts, get_default_manager().registry.snapshot(), worker.device)
-    plan = plan_for(facts, table=table)
-    return locking.facts_of_lock(facts, worker.vllm_config, worker.device, plan)
+    of_lock = locking.facts_of_lock(facts, worker.vllm_config, worker.device)
+    return Start(facts, *fixed, facts_of_lock=of_lock), lines
 
 
 def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:
