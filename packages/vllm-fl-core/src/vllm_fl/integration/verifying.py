@@ -112,7 +112,6 @@ class Start:
         self.out |= {key: Out(FAILED, fault.rank, fault.why) for key, fault in faults.items()}
         self.how = self.facts.settings.preflight
         locked = self.facts.settings.locked
-        self.differs = locking.differences(locked, self.facts_of_lock) if locked else []
         is_drawn = locked is None or locked.seed is None
         self.seed = random.SystemRandom().randrange(1 << 32) if is_drawn else locked.seed
         self.tried = Tried(locked.tries if locked else None)
@@ -122,9 +121,6 @@ class Start:
         """This rank's verdict. It never raises: the other ranks wait for it."""
         installed = frozenset(get_default_manager().registry.snapshot().owners)
         mine = Verdict(self.rank, facts=contents, table=self.table, installed=installed)
-        mine = dataclasses.replace(mine, differs=tuple(self.differs))
-        if self.differs and self.facts.settings.lock_mode == "strict":
-            return mine  # the start ends: nothing is run for it
         try:
             reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
             found, refused, variant = self._found(plan)
@@ -284,8 +280,14 @@ def verified_plan(start: Start, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
 
     Raises:
         StartError: strict mode and a fault, on whichever rank.
+        LockError: the engine differs from its lock, on whichever rank: nothing is run for it.
     """
     registry, facts = get_default_manager().registry, start.facts
+    if (locked := facts.settings.locked) is not None:
+        lines = locking.differences(locked, start.facts_of_lock)
+        mine = Verdict(start.rank, differs=tuple(lines))
+        by_rank = {v.rank: v.differs for v in ([mine] if alone else agree(mine))}
+        locking.refuse(facts.settings, by_rank, says=start.rank == 0)
     snapshot = registry.snapshot()
     start.table = standing(facts, snapshot, start.device)
     is_settled = False
@@ -304,9 +306,6 @@ def verified_plan(start: Start, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
         contents = {**consists, "workers": start.worker_facts, "foreign": foreign_code(plan)}
         verdict = start.verdict(plan, contents)
         verdicts = [verdict] if alone else agree(verdict)
-        by_rank = {v.rank: v.differs for v in verdicts}
-        locking.refuse(facts.settings, by_rank, says=start.rank == 0)
-        start.differs = []  # it is said once
         agreed, is_settled = step(Agreed(start.table, start.out), verdicts)
         start.table = agreed.table
         _take_out(start, agreed.out)

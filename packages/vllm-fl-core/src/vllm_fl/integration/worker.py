@@ -185,7 +185,7 @@ class PlannedWorker:
         assert serving is not None  # vLLM answers no call before it has loaded its model
         start = serving.start
         out = {key: each.reason for key, each in start.out.items()}
-        ops = locking.ops_of(serving.plan)
+        ops = locking.labels(serving.plan)
         return {
             "facts": start.facts_of_lock,
             "result": {"ops": ops, "digest": serving.digest, "out": _nested(out)},

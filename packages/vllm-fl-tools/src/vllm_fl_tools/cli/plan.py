@@ -120,7 +120,8 @@ def _given(what: str) -> dict[str, Any] | None:
     if what == STOCK:
         return {"ops": {}, "aside": "", "warnings": []}
     if _is_lock(what):
-        return {**_of_lock(read_lock(what, key="--diff")), "warnings": []}
+        lock = read_lock(what, key="--diff")
+        return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
     try:
         text = Path(what).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -149,18 +150,17 @@ def _is_lock(path: str) -> bool:
         return False
 
 
-def _of_lock(lock: Locked) -> dict[str, Any]:
-    """The plan that a lock has, as JSON data."""
-    ops = {
-        op: {
-            "impl": told["impl"],
-            "rows": [{"up_to": up_to, "impl": impl} for up_to, impl in told.get("rows", ())],
-            "reason": "locked",
-            "layers": {},
-        }
-        for op, told in lock.result["ops"].items()
-    }
-    return {"lock": lock.file, "ops": ops, "aside": "", "out": lock.result["out"]}
+def _of_lock(lock: Locked, ops: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan that a lock has, as JSON data."""
+    told = {op: {**_of_label(label), "reason": "locked", "layers": {}} for op, label in ops.items()}
+    return {"lock": lock.file, "ops": told, "aside": "", "out": lock.result["out"]}
+
+
+def _of_label(label: str) -> dict[str, Any]:
+    """An op's entry of what `_label` says of it."""
+    *rows, rest = label.split("|")
+    found = [row.removesuffix(")").partition("(<=") for row in rows]
+    return {"impl": rest, "rows": [{"up_to": int(n), "impl": impl} for impl, _, n in found]}
 
 
 def _show_locked(arguments: argparse.Namespace) -> int:
@@ -168,7 +168,8 @@ def _show_locked(arguments: argparse.Namespace) -> int:
     if arguments.model is not None or arguments.mode is not None or arguments.diff is not None:
         raise UsageError("--from shows what a lock has: without --model, --mode and --diff")
     lock = read_lock(arguments.lock, key="--from")
-    facts = {"plan": {**_of_lock(lock), "verified": True, "device": lock.facts.get("device")}}
+    plan = _of_lock(lock, lock.result["ops"])
+    facts = {"plan": {**plan, "verified": True, "device": lock.facts["device"]}}
 
     def show(facts: Mapping[str, Any]) -> None:
         plan = facts["plan"]
