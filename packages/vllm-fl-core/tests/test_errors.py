@@ -40,6 +40,7 @@ OF_CLASSES = {
     "StartError": "FL501",
     "PlaceError": "FL502",
     "ServingError": "FL504",
+    "LockError": "FL505",
     "UsageError": "FL701",
     "VerbError": "FL703",
 }
@@ -57,6 +58,7 @@ OF_FINDINGS = {
     "plugins": "FL214",
     "device": "FL215",
     "ended": "FL216",
+    "lock": "FL505",
     "contracts": "FL217",
     "ops": "FL310",
     "vllm-range": "FL510",

@@ -18,6 +18,7 @@ __all__ = [
     "DuplicateError",
     "IdleSwitchError",
     "InvalidSettingError",
+    "LockError",
     "MissingFileError",
     "NoImplementationError",
     "NoKernelError",
@@ -230,6 +231,22 @@ class StartError(VllmFLError):
     """An engine does not start: a rank cannot go on, or the plan cannot serve there."""
 
     code = "FL501"
+
+
+class LockError(StartError):
+    """An engine differs from what its lock has.
+
+    Attributes:
+        file: the lock.
+        differences: what differs, one sentence without a full stop each.
+    """
+
+    code = "FL505"
+
+    def __init__(self, message: str, *, file: str, differences: Sequence[str]) -> None:
+        super().__init__(message)
+        self.file = file
+        self.differences = tuple(differences)
 
 
 class PlaceError(PluginError):

@@ -67,6 +67,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "plugins": "FL214",
         "device": "FL215",
         "ended": "FL216",
+        "lock": "FL505",
         "contracts": "FL217",
         "ops": "FL310",
         "vllm-range": "FL510",
@@ -184,6 +185,9 @@ def _describe(arguments: argparse.Namespace) -> dict[str, Any]:
     found = [
         Finding("engine", "An engine does not start here.", why, "Do what it says.") for why in ends
     ]
+    for why in dict.fromkeys("; ".join(each.differs) for each in engines if each.differs):
+        what = f"An engine differs from {first.facts.settings['lock'].named}."
+        found.append(Finding("lock", what, why, "Mend it, or lock anew with `vllm-fl lock`."))
     found += warned(first.facts.settings, os.environ)
     return {"findings": [vars(finding) for finding in found]}
 

@@ -26,6 +26,7 @@ class Described:
         table: what becomes of the table that its settings name.
         layers: op -> class of vLLM's -> how many layers of it the model has.
         aside: why vLLM runs without vllm-fl, with an empty plan; empty where it does not.
+        differs: what differs from the lock that its settings name, a sentence each.
         unasked: why vLLM was not asked; what it alone knows is missing then.
         config: vLLM's configuration of it; None where vLLM was not asked.
     """
@@ -35,6 +36,7 @@ class Described:
     table: Standing = field(default_factory=Standing)
     layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     aside: str = ""
+    differs: tuple[str, ...] = ()
     unasked: str = ""
     config: VllmConfig | None = None
 

@@ -23,6 +23,7 @@ from ..plugins.types import OpImpl
 from .facts import EngineFacts
 from .guarded import bits, rows_of
 from .trials import Form, Request, Role, Trials, lowered, token_counts
+from .tries import Tries
 from .verification import (
     BY_CHAIN,
     Fault,
@@ -121,6 +122,7 @@ def determinism_of(
     layer_for: LayerFactory | None = None,
     counts: Sequence[int] | None = None,
     seconds: float = 0.0,
+    tries: Tries | None = None,
 ) -> Determinism:
     """Call it with the same rows in many batches, and compare the bits of each row.
 
@@ -135,6 +137,7 @@ def determinism_of(
         layer_for: as for `as_call`.
         counts: the token counts to try; None takes those of verification at start.
         seconds: how long further ones are tried then, beyond those that always are.
+        tries: notes the counts, or has them.
     """
     spec = trials.spec
     if not trials.forms:
@@ -146,7 +149,7 @@ def determinism_of(
     try:
         with breadcrumb.Watchdog(log) as watch, torch.inference_mode():
             measured = _Measured(impl, trials, function, watch)
-            return measured.told(always, further, seconds)
+            return measured.told(always, further, seconds, tries or Tries())
     except Fault as fault:
         return Determinism(None, None, fault.why)
 
@@ -168,7 +171,9 @@ class _Measured:
         self.whole = {form.name: self.bits(form, self.pool) for form in trials.forms}
         """The bits of every row of a form's pool, in one batch; None where it refuses that."""
 
-    def told(self, always: Sequence[int], further: Sequence[int], seconds: float) -> Determinism:
+    def told(
+        self, always: Sequence[int], further: Sequence[int], seconds: float, tries: Tries
+    ) -> Determinism:
         """What it is by batches of so many tokens: of `further` ones while time is left."""
         spec, forms = self.trials.spec, self.trials.forms
         served = [form for form in forms if self.whole[form.name] is not None]
@@ -183,7 +188,8 @@ class _Measured:
             return Determinism(True, is_exact or None, BY_CONTRACT if is_exact else NO_ROWS)
         deadline = time.monotonic() + seconds
         for number, count in enumerate((*always, *further)):
-            if number >= len(always) and time.monotonic() > deadline:
+            in_time = number < len(always) or time.monotonic() <= deadline
+            if not tries.takes("counts", count, in_time):
                 break
             for form in forms:
                 if problem := self.other_batch(form, count):
@@ -273,8 +279,9 @@ def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
         forms.append((f"compiled by {request.backend}: ", form))
     given: dict[str, Any] = {"layer_for": request.layer_for, "seconds": request.share}
     for each, (how, call) in product(trials, forms):
+        tries = request.tries(role, each.dtype, f", bits{how and ' compiled'}")
         with role.running("the measuring of the bits"):
-            told = determinism_of(role.impl, each, call=call, **given)
+            told = determinism_of(role.impl, each, call=call, tries=tries, **given)
         if told.batches is not True:
             is_known = told.batches is False
             verb = "not batch-invariant" if is_known else "not known to be batch-invariant"

@@ -26,6 +26,7 @@ from ..text import quote
 from .guarded import Guarded, in_place, taken
 from .opaque import computes
 from .plan import Plan
+from .tries import Tries
 from .verification import (
     COMPARING,
     REFUSED_LATE,
@@ -103,6 +104,7 @@ class Live:
         rows: how many rows of a call are compared at most.
         seconds: how long calls are compared; what comes later is left out.
         scarce: memory may be used up: a call that runs out of it is left out, and no fault.
+        tries: notes what is left out since the time had passed, or has it.
         faults: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
@@ -119,6 +121,7 @@ class Live:
     rows: int = ROWS
     seconds: float = SECONDS
     scarce: bool = False
+    tries: Tries = field(default_factory=Tries)
     faults: dict[tuple[str, str], str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
@@ -254,7 +257,8 @@ class Live:
         return self._inside[-1] if self._inside else ""
 
     def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before:
-        if self._spent > self.seconds:
+        where = f"{spec.name}={impl.impl_id} in {_kind_of(self._layer)}, {_described(spec, args)}"
+        if self.tries.stops(where, self._spent > self.seconds):
             raise _LeftOut("the time for it had passed")
         if spec.check(*args) is not None:
             raise _LeftOut("a layer's call is not the contract's")

@@ -201,6 +201,7 @@ class _Run:
         self.tried: set[tuple[str, int]] = set()
         """(form, token count) of the batches that were compared."""
         self.was_slow = False
+        self.tries = self.request.tries(role, trials.dtype)
 
     def check(self) -> None:
         """Run all checks.
@@ -340,7 +341,9 @@ class _Run:
         begun = time.monotonic()
         for number, (tokens, order) in enumerate(batches):
             took_long = count > POOL and time.monotonic() - begun > AGAIN_SECONDS
-            if number and took_long and not self.was_slow:  # one that stalls is called again
+            is_late = number > 0 and took_long and not self.was_slow  # what stalls is called again
+            where = f"batch {number} of {count} x {form.name}{', large values' * large}"
+            if self.tries.stops(where, is_late):
                 self.leave_out("fewer batches than usual")
                 break
             rows = self.trials.rows(tokens, number, order)
@@ -395,6 +398,8 @@ def _samples(run: _Run) -> None:
     trials, refused = run.trials, []
     memories = trials.shared()
     for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
+        if not run.tries.takes("samples", sample.name):
+            continue
         off, memory = partial(worst, wanted=wanted), memories.get(index)
         look = partial(run.compared, run.impl, sample, off=off, memory=memory)
         result = run.at(sample.name, look)
@@ -417,7 +422,7 @@ def _batches(run: _Run) -> None:
     always, _ = token_counts(largest, run.trials.seed)
     for form in run.forms:
         form.switch(large=False)
-        for count in always:
+        for count in (n for n in always if run.tries.takes("counts", n)):
             orders = ORDERS if count <= 64 else ORDERS[:2]
             run.batches(form, count, orders, less="drawn" if count <= 64 else ORDERS[2])
         _in_another_thread(run, form)
@@ -458,10 +463,11 @@ def _further_batches(run: _Run) -> None:
             call = partial(run.call_at, form, count)
             return run.request.launched(call, trials.device)
 
-        for count in launches.edges(kernels, trials.largest, deadline):
+        edges = launches.edges(kernels, trials.largest, deadline)
+        for count in run.tries.found(f"edges of {form.name}", edges):
             run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
     for count in further:
-        if time.monotonic() > deadline:
+        if not run.tries.takes("further counts", count, time.monotonic() <= deadline):
             run.leave_out("fewer batches than usual")
             break
         for form in run.forms:
@@ -484,7 +490,8 @@ def _warm_up(run: _Run) -> None:
         form.switch(large=False)
     for count in run.role.warm:
         for form in (form for form in run.forms if (form.name, count) not in run.tried):
-            if time.monotonic() > deadline:
+            where = f"warming up at {count} x {form.name}"
+            if run.tries.stops(where, time.monotonic() > deadline):
                 run.leave_out("not warmed up at some sizes", f" from {count} tokens on")
                 return
             run.call_at(form, count)
@@ -546,10 +553,11 @@ def _compiled(run: _Run) -> None:
     start, backend = run.start, run.request.backend
     for number, form in enumerate(run.forms_served if run.role.compiled else ()):
         form.switch(large=False)
-        if start.has_time(COMPILE_SECONDS):
+        if not run.tries.stops(f"lowering {form.name}", not start.has_time(COMPILE_SECONDS)):
             _in_one_graph(run, form, backend)
             continue
-        if number and not start.has_time(TRACE_SECONDS):
+        is_late = number > 0 and not start.has_time(TRACE_SECONDS)
+        if run.tries.stops(f"compiling {form.name}", is_late):
             run.leave_out("compiled in fewer forms than usual")
             break
         _in_one_graph(run, form, "aot_eager")

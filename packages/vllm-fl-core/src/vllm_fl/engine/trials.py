@@ -26,6 +26,7 @@ from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
 from . import launches
 from .guarded import Guarded, bits, guarded, handed_over, taken
+from .tries import Tried, Tries
 from .verification import LayerFactory, dtype_name, tried
 from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
 
@@ -107,6 +108,7 @@ class Request:
         launched: what a call launches on a device, as `launches.launched`, which knows Triton's
             kernels alone.
         invariant: whether only batch-invariant implementations may serve.
+        tried: what is tried, as far as time decides it.
     """
 
     roles: Sequence[Role]
@@ -122,6 +124,12 @@ class Request:
     provided: Mapping[str, Provided] = field(default_factory=dict)
     launched: Launches = launches.launched
     invariant: bool = False
+    tried: Tried = field(default_factory=Tried)
+
+    def tries(self, role: Role, dtype: torch.dtype, what: str = "") -> Tries:
+        """What a run of an implementation in one dtype tries."""
+        op, impl_id = role.key
+        return self.tried.of(f"{op}={impl_id}, {dtype_name(dtype)}{what}")
 
     @property
     def share(self) -> float:

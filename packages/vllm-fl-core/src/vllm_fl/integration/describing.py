@@ -15,6 +15,7 @@ from ..engine.plan import Plan
 from ..engine.tables import standing
 from ..settings.loading import load_startup
 from ..settings.policy import Mode
+from . import locking
 from .compat import obstacle
 from .models import model_facts
 from .planning import plan_for
@@ -101,4 +102,8 @@ def _described(config: VllmConfig) -> Described:
     for layer in layer_table():
         if count := counts.get(layer.cls):
             layers.setdefault(layer.op, {})[layer.cls] = count
-    return Described(facts, plan_for(facts, table=table), table, layers, config=config)
+    differs: list[str] = []
+    if (locked := facts.settings.locked) is not None:
+        differs = locking.differences(locked, locking.facts_of_lock(facts, config, device))
+    fixed = facts, plan_for(facts, table=table), table, layers
+    return Described(*fixed, differs=tuple(differs), config=config)

@@ -123,6 +123,7 @@ class Verdict:
             run all of these, since a forward of one waits for the others.
         installed: (op, impl id) of every implementation that its plugins brought.
         ran: what the loaded model showed here; None where it was not run, or not to its end.
+        differs: what differs from the lock, a sentence each.
     """
 
     rank: int
@@ -134,6 +135,7 @@ class Verdict:
     rejections: dict[tuple[str, str], str] = field(default_factory=dict)
     installed: frozenset[tuple[str, str]] = frozenset()
     ran: Ran | None = None
+    differs: tuple[str, ...] = ()
 
 
 def agree(mine: Verdict) -> list[Verdict]:

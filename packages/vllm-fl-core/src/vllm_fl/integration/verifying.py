@@ -19,13 +19,14 @@ from ..engine.plan import Plan, PlanEntry
 from ..engine.preflight import find_faults
 from ..engine.tables import Standing, standing
 from ..engine.trials import Request, Role, release
+from ..engine.tries import Tried, Tries
 from ..engine.warmup import warm_counts
 from ..errors import StartError
 from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..settings.policy import at_size
 from ..text import quote
-from . import probe
+from . import locking, probe
 from .places import installed_bindings
 from .planning import plan_for
 from .ranks import (
@@ -91,6 +92,7 @@ class Start:
         smaller: op -> what of its calls was tried in a smaller size than the model's.
         remarks: what it could not look at, a phrase each.
         seconds: how long verification has taken.
+        facts_of_lock: what a lock has of it; empty where the settings name none.
     """
 
     facts: EngineFacts
@@ -105,12 +107,16 @@ class Start:
     smaller: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+    facts_of_lock: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         faults = self.groups.faults if self.groups is not None else {}
         self.out |= {key: Out(FAILED, fault.rank, fault.why) for key, fault in faults.items()}
         self.how = self.facts.settings.preflight
-        self.seed = random.SystemRandom().randrange(1 << 32)
+        locked = self.facts.settings.locked
+        is_drawn = locked is None or locked.seed is None
+        self.seed = random.SystemRandom().randrange(1 << 32) if is_drawn else locked.seed
+        self.tried = Tried(locked.tries if locked else None)
         self._passed: set[tuple[str, str, bool, bool, bool]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
@@ -188,6 +194,7 @@ class Start:
             specs=plan.contracts,
             provided=self.facts.provided,
             invariant=bool(asks),
+            tried=self.tried,
         )
         found = find_faults(request)
         self.remarks += found.remarks
@@ -275,8 +282,14 @@ def verified_plan(start: Start, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
 
     Raises:
         StartError: strict mode and a fault, on whichever rank.
+        LockError: the engine differs from its lock, on whichever rank: nothing is run for it.
     """
     registry, facts = get_default_manager().registry, start.facts
+    if (locked := facts.settings.locked) is not None:
+        lines = locking.differences(locked, start.facts_of_lock)
+        mine = Verdict(start.rank, differs=tuple(lines))
+        by_rank = {v.rank: v.differs for v in ([mine] if alone else agree(mine))}
+        locking.refuse(facts.settings, by_rank, says=start.rank == 0)
     snapshot = registry.snapshot()
     start.table = standing(facts, snapshot, start.device)
     is_settled = False
@@ -330,7 +343,7 @@ def verify_live(serving: Serving, renew: Callable[[], object]) -> list[str]:
     began, start = time.monotonic(), serving.start
     counts = start.live_counts
     while True:
-        live, not_run = _seen_live(serving, counts)
+        live, not_run = _seen_live(serving, counts, tries=start.tried.of("the loaded model"))
         verdicts = _agree_on(serving, live.faults, None if not_run else _ran(live))
         new = _faults(verdicts, start.out)
         if not new:
@@ -384,7 +397,8 @@ def verify_with_cache(serving: Serving, renew: Callable[[], object]) -> str:
     began, start = time.monotonic(), serving.start
     counts = frozenset((max(start.live_counts),))
     while True:
-        live, not_run = seen_again(serving, counts)
+        tries = start.tried.of("the loaded model, with the KV cache")
+        live, not_run = seen_again(serving, counts, tries)
         faults = {key: f"{why} (with the KV cache in memory)" for key, why in live.faults.items()}
         new = _faults(_agree_on(serving, faults), start.out)
         if not new:
@@ -432,15 +446,19 @@ def without(keys: Iterable[tuple[str, str]]) -> str:
     return f"VLLM_FL_PER_OP='{stock}'"
 
 
-def seen_again(serving: Serving, counts: frozenset[int] = frozenset()) -> tuple[Live, str]:
+def seen_again(
+    serving: Serving, counts: frozenset[int] = frozenset(), tries: Tries | None = None
+) -> tuple[Live, str]:
     """What a short look at a model shows that was looked at before: `Live`, and why there was none.
 
     Args:
         serving: whose model it is; its plan serves in the model. Nothing is counted meanwhile.
         counts: of how many tokens; by default of as many as the largest forward at start had.
+        tries: notes what is left out, or has it.
     """
     wanted = counts or frozenset((max(serving.start.live_counts),))
     limits = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
+    limits["tries"] = tries or Tries()
     with serving.plan.record.aside():
         found = _seen_live(serving, wanted, **limits)
     device = serving.start.device

@@ -24,7 +24,7 @@ from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..settings.values import ORDER_PREFIX
-from . import after, incident, probe, ranges
+from . import after, incident, locking, probe, ranges
 from .models import model_facts
 from .places import installed_bindings
 from .planning import apply, facts_of, load_plugins, refusals, seal
@@ -157,6 +157,8 @@ class PlannedWorker:
         if serving is not None and serving.is_watched and serving.start.live_counts:
             with phases_of(self).during("verification with the KV cache"):
                 _verify_with_cache(serving)
+        if serving is not None:
+            _compare_with_lock(serving)
         if serving is not None and serving.is_watched:
             _attend_once(serving)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
@@ -189,6 +191,20 @@ class PlannedWorker:
         if serving is None or not serving.is_watched:
             return "nothing is verified: this rank has joined a running engine"
         return after.verify(serving, "it was asked for")
+
+    def vllm_fl_lock(self) -> dict[str, Any]:
+        """What `vllm-fl lock` writes: for `collective_rpc`, of a start under a lock."""
+        serving = self.vllm_fl_serving
+        assert serving is not None  # vLLM answers no call before it has loaded its model
+        start = serving.start
+        out = {key: each.reason for key, each in start.out.items()}
+        ops = locking.labels(serving.plan)
+        return {
+            "facts": start.facts_of_lock,
+            "result": {"ops": ops, "digest": serving.digest, "out": _nested(out)},
+            "seed": start.seed,
+            "tries": start.tried.made,
+        }
 
     def vllm_fl_report(self) -> dict[str, Any]:
         """What this worker runs with, and what it counted: for `collective_rpc`.
@@ -290,7 +306,9 @@ def _begun(worker: PlannedWorker) -> tuple[Start, list[str]]:
         for name, (plugin, report) in found.items()
     }
     lines = [line for _, report in found.values() for line in report.lines]
-    return Start(facts, worker.rank, worker.device, worker.vllm_fl_groups, told), lines
+    fixed = worker.rank, worker.device, worker.vllm_fl_groups, told
+    of_lock = locking.facts_of_lock(facts, worker.vllm_config, worker.device)
+    return Start(facts, *fixed, facts_of_lock=of_lock), lines
 
 
 def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:
@@ -359,6 +377,15 @@ def _attend_once(serving: Serving) -> None:
             probe.attend(serving.runner, serving.config, is_eager=is_eager)
     except Exception:  # vLLM's dummy run does not fit every model, and need not be there
         log.warning("Attention was not called before the first request", exc_info=True)
+
+
+def _compare_with_lock(serving: Serving) -> None:
+    """End the start where the verified plan is not the lock's; all ranks hold the same."""
+    start = serving.start
+    locked = start.facts.settings.locked
+    if locked is not None and start.rank == 0:
+        lines = locking.served_otherwise(locked, serving.plan, serving.digest)
+        locking.refuse(start.facts.settings, {0: lines}, says=True)
 
 
 def _write_metrics(serving: Serving) -> None:

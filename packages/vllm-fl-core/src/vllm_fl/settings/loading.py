@@ -50,6 +50,7 @@ from .values import (
 )
 
 if TYPE_CHECKING:
+    from .lock import Locked
     from .table import Pinned
 
 __all__ = [
@@ -186,6 +187,7 @@ def load_settings(
         tuple(warnings),
         declared=declared,
         pinned=_pinned(entries["table"]),
+        locked=_locked(entries["lock"]),
     )
     labels = dict.fromkeys(use.label for use in uses(settings))
     return dataclasses.replace(settings, unchecked=tuple(labels))
@@ -198,6 +200,15 @@ def _pinned(named: Setting) -> Pinned | None:
     from .table import Pinned  # few processes name one
 
     return Pinned.read(str(named.value), named.origin)
+
+
+def _locked(named: Setting) -> Locked | None:
+    """The lock that the setting names, read."""
+    if named.value is None:
+        return None
+    from .lock import read_lock  # few processes name one
+
+    return read_lock(str(named.value), origin=named.origin)
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:

@@ -30,6 +30,7 @@ from .values import (
 )
 
 if TYPE_CHECKING:
+    from .lock import Locked
     from .table import Pinned
 
 __all__ = [
@@ -112,6 +113,7 @@ class Settings(Mapping[str, Setting]):
         declared: the settings that there are, core's and those of the loaded plugins.
         pinned: the table that `table` names. What it orders is in force only where it holds, which
             needs a device to know: see `with_table`.
+        locked: the lock that `lock` names.
     """
 
     entries: tuple[Setting, ...]
@@ -119,6 +121,7 @@ class Settings(Mapping[str, Setting]):
     unchecked: tuple[str, ...] = ()
     declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
     pinned: Pinned | None = field(default=None, hash=False)
+    locked: Locked | None = field(default=None, hash=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
     """False: vllm-fl steps aside entirely."""
@@ -150,6 +153,10 @@ class Settings(Mapping[str, Setting]):
         "table_unaccepted", "VLLM_FL_TABLE_UNACCEPTED", False, in_file=True
     )
     """Whether a table acts that `vllm-fl tune --accept` has not accepted."""
+    lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
+    """A file of `vllm-fl lock`, from which a start may not differ, or None."""
+    lock_mode = SettingSpec("lock_mode", "VLLM_FL_LOCK_MODE", "strict", choices=("strict", "warn"))
+    """Whether a start that differs from the lock ends, or says so and goes on."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -322,7 +329,8 @@ class Settings(Mapping[str, Setting]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What plugins declare stays here: readers of their own need not travel.
-        return _carried, (FORM, self.entries, self.warnings, self.unchecked, self.pinned)
+        fields = (self.entries, self.warnings, self.unchecked, self.pinned, self.locked)
+        return _carried, (FORM, *fields)
 
 
 def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
@@ -338,8 +346,8 @@ def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
             "not what this vllm-fl-core sends; install the same release of it wherever a worker of "
             "one engine runs",
         )
-    entries, warnings, unchecked, pinned = fields
-    return Settings(entries, warnings, unchecked, pinned=pinned)
+    entries, warnings, unchecked, pinned, locked = fields
+    return Settings(entries, warnings, unchecked, pinned=pinned, locked=locked)
 
 
 ITEMS: Declared = MappingProxyType(

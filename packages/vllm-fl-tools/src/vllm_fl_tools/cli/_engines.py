@@ -191,6 +191,7 @@ def running(
     environment: Mapping[str, str],
     *,
     steps_aside: bool = False,
+    as_served: bool = False,
     longest: int | None = None,
     arguments: Sequence[str] = (),
     limits: tuple[float, float] = (START_TIMEOUT, ANSWER_TIMEOUT),
@@ -203,6 +204,8 @@ def running(
         options: further arguments of `vllm.LLM`.
         environment: all variables of its processes.
         steps_aside: whether they make vllm-fl step aside: the engine's report is empty.
+        as_served: whether it has what `vllm serve` gives an engine of these arguments, and nothing
+            of `options`; its report is then what each of the `ranks` has for a lock.
         longest: the most tokens of a sequence, where the model does not take fewer; None leaves it
             to `options`.
         arguments: the user's own, as `vllm serve` takes them.
@@ -217,6 +220,7 @@ def running(
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         request = {"model": model, "options": options, "steps_aside": steps_aside}
+        request["as_served"] = as_served
         request |= {"arguments": [*arguments], "longest": longest}
         with log.open("w") as errors:
             process = subprocess.Popen(

@@ -17,7 +17,8 @@ from typing import Any
 from vllm_fl.cli.common import UsageError, answer, asked_of, print_table, say, takes_engine
 from vllm_fl.engine.described import Described
 from vllm_fl.logs import quiet
-from vllm_fl.settings.schema import CONFIG
+from vllm_fl.settings.lock import MARK, Locked, read_lock
+from vllm_fl.settings.schema import CONFIG, Settings
 
 STOCK = "stock"
 
@@ -30,12 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--diff",
         metavar="WHAT",
         help="show only what would change: `stock` for vLLM alone, a settings file in the place of "
-        f"what {CONFIG} names, or the JSON that this verb has printed",
+        f"what {CONFIG} names, a lock, or the JSON that this verb has printed",
+    )
+    parser.add_argument(
+        "--from",
+        dest="lock",
+        metavar="LOCK",
+        help="show the plan that a lock has, and ask nothing of this machine",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when strict mode would end the start."""
+    if arguments.lock is not None:
+        return _show_locked(arguments)
     if arguments.model is None and arguments.mode is None:
         arguments.mode = "compiled"  # as vLLM's is
     other = _given(arguments.diff) if arguments.diff is not None else None
@@ -44,12 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
         facts: dict[str, Any] = {"plan": _as_json(engine, arguments)}
         if arguments.diff is not None:
             if other is None:
-                with _config(arguments.diff):
+                with _variable(CONFIG, arguments.diff):
                     other = _as_json(_engine(arguments), arguments)
+            elif "lock" in other:
+                with _variable(Settings.lock.variable, arguments.diff):
+                    other["differs"] = list(_engine(arguments).differs)
             facts["diff"] = {
                 "with": arguments.diff,
                 "ops": _differences(facts["plan"], other),
                 "warnings": other["warnings"],
+                "differs": other.get("differs", []),
             }
     answer(facts, _show, as_json=arguments.json)
     return 1 if facts["plan"]["ends"] else 0
@@ -78,7 +91,14 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
             op: {**entry.told, "layers": dict(engine.layers.get(op, {}))}
             for op, entry in engine.plan.entries.items()
         },
-        "ends": engine.ends,
+        "ends": [*engine.ends, *(engine.differs if settings.lock_mode == "strict" else ())],
+        "lock": {
+            "file": settings.locked.file,
+            "mode": settings.lock_mode,
+            "differs": list(engine.differs),
+        }
+        if settings.locked is not None
+        else None,
         "table": {
             "file": settings.pinned.file,
             "acts": bool(engine.table.digest),
@@ -99,6 +119,9 @@ def _given(what: str) -> dict[str, Any] | None:
     """
     if what == STOCK:
         return {"ops": {}, "aside": "", "warnings": []}
+    if _is_lock(what):
+        lock = read_lock(what, key="--diff")
+        return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
     try:
         text = Path(what).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -118,18 +141,57 @@ def _given(what: str) -> dict[str, Any] | None:
     return {"ops": ops, "aside": "", "warnings": []}
 
 
+def _is_lock(path: str) -> bool:
+    """Whether a file is a lock, a broken one included."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return any(f'"{MARK}"' in line for line in file)
+    except (OSError, ValueError):
+        return False
+
+
+def _of_lock(lock: Locked, ops: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan that a lock has, as JSON data."""
+    told = {op: {**_of_label(label), "reason": "locked", "layers": {}} for op, label in ops.items()}
+    return {"lock": lock.file, "ops": told, "aside": "", "out": lock.result["out"]}
+
+
+def _of_label(label: str) -> dict[str, Any]:
+    """An op's entry of what `_label` says of it."""
+    *rows, rest = label.split("|")
+    found = [row.removesuffix(")").partition("(<=") for row in rows]
+    return {"impl": rest, "rows": [{"up_to": int(n), "impl": impl} for impl, _, n in found]}
+
+
+def _show_locked(arguments: argparse.Namespace) -> int:
+    """Show the plan of `--from`."""
+    if arguments.model is not None or arguments.mode is not None or arguments.diff is not None:
+        raise UsageError("--from shows what a lock has: without --model, --mode and --diff")
+    lock = read_lock(arguments.lock, key="--from")
+    plan = _of_lock(lock, lock.result["ops"])
+    facts = {"plan": {**plan, "verified": True, "device": lock.facts["device"]}}
+
+    def show(facts: Mapping[str, Any]) -> None:
+        plan = facts["plan"]
+        _show_ops(plan["ops"])
+        say(f"This is the plan of the lock {plan['lock']}, verified on {plan['device']}.")
+
+    answer(facts, show, as_json=arguments.json)
+    return 0
+
+
 @contextmanager
-def _config(path: str) -> Iterator[None]:
+def _variable(name: str, path: str) -> Iterator[None]:
     """In the block, the settings are those of an engine that this file is given to."""
-    before = os.environ.get(CONFIG)
-    os.environ[CONFIG] = path
+    before = os.environ.get(name)
+    os.environ[name] = path
     try:
         yield
     finally:
         if before is None:
-            del os.environ[CONFIG]
+            del os.environ[name]
         else:
-            os.environ[CONFIG] = before
+            os.environ[name] = before
 
 
 def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +239,11 @@ def _show(facts: Mapping[str, Any]) -> None:
             say(f"The table's rows of {op} have no effect: {why}.")
     for warning in dict.fromkeys((*plan["warnings"], *facts.get("diff", {}).get("warnings", ()))):
         say(f"Warning: {warning}")
+    for line in facts.get("diff", {}).get("differs", ()):
+        say(f"Differs from the lock: {line}.")
+    lock = plan["lock"] or {"differs": []}
+    for line in lock["differs"] if lock.get("mode") == "warn" else ():
+        say(f"Differs from the lock {lock['file']}: {line}.")
     for why in plan["ends"]:
         say(f"The start would end: {why}.")
     if not plan["aside"]:

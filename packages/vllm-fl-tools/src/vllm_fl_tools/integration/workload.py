@@ -4,12 +4,13 @@
 
 `arguments` in it are further ones as `vllm serve` takes them; of wrong ones it answers once, with
 `usage`, and ends. With `longest` in it, the engine takes sequences of so many tokens, or of as many
-as the model does where these are fewer. Answers are lines of JSON on what was its standard output,
-and logs go to standard error. It answers once when it is ready: `report`, what the worker runs
-with, or null where vllm-fl steps aside; `vocabulary`, how many tokens there are; `length`, of how
-many a sequence may be; and `graph_tokens`, those of the largest graph that was captured, 0 where
-none was. Then it answers each line that it reads: an object whose one key is a method of `_Served`,
-and whose value has that method's arguments.
+as the model does where these are fewer. With `as_served`, it has what `vllm serve` gives it, and no
+`options`: its report is what its `ranks` say for a lock, and it ends then. Answers are lines of
+JSON on what was its standard output, and logs go to standard error. It answers once when it is
+ready: `report`, what the worker runs with, or null where vllm-fl steps aside; `vocabulary`, how
+many tokens there are; `length`, of how many a sequence may be; and `graph_tokens`, those of the
+largest graph that was captured, 0 where none was. Then it answers each line that it reads: an
+object whose one key is a method of `_Served`, and whose value has that method's arguments.
 """
 
 from __future__ import annotations
@@ -222,6 +223,21 @@ def _parsed(model: str, arguments: list[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value != plain[name]}
 
 
+def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
+    """The answer of an engine as `vllm serve` starts one."""
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_engine_args(
+        arguments_of(model, arguments),
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_multiprocessing=True,
+    )
+    report = {"ranks": engine.collective_rpc("vllm_fl_lock")}
+    length = engine.model_config.max_model_len
+    return {"report": report, "vocabulary": 0, "length": length, "graph_tokens": 0}
+
+
 def _main(request: dict[str, Any]) -> None:
     """Serve until standard input ends."""
     # What an engine starts inherits descriptor 1 and prints there: keep the answers apart.
@@ -237,6 +253,8 @@ def _main(request: dict[str, Any]) -> None:
     options |= request["options"]
     given, longest = request.get("arguments"), request.get("longest")
     try:
+        if request.get("as_served"):
+            return answer(**_as_served(request["model"], given))
         if given:
             options |= _parsed(request["model"], given)
         if longest is not None:

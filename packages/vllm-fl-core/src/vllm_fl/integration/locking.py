@@ -1,0 +1,237 @@
+"""What of an engine its lock has, and what differs: one answer for a start and for its preview."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from ..dispatch import get_default_manager
+from ..engine.facts import EngineFacts
+from ..engine.identity import THREADS, identity
+from ..engine.plan import Plan
+from ..engine.tables import standing
+from ..errors import LockError
+from ..logs import get_logger
+from ..settings.lock import Locked
+from ..settings.policy import OpOrder
+from ..settings.schema import Settings
+from ..text import HIDDEN, is_secret, scrub
+from .planning import plan_for, turned_on
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+__all__ = ["differences", "facts_of_lock", "labels", "refuse", "served_otherwise"]
+
+log = get_logger("engine")
+
+ENGINE, MODEL, PLAN = "engine arguments", "model configuration", "plan"
+"""The facts that only an engine of a known model has."""
+
+FREE = re.compile(
+    "config|platform_files|table|lock|lock_mode|log_level|debug|metrics|shadow|shadow_file"
+)
+"""Settings that change nothing of what runs, and those whose files count, not their names."""
+
+BESIDE = re.compile(
+    "cache_dtype|policy|mode|backend|splitting_ops|compile_sizes|use_inductor_graph_partition"
+)
+"""Fields of vLLM's configuration that arguments set by another name."""
+
+OF_HOST = re.compile(
+    r"(?i)^_|(^|_)(rank|ports?|addr|address|host|ip|ids?|dir|path|root|endpoint|url|cls|name"
+    r"|tokenizer|memory_bytes)$|^(model|model_weights)$|^VLLM_DP_"
+    r"|^(compilation|additional)_config$|^ir_op_priority$"
+)
+"""Names of what differs between hosts, ranks and starts and computes nothing, and of what holds our
+own changes: what the user wrote there is among `EngineFacts`."""
+
+OF_LOGS = re.compile("logging|observability|profiler")
+"""Parts of vLLM's configuration that say what is told of an engine."""
+
+NAMED = 4
+"""How many entries of one fact a line names."""
+
+
+def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) -> dict[str, Any]:
+    """Name -> what an engine is made of, its plan before verification included.
+
+    It is JSON-able. No path is in it, and no secret. Empty where the settings name no lock.
+
+    Args:
+        facts: what its configuration says.
+        config: vLLM's configuration, as a worker begins with it.
+        device: on which it runs.
+    """
+    if facts.settings.locked is None:
+        return {}
+    registry = get_default_manager().registry
+    snapshot = registry.snapshot()
+    owners = {each.owner for each in registry.plugins if each.status != "disabled"}
+    owners |= {*snapshot.owners.values(), *snapshot.authors.values()}
+    found: dict[str, Any] = {**identity(device, owners), "python": platform.python_version()}
+    found.pop(THREADS, None)  # how many an engine has is not known before it starts
+    found |= _settings(facts.settings) | _of_vllm(device)
+    if config.model_config is not None:
+        plan = plan_for(facts, table=standing(facts, snapshot, device, serves=False))
+        found[ENGINE] = _arguments(facts, config)
+        model = config.model_config.hf_config.to_dict()
+        found[MODEL] = _plain({key: model[key] for key in model if key != "_name_or_path"})
+        found[PLAN] = labels(plan)
+    return found
+
+
+def labels(plan: Plan) -> dict[str, str]:
+    """Op -> who serves it, as `PlanEntry.label` says it."""
+    return {op: entry.label for op, entry in plan.entries.items()}
+
+
+def differences(locked: Locked, now: Mapping[str, Any]) -> list[str]:
+    """What of an engine differs from a lock, a sentence without a full stop each.
+
+    The plan follows from all else: it is compared where nothing else differs.
+
+    Args:
+        locked: the lock.
+        now: the engine's facts. Of any model, those of the lock's model do not count.
+    """
+    if not locked.facts:
+        return []
+    here, then = dict(now), dict(locked.facts)
+    for name in {ENGINE, MODEL, PLAN} - now.keys():
+        del then[name]
+    plans = here.pop(PLAN, {}), then.pop(PLAN, {})
+    return _lines(here, then) or _lines(*plans)
+
+
+def served_otherwise(locked: Locked, plan: Plan, digest: str) -> list[str]:
+    """What of a verified plan differs from the lock's, a sentence each."""
+    if not locked.facts:
+        return []
+    # Of a second engine in one process it is another: its operators have other names.
+    was = locked.result["digest"] if plan.place == 1 else digest
+    return _lines(labels(plan), locked.result["ops"]) or _lines({"digest": digest}, {"digest": was})
+
+
+def refuse(settings: Settings, by_rank: Mapping[int, Sequence[str]], *, says: bool) -> None:
+    """End a start that differs from its lock on some rank, or say what differs.
+
+    Args:
+        settings: the engine's, which name a lock.
+        by_rank: rank -> what differs there.
+        says: whether this rank is the one that says it.
+
+    Raises:
+        LockError: something differs, and VLLM_FL_LOCK_MODE is not `warn`.
+    """
+    lines: list[str] = []
+    for rank, told in sorted(by_rank.items()):
+        lines += [f"rank {rank}: {line}" if rank else line for line in told if line not in lines]
+    if not lines:
+        return
+    assert settings.locked is not None
+    file, each = settings.locked.file, "".join(f"\n  {line}" for line in lines)
+    if settings.lock_mode == "strict":
+        what = f"vllm-fl ends the start: this engine differs from the lock {file}. Mend it, lock "
+        todo = f"anew, or set VLLM_FL_LOCK_MODE=warn{each}" if says else "anew: see rank 0"
+        raise LockError(what + todo, file=file, differences=lines)
+    if says:
+        log.warning("This engine differs from the lock %s [%s]%s", file, LockError.code, each)
+
+
+def _lines(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """One sentence for each fact that differs; of a setting its value counts."""
+
+    def counts(value: Any) -> Any:
+        return value[0] if isinstance(value, list) else value
+
+    names = sorted({*now, *then})
+    pairs = [(name, now.get(name), then.get(name)) for name in names]
+    return [_line(*pair) for pair in pairs if counts(pair[1]) != counts(pair[2])]
+
+
+def _line(name: str, now: Any, then: Any) -> str:
+    if isinstance(now, dict) and isinstance(then, dict):
+        keys = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
+        told = [f"{k} is {_told(now.get(k))}, not {_told(then.get(k))}" for k in keys[:NAMED]]
+        more = f"; and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+        return f"{name}: {'; '.join(told)}{more}"
+    return f"{name} is {_told(now)}; the lock has {_told(then)}"
+
+
+def _told(value: Any) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
+    """What the user set, each as its value and its origin."""
+    found: dict[str, Any] = {}
+    if (pinned := settings.pinned) is not None:
+        verdict = pinned.table.accepted
+        found["table"] = f"{pinned.digest}, accepted {verdict is not None and verdict.accepted}"
+    for key, setting in settings.chosen.items():
+        if FREE.fullmatch(key) is None:
+            value = _plain(setting.value, is_secret(key))
+            found[f"setting {key}"] = [value, scrub(setting.origin)]
+    return found
+
+
+def _of_vllm(device: torch.device) -> dict[str, Any]:
+    """NCCL's version, and the variables on which code that vLLM compiles depends."""
+    import torch
+    from vllm import envs
+
+    factors = getattr(envs, "compile_factors", dict)()
+    found = {
+        f"variable {name}": _plain(value, is_secret(name))
+        for name, value in factors.items()
+        if name in os.environ and value is not None and not OF_HOST.search(name)
+    }
+    if device.type == "cuda" and torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
+    """vLLM's arguments, with what it has made of those that were not given."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    added = {f"+{name}" for name in turned_on(config)}
+    found: dict[str, Any] = {
+        "custom_ops": _plain([name for name in facts.custom_ops if name not in added]),
+        "ir_priority": _plain(facts.ir_priority),
+        "passes_off": _plain(facts.passes_off),
+    }
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    parts = (part for name, part in vars(config).items() if not OF_LOGS.match(name))
+    for part in (config, *filter(dataclasses.is_dataclass, parts)):
+        for name in (field.name for field in dataclasses.fields(part)):
+            is_argument = name in names or BESIDE.fullmatch(name)
+            if is_argument and not OF_HOST.search(name):
+                found[name] = _plain(getattr(part, name), is_secret(name))
+    return found
+
+
+def _plain(value: Any, hides: bool = False) -> Any:
+    """A value as JSON has it, without paths, and without the texts of a secret (`hides`)."""
+    if isinstance(value, str):
+        return HIDDEN if hides else "(a path)" if os.path.isabs(value) else scrub(value)
+    if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
+        return value.name if isinstance(value, Enum) else value
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
+    if isinstance(value, list | tuple):
+        return [_plain(each, hides) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | OpOrder):
+        value = {name: each for name, each in vars(value).items() if not OF_HOST.search(name)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(value[key], hides or is_secret(str(key))) for key in value}
+    known = isinstance(value, float | Enum | OpOrder) or type(value).__module__ == "torch"
+    return str(value) if known else type(value).__qualname__

@@ -1,0 +1,89 @@
+"""The file that `vllm-fl lock` writes: what an engine ran with, and what its verification tried.
+
+A value and its file, no more: `integration/locking.py` says what of it differs in a start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .values import read_text, wrong
+
+__all__ = ["MARK", "Locked", "read_lock", "sealed"]
+
+MARK = "vllm_fl_lock"
+"""The key of the version of the file's form. Another version is not read."""
+
+VERSION = 1
+
+MAX_BYTES = 64 * 2**20
+
+ANEW = "`vllm-fl lock` writes another"
+
+
+@dataclass(frozen=True)
+class Locked:
+    """A lock that the settings name, as an engine's processes have it.
+
+    Args:
+        file: the file that it was read from, in the process that read the settings.
+        facts: name -> what the engine was made of. Empty in the file under which `vllm-fl lock`
+            starts an engine: such a start is compared with nothing.
+        result: what it came to: `ops`, the plan that served; `digest`, of that plan; `out`, what
+            the start took out.
+        seed: of what its verification drew; None where it has none.
+        tries: what its verification tried, as `Tried.made` has it.
+    """
+
+    file: str
+    facts: Mapping[str, Any]
+    result: Mapping[str, Any]
+    seed: int | None
+    tries: Mapping[str, Any]
+
+
+def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """What a lock's file has: `facts`, `result`, `seed` and `tries`, and their hash."""
+    return {MARK: VERSION, "digest": _digest(contents), **contents}
+
+
+def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
+    """Read a lock's file.
+
+    Args:
+        path: the file.
+        key: the setting, or option, that names it, for errors.
+        origin: where that stands.
+
+    Raises:
+        SettingsError: it cannot be read, is no lock, is another version's, or was changed after it
+            was written.
+    """
+    text = read_text(path, key, origin or path, most=MAX_BYTES)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        at = path if line is None else f"{path}:{line}"
+        problem = f"is no whole lock: {getattr(error, 'msg', error)}. {ANEW}"
+        raise wrong(key, at, problem) from error
+    found = data.get(MARK) if isinstance(data, dict) else None
+    if found is None:
+        raise wrong(key, path, "is no lock of `vllm-fl lock`")
+    if found != VERSION:
+        problem = f"is a lock of version {found!r}, and this release reads version {VERSION}"
+        raise wrong(key, path, f"{problem}: use the release that wrote it, or lock anew")
+    contents = {name: data[name] for name in data if name not in (MARK, "digest")}
+    if data.get("digest") != _digest(contents):
+        problem = "was changed after it was written: its digest does not fit"
+        raise wrong(key, path, f"{problem}. {ANEW}")
+    return Locked(path, **contents)
+
+
+def _digest(contents: Mapping[str, Any]) -> str:
+    text = json.dumps(contents, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,104 @@
+"""The file of a lock: read whole, or one error that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_fl.errors import InvalidSettingError, MissingFileError
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.lock import MARK, read_lock, sealed
+
+CONTENTS: dict[str, Any] = {
+    "facts": {"torch": "2.13.0", "setting prefer": ["vendor", "a file"]},
+    "result": {"ops": {"rms_norm": "vendor.cpu"}, "digest": "0123", "out": {}},
+    "seed": 7,
+    "tries": {"rms_norm=vendor.cpu, bfloat16": [{"counts": [1, 2]}]},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "vllm-fl.lock"
+    path.write_text(json.dumps(sealed(CONTENTS), indent=1), encoding="utf-8")
+    return path
+
+
+def test_it_is_read_with_the_settings_and_travels_with_them(file: Path) -> None:
+    settings = load_settings({"VLLM_FL_LOCK": str(file)})
+    assert settings.locked is not None and settings.lock_mode == "strict"
+    assert settings.locked == read_lock(str(file))
+    assert vars(settings.locked) == {"file": str(file), **CONTENTS}
+    assert pickle.loads(pickle.dumps(settings)).locked == settings.locked
+    assert load_settings({}).locked is None
+
+
+def test_how_it_is_laid_out_does_not_count(file: Path) -> None:
+    text = json.dumps(json.loads(file.read_text()), sort_keys=True).replace(",", ",\r\n")
+    (file.parent / "other").write_text(text)
+    assert vars(read_lock(str(file.parent / "other"))) == {
+        "file": str(file.parent / "other"),
+        **CONTENTS,
+    }
+
+
+def without_its_end(text: str) -> str:
+    return text[:-20]
+
+
+def of_a_merge(text: str) -> str:
+    return "<<<<<<< ours\n" + text
+
+
+def newer(text: str) -> str:
+    return text.replace(f'"{MARK}": 1', f'"{MARK}": 2')
+
+
+def edited(text: str) -> str:
+    return text.replace("2.13.0", "2.14.0")
+
+
+def lacking(text: str) -> str:
+    data = json.loads(text)
+    del data["tries"]
+    return json.dumps(data)
+
+
+def another_kind(text: str) -> str:
+    return json.dumps(["vllm_fl_table", 1])
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (without_its_end, "no whole lock"),
+        (of_a_merge, "no whole lock"),
+        (newer, "version 2"),
+        (edited, "was changed"),
+        (lacking, "was changed"),
+        (another_kind, "no lock"),
+        (lambda text: "", "no whole lock"),
+    ],
+)
+def test_a_broken_one_is_one_error(file: Path, broken: Any, said: str) -> None:
+    file.write_text(broken(file.read_text()))
+    with pytest.raises(InvalidSettingError) as raised:
+        load_settings({"VLLM_FL_LOCK": str(file)})
+    assert raised.value.key == "lock" and str(file) in raised.value.origin
+    assert said in raised.value.message and "\n" not in raised.value.message
+
+
+def test_one_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError) as raised:
+        load_settings({"VLLM_FL_LOCK": str(tmp_path / "gone")})
+    assert raised.value.origin == "environment VLLM_FL_LOCK"
+
+
+def test_the_mode_is_one_of_two() -> None:
+    assert load_settings({"VLLM_FL_LOCK_MODE": "warn"}).lock_mode == "warn"
+    with pytest.raises(InvalidSettingError):
+        load_settings({"VLLM_FL_LOCK_MODE": "wran"})
