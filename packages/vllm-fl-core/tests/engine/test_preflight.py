@@ -171,6 +171,8 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
 
     def slow(x: Tensor) -> Tensor:
         time.sleep(1.5)
+        while "one call of" not in caplog.text:
+            time.sleep(0.01)
         return sound(x)
 
     with caplog.at_level(logging.WARNING, "vllm_fl"):
