@@ -1,9 +1,9 @@
 """How everything in this repository is run: `nox -l` lists the sessions, `nox -s NAME` runs one.
 
-`nox` alone runs every test that is not marked `slow`, on the newest vLLM; backends' kits run in
-bfloat16. `nox -s full` runs the rest, too. Tests see built wheels, installed into a fresh
-environment that lies over a shared one (tools/envs.py): entry points are real, and nothing leaks
-between sessions.
+`nox` alone runs every test that is not marked `slow`, on the newest vLLM, what is cheap before what
+is dear; backends' kits run in bfloat16. `nox -s full` runs the rest, too. Tests see built wheels,
+installed into a fresh environment that lies over a shared one (tools/envs.py): entry points are
+real, and nothing leaks between sessions.
 What follows `--` goes to the session's command: `nox -s tests-core -- -k registry`.
 """
 
@@ -174,14 +174,13 @@ def typing(session: nox.Session) -> None:
     python(session, with_torch(session), "-m", "mypy", *sources, "tools", *session.posargs)
 
 
-@timed("tests-core")
-def tests_core(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
-) -> None:
-    """Test core, with neither a backend nor the tools installed."""
-    with_torch(session, interpreter)  # warns of a CUDA build
-    env = over(session, envs.report(interpreter), CORE, OPS)
-    tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", chosen)
+@timed("quickstart")
+def quickstart(session: nox.Session) -> None:
+    """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
+    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
+    model = real_model(session, SMOLLM2)
+    options = ("--model", str(model.relative_to(ROOT))) if model else ()
+    python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
 
 
 @timed("tests-ops")
@@ -191,16 +190,6 @@ def tests_ops(
     """Test the contracts, by the kit too, and where vLLM runs each op, with no backend."""
     env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS)
     tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", "-m", chosen)
-
-
-@timed("tests-tools")
-def tests_tools(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
-) -> None:
-    """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
-    with_torch(session, interpreter)  # warns of a CUDA build
-    env = over(session, envs.report(interpreter), CORE, OPS, TOOLS)
-    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", chosen)
 
 
 @timed("tests-reference")
@@ -220,21 +209,6 @@ def tests_cpu(
     base = with_vllm(session, interpreter=interpreter)
     env = over(session, base, CORE, OPS, TOOLS, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", "-k", chosen, **ENGINE)
-
-
-@timed("tests-flaggems")
-def tests_flaggems(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[FLAGGEMS]
-) -> None:
-    """Test the FlagGems backend, its kernels through Triton's interpreter."""
-    with_torch(session, interpreter)  # says what is amiss with it
-    env = over(session, envs.flaggems(interpreter), CORE, OPS, TOOLS, FLAGGEMS)
-    cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
-    tests = "packages/vllm-fl-flaggems/tests"
-    triton = "packages/vllm-fl-tools/tests/testing/test_triton.py"
-    tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
-    computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
-    tests_in_parallel(session, env, *computing, "-k", chosen, **ON_INTERPRETER, **cache)
 
 
 @timed("tests-cuda")
@@ -266,23 +240,6 @@ def tests_flagcx(session: nox.Session, interpreter: str = sys.executable) -> Non
     """Test the communicator on FlagCX, on a library with its interface that cc builds."""
     env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, FLAGCX)
     tests_in_parallel(session, env, "packages/vllm-fl-flagcx/tests", **ENGINE)
-
-
-@timed("isolation")
-def isolation(session: nox.Session, chosen: str = "not slow") -> None:
-    """Install core alone, with one, all and broken plugins, and look at what the user sees."""
-    with_vllm(session)  # made here, so that a first run's minutes do not count in a test
-    tests = ["tests/isolation"]
-    tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
-    env = over(session, envs.light(), CORE, OPS)  # what the tests of the documentation compare with
-    tests_in_parallel(session, env, *tests, "-m", chosen)
-
-
-@timed("engine")
-def engine(session: nox.Session) -> None:
-    """Run vLLM's CPU engine with the plugins, eager and compiled, on the newest release."""
-    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
-    engines_in_parallel(session, env, "-m", "not slow")
 
 
 @timed("real-short")
@@ -334,13 +291,57 @@ def ray(session: nox.Session) -> None:
     pytest(session, env, "tests/nodes", **ENGINE)
 
 
-@timed("quickstart")
-def quickstart(session: nox.Session) -> None:
-    """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
+@timed("tests-flaggems")
+def tests_flaggems(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[FLAGGEMS]
+) -> None:
+    """Test the FlagGems backend, its kernels through Triton's interpreter."""
+    with_torch(session, interpreter)  # says what is amiss with it
+    env = over(session, envs.flaggems(interpreter), CORE, OPS, TOOLS, FLAGGEMS)
+    cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
+    tests = "packages/vllm-fl-flaggems/tests"
+    triton = "packages/vllm-fl-tools/tests/testing/test_triton.py"
+    tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
+    computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
+    tests_in_parallel(session, env, *computing, "-k", chosen, **ON_INTERPRETER, **cache)
+
+
+@timed("tests-tools")
+def tests_tools(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
+) -> None:
+    """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
+    with_torch(session, interpreter)  # warns of a CUDA build
+    env = over(session, envs.report(interpreter), CORE, OPS, TOOLS)
+    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", chosen)
+
+
+@timed("tests-core")
+def tests_core(
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
+) -> None:
+    """Test core, with neither a backend nor the tools installed."""
+    with_torch(session, interpreter)  # warns of a CUDA build
+    env = over(session, envs.report(interpreter), CORE, OPS)
+    tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", chosen)
+
+
+@timed("isolation")
+def isolation(session: nox.Session, chosen: str = "not slow") -> None:
+    """Install core alone, with one, all and broken plugins, and look at what the user sees."""
+    with_vllm(session)  # made here, so that a first run's minutes do not count in a test
+    tests = ["tests/isolation"]
+    tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
+    env = over(session, envs.light(), CORE, OPS)  # what the tests of the documentation compare with
+    # Those of one file share the environments that they make, and have one worker.
+    tests_in_parallel(session, env, *tests, "--dist=loadfile", "-m", chosen)
+
+
+@timed("engine")
+def engine(session: nox.Session) -> None:
+    """Run vLLM's CPU engine with the plugins, eager and compiled, on the newest release."""
     env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
-    model = real_model(session, SMOLLM2)
-    options = ("--model", str(model.relative_to(ROOT))) if model else ()
-    python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
+    engines_in_parallel(session, env, "-m", "not slow")
 
 
 @timed("bench", default=False)

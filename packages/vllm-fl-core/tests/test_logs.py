@@ -13,7 +13,7 @@ from vllm_fl.logs import get_logger, set_log_level
 
 def stderr_of(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout == ""
     return done.stderr

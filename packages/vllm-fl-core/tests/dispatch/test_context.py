@@ -114,7 +114,7 @@ class PlainGlobal:
 
 def across_threads(installed: OpManager) -> None:
     """Eight threads, each under its own vendor, and this one under none."""
-    together = threading.Barrier(9, timeout=20)
+    together = threading.Barrier(9, timeout=300)
     leaks: list[str] = []
 
     def work(number: int) -> None:

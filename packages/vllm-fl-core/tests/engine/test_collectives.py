@@ -21,7 +21,7 @@ class Meeting:
     """Where ranks, each a thread, exchange what they have."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=300)
         self.table: list[Any] = [None] * size
         pairs = itertools.product(range(size), repeat=2)
         self.mail: dict[Any, Queue[torch.Tensor]] = {pair: Queue() for pair in pairs}
@@ -63,7 +63,7 @@ class Communicator:
         self.meeting.mail[self.rank, dst].put(x)
 
     def recv(self, size: torch.Size, dtype: torch.dtype, src: int | None = None) -> Any:
-        return self.meeting.mail[src, self.rank].get(timeout=20)
+        return self.meeting.mail[src, self.rank].get(timeout=300)
 
     def all_gatherv(self, x: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
         if isinstance(x, list):

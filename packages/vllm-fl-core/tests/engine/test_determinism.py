@@ -289,13 +289,14 @@ def test_what_is_required_is_in_the_digest() -> None:
 def test_what_hangs_while_it_is_measured_is_named_and_noted(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
+    monkeypatch.setattr(breadcrumb, "SLOW", 1.0)
     noted: list[str] = []
 
     def slow(x: Tensor) -> Any:
         if not noted:
             noted.append(breadcrumb.now())
-            time.sleep(0.5)
+            while not any("has been running" in each.msg for each in caplog.records):
+                time.sleep(0.01)
         return sound(x) if where == "fn" else True
 
     impl = of(slow) if where == "fn" else of(sound, supports=slow)

@@ -428,13 +428,14 @@ def test_what_hangs_is_named_and_noted(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also in a call that is not compared, and where it is asked whether it takes one."""
-    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
+    monkeypatch.setattr(breadcrumb, "SLOW", 1.0)
     noted: list[str] = []
 
     def slow(call: int) -> None:
         noted.append(breadcrumb.now())
         if len(noted) == call:
-            time.sleep(0.5)
+            while not any("has been running" in each.msg for each in caplog.records):
+                time.sleep(0.01)
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         if where != "supports":

@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import forked
 import pytest
 
 if find_spec("vllm") is None:
@@ -69,13 +70,7 @@ def worker(site: Path, engine: dict[str, str], **variables: str) -> dict[str, ob
     kept = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     path = os.pathsep.join(filter(None, (str(site), kept.get("PYTHONPATH"))))
     ours = {"PYTHONPATH": path, "TRACE": str(site / "trace"), "ENGINE": json.dumps(engine)}
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER],
-        env={**kept, **ours, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(WORKER, env={**kept, **ours, **variables})
     assert done.returncode == 0, done.stderr
     told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return told

@@ -159,9 +159,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Any, 
     processes = [context.Process(target=_rank, args=(rank, folder, queue)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=100) for _ in range(2 * len(CASES) - 1)]  # one has died
+    found = [queue.get(timeout=300) for _ in range(2 * len(CASES) - 1)]  # one has died
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0, 7]
     return {
         case: [each[2:] for each in sorted(found, key=lambda each: each[1]) if each[0] == case]

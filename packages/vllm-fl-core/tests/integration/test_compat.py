@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 
 from vllm_fl.integration.compat import OVERRIDDEN, leave_out_cuda_fusions, missing, outside
@@ -104,13 +103,7 @@ def test_a_package_counts_as_its_module(tmp_path: Path) -> None:
 
 def run(code: str, *args: str, **variables: str) -> tuple[Any, str]:
     """(the JSON that `code` prints last, its stderr)."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *args],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(code, *args, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 

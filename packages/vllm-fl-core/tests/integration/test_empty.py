@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 if find_spec("vllm") is None:
@@ -355,13 +354,7 @@ def in_a_process(code: str) -> str:
     """What a script prints that may import this file."""
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(code, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -160,17 +160,12 @@ print(json.dumps(told))
 """
 
 
+@cache
 def start(how: str = "verify", **variables: str) -> tuple[Any, str]:
     """(what a worker's start in a process of its own prints, its log)."""
     tests = str(Path(__file__).parents[1])
     here = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops", "HOW": how}
-    done = subprocess.run(
-        [sys.executable, "-c", START],
-        env={**os.environ, **here, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(START, env={**os.environ, **here, **variables})
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr + done.stdout
 

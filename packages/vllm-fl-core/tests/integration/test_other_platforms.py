@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import forked
 import pytest
 
 from vllm_fl.dispatch import platforms
@@ -336,12 +336,6 @@ def test_the_platform_of_a_process_of_vllms(
 ) -> None:
     install("return 'vllm.platforms.cpu.CpuPlatform'")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": path, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(SCRIPT, env={**os.environ, "PYTHONPATH": path, **variables})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == [told, "True True"]

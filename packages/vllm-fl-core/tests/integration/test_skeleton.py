@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import forked
 import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -81,12 +80,12 @@ def built(
     **arguments: Any,
 ) -> Any:
     (folder / "config.json").write_text(json.dumps(COMMON | own))
-    done = subprocess.run(
-        [sys.executable, "-c", BUILT, str(folder), json.dumps(arguments), architecture],
+    done = forked.run(
+        BUILT,
+        str(folder),
+        json.dumps(arguments),
+        architecture,
         env={**os.environ, **OURS_ALONE, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
     told, left = json.loads(done.stdout.splitlines()[-1])

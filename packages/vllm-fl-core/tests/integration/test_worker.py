@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 from builders import managing, planning, silu
 
@@ -127,13 +126,7 @@ def start(code: str = START, **variables: str) -> Any:
     """What a worker's start in a process of its own prints."""
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
     here["VLLM_FL_PLUGINS"] = "vllm-fl-ops"  # as the engine's settings say
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **here, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(code, env={**os.environ, **here, **variables})
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 

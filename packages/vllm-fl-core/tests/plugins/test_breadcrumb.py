@@ -64,7 +64,7 @@ def test_the_innermost_is_named() -> None:
 
 
 def test_a_process_that_lives_is_no_finding(notes: Path) -> None:
-    script = RUN.format(what="the import of acme") + "print(1, flush=True); time.sleep(60)"
+    script = RUN.format(what="the import of acme") + "print(1, flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as living:
         assert living.stdout is not None
         living.stdout.readline()
@@ -81,7 +81,7 @@ def test_a_forked_child_that_lives_does_not_hide_that_its_parent_is_gone() -> No
     if os.fork() == 0:
         os.close(1), os.close(2)
         os.write(writer, b"1")
-        time.sleep(20)
+        time.sleep(120)
         os._exit(0)
     os.read(reader, 1)
     os._exit(0)
@@ -201,12 +201,12 @@ def started(code: str) -> subprocess.Popen[str]:
     return child
 
 
-SLEEPS = "print(1, flush=True); time.sleep(60)"
+SLEEPS = "print(1, flush=True); time.sleep(600)"
 IN_A_CHILD = f"""
     if os.fork() == 0:
         with running("the import of its child"):
             {SLEEPS}
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
