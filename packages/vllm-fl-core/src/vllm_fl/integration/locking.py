@@ -167,6 +167,8 @@ def _line(name: str, now: Any, then: Any) -> str:
 
 
 def _told(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value[0]} ({value[1]})"
     return "nothing" if value is None else str(value)
 
 
