@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_run import EngineFailed, Job, run
+from engine_run import BIND, EngineFailed, Job, cores, run
 from engines import answer_of, batches
 from measured_here import measured
 
@@ -145,8 +147,7 @@ def cases(
     table = measured(str(qwen), "silu_and_mul")
     tables = [folder / "a.json", folder / "b.json"]
     for path, seconds in zip(tables, (1.0, 2.0), strict=True):
-        named = {"seconds": seconds}
-        path.write_text(type(table)(**{**vars_of(table), **named}).text)
+        path.write_text(dataclasses.replace(table, seconds=seconds).text)
     with_table = {"VLLM_FL_TABLE": str(tables[0]), "VLLM_FL_TABLE_UNACCEPTED": "1"}
     plain: dict[str, Any] = {"model": str(qwen), "path": [str(home)], "variables": with_table}
     two = distribution(distribution(folder / "two", "acme"), "zeta")
@@ -189,10 +190,6 @@ def cases(
     } | {"(first)": (plain, "")}
 
 
-def vars_of(table: Any) -> dict[str, Any]:
-    return {name: getattr(table, name) for name in table.__dataclass_fields__}
-
-
 @pytest.mark.slow
 def test_each_difference_is_one_line_of_preview_and_start(
     cases: dict[str, tuple[dict[str, Any], str]], tmp_path: Path
@@ -228,8 +225,9 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     words = ["--enforce-eager", "--skip-tokenizer-init", "--max-logprobs=-1"]
     words += [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     command = [sys.executable, "-m", "vllm_fl.cli", "lock", "--model", folder, *words]
+    env = {**os.environ, BIND: str(min(cores()))}  # as `run` has it
     done = subprocess.run(
-        [*command, "--out", str(file)], capture_output=True, text=True, check=False
+        [*command, "--out", str(file)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     lock = read_lock(str(file))

@@ -47,7 +47,7 @@ BESIDE = re.compile(
 
 OF_HOST = re.compile(
     r"(?i)^_|(^|_)(rank|ports?|addr|address|host|ip|ids?|dir|path|root|endpoint|url|cls|name"
-    r"|tokenizer|memory_bytes)$|^(model|model_weights)$|^VLLM_DP_"
+    r"|tokenizer|memory_bytes|bind)$|^(model|model_weights)$|^VLLM_DP_"
     r"|^(compilation|additional)_config$|^ir_op_priority$"
 )
 """Names of what differs between hosts, ranks and starts and computes nothing, and of what holds our
@@ -167,6 +167,8 @@ def _line(name: str, now: Any, then: Any) -> str:
 
 
 def _told(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value[0]} ({value[1]})"
     return "nothing" if value is None else str(value)
 
 

@@ -114,8 +114,8 @@ class Start:
         self.out |= {key: Out(FAILED, fault.rank, fault.why) for key, fault in faults.items()}
         self.how = self.facts.settings.preflight
         locked = self.facts.settings.locked
-        is_drawn = locked is None or locked.seed is None
-        self.seed = random.SystemRandom().randrange(1 << 32) if is_drawn else locked.seed
+        seed = locked.seed if locked else None
+        self.seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
         self.tried = Tried(locked.tries if locked else None)
         self._passed: set[tuple[str, str, bool, bool, bool]] = set()
 

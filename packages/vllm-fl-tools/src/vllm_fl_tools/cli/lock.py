@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import ReportFile, UsageError, answer, say
-from vllm_fl.integration.locking import differences
 from vllm_fl.settings.lock import Locked, sealed
 from vllm_fl.settings.schema import Settings
 
@@ -76,6 +75,8 @@ def text_of(value: Any, line_break: str = "\n") -> str:
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Raise UsageError where ranks are made of other things: no start would agree with the lock."""
+    from vllm_fl.integration.locking import differences  # imports vLLM, which verbs do on demand
+
     lock = Locked("", first["facts"], first["result"], first["seed"], first["tries"])
     for rank, other in enumerate(others, 1):
         if lines := differences(lock, other["facts"]):

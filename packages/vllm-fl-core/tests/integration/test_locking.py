@@ -1,0 +1,107 @@
+"""What differs from a lock, and who says it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from vllm_fl.errors import LockError
+from vllm_fl.integration.locking import differences, refuse
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.lock import Locked, sealed
+from vllm_fl.settings.schema import Settings
+
+FACTS: dict[str, Any] = {
+    "torch": "2.13.0",
+    "vllm-fl-acme": "0.1.0 0123",
+    "setting prefer": ["vendor", "environment VLLM_FL_PREFER"],
+    "engine arguments": {"max_num_seqs": 8, "dtype": "torch.bfloat16"},
+    "model configuration": {"hidden_size": 64, "head_dim": 16, "a": 1, "b": 1, "c": 1},
+    "plan": {"rms_norm": "vendor.acme"},
+}
+LOCKED = Locked("vllm-fl.lock", FACTS, {}, 7, {})
+
+
+def told(**changed: Any) -> list[str]:
+    facts = FACTS | {name.replace("_", " "): value for name, value in changed.items()}
+    return differences(LOCKED, {name: fact for name, fact in facts.items() if fact is not None})
+
+
+def test_one_line_each() -> None:
+    assert told() == []
+    assert told(torch="2.14.0") == ["torch is 2.14.0; the lock has 2.13.0"]
+    assert told(torch=None, zeta="1") == [
+        "torch is nothing; the lock has 2.13.0",
+        "zeta is 1; the lock has nothing",
+    ]
+    assert told(setting_prefer=["flagos", "fl.yaml:3"]) == [
+        "setting prefer is flagos (fl.yaml:3); the lock has vendor (environment VLLM_FL_PREFER)"
+    ]
+
+
+def test_where_a_setting_stands_does_not_count() -> None:
+    assert told(setting_prefer=["vendor", "/etc/fl.yaml:1"]) == []
+
+
+def test_a_whole_configuration_is_one_line() -> None:
+    (line,) = told(model_configuration={"head_dim": 16})
+    assert line.startswith("model configuration: a is nothing, not 1; b is nothing, not 1; ")
+    assert line.endswith("hidden_size is nothing, not 64") and line.count(";") == 3
+    (line,) = told(model_configuration={})
+    assert line.endswith("; and 1 more")
+
+
+def test_what_follows_from_another_difference_is_none() -> None:
+    other = {"rms_norm": "stock", "silu_and_mul": "vendor.acme"}
+    assert told(plan=other) == [
+        "rms_norm is stock; the lock has vendor.acme",
+        "silu_and_mul is vendor.acme; the lock has nothing",
+    ]
+    assert len(told(plan=other, torch="2.14.0")) == 1
+
+
+def test_of_an_engine_of_any_model_its_own_facts_alone_count() -> None:
+    lacking = dict.fromkeys(("engine_arguments", "model_configuration", "plan"))
+    assert told(**lacking) == [] and len(told(**lacking, torch="2.14.0")) == 1
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    path = tmp_path / "vllm-fl.lock"
+    contents = {"facts": FACTS, "result": {}, "seed": 7, "tries": {}}
+    path.write_text(json.dumps(sealed(contents)))
+    return load_settings({"VLLM_FL_LOCK": str(path)})
+
+
+def test_the_first_rank_says_what_differs_on_any(settings: Settings) -> None:
+    by_rank = {1: ["torch is 1; the lock has 2", "nccl is 3; the lock has 4"], 0: ["torch is 1"]}
+    by_rank[0] = by_rank[1][:1]
+    refuse(settings, {0: [], 1: []}, says=True)
+    with pytest.raises(LockError) as first:
+        refuse(settings, by_rank, says=True)
+    with pytest.raises(LockError) as second:
+        refuse(settings, by_rank, says=False)
+    lines = ("torch is 1; the lock has 2", "rank 1: nccl is 3; the lock has 4")
+    assert first.value.differences == second.value.differences == lines
+    assert all(line in str(first.value) and line not in str(second.value) for line in lines)
+    assert settings.locked is not None and first.value.file == settings.locked.file
+
+
+def test_a_warning_is_said_once(
+    settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
+    assert settings.locked is not None
+    warns = load_settings({"VLLM_FL_LOCK": settings.locked.file, "VLLM_FL_LOCK_MODE": "warn"})
+    for says in (True, False):
+        refuse(warns, {0: ["torch is 1; the lock has 2"], 1: []}, says=says)
+    (record,) = [record for record in caplog.records if "[FL505]" in record.getMessage()]
+    assert "torch is 1; the lock has 2" in record.getMessage()
