@@ -95,6 +95,8 @@ def _show_one(told: Mapping[str, Any]) -> None:
     error = told.get("error")
     if error:
         say(f"{error['time']}: {error['method']} raised {error['why']}")
+    for failure in told.get("failures") or ():
+        say(f"Implementation '{failure['impl']}' of op '{failure['op']}' raised {failure['why']}")
     tables = [report.get(name) or {} for name in ("calls", "refusals", "fallbacks")]
     rows = []
     for op, entry in report["ops"].items():
