@@ -68,6 +68,7 @@ def keep(
             "state": serving.state,
             "error": serving.error,
             "failures": failures,
+            "lock": serving.start.differs,
             **about,
             "report": report(),
         }
