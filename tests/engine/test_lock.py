@@ -238,7 +238,7 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     assert first["samples"] and 1 in first["counts"] and "further counts" in first
     job = Job(folder, batches()[:1], options=sizes, logits=False)
     named = {"VLLM_FL_LOCK": str(file)}
-    served = run(job, **named)
+    served = run(job, VLLM_FL_REPORT=str(tmp_path / "chat.json"), **named)
     assert f"seed {lock.seed}" in served["log"] and "[FL505]" not in served["log"]
     with pytest.raises(EngineFailed) as ended:
         run(job, VLLM_FL_PREFER="reference", **named)
