@@ -236,12 +236,15 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     assert first["samples"] and 1 in first["counts"] and "further counts" in first
     job = Job(folder, batches()[:1], options=sizes, logits=False)
     named = {"VLLM_FL_LOCK": str(file)}
-    served = run(job, **named)
+    served = run(job, VLLM_FL_REPORT=str(tmp_path / "chat.json"), **named)
     assert f"seed {lock.seed}" in served["log"] and "[FL505]" not in served["log"]
     with pytest.raises(EngineFailed) as ended:
         run(job, VLLM_FL_PREFER="reference", **named)
     line = "setting prefer is reference (environment VLLM_FL_PREFER); the lock has nothing"
     assert "LockError" in ended.value.log and line in ended.value.log
-    warned = run(job, VLLM_FL_PREFER="reference", VLLM_FL_LOCK_MODE="warn", **named)
+    report = tmp_path / "report.json"
+    named |= {"VLLM_FL_LOCK_MODE": "warn", "VLLM_FL_REPORT": str(report)}
+    warned = run(job, VLLM_FL_PREFER="reference", **named)
+    assert any(line in told for told in json.loads(report.read_text())["lock"])
     assert warned["log"].count(line) == 1 and "[FL505]" in warned["log"]
     assert [len(ids) for ids in warned["tokens"]] == [8] * len(job.batches[0])

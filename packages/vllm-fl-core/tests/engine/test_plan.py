@@ -188,6 +188,7 @@ class TestSealed:
             assert caught.value is boom
         assert manager.demotions == {}
         assert plan.fallbacks == {}
+        assert plan.record.failures == {("silu_and_mul", "vendor.acme"): "ValueError: boom"}
 
 
 def test_of_two_plans_each_has_its_own_counts() -> None:

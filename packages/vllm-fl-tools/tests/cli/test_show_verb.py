@@ -45,7 +45,8 @@ def left(folder: Path, ago: float = 1, **changes: Any) -> str:
 
 def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_path: Path) -> None:
     error = {"method": "execute_model", "why": "RuntimeError: boom", "time": "then"}
-    path = left(tmp_path, ago=9999, state="ended", error=error)
+    failures = [{"op": "rms_norm", "impl": "vendor.cpu", "why": "RuntimeError: boom"}]
+    path = left(tmp_path, ago=9999, state="ended", error=error, failures=failures)
     done = fl("show", path)
     assert done.status == 0 and not done.err
     for told in ("f00d", "vendor.cpu", "it is wrong", "boom", "PREFER=vendor", "0.32.0"):

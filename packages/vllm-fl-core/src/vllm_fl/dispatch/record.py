@@ -86,6 +86,8 @@ class Record:
         """Calls that this later candidate took over."""
         self.refusals: Counter[Key] = Counter()
         """Calls that this implementation refused."""
+        self.failures: dict[Key, str] = {}
+        """What this implementation raised last."""
         self._asked: Counter[Key] = Counter()
         """Calls of which this is the first candidate; only under VLLM_FL_DISPATCH_DEBUG=1."""
         self._moved: Counter[Key] = Counter()
@@ -178,7 +180,7 @@ class Record:
         """Forget everything, as in a process that was forked."""
         self.end_demotions()
         counted = self.fallbacks, self.refusals, self._asked, self._moved
-        for table in (*counted, self._announced, self._said):
+        for table in (*counted, self.failures, self._announced, self._said):
             table.clear()
 
     def watch(self, guard: Guard) -> None:
@@ -239,6 +241,7 @@ class Record:
 
     def failed(self, op: str, impl: OpImpl, error: Exception, *, last: bool) -> bool:
         """`impl` failed; it was the `last` candidate. Whether it is demoted; otherwise raise."""
+        self.failures[op, impl.impl_id] = quote(error)
         why = f"failed earlier: {quote(error)}"
         demoted = self._decide is not None and self._decide(op, impl.impl_id, why)
         who = "Last implementation" if demoted and last else "Implementation"

@@ -58,8 +58,21 @@ def keep(
     def text() -> str | None:
         if serving.plan.record.is_aside:  # its counters are not those of the engine's calls
             return None
-        now = {"schema": SCHEMA, "written": _now(), "state": serving.state, "error": serving.error}
-        return json.dumps({**now, **about, "report": report()}, indent=1, default=str) + "\n"
+        failures = [
+            {"op": op, "impl": impl_id, "why": why}
+            for (op, impl_id), why in list(serving.plan.record.failures.items())
+        ]
+        told = {
+            "schema": SCHEMA,
+            "written": _now(),
+            "state": serving.state,
+            "error": serving.error,
+            "failures": failures,
+            "lock": serving.start.differs,
+            **about,
+            "report": report(),
+        }
+        return json.dumps(told, indent=1, default=str) + "\n"
 
     path = of_worker(named, rank, replica) if rank or replica else named
     file = StateFile(Settings.report.variable, named, path, text, stays=True)

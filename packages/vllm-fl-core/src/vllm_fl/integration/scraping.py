@@ -27,7 +27,7 @@ PATIENCE = 1.0
 
 OURS = "vllm_fl_"
 
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"', re.ASCII)
 _ESCAPED = re.compile(r"\\(.)")
 
 Written = tuple[str, int, int]

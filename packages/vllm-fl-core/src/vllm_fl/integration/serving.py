@@ -121,7 +121,6 @@ class Serving:
         overriders: operator -> who has overridden it after us, as far as that was said.
         state: `starting`, `serving`, `ended` or `failed`: its start did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
-        lock_differs: whether its plan is another one than the lock file that the settings name.
         metrics: the file of its counters, where the settings name one.
         shadow: what compares calls of sampled steps, where the settings say so.
         is_watched: whether the model is looked at once more when its weights have changed.
@@ -149,7 +148,6 @@ class Serving:
     overriders: dict[str, str] = field(default_factory=dict)
     state: str = "starting"
     error: dict[str, str] | None = None
-    lock_differs: bool = False
     metrics: MetricsFile | None = None
     shadow: Shadow | None = None
     is_watched: bool = False

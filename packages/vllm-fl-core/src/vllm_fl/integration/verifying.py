@@ -93,6 +93,7 @@ class Start:
         remarks: what it could not look at, a phrase each.
         seconds: how long verification has taken.
         facts_of_lock: what a lock has of it; empty where the settings name none.
+        differs: what differs from that lock, on whichever rank, a sentence each.
     """
 
     facts: EngineFacts
@@ -108,6 +109,7 @@ class Start:
     remarks: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     facts_of_lock: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    differs: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         faults = self.groups.faults if self.groups is not None else {}
@@ -289,6 +291,7 @@ def verified_plan(start: Start, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
         lines = locking.differences(locked, start.facts_of_lock)
         mine = Verdict(start.rank, differs=tuple(lines))
         by_rank = {v.rank: v.differs for v in ([mine] if alone else agree(mine))}
+        start.differs = [line for told in by_rank.values() for line in told]
         locking.refuse(facts.settings, by_rank, says=start.rank == 0)
     snapshot = registry.snapshot()
     start.table = standing(facts, snapshot, start.device)

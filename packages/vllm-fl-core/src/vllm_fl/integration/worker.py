@@ -385,22 +385,24 @@ def _compare_with_lock(serving: Serving) -> None:
     locked = start.facts.settings.locked
     if locked is not None and start.rank == 0:
         lines = locking.served_otherwise(locked, serving.plan, serving.digest)
+        start.differs += lines
         locking.refuse(start.facts.settings, {0: lines}, says=True)
 
 
 def _write_metrics(serving: Serving) -> None:
     """Write the engine's counters into a file from now on, where the settings name one."""
-    file = serving.start.facts.settings.metrics
+    start = serving.start
+    file = start.facts.settings.metrics
     if file is None:
         return
     serving.metrics = MetricsFile(
         file,
         serving.plan,
         serving.digest,
-        rank=serving.start.rank,
+        rank=start.rank,
         replica=serving.replica,
         shadow=lambda: serving.shadow,
-        lock_differs=lambda: serving.lock_differs,
+        lock_differs=lambda: bool(start.differs),
     )
     serving.hold(serving.metrics.close)
 

@@ -45,6 +45,9 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
 """Little memory, and stacks in the log of a process that is ended by a signal."""
 
+LEFT_ALONE = {Settings.metrics.variable: "", Settings.report.variable: ""}
+"""What the variables of a server name: a verb that runs beside it, or after it, writes none of it."""
+
 LAST_WORDS = 10.0
 """Seconds for the processes of an engine that hangs to write their stacks."""
 
@@ -225,7 +228,7 @@ def running(
         with log.open("w") as errors:
             process = subprocess.Popen(
                 [*COMMAND, json.dumps(request)],
-                env={**SMALL, **environment},
+                env={**SMALL, **environment, **LEFT_ALONE},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

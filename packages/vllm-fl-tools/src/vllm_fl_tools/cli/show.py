@@ -95,6 +95,8 @@ def _show_one(told: Mapping[str, Any]) -> None:
     error = told.get("error")
     if error:
         say(f"{error['time']}: {error['method']} raised {error['why']}")
+    for failure in told.get("failures") or ():
+        say(f"Implementation '{failure['impl']}' of op '{failure['op']}' raised {failure['why']}")
     tables = [report.get(name) or {} for name in ("calls", "refusals", "fallbacks")]
     rows = []
     for op, entry in report["ops"].items():
@@ -114,9 +116,16 @@ def _show_one(told: Mapping[str, Any]) -> None:
     if out:
         say("Taken out, or found wrong:")
         print_table(["op", "implementation", "what", "why"], out)
-    for title, lines in (("Settings", told.get("settings")), ("Not reached", _not_reached(report))):
+    for title, lines in (
+        ("Differs from its lock", told.get("lock")),
+        ("Settings", told.get("settings")),
+        ("Not reached", _not_reached(report)),
+    ):
         for line in lines or ():
             say(f"{title}: {line}")
+    took = report.get("start") or {}
+    if took:
+        say("Its start, in seconds: " + ", ".join(f"{what} {s:.1f}" for what, s in took.items()))
     versions = {**(told.get("versions") or {}), **(told.get("plugins") or {})}
     say(", ".join(f"{name} {version}" for name, version in versions.items()))
 
