@@ -505,7 +505,6 @@ class Work:
             OSError: it cannot be kept.
             KeyboardInterrupt: the user wants no more.
         """
-
         running = ["", 0, ""]
 
         def stuck() -> None:
@@ -520,11 +519,8 @@ class Work:
         @contextmanager
         def over(name: str) -> Iterator[None]:
             running[2] = name
-            try:
-                with watch.call(name):
-                    yield
-            except TookTooLong as error:
-                raise TimeoutError(f"given up after {limit:g} s") from error
+            with _limited(watch, limit, name):
+                yield
 
         def measure(op: str, tokens: int) -> None:
             running[:2] = op, tokens
@@ -553,8 +549,8 @@ class Work:
                 tuning.over = over
                 for tokens in first:
                     measure(op, tokens)
-                for tokens in reversed(first):
-                    settle(op, tokens)
+                for one in reversed(self._of(op)):
+                    settle(op, one.tokens)
                 while (size := between(self._graphs(op), self._of(op))) is not None:
                     measure(op, size)
                     settle(op, size)
@@ -575,21 +571,11 @@ class Work:
         from ..integration.experts import OP
         from . import _tiles
 
-        watch = Watch(
-            1, limit, lambda: say("vllm-fl: tiles: a call does not come back", error=True)
-        )
+        watch = Watch(1, limit, lambda: say("vllm-fl: tiles: one does not come back", error=True))
         watch.at("tiles", 1)
-
-        @contextmanager
-        def over(name: str) -> Iterator[None]:
-            try:
-                with watch.call(name):
-                    yield
-            except TookTooLong as error:
-                raise TimeoutError(f"given up after {limit:g} s") from error
-
         contract = self.manager.registry.snapshot().contracts[OP]
         with _without_old_objects(self.subject.mode):
+            over = partial(_limited, watch, limit)
             return _tiles.search(experts, self.subject, contract, over, CLOCK)
 
     def _forget(self, tuning: OpTuning) -> None:
@@ -668,6 +654,16 @@ class Work:
             round(sum(self._seconds.values()), 1),
             ops,
         )
+
+
+@contextmanager
+def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
+    """In the block somebody's code runs, for so many seconds at most. Raises TimeoutError."""
+    try:
+        with watch.call(name):
+            yield
+    except TookTooLong as error:
+        raise TimeoutError(f"given up after {limit:g} s") from error
 
 
 @contextmanager
