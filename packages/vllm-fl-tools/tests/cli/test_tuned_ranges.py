@@ -15,7 +15,7 @@ from vllm_fl.integration.seams import fusions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.cli import tune
-from vllm_fl_tools.cli._tuning import InGraphs, Subject, rows_by_op
+from vllm_fl_tools.cli._tuning import InGraphs, Subject, between, lacking, rows_by_op
 from vllm_fl_tools.engine.timing import Measured
 from vllm_fl_tools.engine.tuning import Contender
 
@@ -158,3 +158,35 @@ def test_a_model_of_which_no_number_of_experts_is_told_has_none(
 def test_all_ops_have_the_same_ranges() -> None:
     ops = [graphs("cuda", "compiled", op) for op in (OP, "gelu_and_mul")]
     assert rows(*ops) == [BY_RANGE, BY_RANGE]
+
+
+def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
+    """An op at some sizes, of which `vendor.fast` is the fastest up to one of them."""
+    default = graph.contenders[1].name
+    found = []
+    for tokens in sizes:
+        took = {default: [10.0] * 4, "vendor.fast": [5.0 if tokens <= fast_up_to else 20.0] * 4}
+        found.append(Measured(tokens, default, finals=took, again=took))
+    return found
+
+
+def test_sizes_between_two_winners_are_measured_where_a_row_may_end_there() -> None:
+    graph = graphs("cuda", "compiled", OP)
+    found = measured(graph, 1, 512, fast_up_to=1)
+    assert between(graph, found) == 64, "the middle one of those that may be measured"
+    assert between(graph, measured(graph, 1, 64, 512, fast_up_to=1)) == 8
+    assert between(graph, measured(graph, *TOKENS, fast_up_to=8)) is None
+    assert between(graph, measured(graph, 1, 512, fast_up_to=512)) is None, "their winner is one"
+    one_row = graphs("cpu", "compiled", OP)
+    assert between(one_row, measured(one_row, 1, 512, fast_up_to=1)) is None
+
+
+def test_an_op_is_measured_where_a_range_ends_that_others_need() -> None:
+    ops = [graphs("cuda", "compiled", op) for op in (OP, "gelu_and_mul")]
+    found = [
+        (ops[0], measured(ops[0], 1, 8, 64, 512, fast_up_to=8)),
+        (ops[1], measured(ops[1], 1, 64, 512, fast_up_to=1)),
+    ]
+    assert lacking(found) == ("gelu_and_mul", 8)
+    found[1] = ops[1], measured(ops[1], *TOKENS, fast_up_to=1)
+    assert lacking(found) is None

@@ -24,14 +24,17 @@ LLAMA = {
 
 
 def engine(
-    layers: dict[str, dict[str, int]], *, absent: tuple[str, ...] = ("fused_experts",)
+    layers: dict[str, dict[str, int]],
+    *,
+    absent: tuple[str, ...] = ("fused_experts",),
+    **told: str,
 ) -> Described:
     """One of a model of four hidden layers."""
     manager = get_default_manager()
     manager.ensure_initialized()
     assert manager.settings is not None
     facts = EngineFacts(manager.settings, MODE, absent=frozenset(absent))
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=4))
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=4, **told))
     config: Any = SimpleNamespace(model_config=model)
     return Described(facts, Plan(MODE, {}), layers=layers, config=config)
 
@@ -44,8 +47,12 @@ def test_an_op_without_a_layer_is_none_of_the_models(op: str) -> None:
 
 
 def test_experts_may_call_what_no_layer_has() -> None:
-    found = without(engine(LLAMA, absent=()), known_contracts().bindings)
-    assert "gelu_and_mul" not in found
+    bindings = known_contracts().bindings
+    assert "gelu_and_mul" not in without(engine(LLAMA, absent=()), bindings)
+    of_gelu = engine({}, absent=(), hidden_act="gelu_pytorch_tanh")
+    assert not without(of_gelu, bindings), "nothing is known of its layers"
+    of_silu = engine({"rms_norm": {"RMSNorm": 9}}, absent=(), hidden_act="silu")
+    assert {"gelu_and_mul", "silu_and_mul"} & without(of_silu, bindings) == {"gelu_and_mul"}
 
 
 @pytest.mark.parametrize("more", [{"rms_norm": {"RMSNorm": 17}}, {"layer_norm": {"LayerNorm": 9}}])

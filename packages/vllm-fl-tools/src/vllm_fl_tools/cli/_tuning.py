@@ -48,7 +48,16 @@ if TYPE_CHECKING:
     from ..engine.tuning import Contender, OpTuning
     from ..integration.experts import Experts
 
-__all__ = ["STOCK", "InGraphs", "Subject", "Work", "left_after", "rows_by_op"]
+__all__ = [
+    "STOCK",
+    "InGraphs",
+    "Subject",
+    "Work",
+    "between",
+    "lacking",
+    "left_after",
+    "rows_by_op",
+]
 
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
@@ -225,6 +234,40 @@ def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
 
     for (op, measured), edges in zip(found, edges_by_op(found), strict=True):
         yield rows_of(measured, op.bound_to_all, edges)
+
+
+def between(graphs: InGraphs, found: Sequence[Measured]) -> int | None:
+    """The middle one of the sizes between two neighbours whose winners differ.
+
+    None where no such sizes are left; and where one row must serve all sizes.
+
+    Args:
+        graphs: of the op.
+        found: what was found about it, by size.
+    """
+    from ..engine.timing import is_limited
+
+    if not graphs.is_by_range and is_limited(found, graphs.bound_to_all):
+        return None
+    for low, high in pairwise(found):
+        sizes = [n for n in graphs.subject.tokens if low.tokens < n < high.tokens]
+        if sizes and low.winner != high.winner:
+            return sizes[len(sizes) // 2]
+    return None
+
+
+def lacking(found: Found) -> tuple[str, int] | None:
+    """An op, and the end of a range of sizes that is compiled apart, at which it must be measured:
+    what is inlined up to there is chosen for all sizes of the range."""
+    from ..engine.timing import is_limited
+
+    for (graphs, measured), edges in zip(found, edges_by_op(found), strict=True):
+        if edges and is_limited(measured, graphs.bound_to_all):
+            known = {one.tokens for one in measured}
+            ends = [n for n in edges if n < measured[-1].tokens and n not in known]
+            if ends:
+                return graphs.op, ends[0]
+    return None
 
 
 class Work:
@@ -462,7 +505,6 @@ class Work:
             OSError: it cannot be kept.
             KeyboardInterrupt: the user wants no more.
         """
-
         running = ["", 0, ""]
 
         def stuck() -> None:
@@ -477,11 +519,8 @@ class Work:
         @contextmanager
         def over(name: str) -> Iterator[None]:
             running[2] = name
-            try:
-                with watch.call(name):
-                    yield
-            except TookTooLong as error:
-                raise TimeoutError(f"given up after {limit:g} s") from error
+            with _limited(watch, limit, name):
+                yield
 
         def measure(op: str, tokens: int) -> None:
             running[:2] = op, tokens
@@ -510,14 +549,14 @@ class Work:
                 tuning.over = over
                 for tokens in first:
                     measure(op, tokens)
-                for tokens in reversed(first):
-                    settle(op, tokens)
-                while (between := self._between(op)) is not None:
-                    measure(op, between)
-                    settle(op, between)
+                for one in reversed(self._of(op)):
+                    settle(op, one.tokens)
+                while (size := between(self._graphs(op), self._of(op))) is not None:
+                    measure(op, size)
+                    settle(op, size)
                 self._forget(tuning)
-            while lacking := self._lacking():
-                op, tokens = lacking
+            while end := lacking(self._by_op()):
+                op, tokens = end
                 measure(op, tokens)
                 settle(op, tokens)
                 self._forget(self._tunings[op])
@@ -532,21 +571,11 @@ class Work:
         from ..integration.experts import OP
         from . import _tiles
 
-        watch = Watch(
-            1, limit, lambda: say("vllm-fl: tiles: a call does not come back", error=True)
-        )
+        watch = Watch(1, limit, lambda: say("vllm-fl: tiles: one does not come back", error=True))
         watch.at("tiles", 1)
-
-        @contextmanager
-        def over(name: str) -> Iterator[None]:
-            try:
-                with watch.call(name):
-                    yield
-            except TookTooLong as error:
-                raise TimeoutError(f"given up after {limit:g} s") from error
-
         contract = self.manager.registry.snapshot().contracts[OP]
         with _without_old_objects(self.subject.mode):
+            over = partial(_limited, watch, limit)
             return _tiles.search(experts, self.subject, contract, over, CLOCK)
 
     def _forget(self, tuning: OpTuning) -> None:
@@ -565,36 +594,6 @@ class Work:
 
     def _graphs(self, op: str) -> InGraphs:
         return InGraphs(self.subject, self._bindings, op, self._tunings[op].contenders)
-
-    def _between(self, op: str) -> int | None:
-        """The middle one of the sizes between two neighbours whose winners differ.
-
-        None where no such sizes are left; and where one row must serve all sizes.
-        """
-        from ..engine.timing import is_limited
-
-        graphs, found = self._graphs(op), self._of(op)
-        if not graphs.is_by_range and is_limited(found, graphs.bound_to_all):
-            return None
-        for low, high in pairwise(found):
-            between = [n for n in self.subject.tokens if low.tokens < n < high.tokens]
-            if between and low.winner != high.winner:
-                return between[len(between) // 2]
-        return None
-
-    def _lacking(self) -> tuple[str, int] | None:
-        """An op, and the end of a range of sizes that is compiled apart, at which it must be
-        measured: what is inlined up to there is chosen for all sizes of the range."""
-        from ..engine.timing import is_limited
-
-        for op, edges in zip(self._tunings, edges_by_op(self._by_op()), strict=True):
-            found = self._of(op)
-            if edges and is_limited(found, self._graphs(op).bound_to_all):
-                known = {one.tokens for one in found}
-                lacking = [n for n in edges if n < found[-1].tokens and n not in known]
-                if lacking:
-                    return op, lacking[0]
-        return None
 
     def _by_op(self) -> list[tuple[InGraphs, list[Measured]]]:
         return [(self._graphs(op), self._of(op)) for op in self._tunings]
@@ -655,6 +654,16 @@ class Work:
             round(sum(self._seconds.values()), 1),
             ops,
         )
+
+
+@contextmanager
+def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
+    """In the block somebody's code runs, for so many seconds at most. Raises TimeoutError."""
+    try:
+        with watch.call(name):
+            yield
+    except TookTooLong as error:
+        raise TimeoutError(f"given up after {limit:g} s") from error
 
 
 @contextmanager

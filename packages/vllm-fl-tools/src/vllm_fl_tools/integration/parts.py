@@ -36,7 +36,7 @@ def is_quantised(engine: Described) -> bool:
 def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
     """The ops that the model has not, beside those that its configuration rules out.
 
-    That is an op of layers of which it makes none, where nothing else of vLLM's calls its operators
+    That is an op of layers of which it makes none, but the activation that its experts call
     (`Binding.calls_operators`); and an op that a pass puts in the place of parts which it has not.
     None where it is not known which layers it makes.
 
@@ -53,14 +53,21 @@ def _without(engine: Described, bindings: Mapping[str, Binding]) -> Iterator[str
     for op, binding in bindings.items():
         places = binding.places
         has_layers = any(isinstance(place, LayerPlace) for place in places)
-        may_be_called = any(isinstance(place, OperatorPlace | FunctionPlace) for place in places)
-        if has_layers and op not in layers and not (is_called and may_be_called):
+        has_operators = any(isinstance(place, OperatorPlace | FunctionPlace) for place in places)
+        of_experts = is_called and has_operators and op.startswith(_activation(engine))
+        if has_layers and op not in layers and not of_experts:
             yield op
         parts = [part for place in places if isinstance(place, FusionPlace) for part in place.parts]
         if any(part not in layers for part in parts) or (
             NORM in parts and not _norms_heads(engine)
         ):
             yield op
+
+
+def _activation(engine: Described) -> str:
+    """How the names of ops begin that are the model's activation; nothing where it is not told."""
+    config = engine.config.model_config.hf_text_config if engine.config else None
+    return str(getattr(config, "hidden_act", None) or "").partition("_")[0]
 
 
 def _norms_heads(engine: Described) -> bool:
