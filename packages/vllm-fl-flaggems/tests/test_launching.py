@@ -22,7 +22,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.spec import Sample
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.verification import compare
-from vllm_fl_flaggems import kernels
+from vllm_fl_flaggems import kernels, loading
 from vllm_fl_flaggems.impl import activation, experts, linear, normalization, paging, rotary
 from vllm_fl_flaggems.loading import flag_gems, problem
 from vllm_fl_flaggems.plugin import register_ops
@@ -90,12 +90,26 @@ def test_layer_norms_of_every_length(
 def test_caches_in_rows_are_written_by_flag_gems(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(paging, "CUDA", ())  # where no kernel of this package's own is launched
     monkeypatch.setattr(paging, "_scatter", lambda *args: pytest.fail("the other kernel"))
     sample = next(iter(contracts()["reshape_and_cache"].samples(torch.float16, device)))
     key, value, key_cache, value_cache, slots = sample.args
     implementation("reshape_and_cache").fn(*sample.args)
     for row, cache in ((key, key_cache), (value, value_cache)):
         assert torch.equal(cache.flatten(0, 1)[slots], row)
+
+
+@pytest.mark.parametrize("op", ["linear", "qk_norm_rope", "reshape_and_cache"])
+def test_this_packages_own_kernels_serve_without_flag_gems(
+    op: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its import takes a start seconds, and these serve by default on some devices."""
+    monkeypatch.setattr(loading, "loaded", [])
+    monkeypatch.setattr(loading, "_load", lambda: pytest.fail("FlagGems is imported"))
+    impl = implementation(op)
+    sample = next(iter(contracts()[op].samples(torch.float16, device)))
+    assert impl.supports is not None and impl.supports(*sample.args) is True
+    impl.fn(*sample.args)
 
 
 def test_a_warning_of_the_experts_is_said_once(

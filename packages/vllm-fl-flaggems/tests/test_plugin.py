@@ -6,6 +6,8 @@ import inspect
 from importlib.metadata import distribution
 
 from vllm_fl.contracts import contracts
+from vllm_fl.settings.devices import Device
+from vllm_fl.settings.loading import check_names, load_settings
 from vllm_fl_flaggems import plugin
 
 
@@ -30,6 +32,27 @@ def test_what_it_brings_has_the_contracts_parameters() -> None:
             assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted]
         assert impl.consumes <= contracts()[op].consumable
         assert impl.traceable is False
+
+
+def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
+    assert plugin.policy("ascend") is None
+    policy = plugin.policy("cuda")
+    assert policy is not None
+    files = [("vllm-fl-flaggems", policy.path)]
+    settings = load_settings({}, platform="cuda", platform_files=files)
+    assert not check_names(settings, ops=contracts()).warnings
+    orders = settings.by_device
+    brought = {impl.op_name for impl in plugin.register_ops()}
+    assert set(orders) == {"linear", "qk_norm_rope", "reshape_and_cache"} <= brought
+    assert all(o.measured and o.measured.ratio > 1 for each in orders.values() for o in each)
+    h200 = settings.with_devices(Device("NVIDIA H200", "9.0"), "compiled").policy
+
+    def first(op: str, tokens: int) -> str:
+        return str(h200.order(op, "compiled", engine=True, tokens=tokens)[0])
+
+    sizes = {"linear": 64, "qk_norm_rope": 16384, "reshape_and_cache": 2049}
+    assert {first(op, tokens) for op, tokens in sizes.items()} == {"impl:default.flagos"}
+    assert first("linear", 65) == first("reshape_and_cache", 2048) == "stock"
 
 
 def test_the_attention_backend_is_where_its_path_says() -> None:

@@ -131,14 +131,24 @@ def flag_gems_module(name: str) -> Any:
     return import_module(f"flag_gems.{name}")
 
 
-def unsuitable(name: str, x: torch.Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> str | None:
-    """Why no kernel takes the tensor `x`: FlagGems does not load, or x's device or dtype."""
-    reason = problem()
-    if reason:
-        return reason
-    device = flag_gems().device
-    if x.device.type != device:
-        return f"{name} is on {x.device}, and FlagGems runs on {device}"
+def unsuitable(
+    name: str, x: torch.Tensor, dtypes: Collection[torch.dtype] = DTYPES, *, own: bool = False
+) -> str | None:
+    """Why no kernel takes the tensor `x`: FlagGems does not load, or x's device or dtype.
+
+    Args:
+        name: the parameter's.
+        x: the tensor.
+        dtypes: those that there are kernels for.
+        own: whether they are this package's own. FlagGems, whose import takes seconds, is not asked
+            then, and where they run is for the caller to check.
+    """
+    if not own:
+        if reason := problem():
+            return reason
+        device = flag_gems().device
+        if x.device.type != device:
+            return f"{name} is on {x.device}, and FlagGems runs on {device}"
     if x.dtype not in dtypes:
         return f"no kernel for {name} of {x.dtype}"
     return None

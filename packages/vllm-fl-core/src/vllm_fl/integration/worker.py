@@ -235,8 +235,8 @@ class PlannedWorker:
             the figure}: what is in force. `start` {phase: seconds}: what this worker's start took,
             without what vLLM does between its worker's methods; `of them: compiling` is in vLLM's
             phases already. `shadow`: what was compared while it served, as `Shadow.report` says;
-            None where no step is sampled. `wrong` {op: {impl id: why}}: what serves and was found wrong when the weights had been
-            updated.
+            None where no step is sampled. `wrong` {op: {impl id: why}}: what serves and was found
+            wrong when the weights had been updated.
         """
         serving = self.vllm_fl_serving
         assert serving is not None  # vLLM answers no call before it has loaded its model

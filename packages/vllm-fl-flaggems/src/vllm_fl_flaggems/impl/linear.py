@@ -243,7 +243,7 @@ def supports_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Availability:
     """True, or why the kernels would fail, or read beyond a tensor."""
-    reason = unsuitable("x", x, HALVES)
+    reason = unsuitable("x", x, HALVES, own=True)
     if reason:
         return reason
     if x.device.type not in CUDA:

@@ -2,7 +2,7 @@
 
 FlagGems writes keys and values into caches whose slots lie before heads, each head's features
 behind the last one's. vLLM lays them out otherwise: since 0.26 a key and its value are side by
-side. For these there is a kernel of this package's own.
+side. So a kernel of this package's own serves wherever it can be launched.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def reshape_and_cache(
         (key_cache, value_cache), the arguments themselves.
 
     Raises:
-        NotImplementedError: FlagGems does not load.
+        NotImplementedError: FlagGems, whose kernel it is where none of this package's own can be
+            launched, does not load.
     """
-    store = flag_gems().reshape_and_cache_flash
     if key.numel():  # not every device's driver may run an empty grid
         slots = slot_mapping.contiguous()
-        if _in_rows(key_cache, value_cache):
-            one = _one(key.device)
-            store(_rows(key), _rows(value), key_cache, value_cache, slots, "auto", one, one)
-        else:
+        if key.device.type in CUDA:
             _scatter(key, value, key_cache, value_cache, slots)
+        else:
+            store, one = flag_gems().reshape_and_cache_flash, _one(key.device)
+            store(_rows(key), _rows(value), key_cache, value_cache, slots, "auto", one, one)
     return key_cache, value_cache
 
 
@@ -113,7 +113,8 @@ def supports_reshape_and_cache(
     slot_mapping: torch.Tensor,
 ) -> Availability:
     """True, or why the kernel would fail, or write into other slots."""
-    reason = unsuitable("key", key) or _strangers(
+    is_own = key.device.type in CUDA
+    reason = unsuitable("key", key, own=is_own) or _strangers(
         key, value=value, key_cache=key_cache, value_cache=value_cache
     )
     if reason:
@@ -125,7 +126,7 @@ def supports_reshape_and_cache(
             return f"{name} is {tuple(held.shape)} and key {tuple(key.shape)}"
         if held.stride(3) != 1:
             return f"{name} has the strides {held.stride()}: features of a head are apart"
-    if key.device.type not in CUDA and not _in_rows(key_cache, value_cache):
+    if not is_own and not _in_rows(key_cache, value_cache):
         return f"key_cache has the strides {key_cache.stride()}: FlagGems writes slots before heads"
     return _slots(slot_mapping, key) or True
 

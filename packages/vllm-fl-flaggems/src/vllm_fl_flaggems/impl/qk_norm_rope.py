@@ -117,7 +117,7 @@ def supports_qk_norm_rope(
     rotary_interleaved: bool = False,
 ) -> Availability:
     """True, or why the kernel would fail."""
-    reason = unsuitable("qkv", qkv)
+    reason = unsuitable("qkv", qkv, own=True)
     if reason:
         return reason
     if qkv.device.type not in CUDA:
