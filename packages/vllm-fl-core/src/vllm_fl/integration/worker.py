@@ -22,6 +22,7 @@ from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
+from ..text import quote
 from . import after, probe, ranges
 from .models import model_facts
 from .places import installed_bindings
@@ -335,8 +336,8 @@ def _attend_once(serving: Serving) -> None:
         with calling(serving):
             is_eager = serving.plan.mode == "eager"
             probe.attend(serving.runner, serving.config, is_eager=is_eager)
-    except Exception:  # vLLM's dummy run does not fit every model, and need not be there
-        log.warning("Attention was not called before the first request", exc_info=True)
+    except Exception as error:  # vLLM's dummy run does not fit every model, and need not be there
+        log.info("Attention was not called before the first request: %s", quote(error))
 
 
 def _write_metrics(serving: Serving) -> None:
