@@ -24,6 +24,7 @@ from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..settings.values import ORDER_PREFIX
+from ..text import quote
 from . import after, incident, locking, probe, ranges
 from .models import model_facts
 from .places import installed_bindings
@@ -375,8 +376,8 @@ def _attend_once(serving: Serving) -> None:
         with calling(serving):
             is_eager = serving.plan.mode == "eager"
             probe.attend(serving.runner, serving.config, is_eager=is_eager)
-    except Exception:  # vLLM's dummy run does not fit every model, and need not be there
-        log.warning("Attention was not called before the first request", exc_info=True)
+    except Exception as error:  # vLLM's dummy run does not fit every model, and need not be there
+        log.info("Attention was not called before the first request: %s", quote(error))
 
 
 def _compare_with_lock(serving: Serving) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -284,12 +285,12 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         began = time.monotonic()
         # Where no sequence is longer than the window, the kernel is that of a layer without one.
         longest = [length] if window[0] < 0 else sorted({1, length})
-        for sequences, each in _batches(tokens, requests, length):
+        made = {"dtype": query.dtype, "device": query.device}
+        counts = {"dtype": torch.int32, "device": query.device}
+        for (sequences, each), most in product(_batches(tokens, requests, length), longest):
             shape = (sequences * each, self.num_heads, self.head_size)
-            made = {"dtype": query.dtype, "device": query.device}
-            counts = {"dtype": torch.int32, "device": query.device}
-            pages = torch.empty_strided((sequences, table.shape[1]), table.stride(), **counts)
-            for most in longest:
+            try:
+                pages = torch.empty_strided((sequences, table.shape[1]), table.stride(), **counts)
                 self._attend(
                     torch.empty_strided(shape, query.stride(), **made).zero_(),
                     keys,
@@ -305,6 +306,8 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
                     block_table=pages.zero_(),
                     out=torch.empty_strided(shape, output.stride(), **made),
                 )
+            except torch.OutOfMemoryError:  # what vLLM has left beside its cache
+                break
         log.debug("FlagGems's attention is warm after %.1f s", time.monotonic() - began)
 
     def do_kv_cache_update(
