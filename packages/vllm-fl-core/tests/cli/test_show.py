@@ -54,7 +54,7 @@ def test_where_words_would_break_each_row_has_lines_of_its_own(
         "                /opt/acme/lib/libacme.so.3\n"
         "                is missing\n"
         "reference.torch\n"
-        "  reason        token reference\n"
+        "  reason        the order says reference\n"
     )
 
 

@@ -47,9 +47,7 @@ def test_switched_off_it_is_one_line(
     monkeypatch.setattr(entry, "speaks_for_all", lambda: False)  # another process of the engine
     entry.general_plugin()
     (record,) = caplog.records
-    said = (
-        "vllm-fl is off, vLLM runs as stock: VLLM_FL_PREFER_ENABLED=false, set in the environment"
-    )
+    said = "vllm-fl is off, vLLM is stock: VLLM_FL_PREFER_ENABLED=false (environment)"
     assert (record.levelname, record.getMessage()) == ("INFO", said)
 
 

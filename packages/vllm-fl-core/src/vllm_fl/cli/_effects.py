@@ -17,7 +17,6 @@ from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 __all__ = ["exported", "find_disagreements", "find_idle", "find_unknown", "warned"]
 
 CHECK = "settings"
-OOT_LISTS = ("oot_whitelist", "oot_blacklist")
 
 
 def find_idle(
@@ -55,7 +54,8 @@ def find_idle(
         why = f"No step is compared: {Settings.shadow.variable} names no share of them."
         yield from idle(["shadow_file"], why)
     if not settings.oot_enabled:
-        yield from idle(OOT_LISTS, f"{settings['oot_enabled'].named} replaces no layer of vLLM's.")
+        why = f"{settings['oot_enabled'].named} replaces no layer of vLLM's."
+        yield from idle(["oot_whitelist", "oot_blacklist"], why)
     if settings.debug:
         yield from idle(["log_level"], f"{settings['debug'].named} logs everything.")
     if "prefer" in chosen and ops and all(_pinned(settings, op) for op in ops):
@@ -65,11 +65,14 @@ def find_idle(
         )
     both = set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors
     if both:
+        allowed = settings["allow_vendors"]
+        rest = ",".join(vendor for vendor in allowed.names if vendor not in both)
+        is_variable = rest and allowed.origin.startswith("environment")
         yield Finding(
             CHECK,
             f"{settings['allow_vendors'].named} has no effect for {', '.join(sorted(both))}.",
             f"{settings['deny_vendors'].named} denies it too, and deny beats allow.",
-            settings["deny_vendors"].undo,
+            exported(Settings.allow_vendors.variable, rest) if is_variable else allowed.undo,
         )
     loaded = [plugin for plugin in plugins if plugin.status != "disabled"]
     if settings.strict_plugins and not loaded:
@@ -78,14 +81,13 @@ def find_idle(
         yield Finding(
             CHECK,
             line,
-            "The names are those of distributions; what nobody has is not loaded. Without the "
-            "variable, all are.",
+            "The names are those of distributions. Without the variable all plugins are loaded.",
             undo(line),
         )
     for line in named_twice(plugins, settings.plugin_modules):
         rest = [name for name in settings.plugin_modules if f"{name!r}" not in line]
-        variable = Settings.plugin_modules.variable
-        yield Finding(CHECK, line, "It is loaded once.", exported(variable, ",".join(rest)))
+        todo = exported(Settings.plugin_modules.variable, ",".join(rest))
+        yield Finding(CHECK, line, "It is loaded once.", todo)
     for key in settings.unowned:
         yield from idle([key], "No loaded plugin has this setting.")
 

@@ -233,16 +233,14 @@ def torch_itself() -> Iterator[Finding]:
         yield Finding(
             "torch-companions",
             f"{name} cannot be imported beside this torch ({facts['version']}).",
-            f"{error}. transformers imports it when it is there, and then fails too. Its build for "
-            "this torch would do as well.",
+            f"{error}. transformers imports it when it is there, and then fails too.",
             f"pip uninstall -y {name}",
         )
     for warning in facts["warnings"]:
         yield Finding(
             "driver",
             f"torch was built for CUDA {facts['cuda']} and cannot use this machine's driver.",
-            f"{warning} Update the driver, or install torch and vLLM built for an older CUDA: of "
-            "which one at most, this says.",
+            f"{warning} Update the driver, or install torch and vLLM for the CUDA that it takes:",
             "nvidia-smi",
         )
 

@@ -17,6 +17,7 @@ from shlex import quote as quoted
 from types import MappingProxyType
 from typing import Any
 
+from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.platforms import foreign_platform
 from ..dispatch.startup import Startup, detect_platform, is_foreign, read_settings
@@ -41,7 +42,7 @@ from ..settings.schema import CONFIG, TAKEN, Settings, undo
 from ..settings.values import IN_TREE, OP_CONFIG
 from ..text import clean, quote
 from . import plugins as plugins_verb
-from ._child import surviving
+from ._child import LoadingError, surviving
 from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import distributions, torch_build, torch_facts
@@ -93,15 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
     check_words(arguments)
     lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
     gone: dict[str, str] = {}
+    ended: list[Finding] = []
     try:
-        found = surviving(_look, gone)
+        try:
+            found = surviving(partial(_look, arguments), gone)
+        except LoadingError as error:  # importing vLLM may end a process: once more without
+            ended = [_ending(str(error))]
+            found = surviving(_look, gone)
     except VllmFLError as error:
-        what = "The checks came to no end."
-        ended = Finding("plugins", what, str(error), "vllm-fl plugins")
-        found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": [vars(ended)]}
-    findings = [*lost, *(Finding(**finding) for finding in found["findings"])]
-    if found.pop("readable", False):  # else an engine would say the same of the settings
-        findings += _of_engine(arguments, findings, gone)
+        ended = [Finding("plugins", "The checks came to no end.", str(error), "vllm-fl plugins")]
+        found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": []}
+    findings = dict.fromkeys([*lost, *(Finding(**each) for each in found["findings"]), *ended])
     found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
     answer(found, _show, as_json=arguments.json)
     return 1 if findings else 0
@@ -128,8 +131,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
 
 
-def _look() -> dict[str, Any]:
-    """The checks that run plugins' code, as JSON-able data."""
+def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
+    """The checks that run plugins' code, as JSON-able data; and those of an engine, by these
+    arguments."""
     examined = _Examined()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [
@@ -137,6 +141,8 @@ def _look() -> dict[str, Any]:
             for check, find in {**CHECKS, **examined.checks}.items()
             for finding in contained(check, find)
         ]
+        if arguments is not None and examined.settings is not None:  # else it would say the same
+            findings += _of_engine(arguments, examined, examined.settings)
     facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
@@ -149,29 +155,25 @@ def _look() -> dict[str, Any]:
         "plugins": plugins_verb.as_rows(examined.plugins),
         "unchecked": list(examined.settings.unchecked) if examined.settings else [],
         "findings": [vars(finding) for finding in findings],
-        "readable": examined.settings is not None,
     }
 
 
 def _of_engine(
-    arguments: argparse.Namespace, known: Collection[Finding], gone: dict[str, str]
+    arguments: argparse.Namespace, examined: _Examined, settings: Settings
 ) -> list[Finding]:
-    """What an engine would end with before it verifies, and warn of, that is not `known`.
+    """What the engines that the verb is asked about would end with before they verify, and warn of.
 
-    In a child of its own: importing vLLM may end it.
+    They have the plugins that were examined; where one has failed they load them anew, and say so.
     """
+    failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
+    if not failed:
+        of = settings.plugins, settings.plugin_modules
+        startup = Startup(examined.plugins, settings, None, *of)
+        get_default_manager().use_startup(startup, examined.registry)
     try:
-        told = surviving(partial(_describe, arguments), gone)
+        engines = asked_of(arguments)
     except VllmFLError as error:
         return [_ending(str(error))]
-    found = [Finding(**finding) for finding in told["findings"]]
-    return [finding for finding in found if finding not in known]
-
-
-def _describe(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The findings of the engines that the verb is asked about, as JSON-able data."""
-    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):
-        engines = asked_of(arguments)
     first, *_ = engines
     ends = dict.fromkeys(f"{why}." for engine in engines for why in engine.ends)
     if first.unasked not in ("", NOT_INSTALLED):
@@ -181,8 +183,7 @@ def _describe(arguments: argparse.Namespace) -> dict[str, Any]:
         lock = first.facts.settings["lock"]
         what = f"An engine differs from {lock.named}."
         found.append(Finding("lock", what, f"{why}. `vllm-fl lock` locks anew.", lock.undo))
-    found += warned(first.facts.settings, os.environ)
-    return {"findings": [vars(finding) for finding in found]}
+    return [*found, *warned(first.facts.settings, os.environ)]
 
 
 def _ending(why: str) -> Finding:

@@ -68,8 +68,7 @@ def general_plugin() -> None:
     if not startup.enabled:
         if speaks_for_all():
             set_log_level(startup.log_level)
-            what = "vllm-fl is off, vLLM runs as stock: %s, set in the environment"
-            log.info(what, startup["enabled"].named)
+            log.info("vllm-fl is off, vLLM is stock: %s (environment)", startup["enabled"].named)
         return
     others = rivals()
     if others:

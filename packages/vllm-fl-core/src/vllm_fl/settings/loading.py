@@ -402,17 +402,12 @@ def _stacked(
         for key, setting in layer.items():
             if key in stacked:
                 continue
-            below = [
-                other[key]
-                for other in (*ignored, *layers)
-                if key in other and other[key] is not setting
-            ]
-            overrides = [*setting.overrides]
-            for other in below:
-                spec = declared.get(key)
-                if other.value not in (None, ()) or (spec and other.value != spec.default):
+            overrides, spec = [*setting.overrides], declared.get(key)
+            for other in (each.get(key, setting) for each in (*ignored, *layers)):
+                is_set = other.value not in (None, ()) or (spec and other.value != spec.default)
+                if other is not setting and is_set:
                     overrides += [(other.value, other.origin), *other.overrides]
-            variable = setting.variable or (declared[key].variable if key in declared else None)
+            variable = setting.variable or (spec.variable if spec else None)
             stacked[key] = dataclasses.replace(
                 setting, overrides=tuple(overrides), variable=variable
             )
