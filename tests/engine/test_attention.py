@@ -136,7 +136,7 @@ def test_an_engine_runs_on_it(tmp_path: Path) -> None:
     variables = {**PLUGIN, **IN_ONE_PROCESS, "COUNTING_FILE": str(file)}
     ours = run(job_for(tmp_path), timeout=300, **variables)
     (report,) = ours["report"]
-    planned = {"impl": "vendor.counting", "reason": "token vendor"}
+    planned = {"impl": "vendor.counting", "reason": "the order says vendor"}
     assert report["ops"]["attention_backend"] == planned
     assert report["fallbacks"] == report["demotions"] == {}
     assert file.stat().st_size >= LAYERS * NEW_TOKENS

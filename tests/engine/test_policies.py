@@ -30,6 +30,15 @@ def test_two_vendors_with_two_policies_on_one_platform(model: Callable[[str], Pa
     assert "sets it differently" not in ours["log"]
 
 
+@pytest.mark.slow
+def test_a_ban_falls_to_vllms_own_in_a_compiled_engine(model: Callable[[str], Path]) -> None:
+    banned = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_DENY_VENDORS": "cpu"}
+    job = Job(str(model("qwen3")), BATCHES, eager=False)
+    (report,) = run(job, VLLM_FL_DISPATCH_DEBUG="1", **banned, **IN_ONE_PROCESS)["report"]
+    assert report["ops"]["silu_and_mul"]["impl"] == report["ops"]["rms_norm"]["impl"] == "stock"
+    assert "vendor.cpu" not in {impl for calls in report["calls"].values() for impl in calls}
+
+
 SLIP = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.cup"}
 MEANT = "'impl:vendor.cup'. Did you mean 'impl:vendor.cpu'?"
 

@@ -39,7 +39,10 @@ def previewed(case):
     if status == 2:
         return {"error": err.getvalue()}
     plan = json.loads(out.getvalue())["plan"]
-    ops = {op: {k: v for k, v in told.items() if k != "layers"} for op, told in plan["ops"].items()}
+    of_model = "layers", "in_model"
+    ops = {
+        op: {k: v for k, v in told.items() if k not in of_model} for op, told in plan["ops"].items()
+    }
     sizes = [plan["tokens"], plan["sequences"]]
     assert plan["verified"] is False and status == bool(plan["ends"])
     return {"mode": plan["mode"], "ops": ops, "ends": bool(plan["ends"]), "sizes": sizes}

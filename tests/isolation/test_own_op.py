@@ -161,7 +161,7 @@ def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) ->
     assert report["mode"] == mode
     assert report["ops"][OP] == {
         "impl": impl,
-        "reason": f"token impl:{impl}",
+        "reason": f"your order says impl:{impl}",
     }
     assert report["calls"][OP][impl] > 0
     # The wrong one stands behind it in the order, and is caught before the model is built.

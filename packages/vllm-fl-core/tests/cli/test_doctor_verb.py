@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -42,8 +43,19 @@ def found(done: Done, *checks: str) -> list[dict[str, Any]]:
     """The findings of these checks; each says what, why and what to do."""
     findings = done.json()["findings"]
     assert done.status == (1 if findings else 0)
-    assert all(f["what"] and f["why"] and f["todo"] for f in findings)
+    assert all(f["what"] and f["why"] and pastes(f["todo"]) for f in findings)
     return [f for f in findings if f["check"] in checks]
+
+
+def pastes(todo: str) -> bool:
+    """Whether a shell runs what is to be done, as it is printed. What changes something is not
+    there."""
+    names = ("pip", "vllm-fl", "rm", "chmod", "nvidia-smi")
+    stubs = "".join(f"{name}() {{ :; }}\n" for name in names)
+    with TemporaryDirectory() as folder:
+        env = {"HOME": folder, "PATH": os.environ["PATH"], "EDITOR": "true"}
+        command = ["bash", "-ec", stubs + todo]
+        return not subprocess.run(command, check=False, cwd=folder, env=env).returncode
 
 
 def text(findings: list[dict[str, Any]]) -> str:
@@ -353,7 +365,7 @@ class TestSettings:
         assert "op_backends.rms_norm" in finding["what"]
         for fact in ("one.yaml:2", "two.yaml:2", "vendor|flagos", "In force: flagos|vendor"):
             assert fact in finding["why"]
-        assert "VLLM_FL_PER_OP=rms_norm=" in finding["todo"]
+        assert finding["todo"] == "export VLLM_FL_PER_OP='rms_norm=flagos|vendor'"
         settled = fl("doctor", "--json", VLLM_FL_PLATFORM="none", VLLM_FL_PER_OP="rms_norm=vendor")
         assert "disagree" not in text(found(settled, "settings"))
 
@@ -468,7 +480,7 @@ class TestInstalled:
         (finding,) = found(done, "platforms")
         assert "'acme' for vLLM's platform of vllm-acme 1.0" in finding["what"]
         assert "ended the process with status 4" in finding["what"]
-        assert finding["todo"].endswith("VLLM_PLUGINS.")
+        assert finding["todo"] == "pip install --force-reinstall --no-deps vllm-acme"
         assert done.json()["facts"]["python"], "the other checks are made"
 
     @pytest.mark.parametrize("gone", ["../../bin/acme-tune", "vllm_fl_acme.py"])
@@ -547,13 +559,17 @@ class TestBrokenEnvironment:
     @pytest.mark.parametrize(
         ("source", "words", "todo"),
         [
-            ("raise OSError('libtorch_cuda.so: no such file')", "libtorch_cuda.so", "Reinstall"),
-            ("import os; os.abort()", "signal 6", "Reinstall"),
+            (
+                "raise OSError('libtorch_cuda.so: no such file')",
+                "libtorch_cuda.so",
+                "reinstall torch",
+            ),
+            ("import os; os.abort()", "signal 6", "reinstall torch"),
             (
                 "raise RuntimeError('Failed to load the backend extension: torch_npu. You can "
                 "disable it with TORCH_DEVICE_BACKEND_AUTOLOAD=0.')",
                 "torch_npu",
-                "CANN",
+                "uninstall -y torch-npu",
             ),
         ],
     )
@@ -579,7 +595,7 @@ class TestBrokenEnvironment:
         answer = json.loads(done.stdout)
         (finding,) = [f for f in answer["findings"] if f["check"] == "torch"]
         assert words in finding["why"]
-        assert todo in finding["todo"]
+        assert todo in finding["todo"] and all(pastes(f["todo"]) for f in answer["findings"])
         (build,) = [f for f in answer["findings"] if f["check"] == "torch-build"]
         assert "could not be made" in build["what"]  # it has no version file either
         assert answer["plugins"] is not None
@@ -594,7 +610,7 @@ class TestBrokenEnvironment:
         }
         monkeypatch.setattr(_installed, "torch_facts", lambda: facts)
         companion, driver = _installed.torch_itself()
-        assert "pip uninstall -y torchvision" in companion.todo
+        assert companion.todo == "pip uninstall -y torchvision" and pastes(driver.todo)
         assert "too old" in driver.why
 
     def test_a_check_that_breaks_keeps_what_it_had_found(self) -> None:
@@ -635,7 +651,7 @@ class TestContainment:
         for _ in range(2):  # to look does not forget
             (finding,) = found(fl("doctor", "--json"), "ended")
             assert "the first run of 'vendor.acme' of vllm-fl-acme 1.0" in finding["what"]
-            assert "rm " in finding["todo"]
+            assert finding["todo"].startswith("rm /")
 
     def test_it_is_told_of_what_is_installed_and_how_to_do_without(
         self, fl: Command, plugin: Plugin, distribution: Distribution
@@ -651,12 +667,12 @@ class TestContainment:
         for what, owner in whats.items():
             left(what, owner)
         told = found(fl("doctor", "--json"), "ended")
-        (of_one,) = [f["todo"] for f in told if "import of plugin 'acme'" in f["what"]]
-        assert "leave it out with VLLM_FL_PLUGINS. " in of_one
-        (of_module,) = [f["todo"] for f in told if module in f["what"]]
+        (of_one,) = [f["why"] for f in told if "import of plugin 'acme'" in f["what"]]
+        assert "leave it out with VLLM_FL_PLUGINS." in of_one
+        (of_module,) = [f["why"] for f in told if module in f["what"]]
         assert "take it out of VLLM_FL_PLUGIN_MODULES" in of_module
-        (of_platform,) = [f["todo"] for f in told if "vLLM's platform" in f["what"]]
-        assert "leave it out with VLLM_PLUGINS. " in of_platform
+        (of_platform,) = [f["why"] for f in told if "vLLM's platform" in f["what"]]
+        assert "leave it out with VLLM_PLUGINS." in of_platform
         assert len(told) == 3, "vllm-acme 1.0 is not installed"
 
     def test_a_module_that_the_user_named_is_left_out_by_its_own_variable(
@@ -664,7 +680,7 @@ class TestContainment:
     ) -> None:
         plugin("@hookimpl\ndef policy(platform):\n    raise ValueError('no')\n")
         (finding,) = found(fl("doctor", "--json"), "plugins")
-        assert finding["todo"] == "Mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
+        assert finding["todo"] == "unset VLLM_FL_PLUGIN_MODULES"
 
     def test_a_broken_setting_does_not_lift_the_allow_list(
         self, fl: Command, distribution: Distribution, tmp_path: Path

@@ -29,7 +29,7 @@ def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
         "distribution": None,
         "version": None,
         "status": "selected",
-        "reason": "token vendor",
+        "reason": "the order says vendor",
     }
     assert name in fl("plugins").out
 

@@ -161,7 +161,8 @@ def test_ops_that_are_ordered_alike_are_one_finding(fl: Command, two: list[Path]
     assert len(about) == 1
     assert "silu_and_mul" in about[0]["what"] and "rms_norm" in about[0]["what"]
     assert "relu2" not in about[0]["what"]
-    assert about[0]["todo"] == "Decide it: VLLM_FL_PER_OP='silu_and_mul=…;rms_norm=…'"
+    order = "=flagos|vendor|reference"
+    assert about[0]["todo"] == f"export VLLM_FL_PER_OP='silu_and_mul{order};rms_norm{order}'"
 
 
 def test_two_policies_end_nothing(fl: Command, two: list[Path]) -> None:

@@ -15,7 +15,7 @@ from vllm_fl.text import is_secret, scrub
 HEADINGS = ("implementation", "distribution", "reason")
 ROWS = [
     ("vendor.acme", "vllm-fl-acme 0.1.0", "not available: /opt/acme/lib/libacme.so.3 is missing"),
-    ("reference.torch", None, "token reference"),
+    ("reference.torch", None, "the order says reference"),
 ]
 
 
@@ -54,7 +54,7 @@ def test_where_words_would_break_each_row_has_lines_of_its_own(
         "                /opt/acme/lib/libacme.so.3\n"
         "                is missing\n"
         "reference.torch\n"
-        "  reason        token reference\n"
+        "  reason        the order says reference\n"
     )
 
 

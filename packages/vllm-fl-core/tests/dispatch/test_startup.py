@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from builders import FlagSettings
 
 from vllm_fl.dispatch import startup
 from vllm_fl.dispatch.startup import Startup, detect_platform, known_platforms, start
@@ -67,7 +68,9 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
     return begin
 
 
-def test_a_worker_asks_nothing_of_what_lists_name_before_its_device_is_open(begin: Begin) -> None:
+def test_a_worker_asks_nothing_of_what_lists_name_before_its_device_is_open(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its engine's settings were checked where the plan was made."""
     asked = []
 
@@ -88,6 +91,10 @@ def test_a_worker_asks_nothing_of_what_lists_name_before_its_device_is_open(begi
     told = begin(env, Lacking()).settings
     assert asked and any("no card" in warning for warning in told.warnings)
     asked.clear()
+    with monkeypatch.context() as child:  # which says no warning
+        child.setattr(startup, "speaks_for_all", lambda: False)
+        begin(env, Lacking())
+    assert asked == []
     begin(env, Lacking(), engine=told)
     assert not asked
 
@@ -325,3 +332,26 @@ def test_a_complete_override_says_which_ops_it_moves_without_naming_them(
     assert ("complete override" in said) == (not text.startswith("extends"))
     assert ("extends: platform" in said) == bool(moved)
     assert all(each in said for each in moved)
+
+
+def test_a_complete_override_names_what_a_lost_blacklist_moves(
+    begin: Begin, tmp_path: Path
+) -> None:
+    class Flagging(Shipping):
+        """Kernels that its own blacklist keeps out."""
+
+        settings, rejections = FlagSettings.settings, FlagSettings.rejections
+
+        @hookimpl
+        def register_ops(self) -> list[OpImpl]:
+            kind = BackendImplKind.DEFAULT
+            return [OpImpl(op, "default.flagos", kind, print) for op in ("rms_norm", "relu2")]
+
+    (tmp_path / "p.yaml").write_text("flagos_blacklist: [relu2, mm, zeros, add, sub]\n")
+    (tmp_path / "own.yaml").write_text("strict: false\n")
+    env = {"VLLM_FL_CONFIG": str(tmp_path / "own.yaml")}
+    made = begin(env, Flagging(tmp_path / "p.yaml"), platform="cpu")
+    said = " ".join(made.settings.warnings)
+    assert "lost: add, mm, relu2 and 2 more (flagos_blacklist)" in said
+    assert "relu2 (from stock.vllm to default.flagos in eager engines)" in said
+    assert "rms_norm" not in said

@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import X, failing, half, planning, refusing, silu
+from builders import X, failing, half, refusing, silu
 
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.startup import Startup
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import Plan, make_plan
+from vllm_fl.plugins.hookspecs import hookimpl
+from vllm_fl.plugins.loading import Found, load
+from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
 from vllm_fl.settings.loading import load_settings
 
 OP = "silu_and_mul"
@@ -42,46 +48,88 @@ ORDERS: dict[str, tuple[dict[str, str], str | None, str, str]] = {
 }
 """Who wrote the order -> variables, platform file, platform, and what an engine falls to."""
 
+BLACKLIST: SettingSpec[tuple[str, ...]] = SettingSpec(
+    "vendor_acme_blacklist", "VLLM_FL_VENDOR_ACME_BLACKLIST", (), in_file=True, names="op"
+)
+
+BANS: dict[str, tuple[dict[str, str], str]] = {
+    "VLLM_FL_DENY_VENDORS": ({"VLLM_FL_DENY_VENDORS": "acme"}, ""),
+    "VLLM_FL_ALLOW_VENDORS": ({"VLLM_FL_ALLOW_VENDORS": "other"}, ""),
+    "a blacklist of the plugin's": ({BLACKLIST.variable: OP}, ""),
+    "the same in a file": ({}, f"{BLACKLIST.key}: [{OP}]"),
+    "deny_vendors in a file": ({}, "deny_vendors: [acme]"),
+}
+"""What bans the vendor's -> variables, and what a platform file says."""
+
 each_order = pytest.mark.parametrize("who", ORDERS)
 
 
-class Situation:
-    """An order, with what is installed."""
+class Acme:
+    """The plugin with the blacklist."""
 
-    def __init__(self, folder: Path, who: str, first: OpImpl, **env: str) -> None:
+    @hookimpl
+    def settings(self) -> list[SettingSpec[Any]]:
+        return [BLACKLIST]
+
+    @hookimpl
+    def rejections(self, settings: Any, op: str, impls: Any) -> dict[str, str]:
+        return {"vendor.acme": BLACKLIST.key} if op in settings[BLACKLIST.key].value else {}
+
+
+class Situation:
+    """An order, with what is installed and, maybe, what bans the vendor's."""
+
+    def __init__(self, folder: Path, who: str, first: OpImpl, ban: str = "", **env: str) -> None:
         given, shipped, platform, self.falls_to = ORDERS[who]
+        banning, line = BANS.get(ban, ({}, ""))
         files = []
-        if shipped is not None:
-            (folder / "p.yaml").write_text(shipped)
+        if shipped or line:
+            (folder / "p.yaml").write_text("\n".join(filter(None, (shipped, line))))
             files = [("acme 1", folder / "p.yaml")]
-        settings = load_settings(
-            {**given, **env}, platform=platform, platform_files=files, groups={"mlp": [OP]}
+        self.settings = load_settings(
+            {**given, **banning, **env},
+            platform=platform,
+            platform_files=files,
+            groups={"mlp": [OP]},
+            plugins=[BLACKLIST],
         )
         registry = OpRegistry()
+        load(registry, [Found(Owner("acme"), "acme", Acme)])
         registry.register_many([first, silu(PLAIN)])
-        self.manager = OpManager(registry, settings.policy)
+        self.manager = OpManager()
+        self.manager.use_startup(Startup((), self.settings), registry)
 
-    def planned(self, mode: Any, **demoted: Any) -> str:
-        entry = planning(self.manager, mode, **demoted).entries[OP]
-        return entry.rows[-1][1].admitted[0].impl_id
+    def plan(self, mode: Any = "eager", **demoted: Any) -> Plan:
+        return make_plan(self.manager, EngineFacts(self.settings, mode), **demoted)
 
 
 @each_order
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("out", ["banned", "unavailable", "demoted"])
-def test_at_the_start_of_an_engine(tmp_path: Path, who: str, mode: Any, out: str) -> None:
+@pytest.mark.parametrize("out", [*BANS, "unavailable", "demoted"])
+def test_at_the_start_of_an_engine_and_never_called(
+    tmp_path: Path, who: str, mode: Any, out: str
+) -> None:
     available = (lambda: "no device") if out == "unavailable" else None
-    env = {"VLLM_FL_DENY_VENDORS": "acme"} if out == "banned" else {}
     first = silu("vendor.acme", available=available) if available else silu("vendor.acme")
-    there = Situation(tmp_path, who, first, **env)
+    there = Situation(tmp_path, who, first, out)
     demoted = {"demoted": {(OP, "vendor.acme"): "is wrong"}} if out == "demoted" else {}
-    assert there.planned(mode, **demoted) == there.falls_to
+    entry = there.plan(mode, **demoted).entries[OP]
+    assert entry.rows[-1][1].admitted[0].impl_id == there.falls_to
+    assert "vendor.acme" not in [impl.impl_id for impl in entry.impls]
+
+
+@each_order
+def test_a_list_of_layers_means_nothing_to_scripts(tmp_path: Path, who: str) -> None:
+    there = Situation(tmp_path, who, silu("vendor.acme"), VLLM_FL_OOT_BLACKLIST="SiluAndMul")
+    there.manager.call(OP, X)
+    first = "vendor.acme" if "vendor" in _first(there) else PLAIN
+    assert there.manager.get_selected_impl_id(OP) == first
 
 
 @each_order
 def test_at_a_call_in_an_engine(tmp_path: Path, who: str) -> None:
     there = Situation(tmp_path, who, refusing("vendor.acme", "no"))
-    plan = planning(there.manager)
+    plan = there.plan()
     first = plan.entries[OP].impls[0].impl_id
     plan.bind(OP, object(), frozenset(), last=OWN)(X)
     assert plan.fallbacks == ({} if first == PLAIN else {(OP, there.falls_to): 1})
@@ -89,7 +137,7 @@ def test_at_a_call_in_an_engine(tmp_path: Path, who: str) -> None:
 
 @each_order
 def test_in_a_place_that_has_no_form_of_vllms_own(tmp_path: Path, who: str) -> None:
-    plan = planning(Situation(tmp_path, who, refusing("vendor.acme", "no")).manager)
+    plan = Situation(tmp_path, who, refusing("vendor.acme", "no")).plan()
     first = plan.entries[OP].impls[0].impl_id
     plan.bind(OP, object(), frozenset())(X)
     assert plan.fallbacks == ({} if first == PLAIN else {(OP, PLAIN): 1})
@@ -98,7 +146,7 @@ def test_in_a_place_that_has_no_form_of_vllms_own(tmp_path: Path, who: str) -> N
 @each_order
 def test_what_raises_at_a_call_in_an_engine_is_raised(tmp_path: Path, who: str) -> None:
     there = Situation(tmp_path, who, failing("vendor.acme", ValueError("boom")))
-    plan = planning(there.manager)
+    plan = there.plan()
     bound = plan.bind(OP, object(), frozenset(), last=OWN)
     if plan.entries[OP].impls[0].impl_id == PLAIN:
         bound(X)
@@ -109,20 +157,18 @@ def test_what_raises_at_a_call_in_an_engine_is_raised(tmp_path: Path, who: str) 
 
 
 @each_order
-@pytest.mark.parametrize("out", ["banned", "refuses", "raises"])
+@pytest.mark.parametrize("out", [*BANS, "refuses", "raises"])
 def test_scripts_take_the_next_kind(tmp_path: Path, who: str, out: str) -> None:
     first = {
-        "banned": silu("vendor.acme"),
         "refuses": refusing("vendor.acme", "no"),
         "raises": failing("vendor.acme", ValueError("boom")),
-    }[out]
-    env = {"VLLM_FL_DENY_VENDORS": "acme"} if out == "banned" else {}
-    there = Situation(tmp_path, who, first, **env)
+    }.get(out, silu("vendor.acme"))
+    there = Situation(tmp_path, who, first, out)
     there.manager.call(OP, X)
     tried = there.manager.get_selected_impl_id(OP)
     assert tried == ("vendor.acme" if out == "refuses" and "vendor" in _first(there) else PLAIN)
     moved = there.manager.fallbacks
-    assert moved == ({} if out == "banned" or "vendor" not in _first(there) else {(OP, PLAIN): 1})
+    assert moved == ({} if out in BANS or "vendor" not in _first(there) else {(OP, PLAIN): 1})
 
 
 def _first(there: Situation) -> str:

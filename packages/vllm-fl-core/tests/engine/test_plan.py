@@ -33,7 +33,7 @@ def test_every_contract_has_an_entry_and_what_nobody_brings_is_stock(mode: Any) 
     assert set(labels.values()) == {"stock"}
     assert plan.is_stock("rms_norm") and not plan.is_stock("silu_and_mul")
     assert plan.is_stock("an_op_that_nobody_knows")
-    assert plan.entries["silu_and_mul"].reason == "token vendor"
+    assert plan.entries["silu_and_mul"].reason == "the order says vendor"
     assert plan.entries["rms_norm"].reason == "default, since no list orders the op"
 
 

@@ -36,12 +36,19 @@ def test_the_platform_is_the_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry.platform_plugin() == "overlay for acme"
 
 
-def test_switched_off_it_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_it_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER_ENABLED", "0")
     monkeypatch.setattr(platform, "overlay_path", raising(AssertionError()))
     monkeypatch.setattr(entry, "rivals", raising(AssertionError()))
     assert entry.platform_plugin() is None
     entry.general_plugin()
+    monkeypatch.setattr(entry, "speaks_for_all", lambda: False)  # another process of the engine
+    entry.general_plugin()
+    (record,) = caplog.records
+    said = "vllm-fl is off, vLLM is stock: VLLM_FL_PREFER_ENABLED=false (environment)"
+    assert (record.levelname, record.getMessage()) == ("INFO", said)
 
 
 def test_an_obstacle_is_one_line_and_stock(

@@ -179,9 +179,9 @@ def reason(entry: Carried | None = None, **fields: Any) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("custom_ops", "expected"),
     [
-        ([], ("vendor.acme", "token vendor")),
+        ([], ("vendor.acme", "the order says vendor")),
         (["none"], ("stock", "custom_ops has none")),
-        (["none", "+silu_and_mul"], ("vendor.acme", "token vendor")),
+        (["none", "+silu_and_mul"], ("vendor.acme", "the order says vendor")),
         (["all", "-silu_and_mul"], ("stock", "custom_ops has -silu_and_mul")),
     ],
     ids=str,
@@ -202,9 +202,32 @@ def test_in_compiled_mode_none_is_vllms_default_and_no_wish_of_the_users() -> No
         ({"VLLM_FL_OOT_WHITELIST": "RMSNorm"}, "oot_whitelist does not name it"),
     ],
 )
-def test_lists_leave_a_layer_to_vllm(variables: dict[str, str], why: str) -> None:
-    settings = load_settings(variables, platform="cpu")
-    assert reason(Carried(settings)) == ("stock", why)
+@pytest.mark.parametrize("mode", [CompilationMode.NONE, CompilationMode.VLLM_COMPILE])
+@pytest.mark.parametrize("listed", [{}, {"VLLM_FL_PER_OP": "silu_and_mul=vendor"}])
+def test_lists_leave_a_layer_to_vllm(
+    variables: dict[str, str], why: str, listed: dict[str, str], mode: CompilationMode
+) -> None:
+    settings = load_settings(variables | listed, platform="cpu")
+    assert reason(Carried(settings), mode=mode) == ("stock", why)
+
+
+@pytest.mark.parametrize("mode", [CompilationMode.NONE, CompilationMode.VLLM_COMPILE])
+@pytest.mark.parametrize("ban", [{"VLLM_FL_DENY_VENDORS": "acme"}, {"VLLM_FL_ALLOW_VENDORS": "b"}])
+def test_a_ban_leaves_an_op_to_vllm(ban: dict[str, str], mode: CompilationMode) -> None:
+    settings = load_settings(ban | VENDOR, platform="cpu")
+    label, why = reason(Carried(settings), mode=mode)
+    assert label == "stock" and "_vendors " in why
+
+
+def test_layers_that_are_off_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_FL_OOT_ENABLED", "0")
+    config = engine_config()
+    for _ in range(2):  # vLLM asks step by step
+        facts_of(config)
+    (record,) = [each for each in caplog.records if "is off" in each.getMessage()]
+    assert record.levelname == "INFO" and "VLLM_FL_OOT_ENABLED=false" in record.getMessage()
 
 
 def test_a_layer_of_another_plugins_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_the_older_form_is_adapted_where_it_is_registered() -> None:
 def test_the_plan_names_the_backend_and_counts_it() -> None:
     plan = planning(managing(acme()))
     entry = plan.entries["attention_backend"]
-    assert (entry.label, entry.reason) == ("vendor.acme", "token vendor")
+    assert (entry.label, entry.reason) == ("vendor.acme", "the order says vendor")
     assert [i.impl_id for i in entry.classes(AttentionImpl)] == ["vendor.acme"]
     assert entry.impls == ()  # nothing to call, nothing to run before the start
     assert plan.line().startswith("vllm-fl: 1 ops planned:")

@@ -80,7 +80,7 @@ def test_a_name_is_an_op_or_a_layer() -> None:
 def test_the_plan_has_them_behind_the_ops_and_says_that_they_are_not_verified() -> None:
     plan = planning(managing(row(), silu("vendor.acme")))
     entry = plan.entries[ROW]
-    assert (entry.label, entry.reason, entry.impls) == ("vendor.acme", "token vendor", ())
+    assert (entry.label, entry.reason, entry.impls) == ("vendor.acme", "the order says vendor", ())
     assert {name: impl.impl_id for name, impl in plan.layers.items()} == {ROW: "vendor.acme"}
     assert plan.is_stock(ROW), "nothing of it is bound to a layer of ours"
     line = plan.line()

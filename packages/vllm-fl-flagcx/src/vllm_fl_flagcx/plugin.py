@@ -69,6 +69,7 @@ def doctor(settings: Any) -> Iterator[Finding]:
         yield Finding(
             "flagcx",
             str(error) + ".",
-            "Engines of several ranks go on with vLLM's own communicator.",
-            "Build FlagCX there, or correct FLAGCX_PATH.",
+            "Engines of several ranks go on with vLLM's own communicator, until FlagCX is built "
+            "there or FLAGCX_PATH leads to it.",
+            "unset FLAGCX_PATH",
         )

@@ -125,8 +125,9 @@ def findings(settings: Any) -> Iterator[Finding]:
         yield Finding(
             "flag-gems",
             f"flag-gems {gems} is installed, Triton is not.",
-            "FlagGems's kernels are written in Triton and it does not depend on one.",
-            "pip install triton, or the hardware vendor's build of it",
+            "FlagGems's kernels are written in Triton and it does not depend on one. The "
+            "hardware's vendor may have a build of its own.",
+            "pip install triton",
         )
     owners = sorted({*packages_distributions().get("flag_gems", ())})
     if len(owners) > 1:
@@ -134,24 +135,22 @@ def findings(settings: Any) -> Iterator[Finding]:
             "owners",
             f"The import name 'flag_gems' has {len(owners)} owners: {', '.join(owners)}.",
             "They overwrite one another's files; which one is imported depends on the order in "
-            "which they were installed.",
-            f"pip uninstall -y {' '.join(owners)}, then install the one that is wanted again",
+            f"which they were installed. Install another one than {owners[-1]} if you want that.",
+            f"pip uninstall -y {' '.join(owners)} && pip install --no-deps {owners[-1]}",
         )
     if not value(settings, USE):
         why = f"{settings[USE.key].named} leaves FlagGems out."
-        yield from _idle(settings, (WHITELIST, BLACKLIST, OPLIST), why, "unset one of the two")
+        yield from _idle(settings, (WHITELIST, BLACKLIST, OPLIST), why)
     elif gems is None:
-        todo = "Install FlagGems with its backend vllm-fl-flaggems, or unset it."
-        yield from _idle(settings, SETTINGS, "flag-gems is not installed.", todo)
+        yield from _idle(settings, SETTINGS, "flag-gems is not installed.")
 
 
-def _idle(
-    settings: Any, specs: Iterable[SettingSpec[Any]], why: str, todo: str
-) -> Iterator[Finding]:
+def _idle(settings: Any, specs: Iterable[SettingSpec[Any]], why: str) -> Iterator[Finding]:
     chosen = settings.chosen
     for spec in specs:
         if spec.key in chosen:
-            yield Finding("settings", f"{chosen[spec.key].named} has no effect.", why, todo)
+            setting = chosen[spec.key]
+            yield Finding("settings", f"{setting.named} has no effect.", why, setting.undo)
 
 
 def version_of(distribution: str) -> str | None:

@@ -36,10 +36,13 @@ def places(**fields: Any) -> dict[str, Any]:
 def report(**ops: Any) -> dict[str, Any]:
     """What the engine's plan is."""
     plan = {
-        "rms_norm": {"impl": "vendor.cpu", "reason": "token vendor"},
-        "silu_and_mul": {"impl": "stock", "reason": "token stock (vendor.acme: not there)"},
-        "attention_backend": {"impl": "stock", "reason": "token stock"},
-        "linear": {"impl": "stock", "reason": "token stock"},
+        "rms_norm": {"impl": "vendor.cpu", "reason": "the order says vendor"},
+        "silu_and_mul": {
+            "impl": "stock",
+            "reason": "the order says stock (vendor.acme: not there)",
+        },
+        "attention_backend": {"impl": "stock", "reason": "the order says stock"},
+        "linear": {"impl": "stock", "reason": "the order says stock"},
         **ops,
     }
     return {"ops": plan, "mode": "eager", "digest": "0123"}

@@ -357,8 +357,8 @@ def test_the_command_that_doctor_advises_runs(
     table = tmp_path / "table.json"
     table.write_text(replace(TABLE, accepted=None).text)
     findings = fl("doctor", "--json", VLLM_FL_TABLE=str(table)).json()["findings"]
-    (todo,) = [f["todo"] for f in findings if "--accept" in f["todo"]]
-    command, *arguments = todo.split("`")[1].split()
+    (why,) = [f["why"] for f in findings if "--accept" in f["why"]]
+    command, *arguments = why.split("`")[1].split()
     assert command == "vllm-fl"
     done = fl(*arguments)
     assert done.status == 0, done.err

@@ -65,16 +65,16 @@ def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
 
 
 def test_why_an_op_is_not_reached() -> None:
-    assert owner("_C::silu_and_mul").why == "the plan says stock: token stock"
+    assert owner("_C::silu_and_mul").why == "the plan says stock: the order says stock"
     assert owner("vllm-fl/layer/Rope", "aten::mul").why == (
         "not planned: the model's configuration speaks of no such op"
     )
-    planned = report(rope={"impl": "vendor.cpu", "reason": "token vendor"})
+    planned = report(rope={"impl": "vendor.cpu", "reason": "the order says vendor"})
     assert (
         "not reached are: ropes that models compute"
         in owner("vllm-fl/layer/Rope", "aten::mul", plan=planned).why
     )
-    planned = report(linear={"impl": "vendor.cpu", "reason": "token vendor"})
+    planned = report(linear={"impl": "vendor.cpu", "reason": "the order says vendor"})
     assert "eager mode has none" in owner(LINEAR, "aten::linear", "aten::mm", plan=planned).why
     left = {"RMSNorm": "a setting leaves the layer to vLLM"}
     assert owner(NORM, "_C::rms_norm", left=left).why == (
@@ -121,9 +121,9 @@ def test_an_order_by_size_is_told_for_the_step_s_tokens() -> None:
 def test_attention_is_its_backend_s_and_cache_writes_are_their_op_s() -> None:
     inside = ("vllm-fl/layer/Attention", "vllm::unified_attention_with_output")
     assert owner(*inside, "_C::cpu_attention_with_kv_cache") == Owner(
-        "attention_backend", "stock", "CPU_ATTN", "no", "the plan says stock: token stock"
+        "attention_backend", "stock", "CPU_ATTN", "no", "the plan says stock: the order says stock"
     )
-    ours = report(attention_backend={"impl": "vendor.attn", "reason": "token vendor"})
+    ours = report(attention_backend={"impl": "vendor.attn", "reason": "the order says vendor"})
     assert owner(*inside, plan=ours).reached == "yes"
     caches = {"_C_cache_ops::reshape_and_cache_flash": "reshape_and_cache"}
     write = owner(*inside, "_C_cache_ops::reshape_and_cache_flash", operators=caches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -113,6 +114,7 @@ def _answer(
 ) -> NoReturn:
     """In the child: work, write the answer, and end without running plugins' exit handlers."""
     breadcrumb.keep_in(notes)
+    gc.disable()  # it ends soon
     calling.ENDED.update(ended)
     try:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..plugins.finding import Finding
@@ -9,13 +11,12 @@ from ..plugins.loading import named_twice, unmatched
 from ..plugins.plugin import Plugin
 from ..settings.names import uses
 from ..settings.policy import MODES, OpOrder
-from ..settings.schema import CONFIG, Setting, Settings, overridden
+from ..settings.schema import CONFIG, Setting, Settings, overridden, undo
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 
-__all__ = ["find_disagreements", "find_idle", "find_unknown", "warned"]
+__all__ = ["exported", "find_disagreements", "find_idle", "find_unknown", "warned"]
 
 CHECK = "settings"
-OOT_LISTS = ("oot_whitelist", "oot_blacklist")
 
 
 def find_idle(
@@ -30,10 +31,11 @@ def find_idle(
     """
     chosen = settings.chosen
 
-    def idle(keys: Collection[str], why: str, todo: str) -> Iterator[Finding]:
+    def idle(keys: Collection[str], why: str) -> Iterator[Finding]:
         for key in keys:
             if key in chosen:
-                yield Finding(CHECK, f"{chosen[key].named} has no effect.", why, todo)
+                what = f"{chosen[key].named} has no effect."
+                yield Finding(CHECK, what, why, chosen[key].undo)
 
     if not settings.enabled:
         rest = [key for key in chosen if key != "enabled"]
@@ -43,60 +45,51 @@ def find_idle(
                 CHECK,
                 f"Inside vLLM these have no effect: {names}.",
                 f"{settings['enabled'].named} makes vllm-fl step aside entirely.",
-                f"unset {Settings.enabled.variable}, or the others",
+                settings["enabled"].undo,
             )
     if settings.pinned is None:
-        yield from idle(
-            ["table_unaccepted"],
-            "No table is named that it could let act.",
-            f"unset it, or name one by {Settings.table.variable}",
-        )
+        why = f"{Settings.table.variable} names no table that it could let act."
+        yield from idle(["table_unaccepted"], why)
     if settings.shadow is None:
-        yield from idle(
-            ["shadow_file"],
-            "No step is compared.",
-            f"unset it, or name a share of the steps by {Settings.shadow.variable}",
-        )
+        why = f"No step is compared: {Settings.shadow.variable} names no share of them."
+        yield from idle(["shadow_file"], why)
     if not settings.oot_enabled:
-        yield from idle(
-            OOT_LISTS,
-            f"{settings['oot_enabled'].named} replaces no layer of vLLM's.",
-            "unset one of the two",
-        )
+        why = f"{settings['oot_enabled'].named} replaces no layer of vLLM's."
+        yield from idle(["oot_whitelist", "oot_blacklist"], why)
     if settings.debug:
-        yield from idle(
-            ["log_level"],
-            f"{settings['debug'].named} logs everything.",
-            "unset one of the two",
-        )
+        yield from idle(["log_level"], f"{settings['debug'].named} logs everything.")
     if "prefer" in chosen and ops and all(_pinned(settings, op) for op in ops):
         yield from idle(
             ["prefer"],
             "Every op has a list that you wrote, and such a list is never re-sorted.",
-            f"unset it, or leave ops out of {PER_OP}, {OP_CONFIG} and op_backends",
         )
     both = set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors
     if both:
+        allowed = settings["allow_vendors"]
+        rest = ",".join(vendor for vendor in allowed.names if vendor not in both)
+        is_variable = rest and allowed.origin.startswith("environment")
         yield Finding(
             CHECK,
             f"{settings['allow_vendors'].named} has no effect for {', '.join(sorted(both))}.",
             f"{settings['deny_vendors'].named} denies it too, and deny beats allow.",
-            "Take the vendor out of one of the two.",
+            exported(Settings.allow_vendors.variable, rest) if is_variable else allowed.undo,
         )
     loaded = [plugin for plugin in plugins if plugin.status != "disabled"]
     if settings.strict_plugins and not loaded:
-        yield from idle(["strict_plugins"], "No plugin is loaded.", "unset it, or install one")
+        yield from idle(["strict_plugins"], "No plugin is loaded.")
     for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
         yield Finding(
             CHECK,
             line,
-            "The names are those of distributions; what nobody has is not loaded.",
-            "Correct the name, or install it.",
+            "The names are those of distributions. Without the variable all plugins are loaded.",
+            undo(line),
         )
     for line in named_twice(plugins, settings.plugin_modules):
-        yield Finding(CHECK, line, "It is loaded once.", "Take it out of the variable.")
+        rest = [name for name in settings.plugin_modules if f"{name!r}" not in line]
+        todo = exported(Settings.plugin_modules.variable, ",".join(rest))
+        yield Finding(CHECK, line, "It is loaded once.", todo)
     for key in settings.unowned:
-        yield from idle([key], "No loaded plugin has this setting.", "unset it, or install one")
+        yield from idle([key], "No loaded plugin has this setting.")
 
 
 def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
@@ -105,12 +98,7 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
     for warning in settings.warnings:
         if warning.startswith(f"{CONFIG}=") and not has_others:
             continue  # it replaces what a plugin ships, which is what it is for
-        yield Finding(
-            CHECK,
-            warning,
-            "What is written there does not happen.",
-            "Correct it, or unset it.",
-        )
+        yield Finding(CHECK, warning, "What is written there does not happen.", undo(warning))
 
 
 def find_disagreements(settings: Settings) -> Iterator[Finding]:
@@ -128,14 +116,30 @@ def find_disagreements(settings: Settings) -> Iterator[Finding]:
         files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in first.merged)
         ops = [each.key.removeprefix(ORDER_PREFIX) for each in (first, *others)]
         where = f", and in the same way about {', '.join(ops[1:])}" if others else ""
-        decided = ";".join(f"{op}=…" for op in ops) if isinstance(first.value, OpOrder) else "…"
         yield Finding(
             CHECK,
             f"The installed backends disagree about {first.key}{where}.",
             f"{'. '.join(first.disagreements)}. They set: {files}. In force: "
-            f"{_shown(first.value)}.",
-            f"Decide it: {first.variable}={repr(decided) if others else decided}",
+            f"{_shown(first.value)}. You decide by setting it: this keeps what is in force.",
+            _decided(first, ops),
         )
+
+
+def _decided(setting: Setting, ops: Sequence[str]) -> str:
+    """The command by which what is in force becomes the user's own."""
+    order = setting.value
+    if not isinstance(order, OpOrder):
+        text = ",".join(order) if isinstance(order, tuple) else _shown(order)
+        return exported(str(setting.variable), text)
+    if order.eager == order.compiled:
+        return exported(PER_OP, ";".join(f"{op}={order}" for op in ops))
+    told = shlex.quote(json.dumps(dict.fromkeys(ops, order.written)))
+    return f"echo {told} > ops.json; export {OP_CONFIG}=$PWD/ops.json"
+
+
+def exported(variable: str, text: str) -> str:
+    """The command that sets a variable, or takes it away where nothing is left of it."""
+    return f"export {variable}={shlex.quote(text)}" if text else f"unset {variable}"
 
 
 def _shown(value: object) -> str:
@@ -161,8 +165,8 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
                 CHECK,
                 f"{use.setting.origin}: {key} names the {use.space} {name!r}, which no loaded "
                 "plugin brings.",
-                "It has no effect until a plugin brings it.",
-                "Correct the name, or install its plugin; `vllm-fl ops` lists what there is.",
+                "It has no effect until a plugin brings it; `vllm-fl ops` lists what there is.",
+                use.setting.undo,
             )
 
 

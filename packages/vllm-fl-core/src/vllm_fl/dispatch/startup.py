@@ -13,16 +13,17 @@ from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb
 from ..plugins import loading as plugin_loader
-from ..plugins.calling import devices, policy_files
+from ..plugins.calling import devices, policy_files, rejections
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
-from ..plugins.registry import OpRegistry, RegistrySnapshot
+from ..plugins.registry import OpRegistry
 from ..plugins.types import DeviceProfile
 from ..settings.loading import Settings, check_names, load_settings, load_startup
 from ..settings.policy import Mode
 from ..settings.schema import CONFIG, TAKEN
 from ..settings.values import PLATFORMS
+from ..text import few
 from .platforms import foreign_platform, torchs_own, vllms_own
 from .resolver import resolve
 
@@ -167,8 +168,9 @@ def start(
         for remark in plugin.remarks:
             log.warning("%s [FL214]", remark)
         _report(plugin.error, strict=early.strict_plugins)
-    # An engine's were checked where its plan was made: its worker has not opened its device yet.
-    settings, problem = try_settings(registry, plugins, env, platform=platform, asks=engine is None)
+    # Only who says the warnings asks for them; a worker has not opened its device yet, either.
+    asks = engine is None and speaks_for_all()
+    settings, problem = try_settings(registry, plugins, env, platform=platform, asks=asks)
     if problem is not None and not defer_errors:
         raise problem
     _warn(settings.warnings, "FL110")
@@ -259,7 +261,7 @@ def read_settings(
     )
     settings = load()
     if any(warning.startswith(f"{CONFIG}=") for warning in settings.warnings):
-        settings = _with_moved(settings, partial(load, extends=True), snapshot)
+        settings = _with_moved(settings, partial(load, extends=True), registry)
 
     def has_failed(name: str, op: str) -> bool:
         return any(each.error is not None and each.may_bring(name, op) for each in plugins)
@@ -276,39 +278,47 @@ def read_settings(
 
 
 def _with_moved(
-    settings: Settings, extended: Callable[[], Settings], snapshot: RegistrySnapshot
+    settings: Settings, extended: Callable[[], Settings], registry: OpRegistry
 ) -> Settings:
     """The settings of a complete override, whose warning names the ops that it moves.
 
     Args:
         settings: the settings.
         extended: gives those that the same file would make beside `extends: platform`.
-        snapshot: what is installed.
+        registry: what is installed.
     """
     try:
-        kept = extended().policy
-    except SettingsError:  # what the file overrides is wrong itself: nobody knows what it would do
+        moved = _moved(extended(), settings, registry)
+    except (SettingsError, PluginError):  # what the file overrides is wrong itself, or is not told
         return settings
-    moved: dict[str, list[str]] = {}
-    for op, impls in snapshot.impls_by_op.items():
-        for where, mode, engine in VIEWS:
-            was, now = (
-                resolve(op, impls, policy, mode=mode, engine=engine).selected
-                for policy in (kept, settings.policy)
-            )
-            if was is not now:
-                ids = (chosen.impl_id if chosen else "nothing" for chosen in (was, now))
-                moved.setdefault(f"{' to '.join(ids)} in {where}", []).append(op)
-                break
     if not moved:
         return settings
-    each = "; ".join(f"{', '.join(ops)} (from {how})" for how, ops in moved.items())
+    each = "; ".join(f"{few(ops, 8)} (from {how})" for how, ops in moved.items())
     more = (
         f" It moves ops that it does not name: {each}. With `extends: platform` in it these stay "
         "where they are."
     )
     told = (w + more * w.startswith(f"{CONFIG}=") for w in settings.warnings)
     return dataclasses.replace(settings, warnings=tuple(told))
+
+
+def _moved(before: Settings, after: Settings, registry: OpRegistry) -> dict[str, list[str]]:
+    """`A to B in eager engines` -> the ops of which others of two settings choose so."""
+    moved: dict[str, list[str]] = {}
+    for op, impls in registry.snapshot().impls_by_op.items():
+        barred = [(each, rejections(registry.plugins, each, op, impls)) for each in (before, after)]
+        for where, mode, engine in VIEWS:
+            was, now = (
+                resolve(
+                    op, impls, each.policy, mode=mode, engine=engine, rejections=rejected
+                ).selected
+                for each, rejected in barred
+            )
+            if was is not now:
+                ids = (chosen.impl_id if chosen else "nothing" for chosen in (was, now))
+                moved.setdefault(f"{' to '.join(ids)} in {where}", []).append(op)
+                break
+    return moved
 
 
 def _report(failure: PluginError | None, *, strict: bool) -> None:

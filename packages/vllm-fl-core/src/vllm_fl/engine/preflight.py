@@ -27,6 +27,7 @@ from ..contracts.batches import POOL, Order
 from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..plugins.types import OpImpl
+from ..text import few
 from . import graphs, launches, process_state
 from .determinism import variance
 from .guarded import Guarded, rows_of
@@ -80,9 +81,6 @@ COMPILED_COUNTS = (5, 7, 33, 300)
 """Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
 which 0 and 1 would have, is not what serves."""
 
-NAMED = 3
-"""How many implementations a remark names."""
-
 
 @dataclass
 class Findings:
@@ -131,8 +129,7 @@ def find_faults(request: Request) -> Findings:
     if unknown:
         found.remarks.append(f"not verified at its sizes: {', '.join(unknown)}")
     for phrase, names in start.left_out.items():
-        further = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        found.remarks.append(f"{phrase}: {', '.join(sorted(names)[:NAMED])}{further}")
+        found.remarks.append(f"{phrase}: {few(names)}")
     return found
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 
 from ..errors import OwnerError, VllmFLError
-from ..logs import get_logger, speaks_for_all
+from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins.installed import rivals
 from ..settings.loading import load_startup
 from ..settings.schema import Settings
@@ -66,6 +66,9 @@ def general_plugin() -> None:
     hide_our_variables()
     startup = load_startup(os.environ)
     if not startup.enabled:
+        if speaks_for_all():
+            set_log_level(startup.log_level)
+            log.info("vllm-fl is off, vLLM is stock: %s (environment)", startup["enabled"].named)
         return
     others = rivals()
     if others:

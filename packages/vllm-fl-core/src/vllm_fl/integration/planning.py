@@ -258,6 +258,8 @@ def _read_settings(platform: str) -> Settings:
     registry, startup = manager.registry, manager.startup
     assert startup is not None
     settings = read_settings(registry, startup.plugins, platform=platform)
+    if not settings.oot_enabled:
+        log.info("vllm-fl is off for layers: %s (environment)", settings["oot_enabled"].named)
     layers = known_layers()
     if not layers.issuperset((*(settings.oot_whitelist or ()), *settings.oot_blacklist)):
         layers |= whole_layers.names()  # reads vLLM's source

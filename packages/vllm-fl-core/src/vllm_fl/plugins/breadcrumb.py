@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..text import clean, quote
 from .installed import is_installed
@@ -207,9 +207,8 @@ class _Notes:
         if self.dead is None:
             self.dead = {crumb.what: crumb for crumb in lost()}
         crumb = self.dead.pop(what, None)
-        if crumb is not None and crumb.file is not None:
-            with contextlib.suppress(OSError):
-                crumb.file.unlink()
+        if crumb is not None:
+            _remove(crumb.file)
 
     def _open(self) -> None:
         where = folder()
@@ -254,9 +253,7 @@ class _Notes:
 
     def _close(self) -> None:
         fd, path, self.fd, self.path = self.fd, self.path, None, None
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        _remove(path)
         if fd is not None:
             os.close(fd)
 
@@ -464,8 +461,7 @@ def ending(pid: int) -> Iterator[None]:
                 continue
             crumb = _looked_into(path, _content)
             if crumb is not None and pid in (crumb.pid, crumb.session):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+                _remove(path)
 
 
 def keep_in(fd: int) -> None:
@@ -500,17 +496,13 @@ def lost() -> tuple[Crumb, ...]:
     which is not installed here. What has run to its end since is forgotten.
     """
     found: dict[str, Crumb] = {}
-    for path in _paths():
-        crumb = _dead(path)
-        if crumb is None or not crumb.is_of_here:
-            continue
-        twin = found.get(crumb.what)
-        found[crumb.what] = max(crumb, twin, key=lambda c: c.when) if twin else crumb
-        if twin is not None:  # a server that is started again and again leaves one, not a thousand
-            older = min(crumb, twin, key=lambda c: c.when)
-            with contextlib.suppress(OSError):
-                cast("Path", older.file).unlink()
-    return tuple(sorted(found.values(), key=lambda crumb: crumb.when))
+    dead = (crumb for path in _paths() if (crumb := _dead(path)) is not None and crumb.is_of_here)
+    for crumb in sorted(dead, key=lambda crumb: crumb.when):
+        # A server that is started again and again leaves one, not a thousand.
+        if (older := found.pop(crumb.what, None)) is not None:
+            _remove(older.file)
+        found[crumb.what] = crumb
+    return tuple(found.values())
 
 
 def last(session: int) -> Crumb | None:
@@ -552,6 +544,12 @@ def _dead(path: Path) -> Crumb | None:
 
     crumb = _looked_into(path, locked)
     return None if crumb is None else dataclasses.replace(crumb, file=path)
+
+
+def _remove(path: Path | None) -> None:
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _content(fd: int) -> Crumb | None:

@@ -26,14 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENDED",
-    "LEAVE_OUT",
-    "TAKE_OUT",
     "call_hook",
     "contained",
     "devices",
     "find_device",
     "findings",
-    "leave_out",
     "policy_files",
     "rejections",
     "start_in_worker",
@@ -41,10 +38,6 @@ __all__ = [
 ]
 
 log = get_logger("plugins")
-
-LEAVE_OUT = "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
-TAKE_OUT = "Mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
-"""The same of a module that the user named, which no VLLM_FL_PLUGINS leaves out."""
 
 ENDED: dict[str, str] = {}
 """Whose code ended a process of this command before -> how; it is not run again."""
@@ -56,8 +49,13 @@ def whose(owner: Owner) -> str:
 
 
 def leave_out(distribution: str | None) -> str:
-    """How to do without a plugin of this distribution, or of none."""
-    return LEAVE_OUT if distribution else TAKE_OUT
+    """How to do without a plugin of this distribution.
+
+    Of none is a module that the user named, which no VLLM_FL_PLUGINS leaves out.
+    """
+    if distribution:
+        return "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
+    return "Mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
 
 
 class contained:

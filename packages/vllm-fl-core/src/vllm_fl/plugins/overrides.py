@@ -143,7 +143,9 @@ class _Watch:
             idle = key == "Meta" or fn is _torch_library().fallthrough_kernel
             if library.ns == "aten" and not idle:
                 name, owner = name.removeprefix("aten::"), breadcrumb.owner_now()
-                _saw(_Override(library, name, key, fn, how, owner))
+                _known[name, key] = override = _Override(library, name, key, fn, how, owner)
+                for start in _starts[-1:]:
+                    start.note(override)
             return done
 
         return impl
@@ -156,12 +158,6 @@ watched = _Watch()
 def _torch_library() -> Any:
     """The module `torch.library`; None where nothing has imported torch."""
     return sys.modules.get("torch.library")
-
-
-def _saw(override: _Override) -> None:
-    _known[override.name, override.key] = override
-    for start in _starts[-1:]:
-        start.note(override)
 
 
 @contextmanager

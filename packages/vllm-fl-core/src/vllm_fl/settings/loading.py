@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import IdleSwitchError, SettingsError
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
-from ..text import nearest
+from ..text import few, nearest
 from .files import Layer, read_orders, read_settings_file
 from .names import check_names, uses
 from .policy import GROUP, OpOrder, SelectionPolicy, closest
@@ -161,7 +161,8 @@ def load_settings(
     _append_all(env, entries, _of(declared, in_file=False) if is_whole else declared)
     if any("prefer" in layer for layer in users):
         _resort(entries)
-    files = Setting("platform_files", _shown(platform_files), "plugins")
+    shown = tuple(f"{path} ({distribution})" for distribution, path in platform_files)
+    files = Setting("platform_files", shown, "plugins")
     warnings: list[str] = []
     if is_whole:
         warnings += _override(env, fixed["config"], files, problem, shipped, entries, declared)
@@ -274,7 +275,7 @@ def _override(
     """The warning of a complete override, if it ignores anything."""
     ignored = [*_ignored(env, declared), *files.names]
     lost = [
-        f"{len(names)} of {black}"
+        f"{few(names)} ({black})"
         for white, black in sorted(pairs(declared))
         if (names := _lost(env, plugins, entries, white, declared[black]))
     ]
@@ -401,17 +402,12 @@ def _stacked(
         for key, setting in layer.items():
             if key in stacked:
                 continue
-            below = [
-                other[key]
-                for other in (*ignored, *layers)
-                if key in other and other[key] is not setting
-            ]
-            overrides = [*setting.overrides]
-            for other in below:
-                spec = declared.get(key)
-                if other.value not in (None, ()) or (spec and other.value != spec.default):
+            overrides, spec = [*setting.overrides], declared.get(key)
+            for other in (each.get(key, setting) for each in (*ignored, *layers)):
+                is_set = other.value not in (None, ()) or (spec and other.value != spec.default)
+                if other is not setting and is_set:
                     overrides += [(other.value, other.origin), *other.overrides]
-            variable = setting.variable or (declared[key].variable if key in declared else None)
+            variable = setting.variable or (spec.variable if spec else None)
             stacked[key] = dataclasses.replace(
                 setting, overrides=tuple(overrides), variable=variable
             )
@@ -518,7 +514,3 @@ def _unknown_platform(platform: Setting, known: Collection[str]) -> list[str]:
         f"{platform.variable}={name}: no installed plugin has settings for this platform."
         + closest(name, sorted(known))
     ]
-
-
-def _shown(platform_files: PlatformFiles) -> tuple[str, ...]:
-    return tuple(f"{path} ({distribution})" for distribution, path in platform_files)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +46,7 @@ __all__ = [
     "is_absent",
     "overridden",
     "pairs",
+    "undo",
     "variables",
 ]
 
@@ -96,6 +98,19 @@ class Setting:
         if variable != self.origin and variable.isidentifier():
             return f"{variable}={text.lower() if isinstance(self.value, bool) else text}"
         return f"{self.key}={text} ({self.origin})"
+
+    @property
+    def undo(self) -> str:
+        """The command that takes it away, or that opens the file which has it."""
+        return undo(self.origin)
+
+
+def undo(origin: str) -> str:
+    """As `Setting.undo`, of a text that begins with the variable's name, or with file and line."""
+    if in_file := re.match(r"(\S.*?):(\d+)\b", origin):
+        return f"${{EDITOR:-vi}} +{in_file[2]} {shlex.quote(in_file[1])}"
+    named = re.search(r"\benvironment (\w+)|^(\w+_\w+)", origin)
+    return f"unset {named[1] or named[2]}" if named else "vllm-fl policy"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import UsageError, answer, asked_of, print_table, say, takes_engine
+from vllm_fl.contracts.binding import Binding, LayerPlace
+from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.described import Described
+from vllm_fl.integration.places import all_bindings
 from vllm_fl.logs import quiet
 from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
@@ -76,6 +79,7 @@ def _engine(arguments: argparse.Namespace) -> Described:
 def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]:
     """The plan as JSON data."""
     facts, settings = engine.facts, engine.facts.settings
+    missing = _not_in_model(engine)
     scheduler = engine.config.scheduler_config if engine.config and engine.has_model else None
     return {
         "model": arguments.model,
@@ -88,7 +92,11 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
         "aside": engine.aside,
         "unasked": engine.unasked,
         "ops": {
-            op: {**entry.told, "layers": dict(engine.layers.get(op, {}))}
+            op: {
+                **entry.told,
+                "layers": dict(engine.layers.get(op, {})),
+                "in_model": op not in missing,
+            }
             for op, entry in engine.plan.entries.items()
         },
         "ends": [*engine.ends, *(engine.differs if settings.lock_mode == "strict" else ())],
@@ -109,6 +117,27 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
         else None,
         "warnings": list(settings.warnings),
     }
+
+
+def _not_in_model(engine: Described) -> set[str]:
+    """The planned ops that vLLM has layers for, of which the model has none.
+
+    Code without a layer may reach one, too: where the op's binding says of which models it is, or
+    where an op of the model calls operators.
+    """
+    if not engine.layers:  # it is not known what it is made of
+        return set()
+    planned = engine.plan.entries
+    bindings = all_bindings(get_default_manager().registry.snapshot())
+    of_planned = {op: bindings.get(op, Binding()) for op in planned}
+    reaches = any(binding.calls_operators for binding in of_planned.values())
+
+    def only_layers(binding: Binding) -> bool:
+        others = [place for place in binding.places if not isinstance(place, LayerPlace)]
+        has_layers = len(others) < len(binding.places)
+        return has_layers and not (others and (binding.when or reaches))
+
+    return {op for op, binding in of_planned.items() if only_layers(binding)} - {*engine.layers}
 
 
 def _given(what: str) -> dict[str, Any] | None:
@@ -134,7 +163,7 @@ def _given(what: str) -> dict[str, Any] | None:
     if not isinstance(told, dict) or "plan" not in told:
         return None
     try:
-        ops = {op: _told(each) for op, each in told["plan"]["ops"].items()}
+        ops = {op: _told(each) for op, each in _in_model(told["plan"]["ops"]).items()}
     except (AttributeError, KeyError, TypeError) as error:
         wrong = f"--diff {what}: it is no plan that `vllm-fl plan --json` has printed"
         raise UsageError(wrong) from error
@@ -200,13 +229,18 @@ def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
     def of(plan: Mapping[str, Any], op: str) -> Any:
         return plan["ops"].get(op, {"impl": STOCK, "reason": plan["aside"]})
 
-    ops = dict.fromkeys((*now["ops"], *other["ops"]))
+    ops = dict.fromkeys((*_in_model(now["ops"]), *_in_model(other["ops"])))
     pairs = {op: (of(now, op), of(other, op)) for op in ops}
     return {
         op: {"now": _told(mine), "then": _told(then)}
         for op, (mine, then) in pairs.items()
         if _runs(mine) != _runs(then)
     }
+
+
+def _in_model(ops: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the ops that the model has; of a plan of an earlier release, all."""
+    return {op: entry for op, entry in ops.items() if entry.get("in_model", True)}
 
 
 def _told(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,23 +286,30 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 def _show_ops(ops: Mapping[str, Any]) -> None:
     rows = [
-        # Why each other one is out is what `explain` and --json are for.
-        (op, _label(entry), entry["reason"].partition(" (")[0], _layers(entry["layers"]))
-        for op, entry in ops.items()
+        (op, _label(entry), _why(entry), _layers(entry["layers"]))
+        for op, entry in _in_model(ops).items()
     ]
     if rows:
         print_table(["op", "implementation", "reason", "layers"], rows)
+    if further := sorted(ops.keys() - _in_model(ops).keys()):
+        what = f"{len(further)} further ops are" if len(further) > 1 else "1 further op is"
+        say(f"{what} not in this model: {', '.join(further)}.")
 
 
 def _show_diff(plan: Mapping[str, Any], diff: Mapping[str, Any]) -> None:
-    same = len(plan["ops"].keys() - diff["ops"].keys())
+    same = len(_in_model(plan["ops"]).keys() - diff["ops"].keys())
     rows = [
-        (op, _label(each["now"]), _label(each["then"]), each["then"]["reason"].partition(" (")[0])
+        (op, _label(each["now"]), _label(each["then"]), _why(each["then"]) or _why(each["now"]))
         for op, each in diff["ops"].items()
     ]
     if rows:
         print_table(["op", "now", f"with {diff['with']}", "reason"], rows)
-    say(f"{len(rows)} ops differ, {same} do not.")
+    say(f"{len(rows)} op{'s differ' if len(rows) != 1 else ' differs'}, {same} do not.")
+
+
+def _why(entry: Mapping[str, Any]) -> str:
+    """Why it runs. Why each other one is out is what `explain` and --json are for."""
+    return str(entry["reason"]).partition(" (")[0]
 
 
 def _label(entry: Mapping[str, Any]) -> str:
