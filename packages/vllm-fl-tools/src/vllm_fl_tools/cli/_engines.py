@@ -46,7 +46,7 @@ SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
 """Little memory, and stacks in the log of a process that is ended by a signal."""
 
 LEFT_ALONE = {Settings.metrics.variable: "", Settings.report.variable: ""}
-"""What the variables of a server name: a verb that runs beside it, or after it, writes none of it."""
+"""What a server writes, as its variables say: an engine that a verb starts leaves it alone."""
 
 LAST_WORDS = 10.0
 """Seconds for the processes of an engine that hangs to write their stacks."""
