@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ import pytest
 from commands import Command, Distribution, Done, Plugin, numbers
 
 from vllm_fl import Finding
-from vllm_fl.cli import _environment, _installed
+from vllm_fl.cli import _environment, _installed, doctor
 from vllm_fl.cli._environment import torch_build
 from vllm_fl.cli.doctor import contained
 
@@ -35,8 +36,27 @@ def register_ops():
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_asked_once() -> None:
-    """The checks run in a fork of this process, which knows then what `import torch` told it."""
+    """The checks run in a fork of this process, which knows then what `import torch` told it.
+
+    It has torch itself, too, which the tests' plugins import.
+    """
+    import_module("torch")
     _environment.torch_facts()
+
+
+READ_ALL = ("half-installed", "owners")
+"""Checks that read the metadata of all that is installed, which takes most of a call's time."""
+
+
+@pytest.fixture(autouse=True)
+def those_that_are_looked_at(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """READ_ALL run in the tests of a sound installation and of what is installed."""
+    looks = request.cls is TestInstalled or "distribution" in request.fixturenames
+    if not looks and request.function is not test_a_sound_installation:
+        kept = {check: find for check, find in doctor.CHECKS.items() if check not in READ_ALL}
+        monkeypatch.setattr(doctor, "CHECKS", kept)
 
 
 def found(done: Done, *checks: str) -> list[dict[str, Any]]:

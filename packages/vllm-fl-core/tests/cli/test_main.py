@@ -100,7 +100,7 @@ def test_the_version(fl: Command) -> None:
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "vllm_fl.cli", "policy", "--json"],
+            [sys.executable, "-m", "vllm_fl.cli", "explain", "FL102", "--json"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
