@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forked
+
 __all__ = ["BIND", "STOCK", "EngineFailed", "Job", "cores", "largest_difference", "run"]
 
 STOCK = {"VLLM_FL_PREFER_ENABLED": "false"}
@@ -83,9 +85,16 @@ class EngineFailed(RuntimeError):
 
 
 def run(
-    job: Job, *, timeout: float = 600, python: str = sys.executable, **variables: str
+    job: Job,
+    *,
+    timeout: float = 600,
+    python: str = sys.executable,
+    forks: bool = False,
+    **variables: str,
 ) -> dict[str, Any]:
     """Run a job in a fresh process of this Python with these environment variables added.
+
+    With `forks` it is a process of `forked`, as in tests, of the Python that runs.
 
     An engine of one rank computes in one thread, on the first core that this process may use: so
     engines on machines of any size add up in one order. VLLM_CPU_OMP_THREADS_BIND says otherwise.
@@ -104,19 +113,30 @@ def run(
     alone = {} if "tensor_parallel_size" in job.options else {BIND: str(min(cores()))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        done = subprocess.run(
-            [python, __file__, json.dumps({"job": asdict(job), "out": str(out)})],
-            env={**os.environ, **SMALL, **alone, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        request = {"job": asdict(job), "out": str(out)}
+        env = {**os.environ, **SMALL, **alone, **variables}
+        if forks:
+            done = forked.call(_main, request, env=env, timeout=timeout, merged=True)
+        else:
+            done = _fresh([python, __file__, json.dumps(request)], env, timeout)
         if done.returncode != 0 or not out.exists():
             raise EngineFailed(done.stdout)
         return {**json.loads(out.read_text()), "log": done.stdout}
+
+
+def _fresh(
+    command: list[str], env: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
 
 
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float]:

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import engine_run
+import forked
 import pytest
 import tiny_model
-from engine_run import STOCK, Job, largest_difference, run
+from engine_run import STOCK, Job, largest_difference
 
 import envs
 
 PLUGINS = Path(__file__).parent / "plugins"
 
 
+FRESH = {"python", "TRITON_INTERPRET"}
+"""What asks for another Python, and what Triton reads as it is imported."""
+
+
+def run(job: Job, **options: Any) -> dict[str, Any]:
+    """`engine_run.run`, in a forked process where nothing asks for a fresh one."""
+    return engine_run.run(job, forks=not FRESH & options.keys(), **options)
+
+
 def answer_of(script: str, *arguments: str | Path, **variables: str) -> tuple[dict[str, Any], str]:
     """(the JSON object that a script prints as a line of its own, all that it printed)."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+    done = forked.run(script, *map(str, arguments), env=env)
     printed = done.stdout + done.stderr
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
@@ -68,10 +72,8 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 """Name -> environment variables and arguments of vllm.LLM."""
 
 IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-"""For engines whose processes are not looked at: it saves two imports of vLLM, half of a start."""
-
-FAMILY_AS_SERVED = "qwen3"
-"""Its engines are what users start: a process for the engine and one for each worker."""
+"""For engines whose processes are not looked at: it saves an import of vLLM, half of a start. Those
+of test_server, test_ranks and test_preflight are as users start them."""
 
 Result = dict[str, Any]
 Once = Callable[..., Result]
@@ -117,11 +119,9 @@ def engine(model: Callable[[str], Path], once: Once) -> Runner:
     @cache
     def answer(family: str, variant: str, eager: bool = True) -> Result:
         variables, options = VARIANTS[variant]
-        if family != FAMILY_AS_SERVED:
-            variables = {**IN_ONE_PROCESS, **variables}
         name = f"{family}-{variant}-{'eager' if eager else 'compiled'}"
         job = Job(str(model(family)), batches(), eager=eager, options=options)
-        return once(name, job, VLLM_FL_DISPATCH_DEBUG="1", **variables)
+        return once(name, job, VLLM_FL_DISPATCH_DEBUG="1", **IN_ONE_PROCESS, **variables)
 
     return answer
 

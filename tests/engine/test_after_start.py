@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import BIND, Job, cores, run
-from engines import IN_ONE_PROCESS, REFERENCE, Runner, batches
+from engine_run import BIND, Job, cores
+from engines import IN_ONE_PROCESS, REFERENCE, Runner, batches, run
 
 
 def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_model(

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import tiny_model
-from engine_run import STOCK, Job, run
-from engines import IN_ONE_PROCESS
+from engine_run import STOCK, Job
+from engines import IN_ONE_PROCESS, run
 
 HERE = Path(__file__).parent
 PLUGIN = {"PYTHONPATH": str(HERE / "plugins"), "VLLM_FL_PLUGIN_MODULES": "counting_attention"}
@@ -35,23 +34,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def ask(model: Path, cases: list[dict[str, Any]], **variables: str) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [
-            sys.executable,
-            HERE / "attention_choices.py",
-            json.dumps({"model": str(model), "cases": cases}),
-        ],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **PLUGIN, **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    script = (HERE / "attention_choices.py").read_text()
+    request = json.dumps({"model": str(model), "cases": cases})
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **PLUGIN, **variables}
+    done = forked.run(script, request, env=env)
+    log = done.stdout + done.stderr
     marked = [line for line in done.stdout.splitlines() if line.startswith("CHOSEN ")]
-    assert len(marked) == len(cases), done.stdout
-    return [{**json.loads(line.removeprefix("CHOSEN ")), "log": done.stdout} for line in marked]
+    assert len(marked) == len(cases), log
+    return [{**json.loads(line.removeprefix("CHOSEN ")), "log": log} for line in marked]
 
 
 @pytest.fixture(scope="module")

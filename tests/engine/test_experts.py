@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_run import STOCK, Job, run
-from engines import IN_ONE_PROCESS, assert_same_bits, batches
+from engine_run import STOCK, Job
+from engines import IN_ONE_PROCESS, assert_same_bits, batches, run
 
 from vllm_fl.contracts import contracts
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 SCRIPT = """
@@ -70,13 +69,8 @@ USERS: tuple[dict[str, str], dict[str, Any]] = (
 def told(model: Callable[[str], Path]) -> list[Any]:
     """What each configuration becomes, or its error; made in one process, one after the other."""
     cases = [*((variables, {}) for variables, _, _ in LISTS), UNKNOWN, USERS]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model("qwen3")), json.dumps(cases)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **VENDOR},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **VENDOR}
+    done = forked.run(SCRIPT, str(model("qwen3")), json.dumps(cases), env=env)
     assert done.returncode == 0, done.stderr[-5000:]
     answers: list[Any] = json.loads(
         next(line for line in done.stdout.splitlines() if line.startswith("["))

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_run import STOCK, Job, largest_difference, run
-from engines import IN_ONE_PROCESS, batches
+from engine_run import STOCK, Job, largest_difference
+from engines import IN_ONE_PROCESS, batches, run
 from tiny_model import make
 
 from vllm_fl.contracts import contracts

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_run import EngineFailed, Job, largest_difference, run
-from engines import IN_ONE_PROCESS, Runner, answer_of, batches
+from engine_run import EngineFailed, Job, largest_difference
+from engines import IN_ONE_PROCESS, Runner, answer_of, batches, run
 from test_layer_lists import SCRIPT, VENDOR
 
 Plugin = Callable[..., dict[str, str]]

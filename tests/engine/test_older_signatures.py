@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import Job, largest_difference, run
-from engines import IN_ONE_PROCESS, Runner, batches
+from engine_run import Job, largest_difference
+from engines import IN_ONE_PROCESS, Runner, batches, run
 
 OPS = ("rms_norm", "rotary_embedding", "silu_and_mul")
 

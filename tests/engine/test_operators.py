@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import tiny_model
-from engine_run import STOCK, Job, largest_difference, run
-from engines import IN_ONE_PROCESS, PLUGINS, answer_of, batches
+from engine_run import STOCK, Job, largest_difference
+from engines import IN_ONE_PROCESS, PLUGINS, answer_of, batches, run
 
 LAYERS = 2
 

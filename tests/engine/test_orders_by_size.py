@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import STOCK, Job, largest_difference, run
-from engines import IN_ONE_PROCESS, batches
+from engine_run import STOCK, Job, largest_difference
+from engines import IN_ONE_PROCESS, batches, run
 
 ORDERS = """\
 op_backends:

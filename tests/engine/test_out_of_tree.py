@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import tiny_model
-from engine_run import STOCK, EngineFailed, Job, largest_difference, run
-from engines import IN_ONE_PROCESS
+from engine_run import STOCK, EngineFailed, Job, largest_difference
+from engines import IN_ONE_PROCESS, run
 from flagcx_library import built
 
 import envs

@@ -117,7 +117,7 @@ def test_a_compiled_reference_plan_is_traced_not_called(engine: Runner) -> None:
 
 
 def test_the_start_line_says_the_plan(engine: Runner) -> None:
-    log = engine("qwen3", "vendor")["log"]
+    log = engine("qwen3", "vendor", False)["log"]
     lines = [line for line in log.splitlines() if "vllm-fl: " in line and "ops planned" in line]
     assert len(lines) == 1 and len(lines[0][lines[0].index("vllm-fl: ") :]) <= 200
     assert "rms_norm=vendor.cpu" in lines[0] and "verified in" in lines[0]
@@ -137,4 +137,5 @@ def test_two_plans_have_two_digests_and_the_same_has_one(engine: Runner) -> None
 
 def test_vllm_neither_warns_of_our_variables_nor_fails(engine: Runner) -> None:
     for variant in ("stock-native", "vendor"):
-        assert "Unknown vLLM environment variable" not in engine("qwen3", variant)["log"]
+        log = engine("qwen3", variant, False)["log"]
+        assert "Unknown vLLM environment variable" not in log

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import EngineFailed, Job, run
-from engines import IN_ONE_PROCESS
+from engine_run import EngineFailed, Job
+from engines import IN_ONE_PROCESS, run
 
 PLUGINS = Path(__file__).parents[1] / "plugins"
 TWO = {

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import EngineFailed, Job, run
-from engines import IN_ONE_PROCESS, Runner, assert_same_bits, batches
+from engine_run import EngineFailed, Job
+from engines import IN_ONE_PROCESS, Runner, assert_same_bits, batches, run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import EngineFailed, Job, run
-from engines import batches
+from engine_run import EngineFailed, Job
+from engines import batches, run
 
 TWO_RANKS = {
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",

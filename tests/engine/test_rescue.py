@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_run import Job, run
-from engines import IN_ONE_PROCESS, batches
+from engine_run import Job
+from engines import IN_ONE_PROCESS, batches, run
 
 LIST = "vendor_replacer_blacklist"
 

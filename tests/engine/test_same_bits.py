@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import EngineFailed, Job, run
-from engines import IN_ONE_PROCESS, batches
+from engine_run import EngineFailed, Job
+from engines import IN_ONE_PROCESS, batches, run
 
 ORDER = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:otherbits|reference"}
 REQUIRED = {"VLLM_FL_REQUIRE": "batch_invariant"}

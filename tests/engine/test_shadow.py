@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_run import Job, largest_difference, run
-from engines import REFERENCE, Runner, assert_same_bits, batches
+from engine_run import Job, largest_difference
+from engines import IN_ONE_PROCESS, REFERENCE, Runner, assert_same_bits, batches, run
 
 PLANNED = ("rms_norm", "rotary_embedding", "silu_and_mul")
 
@@ -43,6 +43,7 @@ def test_what_begins_to_be_wrong_while_it_serves_is_named(
     ours = run(
         Job(str(model("qwen3")), batches(), logits=False),
         **plugin("drifting"),
+        **IN_ONE_PROCESS,
         VLLM_FL_PREFER="reference",
         VLLM_FL_PER_OP="silu_and_mul=vendor:drifting",
         VLLM_FL_SHADOW="0.5",

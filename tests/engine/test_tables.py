@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_run import EngineFailed, Job, run
+from engine_run import EngineFailed, Job
+from engines import run
 from measured_here import measured
 
 from vllm_fl.settings.table import Row, read_table

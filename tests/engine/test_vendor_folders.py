@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from engine_run import Job, largest_difference, run
-from engines import IN_ONE_PROCESS, Runner, batches
+from engine_run import Job, largest_difference
+from engines import IN_ONE_PROCESS, Runner, batches, run
 
 import envs
 

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import layer_table
 import pytest
-from engine_run import EngineFailed, Job, run
-from engines import IN_ONE_PROCESS, assert_same_bits, batches
+from engine_run import EngineFailed, Job
+from engines import IN_ONE_PROCESS, assert_same_bits, batches, run
 
 Runner = Callable[..., dict[str, Any]]
 
@@ -229,13 +230,7 @@ def test_the_page_of_all_layers_is_what_this_vllm_registers() -> None:
     if not data.exists():
         pytest.skip(f"docs/layers has no {data.name}")
     told = json.loads(data.read_text())["layers"]
-    done = subprocess.run(
-        [sys.executable, "-c", LAYERS.format(data=str(data))],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = forked.run(LAYERS.format(data=str(data)), env=os.environ)
     marked = [line for line in done.stdout.splitlines() if line.startswith("REGISTRY ")]
     assert marked, done.stdout + done.stderr
     found = json.loads(marked[0].removeprefix("REGISTRY "))
