@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import tiny_model
-from engine_run import STOCK, Job, largest_difference, run
-from engines import IN_ONE_PROCESS, PLUGINS, Once, Runner
+from engine_run import STOCK, Job, largest_difference
+from engines import IN_ONE_PROCESS, PLUGINS, Once, Runner, run
 
 from vllm_fl.contracts.binding import OperatorPlace
 from vllm_fl.integration.places import places
@@ -108,8 +108,8 @@ def start(once: Once, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         if stock:
             variables = {"python": os.environ["STOCK_PYTHON"], **STOCK, **IN_ONE_PROCESS}
             return once(f"stock-{family}", job, timeout=300, **variables)
-        # One of them with a process for the engine, as users start it.
-        variables = {**OURS, "OMP_NUM_THREADS": "1"} if eager else {**OURS, **IN_ONE_PROCESS}
+        # One family's with a process for the engine, as users start it.
+        variables = OURS if family == "gemma3" else {**OURS, **IN_ONE_PROCESS}
         if direct:
             variables |= {"PYTHONPATH": str(PLUGINS / "direct")}
         return run(job, timeout=300, **(variables | more))
@@ -316,7 +316,7 @@ READ = {
 """What vLLM's last pass over a compiled graph reads."""
 
 
-@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("eager", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_an_operator_that_a_model_calls_by_name_is_there_and_the_plans(
     eager: bool, start: Runner
 ) -> None:
