@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,15 @@ LIKE = {(wrong.op, wrong.mode): wrong for wrong in EVERY if not wrong.apart}
 """A kernel of each op and mode."""
 LIKE_BY_OP = {wrong.op: wrong for wrong in LIKE.values()}
 CHECKED = [wrong for wrong in EVERY if wrong.kit not in ("", "preflight")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Kernels of many kinds are judged together, and their tests fall to several workers."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = tmp_path_factory.getbasetemp().parent / "wrong-kernels"
+        folder.mkdir(exist_ok=True)
+        judging.shared_in = folder
 
 
 @pytest.mark.parametrize("wrong", EVERY, ids=lambda wrong: wrong.name)
