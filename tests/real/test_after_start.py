@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import tiny_model
-from engine_run import BIND, Job, cores, run
-from engines import IN_ONE_PROCESS, REFERENCE
+from engine_run import BIND, Job, cores
+from engines import IN_ONE_PROCESS, REFERENCE, run
 from real_engines import GEMMA, LIMIT, PLANS, SMOLLM2, Model, own_core
 
 MIXTURE = "qwen3_moe"

@@ -63,7 +63,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, tmp_path: Path) -> No
     dtype, _, called = MODELS[family]
     job = job_for(tmp_path, family)
     before = os.path.getsize(os.environ[COUNTS])
-    ours = run(job, timeout=400, **OURS)
+    ours = run(job, timeout=400, forks=True, **OURS)
     attends, calls = emulated.counted("attends", since=before), emulated.counted(since=before)
 
     (report,) = ours["report"]
@@ -80,7 +80,7 @@ def test_a_model_is_served_as_stock_serves_it(family: str, tmp_path: Path) -> No
     wanted += ["windowed"] if family == "gemma3" else []
     assert set(attends) == set(wanted), attends
 
-    stock = run(job, timeout=400, **NOT_OURS)
+    stock = run(job, timeout=400, forks=True, **NOT_OURS)
     assert ours["cached"] == stock["cached"]
     assert ours["cached"][-1] == 256  # two blocks of the long prompt before it
     assert ours["kv_blocks"] == stock["kv_blocks"]
