@@ -243,7 +243,7 @@ class LockError(StartError):
 
     code = "FL505"
 
-    def __init__(self, message: str, *, file: str, differences: Sequence[str]) -> None:
+    def __init__(self, message: str, *, file: str = "", differences: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.file = file
         self.differences = tuple(differences)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,8 @@ def test_the_first_rank_says_what_differs_on_any(settings: Settings) -> None:
     assert first.value.differences == second.value.differences == lines
     assert all(line in str(first.value) and line not in str(second.value) for line in lines)
     assert settings.locked is not None and first.value.file == settings.locked.file
+    travelled = pickle.loads(pickle.dumps(first.value))  # as from a worker of Ray's
+    assert travelled.differences == lines and str(travelled) == str(first.value)
 
 
 def test_a_warning_is_said_once(

@@ -38,8 +38,8 @@ def test_it_is_read_with_the_settings_and_travels_with_them(file: Path) -> None:
 
 
 def test_how_it_is_laid_out_does_not_count(file: Path) -> None:
-    text = json.dumps(json.loads(file.read_text()), sort_keys=True).replace(",", ",\r\n")
-    (file.parent / "other").write_text(text)
+    text = json.dumps(json.loads(file.read_text()), sort_keys=True, indent=4)
+    (file.parent / "other").write_text(text.replace("\n", "\r\n"), newline="")
     assert vars(read_lock(str(file.parent / "other"))) == {
         "file": str(file.parent / "other"),
         **CONTENTS,

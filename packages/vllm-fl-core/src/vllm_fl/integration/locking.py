@@ -197,7 +197,8 @@ def _of_vllm(device: torch.device) -> dict[str, Any]:
         if name in os.environ and value is not None and not OF_HOST.search(name)
     }
     if device.type == "cuda" and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl: Any = torch.cuda.nccl
+        found["nccl"] = ".".join(map(str, nccl.version()))
     return found
 
 
@@ -232,7 +233,8 @@ def _plain(value: Any, hides: bool = False) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(each, hides) for each in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type | OpOrder):
-        value = {name: each for name, each in vars(value).items() if not OF_HOST.search(name)}
+        names = [each.name for each in dataclasses.fields(value) if not OF_HOST.search(each.name)]
+        value = {name: getattr(value, name, None) for name in names}
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key], hides or is_secret(str(key))) for key in value}
     known = isinstance(value, float | Enum | OpOrder) or type(value).__module__ == "torch"

@@ -460,7 +460,7 @@ def seen_again(
         tries: notes what is left out, or has it.
     """
     wanted = counts or frozenset((max(serving.start.live_counts),))
-    limits = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
+    limits: dict[str, Any] = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
     limits["tries"] = tries or Tries()
     with serving.plan.record.aside():
         found = _seen_live(serving, wanted, **limits)

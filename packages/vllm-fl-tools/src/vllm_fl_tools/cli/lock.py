@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
             raise UsageError(f"one lock holds for all ranks, and rank {rank} differs: {told}")
 
 
-def _show(facts: dict[str, Any]) -> None:
+def _show(facts: Mapping[str, Any]) -> None:
     for op, of_op in facts["out"].items():
         for impl, why in of_op.items():
             say(f"{op}={impl} is out: {why}")

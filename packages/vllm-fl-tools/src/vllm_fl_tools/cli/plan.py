@@ -18,6 +18,7 @@ from vllm_fl.cli.common import UsageError, answer, asked_of, print_table, say, t
 from vllm_fl.contracts.binding import Binding, LayerPlace
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.described import Described
+from vllm_fl.errors import LockError
 from vllm_fl.integration.places import all_bindings
 from vllm_fl.logs import quiet
 from vllm_fl.settings.lock import MARK, Locked, read_lock
@@ -80,6 +81,7 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
     """The plan as JSON data."""
     facts, settings = engine.facts, engine.facts.settings
     missing = _not_in_model(engine)
+    unmet = engine.differs if settings.lock_mode == "strict" else ()
     scheduler = engine.config.scheduler_config if engine.config and engine.has_model else None
     return {
         "model": arguments.model,
@@ -99,7 +101,7 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
             }
             for op, entry in engine.plan.entries.items()
         },
-        "ends": [*engine.ends, *(engine.differs if settings.lock_mode == "strict" else ())],
+        "ends": [*engine.ends, *(f"{line} [{LockError.code}]" for line in unmet)],
         "lock": {
             "file": settings.locked.file,
             "mode": settings.lock_mode,
