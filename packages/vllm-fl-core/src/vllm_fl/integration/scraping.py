@@ -55,7 +55,8 @@ def show(named: str) -> None:
         from prometheus_client.multiprocess import MultiProcessCollector
 
         scraped = _shown[named] = Scraped(named)
-        plain = MultiProcessCollector.collect
+        collector: Any = MultiProcessCollector
+        plain = collector.collect
 
         @functools.wraps(plain)
         def collect(self: Any) -> Iterator[Any]:
@@ -63,7 +64,7 @@ def show(named: str) -> None:
             yield from scraped.collect()
 
         REGISTRY.register(scraped)
-        MultiProcessCollector.collect = collect
+        collector.collect = collect
     except Exception as error:  # vLLM dies of what a general plugin raises
         log.debug("VLLM_FL_METRICS: not on /metrics: %s", quote(error))
 
