@@ -170,7 +170,8 @@ def test_a_worker_leaves_its_report(metered: Any) -> None:
     assert (kept["rank"], kept["replica"]) == (0, 2)
     assert {"vllm", "torch", "vllm-fl-core"} <= {*kept["versions"]}
     assert "vllm-fl-ops" in kept["plugins"]
-    assert any(line.startswith("VLLM_FL_PREFLIGHT=off") for line in kept["settings"])
+    assert "preflight=off (environment VLLM_FL_PREFLIGHT)" in kept["settings"]
+    assert not any("op_backends" in line for line in kept["settings"]), "plugins' are in the plan"
 
 
 LEFT = START.replace(
