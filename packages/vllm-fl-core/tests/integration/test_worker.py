@@ -164,12 +164,14 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
 
 def test_a_worker_leaves_its_report(metered: Any) -> None:
     kept = metered["kept"]
-    assert kept["report"] == metered["report"]
+    told = {**metered["report"], "start": kept["report"]["start"]}  # its seconds go on
+    assert kept["report"] == told
     assert (kept["schema"], kept["state"], kept["error"]) == (1, "ended", None)
     assert (kept["rank"], kept["replica"]) == (0, 2)
     assert {"vllm", "torch", "vllm-fl-core"} <= {*kept["versions"]}
     assert "vllm-fl-ops" in kept["plugins"]
-    assert any(line.startswith("VLLM_FL_PREFLIGHT=off") for line in kept["settings"])
+    assert "preflight=off (environment VLLM_FL_PREFLIGHT)" in kept["settings"]
+    assert not any("op_backends" in line for line in kept["settings"]), "plugins' are in the plan"
 
 
 LEFT = START.replace(

@@ -24,7 +24,8 @@ CODES = {"EngineError": "FL601", "AcceptError": "FL602", "BisectError": "FL603"}
 """Promised, as those of core's own errors: no line is ever changed."""
 
 VERBS = (
-    "bisect", "collect", "coverage", "new", "plan", "report", "rescue", "show", "tune", "verify",
+    "bisect", "collect", "coverage", "lock", "new", "plan", "report", "rescue", "show", "tune",
+    "verify",
 )  # fmt: skip
 
 

@@ -6,14 +6,15 @@ import atexit
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..dispatch import get_default_manager
 from ..engine.state_file import StateFile, of_worker
-from ..settings.schema import Settings
+from ..settings.schema import Setting, Settings
+from ..text import scrub
 from .compat import vllm_version
 from .serving import Serving
 
@@ -51,15 +52,15 @@ def keep(
         "engine": str(getattr(serving.config, "instance_id", "")),
         "started": _now(),
         "versions": {**versions, "vllm": vllm_version()},
-        "plugins": {plugin.owner.distribution: plugin.owner.version for plugin in plugins},
-        "settings": [s.named for s in settings.values() if s.origin != "default"],
+        "plugins": {plugin.owner.label: plugin.owner.version for plugin in plugins},
+        "settings": [scrub(f"{s.key}={s.value} ({s.origin})") for s in _set(settings)],
     }
 
     def text() -> str | None:
         if serving.plan.record.is_aside:  # its counters are not those of the engine's calls
             return None
         failures = [
-            {"op": op, "impl": impl_id, "why": why}
+            {"op": op, "impl": impl_id, "why": scrub(why)}
             for (op, impl_id), why in list(serving.plan.record.failures.items())
         ]
         told = {
@@ -94,6 +95,14 @@ def _named(settings: Settings) -> Path | None:
         return None
     metrics = Path(settings.metrics)
     return metrics.parent / f"{metrics.stem}.report.json"
+
+
+def _set(settings: Settings) -> Iterator[Setting]:
+    """What the user has set, or was detected; not the orders of plugins' files."""
+    for setting in settings.values():
+        is_plugins = not getattr(setting.value, "pinned", True) or setting.key == "platform_files"
+        if setting.origin != "default" and not is_plugins:
+            yield setting
 
 
 def _now() -> str:

@@ -9,6 +9,7 @@ into memory, and a disk that is full would end the process that writes them.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import threading
@@ -27,8 +28,8 @@ PATIENCE = 1.0
 
 OURS = "vllm_fl_"
 
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"', re.ASCII)
-_ESCAPED = re.compile(r"\\(.)")
+_LABEL = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*")', re.ASCII)
+_meant = json.JSONDecoder(strict=False).decode  # JSON escapes what is escaped there, as it is
 
 Written = tuple[str, int, int]
 """A file as it was written once: its path, its number and its time."""
@@ -54,7 +55,8 @@ def show(named: str) -> None:
         from prometheus_client.multiprocess import MultiProcessCollector
 
         scraped = _shown[named] = Scraped(named)
-        plain = MultiProcessCollector.collect
+        collector: Any = MultiProcessCollector
+        plain = collector.collect
 
         @functools.wraps(plain)
         def collect(self: Any) -> Iterator[Any]:
@@ -62,7 +64,7 @@ def show(named: str) -> None:
             yield from scraped.collect()
 
         REGISTRY.register(scraped)
-        MultiProcessCollector.collect = collect
+        collector.collect = collect
     except Exception as error:  # vLLM dies of what a general plugin raises
         log.debug("VLLM_FL_METRICS: not on /metrics: %s", quote(error))
 
@@ -148,10 +150,6 @@ def _families(text: str) -> dict[str, Any]:
         elif line:
             name, _, rest = line.partition("{")
             labels, _, value = rest.rpartition("} ")
-            named = {key: _ESCAPED.sub(_meant, label) for key, label in _LABEL.findall(labels)}
+            named = {key: _meant(quoted) for key, quoted in _LABEL.findall(labels)}
             found[name].add_sample(name, named, float(value))
     return found
-
-
-def _meant(escaped: re.Match[str]) -> str:
-    return "\n" if escaped[1] == "n" else escaped[1]

@@ -23,7 +23,7 @@ from ..engine.phases import phases_of
 from ..engine.plan import Plan
 from ..engine.ranges import Range
 from ..plugins.overrides import noted
-from ..text import quote
+from ..text import quote, scrub
 from .seams.arguments import Answer
 from .seams.empty import Definition
 
@@ -274,7 +274,7 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
             serving: Serving | None = worker.vllm_fl_serving
             if serving is not None and not name.startswith("vllm_fl_"):
                 time = datetime.now(UTC).isoformat(timespec="seconds")
-                serving.error = {"method": name, "why": quote(error), "time": time}
+                serving.error = {"method": name, "why": scrub(quote(error)), "time": time}
                 if is_of_start:
                     serving.state = "failed"
                     serving.leave()

@@ -85,6 +85,8 @@ def _run(arguments: argparse.Namespace, left: list[Path], draft: Draft | None) -
             raise UsageError(f"--out {draft.path}: {error.strerror}; nothing is left") from error
         facts["written"] = str(draft.path)
     answer(facts, _show, as_json=arguments.json)
+    if draft is None and not arguments.json:
+        say("--out FILE.tar.gz names where it goes")
     if draft is None or writes:
         return 0
     if may_ask:
@@ -114,7 +116,7 @@ def _show(facts: Mapping[str, Any]) -> None:
     if facts["written"]:
         say(f"Written to {facts['written']}. Secrets are shown as {HIDDEN}; read it before it goes")
     else:
-        say("Nothing is written. --out FILE.tar.gz names where it goes")
+        say("Nothing is written.")
 
 
 def _parts(arguments: argparse.Namespace, left: list[Path]) -> Iterator[tuple[str, str]]:
@@ -163,7 +165,7 @@ def _said(*words: str) -> str:
             text, end = done.stdout, f"exit status {done.returncode}"
         except subprocess.TimeoutExpired as error:
             text, end = error.stdout or b"", f"ended: it took more than {PATIENCE:.0f} s"
-    return f"$ vllm-fl {' '.join(words)}\n{text.decode(errors='replace')}({end})\n"
+    return f"$ vllm-fl {' '.join(words)}\n{text.decode(errors='replace')}\n({end})\n"
 
 
 def _left(report: str | None) -> list[Path]:

@@ -17,8 +17,8 @@ SCHEMA = 1
 """What this release reads."""
 
 STATES = {
-    "starting": "its start is under way",
-    "serving": "it serves",
+    "starting": "its start was under way",
+    "serving": "it served then",
     "ended": "it was shut down",
     "failed": "its start failed",
 }
@@ -82,10 +82,9 @@ def _show_one(told: Mapping[str, Any]) -> None:
         f"{told.get('model')}, rank {told.get('rank')} of replica {told.get('replica')}: "
         f"{report.get('mode')}, digest {report.get('digest')}"
     )
-    how = STATES.get(state, state) if told["silent"] is None else f"state {state!r}"
     say(
         f"Process {told.get('pid')} on {told.get('host')}, started {told.get('started')}, "
-        f"written {told['written']}: {how}."
+        f"written {told['written']}: {STATES.get(state, state)}."
     )
     if told["silent"] is not None:
         say(
