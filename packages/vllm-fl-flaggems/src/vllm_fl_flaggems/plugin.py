@@ -122,7 +122,16 @@ def doctor(settings: Any) -> Iterator[Finding]:
 
 @hookimpl
 def worker_start(context: WorkerContext) -> WorkerReport | None:
-    """Replace PyTorch's operators by FlagGems's, as the settings say."""
-    from .aten import start
+    """Replace PyTorch's operators by FlagGems's, as the settings say.
 
-    return start(context)
+    Whether kernels begin early is reported, since code that was compiled for the one is not the
+    other's, and no cache of vLLM's knows the variable.
+    """
+    from .aten import start
+    from .impl.linear import begins_early
+
+    report = start(context)
+    if not begins_early(context.device):
+        return report
+    lines, facts = (report.lines, report.facts) if report else ((), {})
+    return WorkerReport(lines, {**facts, "begins early": True})
