@@ -92,7 +92,7 @@ def test_the_search_checks_what_it_times(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(module, "cold_bytes", lambda device: 1024)
     experts = Timed(4, 2, 32, 16, torch.float32)
     subject = Subject(
-        "m", experts.sizes(1), (1,), "compiled", torch.float32, CPU, frozenset(), thorough=False
+        "m", experts.sizes(8), (8,), "compiled", torch.float32, CPU, frozenset(), largest=1
     )
     found = _tiles.search(
         experts, subject, contracts()[OP], lambda name: nullcontext(), lambda: experts.now[0]

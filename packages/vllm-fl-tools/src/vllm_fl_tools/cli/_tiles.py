@@ -62,7 +62,7 @@ def search(
     from ..engine.timing import Measured
     from ..engine.tuning import Contender, OpTuning
 
-    largest = subject.sizes.tokens[-1]
+    largest = subject.largest
     tuning = OpTuning(
         experts.spec(contract),
         (),

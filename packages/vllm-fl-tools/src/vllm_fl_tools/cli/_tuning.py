@@ -88,6 +88,7 @@ class Subject:
         layers: how many hidden layers it has; 0 where that is not known.
         vocabulary: how many tokens it knows; 0 where that is not known.
         quantised: whether its weights are.
+        largest: the engine's largest batch, in tokens; 0 where that is not known.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Subject:
     layers: int = 0
     vocabulary: int = 0
     quantised: bool = False
+    largest: int = 0
 
     @property
     def told(self) -> dict[str, float]:

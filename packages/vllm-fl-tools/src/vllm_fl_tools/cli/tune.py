@@ -243,7 +243,7 @@ def _subject(
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
-        captured, plan, layers, vocabulary, quantised = None, None, 0, 0, False
+        captured, plan, layers, vocabulary, quantised, largest = None, None, 0, 0, False, 0
     else:
         if arguments.dtype is not None:
             arguments.more += ["--dtype", arguments.dtype]
@@ -259,7 +259,7 @@ def _subject(
         sizes, dtype = facts.sizes, facts.dtype
         absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
         layers, vocabulary = hidden_layers(engine), vocabulary_of(engine)
-        quantised = is_quantised(engine)
+        quantised, largest = is_quantised(engine), sizes.tokens[-1]
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
@@ -273,11 +273,12 @@ def _subject(
         absent,
         captured,
         plan,
-        None if asked or arguments.thorough else _first(tokens, captured or 0),
-        arguments.thorough,
-        layers,
-        vocabulary,
-        quantised,
+        first=None if asked or arguments.thorough else _first(tokens, captured or 0),
+        thorough=arguments.thorough,
+        layers=layers,
+        vocabulary=vocabulary,
+        quantised=quantised,
+        largest=largest,
     )
 
 

@@ -52,6 +52,8 @@ class Bench:
         self.parts: dict[str, list[list[float]]] = {}
         self.copy: Timer | None = None
         self.launches: dict[str, Callable[[], list[float]]] = {}
+        if self.captures:
+            gc.collect()  # an older graph that is freed during a capture spoils it
         self._wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
         self._flushed = torch.zeros(cold_bytes(device), dtype=torch.uint8, device=device)
 
@@ -110,8 +112,7 @@ class Bench:
 
     def _captured(self, run: Callable[[], None], calls: int) -> Timer:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.collect()
-        gc.disable()  # an older graph that is freed meanwhile spoils the capture
+        gc.disable()
         try:
             with torch.cuda.graph(graph):
                 run()

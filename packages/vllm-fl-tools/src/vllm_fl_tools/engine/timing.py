@@ -251,7 +251,8 @@ def best_edges(
     """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
 
     What a way to split gains is the product of the ratios by which the rows of all ops are then
-    faster than the default, at every number of tokens.
+    faster than the default, at every number of tokens. Of a run that chose its sizes each counts as
+    often as the one before it must be doubled to reach it: many close together tell no more.
 
     Args:
         ops: (what was found, whose code is inlined) of each op.
@@ -269,9 +270,12 @@ def best_edges(
         total = 0.0
         for ones, inlined in limited:
             rows = _rows(ones, inlined, edges)
+            before = 0.5
             for one in ones:
                 impl = next(row.impl for row in rows if one.tokens <= row.up_to)
-                total += math.log(one.ratios.get(impl) or 1.0)
+                counts = 1.0 if one.thorough else math.log2(one.tokens / before)
+                total += counts * math.log(one.ratios.get(impl) or 1.0)
+                before = one.tokens
         return round(total, 6)
 
     candidates = sorted(n for n in changes if n < largest)
@@ -287,11 +291,13 @@ class _Outcome:
     default: str
     winner: str
     ratios: Mapping[str, float | None]
+    thorough: bool
 
 
 def _outcome(one: Measured) -> _Outcome:
     names = {*one.screened, *one.finals}
-    return _Outcome(one.tokens, one.default, one.winner, {n: one.ratio(n) for n in names})
+    ratios_of = {name: one.ratio(name) for name in names}
+    return _Outcome(one.tokens, one.default, one.winner, ratios_of, one.thorough)
 
 
 def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
