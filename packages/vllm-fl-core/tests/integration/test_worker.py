@@ -146,7 +146,7 @@ def metered(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_what_watches_changes_neither_plan_nor_digest(metered: Any) -> None:
-    watched, plain = metered["report"], start()["report"]
+    watched, plain = dict(metered["report"]), start()["report"]
     assert watched.pop("start").keys() == plain.pop("start").keys()
     assert watched == plain and plain["ops"]
     assert metered["entry"] == start()["entry"], "that is what vLLM's compile-cache key has of us"

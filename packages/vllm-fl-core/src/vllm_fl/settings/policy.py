@@ -207,6 +207,11 @@ class OpOrder:
         """The tokens of one mode by the size of a call; empty where the list leaves it open."""
         return self.eager if mode == "eager" else self.compiled
 
+    def with_rows(self, mode: Mode, rows: Rows[tuple[Token, ...]]) -> OpOrder:
+        """This order with other rows in one mode."""
+        eager, compiled = (rows, self.compiled) if mode == "eager" else (self.eager, rows)
+        return dataclasses.replace(self, eager=eager, compiled=compiled)
+
     @property
     def every(self) -> tuple[Token, ...]:
         """Every token of the list, once, whatever its mode and row."""

@@ -277,16 +277,18 @@ class Settings(Mapping[str, Setting]):
             mode: the engine's.
             tuned: the ops that a table orders.
         """
+        if device is None:
+            return self
         orders = {}
-        for op, each in self.by_device.items() if device is not None else ():
+        for op, each in self.by_device.items():
             holding = (o for o in each if o.holds(device) and o.order.rows(mode))
             if (found := next(holding, None)) is None:
                 continue
             if found.order.pinned or not (op in tuned or self.is_users(op)):
                 below = self.policy.per_op_order.get(op, OpOrder((), ()))
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
-                order = dataclasses.replace(below, pinned=found.order.pinned, **{mode: rows})
-                orders[op] = order, found.why
+                order = dataclasses.replace(below, pinned=found.order.pinned)
+                orders[op] = order.with_rows(mode, rows), found.why
         return self._over(orders)
 
     def is_users(self, op: str) -> bool:

@@ -232,10 +232,7 @@ class Pinned:
         """
         measured = [(row.up_to, _tokens_of(row, base)) for row in self.table.ops[op].rows]
         order = OpOrder((), (), pinned=False) if without is None else without
-        rows = joined((*measured, (None, base)))
-        if self.table.mode == "eager":
-            return dataclasses.replace(order, eager=rows)
-        return dataclasses.replace(order, compiled=rows)
+        return order.with_rows(self.table.mode, joined((*measured, (None, base))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         ops = {op: dataclasses.replace(t, figures=()) for op, t in self.table.ops.items()}
