@@ -33,8 +33,6 @@ def arguments_of(model: str, words: Sequence[str]) -> EngineArgs:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    if not {*words} - {"--enforce-eager"}:  # to make the parser takes a second
-        return EngineArgs(model, enforce_eager=bool(words))
     words = ["--model", model, *words]
     try:
         try:
