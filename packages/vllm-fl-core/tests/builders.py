@@ -46,7 +46,7 @@ PLUGIN_SETTINGS: tuple[SettingSpec[Any], ...] = (
 """What a plugin that is not core's declares: those that users of FlagGems have."""
 
 
-class FlagSettings:
+class _Settings:
     """A plugin that has these settings and rejects by them."""
 
     @hookimpl
@@ -65,7 +65,7 @@ class FlagSettings:
 def registry_with_settings(*impls: Impl) -> OpRegistry:
     """A registry into which the plugin that declares `PLUGIN_SETTINGS` was loaded, and these."""
     registry = OpRegistry()
-    load(registry, [Found(Owner("settings"), "settings", FlagSettings)])
+    load(registry, [Found(Owner("settings"), "settings", _Settings)])
     registry.register_many(impls)
     return registry
 

@@ -562,7 +562,7 @@ def test_a_plugin_reports_of_itself_and_one_that_cannot_is_named(
 
     @hookimpl
     def doctor(settings):
-        yield Finding("acme", f"{settings['acme_streams'].named} is slow.", "Why.", "Do.")
+        yield Finding("acme", f"{settings['acme_streams'].named} is slow.", "Why.", "true")
         if settings["acme_streams"].value == "auto":
             raise OSError("no such library")
     """)

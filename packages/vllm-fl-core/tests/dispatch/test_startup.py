@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from builders import FlagSettings
 
 from vllm_fl.dispatch import startup
 from vllm_fl.dispatch.startup import Startup, detect_platform, known_platforms, start
@@ -14,7 +14,13 @@ from vllm_fl.errors import PluginError, SettingsError
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found
 from vllm_fl.plugins.registry import OpRegistry, Owner
-from vllm_fl.plugins.types import BackendImplKind, DeviceProfile, OpImpl, PolicyDefaults
+from vllm_fl.plugins.types import (
+    BackendImplKind,
+    DeviceProfile,
+    OpImpl,
+    PolicyDefaults,
+    SettingSpec,
+)
 
 
 class Acme:
@@ -337,21 +343,28 @@ def test_a_complete_override_says_which_ops_it_moves_without_naming_them(
 def test_a_complete_override_names_what_a_lost_blacklist_moves(
     begin: Begin, tmp_path: Path
 ) -> None:
-    class Flagging(Shipping):
+    white, black = "vendor_acme_whitelist", "vendor_acme_blacklist"
+
+    class Listing(Shipping):
         """Kernels that its own blacklist keeps out."""
 
-        settings, rejections = FlagSettings.settings, FlagSettings.rejections
+        @hookimpl
+        def settings(self) -> list[SettingSpec[tuple[str, ...] | None]]:
+            lists = {"in_file": True, "names": "op"}
+            return [
+                SettingSpec(white, "VLLM_FL_VENDOR_ACME_WHITE", None, **lists, excludes=black),
+                SettingSpec(black, "VLLM_FL_VENDOR_ACME_BLACK", (), **lists),
+            ]
 
         @hookimpl
-        def register_ops(self) -> list[OpImpl]:
-            kind = BackendImplKind.DEFAULT
-            return [OpImpl(op, "default.flagos", kind, print) for op in ("rms_norm", "relu2")]
+        def rejections(self, settings: Any, op: str, impls: Any) -> dict[str, str]:
+            return {"vendor.acme": black} if op in settings[black].value else {}
 
-    (tmp_path / "p.yaml").write_text("flagos_blacklist: [relu2, mm, zeros, add, sub]\n")
+    (tmp_path / "p.yaml").write_text(f"{black}: [silu_and_mul, mm, zeros, add, sub]\n")
     (tmp_path / "own.yaml").write_text("strict: false\n")
     env = {"VLLM_FL_CONFIG": str(tmp_path / "own.yaml")}
-    made = begin(env, Flagging(tmp_path / "p.yaml"), platform="cpu")
+    made = begin(env, Listing(tmp_path / "p.yaml"), platform="cpu")
     said = " ".join(made.settings.warnings)
-    assert "lost: add, mm, relu2 and 2 more (flagos_blacklist)" in said
-    assert "relu2 (from stock.vllm to default.flagos in eager engines)" in said
+    assert f"lost: add, mm, silu_and_mul and 2 more ({black})" in said
+    assert "silu_and_mul (from stock.vllm to vendor.acme in eager engines)" in said
     assert "rms_norm" not in said

@@ -70,10 +70,10 @@ def test_an_entry_says_what_runs_at_which_size(mode: Any) -> None:
     )
     assert found.told == {
         "impl": "default.flagos",
-        "reason": "the order says flagos",
+        "reason": "your order says flagos",
         "rows": [
-            {"up_to": 4, "impl": "vendor.acme", "reason": "the order says vendor"},
-            {"up_to": 16, "impl": "stock", "reason": f"the order says stock ({why})"},
+            {"up_to": 4, "impl": "vendor.acme", "reason": "your order says vendor"},
+            {"up_to": 16, "impl": "stock", "reason": f"your order says stock ({why})"},
         ],
     }
     assert [i.impl_id for i in found.impls] == ["default.flagos", "reference.torch", "vendor.acme"]

@@ -207,7 +207,7 @@ def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
     for name in ("VLLM_FL_PREFLIGHT", "USE_FLAGGEMS", "VLLM_FL_OOT_ENABLED"):
         assert name not in warning
     assert f"{platform} (acme)" in warning
-    assert "3 of flagos_blacklist, 1 of oot_blacklist" in warning
+    assert "lost: add, exp, sub (flagos_blacklist), RMSNorm (oot_blacklist)" in warning
     assert settings["strict"].overrides == (
         ("0", "environment VLLM_FL_STRICT"),
         (True, f"{platform}:1 (acme)"),

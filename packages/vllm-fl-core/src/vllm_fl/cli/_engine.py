@@ -211,7 +211,6 @@ def _asking(what: str) -> Iterator[None]:
         with doing(what), silence(ours=False):
             yield
     finally:
-        gc.freeze()
         gc.enable()
         if not is_set:
             os.environ.pop(level, None)

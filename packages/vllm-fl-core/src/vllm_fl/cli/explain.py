@@ -295,9 +295,9 @@ def _show_view(view: Mapping[str, Any]) -> None:
         _show_order("more tokens", view)
         if view["mode"] == "compiled":
             say(
-                "The compiler takes it whole, as one operator that looks its row up when it runs: "
-                "nothing is fused into it. Where vLLM compiles by range of sizes, as on GPUs, what "
-                "can be traced is inlined in its range: the start line says where."
+                "The compiler sees one operator, which picks the row when it runs: nothing is "
+                "fused into it. On GPUs, where vLLM compiles by range of sizes, code that can be "
+                "traced is inlined in its range."
             )
     else:
         _show_order(f"\n{where}", view, note, f"  ({view['origin']})")

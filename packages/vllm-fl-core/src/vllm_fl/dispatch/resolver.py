@@ -164,7 +164,7 @@ def resolve(
         reason = f"{whose} order says stock" if ordered else UNORDERED
         ranked.append(((named["stock"], 0, ""), STOCK, reason))
     elif engine and not forced:
-        ranked.append(((len(order), 0, ""), STOCK, "implicit last"))
+        ranked.append(((len(order), 0, ""), STOCK, "vLLM's own code comes last"))
     candidates = [
         Candidate(impl, "selected" if n == 0 else "eligible", reason)
         for n, (_, impl, reason) in enumerate(sorted(ranked, key=itemgetter(0)))

@@ -306,14 +306,14 @@ def _moved(before: Settings, after: Settings, registry: OpRegistry) -> dict[str,
     """`A to B in eager engines` -> the ops of which others of two settings choose so."""
     moved: dict[str, list[str]] = {}
     for op, impls in registry.snapshot().impls_by_op.items():
-        barred = [(each, rejections(registry.plugins, each, op, impls)) for each in (before, after)]
+        policies = before.policy, after.policy
+        barred = [rejections(registry.plugins, each, op, impls) for each in (before, after)]
         for where, mode, engine in VIEWS:
-            was, now = (
-                resolve(
-                    op, impls, each.policy, mode=mode, engine=engine, rejections=rejected
-                ).selected
-                for each, rejected in barred
+            traces = (
+                resolve(op, impls, policy, mode=mode, engine=engine, rejections=rejected)
+                for policy, rejected in zip(policies, barred, strict=True)
             )
+            was, now = (trace.selected for trace in traces)
             if was is not now:
                 ids = (chosen.impl_id if chosen else "nothing" for chosen in (was, now))
                 moved.setdefault(f"{' to '.join(ids)} in {where}", []).append(op)

@@ -15,7 +15,7 @@ class Finding:
         check: the check that found it, for programs (`vllm-plugins`).
         what: what is wrong, one sentence.
         why: what follows from it, or what caused it.
-        todo: what ends it.
+        todo: what ends it: a command, which a shell takes as it stands.
     """
 
     check: str

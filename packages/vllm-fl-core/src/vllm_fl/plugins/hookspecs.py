@@ -232,7 +232,7 @@ def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
         def doctor(settings):
             if not os.path.exists("/opt/acme"):
                 yield Finding("acme", "Acme's library is not installed.", "Its kernels are there.",
-                              "Install /opt/acme.")
+                              "pip install acme-kernels")
     """
 
 

@@ -189,7 +189,7 @@ class _File:
                 continue
             order = self.order(key, value)
             if op == DEFAULT and any(len(rows) > 1 for rows in (order.eager, order.compiled)):
-                problem = f"orders by size are for ops, and {DEFAULT} is for what has no size, too"
+                problem = f"{DEFAULT} has no rows by size: it orders attention and layers, too"
                 raise wrong(key, self.at(key_node), problem)
             yield Setting(key, order, self.at(key_node), variable=PER_OP)
 
