@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_fl.logs import get_logger
+from vllm_fl import get_logger
 
 from ..loading import flag_gems
 
