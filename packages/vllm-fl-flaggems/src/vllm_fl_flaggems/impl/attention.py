@@ -1,7 +1,8 @@
 """Attention for vLLM's v1 engine, on FlagGems's `flash_attn_varlen_func`.
 
-vLLM's FlashAttention backend with four things changed: the kernels, the shape of the KV cache, what is
-refused, and what has run before the first request. Imported where the plan chose it: it needs vLLM.
+vLLM's FlashAttention backend with four things changed: the kernels, the shape of the KV cache, what
+is refused, and what has run before the first request. Imported only where the plan chose it: it
+needs vLLM.
 """
 
 from __future__ import annotations
