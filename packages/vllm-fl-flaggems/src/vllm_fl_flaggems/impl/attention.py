@@ -1,7 +1,8 @@
 """Attention for vLLM's v1 engine, on FlagGems's `flash_attn_varlen_func`.
 
-vLLM's FlashAttention backend with three things changed: the kernels, the shape of the KV cache, and
-what is refused. Imported only where the plan chose it: it needs vLLM.
+vLLM's FlashAttention backend with four things changed: the kernels, the shape of the KV cache, what
+is refused, and what has run before the first request. Imported only where the plan chose it: it
+needs vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_fl.logs import get_logger
+from vllm_fl import get_logger
 
 from ..loading import flag_gems
 
