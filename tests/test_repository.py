@@ -143,7 +143,7 @@ print(json.dumps(sorted(loaded)))
     )
     plugins = [f"vllm_fl.plugin: {name.removeprefix('vllm-fl-')}" for name in BACKENDS]
     ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
-    ours += ["vllm_fl.contracts: ops"]
+    ours += ["vllm_fl.contracts: ops", "pytest11: vllm-fl"]
     verbs = [
         f"vllm_fl.cli: {verb}"
         for name in (CORE, TOOLS)
@@ -247,6 +247,7 @@ OWN_FOLDERS = {
     "_flashinfer_bench.py": "a draft in such a folder",
     "bisect.py": "settings in such a folder",
     "engine.py": "a model in such a folder",
+    "lock.py": "a draft in such a folder",
     "new.py": "a package in such a folder",
     "rescue.py": "settings in such a folder",
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
+from vllm_fl.files import Draft
 from vllm_fl.integration.places import stock_form
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class Experts:
         told = {"triton_version": triton.__version__, **{str(n): dict(entries[n]) for n in entries}}
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.file_name
-        path.write_text(json.dumps(told, indent=4) + "\n")
+        with Draft(path) as draft:
+            draft.put((json.dumps(told, indent=4) + "\n").encode())
         return path
 
     def spec(self, contract: OpSpec) -> OpSpec:
