@@ -119,6 +119,9 @@ def _begin(
     gc.freeze()  # vLLM collects garbage many times: not among what was imported before
     try:
         function(*arguments)
+    except Exception:  # told, and its process ended, as an interpreter does
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # which a process that multiprocessing began leaves out
 
