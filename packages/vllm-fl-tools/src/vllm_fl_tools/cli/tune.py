@@ -184,8 +184,8 @@ def run(arguments: argparse.Namespace) -> int:
             table=json.loads(table.text),
         )
     else:
-        more = [*work.estimates(table), *_spent(work.done, work.phases)]
-        _show(out, table, [*work.remarks, *more])
+        worth = [*work.estimates(table), *_spent(work.done, work.phases)]
+        _show(out, table, [*work.remarks, *worth])
         if tiles is not None:
             _tiles.shown(*tiles)
     return 0 if table.ops else 1
