@@ -66,13 +66,13 @@ def find_idle(
     both = set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors
     if both:
         allowed = settings["allow_vendors"]
-        rest = ",".join(vendor for vendor in allowed.names if vendor not in both)
-        is_variable = rest and allowed.origin.startswith("environment")
+        kept = ",".join(vendor for vendor in allowed.names if vendor not in both)
+        is_variable = kept and allowed.origin.startswith("environment")
         yield Finding(
             CHECK,
             f"{settings['allow_vendors'].named} has no effect for {', '.join(sorted(both))}.",
             f"{settings['deny_vendors'].named} denies it too, and deny beats allow.",
-            exported(Settings.allow_vendors.variable, rest) if is_variable else allowed.undo,
+            exported(Settings.allow_vendors.variable, kept) if is_variable else allowed.undo,
         )
     loaded = [plugin for plugin in plugins if plugin.status != "disabled"]
     if settings.strict_plugins and not loaded:
