@@ -363,9 +363,8 @@ def _show(out: Path, table: Table, remarks: list[str]) -> None:
 
 
 def _spent(done: int, phases: Mapping[str, float]) -> Iterator[str]:
-    if phases:
-        told = ", ".join(f"{name} {seconds:.0f}" for name, seconds in phases.items())
-        yield f"{done} measurements. Seconds of this run: {told}."
+    told = [f"{name} {seconds:.0f}" for name, seconds in phases.items() if seconds >= 0.5]
+    yield f"{done} measurements." + f" Seconds of this run: {', '.join(told)}." * bool(told)
 
 
 def _rows(op: str, tuned: TunedOp) -> Iterator[tuple[str, ...]]:
