@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import signal
 import time
@@ -701,3 +702,12 @@ def test_what_is_wrong_in_a_captured_graph_alone(
     assert list(found) == ([] if said is None else [key])
     if said is not None:
         assert found[key][0].startswith(said)
+
+
+def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
+    """Its row ends there: what it does with more, no call of the engine's will show."""
+    fn = wrong_in_the_last_row_of_a_large_batch
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    for most, faults in ((64, 0), (math.inf, 1)):
+        request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, seconds=0.0)
+        assert len(find_faults(request).faults) == faults

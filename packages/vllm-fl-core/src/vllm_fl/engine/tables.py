@@ -79,7 +79,7 @@ def standing(
 
 def under(facts: EngineFacts, table: Standing) -> EngineFacts:
     """`facts` with the orders of the table, if it acts, and those for the engine's device."""
-    settings, tuned = facts.settings, frozenset[str]()
+    settings, tuned = facts.settings, set[str]()
     if settings.pinned is not None and table.digest:
         tuned = settings.pinned.table.ops.keys() - table.left_out.keys()
         settings = settings.with_table(table.left_out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -66,6 +67,7 @@ class Role:
             their weight.
         captured: the token count at which vLLM will capture it in a graph; 0 for none.
         in_graphs: whether compiled graphs may have its traced form.
+        most: the most tokens of a call that it may serve, where the op is ordered by size.
     """
 
     impl: OpImpl
@@ -74,6 +76,7 @@ class Role:
     warm: Sequence[int] = ()
     captured: int = 0
     in_graphs: bool = False
+    most: float = math.inf
 
     @property
     def key(self) -> tuple[str, str]:
@@ -143,8 +146,13 @@ class Request:
         Nothing of them is left afterwards, nor of what was compiled.
         """
         made = {}
-        for op in dict.fromkeys(role.impl.op_name for role in self.roles):
-            fixed, given = (self.device, self.sizes, self.seed), self.provided.get(op, ())
+        most: dict[str, float] = {}
+        for role in self.roles:
+            op = role.impl.op_name
+            most[op] = max(role.most, most.get(op, 1))
+        for op, tokens in most.items():
+            sizes = self.sizes and _up_to(tokens, self.sizes)
+            fixed, given = (self.device, sizes, self.seed), self.provided.get(op, ())
             kinds = dtypes_of(self.specs[op], self.dtype)
             made[op] = [Trials(self.specs[op], kind, *fixed, given) for kind in kinds]
         yield made
@@ -152,6 +160,12 @@ class Request:
             torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
         made.clear()
         release(self.device)
+
+
+def _up_to(most: float, sizes: ModelSizes) -> ModelSizes:
+    """The sizes with batches of at most so many tokens."""
+    counts = {int(min(n, most)) for n in sizes.tokens}
+    return dataclasses.replace(sizes, tokens=tuple(sorted(counts)))
 
 
 def lowered(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ before the model is built, then once more on the tensors of the model that was l
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..contracts.binding import Binding, FusionPlace, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
+from ..dispatch.guard import Chain
 from ..engine.digest import fingerprint
 from ..engine.facts import EngineFacts
 from ..engine.live import Live
@@ -42,7 +44,7 @@ from .ranks import (
     lacking,
     refusing,
 )
-from .seams import attention, communicator, fusions, whole_layers
+from .seams import attention, communicator, fusions, torch_operators, whole_layers
 from .seams.layers import foreign_code, layer_for, layer_table
 from .serving import Serving, calling
 
@@ -166,6 +168,7 @@ class Start:
         owners = get_default_manager().registry.snapshot().owners
         table = installed_bindings()
         found_by_passes = {op for op, _, _ in fusions.operators(plan)}
+        in_ranges = torch_operators.by_range(plan)
         for op, entry in plan.entries.items():
             meets = meets_a_compiler(table.get(op))
             for impl in entry.impls:
@@ -181,7 +184,8 @@ class Start:
                 compiled = plan.as_compiled(op, impl, inlined=by_range) if is_compiled else None
                 in_graphs = op in found_by_passes and is_first and impl.traced is not None
                 owner = owners[key].name if key in owners else ""
-                roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs))
+                most = _most_tokens(in_ranges.get(op), impl)
+                roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs, most))
         asks = self.facts.wants_invariance
         assert self.facts.dtype is not None  # a worker has a model
         request = Request(
@@ -242,6 +246,14 @@ class Start:
         unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
         told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
+
+
+def _most_tokens(chain: Chain | None, impl: OpImpl) -> float:
+    """The most tokens of a call that `impl` may serve by these rows; without rows any number."""
+    if chain is None:
+        return math.inf
+    serving = (n for n, impls in chain.rows if any(impl.impl_id == i.impl_id for i in impls))
+    return max((math.inf if n is None else n for n in serving), default=math.inf)
 
 
 class Agreed(NamedTuple):
