@@ -79,9 +79,9 @@ def standing(
 
 def under(facts: EngineFacts, table: Standing) -> EngineFacts:
     """`facts` with the orders of the table, if it acts, and those for the engine's device."""
-    settings, tuned = facts.settings, set[str]()
+    settings, tuned = facts.settings, frozenset[str]()
     if settings.pinned is not None and table.digest:
-        tuned = settings.pinned.table.ops.keys() - table.left_out.keys()
+        tuned = frozenset(settings.pinned.table.ops.keys() - table.left_out.keys())
         settings = settings.with_table(table.left_out)
     settings = settings.with_devices(facts.device, facts.mode, tuned)
     return facts if settings is facts.settings else dataclasses.replace(facts, settings=settings)

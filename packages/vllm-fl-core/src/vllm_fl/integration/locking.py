@@ -190,7 +190,7 @@ def _of_vllm(device: torch.device) -> dict[str, Any]:
     import torch
     from vllm import envs
 
-    factors = getattr(envs, "compile_factors", dict)()
+    factors: dict[str, Any] = getattr(envs, "compile_factors", dict)()
     found = {
         f"variable {name}": _plain(value, is_secret(name))
         for name, value in factors.items()

@@ -286,8 +286,8 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         began = time.monotonic()
         # Where no sequence is longer than the window, the kernel is that of a layer without one.
         longest = [length] if window[0] < 0 else sorted({1, length})
-        made = {"dtype": query.dtype, "device": query.device}
-        counts = {"dtype": torch.int32, "device": query.device}
+        made: dict[str, Any] = {"dtype": query.dtype, "device": query.device}
+        counts: dict[str, Any] = {"dtype": torch.int32, "device": query.device}
         for (sequences, each), most in product(_batches(tokens, requests, length), longest):
             shape = (sequences * each, self.num_heads, self.head_size)
             try:

@@ -254,7 +254,7 @@ def _main(request: dict[str, Any]) -> None:
     given, longest = request.get("arguments"), request.get("longest")
     try:
         if request.get("as_served"):
-            return answer(**_as_served(request["model"], given))
+            return answer(**_as_served(request["model"], given or []))
         if given:
             options |= _parsed(request["model"], given)
         if longest is not None:
