@@ -201,7 +201,7 @@ def entry_of(engine: Described, op: str) -> PlanEntry | None:
 def _asking(what: str) -> Iterator[None]:
     """In the block this is what the verb is at, and vLLM says no more than errors.
 
-    What it imports stays: to look through that for garbage takes a tenth of the time.
+    What it imports stays: to look through that for garbage takes a second of CPU.
     """
     level = "VLLM_LOGGING_LEVEL"
     is_set = level in os.environ
