@@ -43,6 +43,7 @@ OF_CLASSES = {
     "LockError": "FL505",
     "UsageError": "FL701",
     "VerbError": "FL703",
+    "NoTemporaryFolderError": "FL520",
 }
 """Promised: people search for codes, so that lines are added here and none is ever changed."""
 
@@ -112,7 +113,9 @@ def test_each_check_of_doctor_has_a_code_which_does_not_change() -> None:
 
 
 def test_codes_of_different_things_differ() -> None:
-    assert not {*OF_CLASSES.values()} & {*OF_FINDINGS.values(), *OF_TOOLS}
+    # A start, and every other verb, would end with the very error.
+    foretold = {OF_FINDINGS["lock"], OF_FINDINGS["torch"]}
+    assert {*OF_CLASSES.values()} & {*OF_FINDINGS.values(), *OF_TOOLS} == foretold
     assert not OF_WARNINGS & {*OF_CLASSES.values(), *OF_FINDINGS.values()}
 
 

@@ -171,8 +171,9 @@ def test_without_a_temporary_folder_a_verb_ends_with_one_error(
     def none() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setattr(tempfile, "gettempdir", none)
     plugin()
-    done = fl(verb)
+    with monkeypatch.context() as within:  # pytest needs temporary files itself
+        within.setattr(tempfile, "gettempdir", none)
+        done = fl(verb)
     assert (done.status, done.out) == (1, "")
     assert done.err.count("FL520") == 2, "the error, and where its page is"

@@ -209,6 +209,8 @@ def undeclared(declared: set[str]) -> dict[str, set[str]]:
 
 
 OF_PLACES = {
+    "GemmaRMSNorm",
+    "RMSNorm",
     "TritonExperts",
     "chunk_gated_delta_rule",
     "grouped_topk",

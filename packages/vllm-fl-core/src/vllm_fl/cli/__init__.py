@@ -33,6 +33,12 @@ class _Version(argparse.Action):
         parser.exit(GOOD)
 
 
+class NoTemporaryFolderError(VllmFLError):
+    """There is no folder for temporary files, without which torch cannot be imported."""
+
+    code = "FL520"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb.
 
@@ -63,15 +69,14 @@ def _check_temporary_folder() -> None:
     """torch and plugins fail without one, each in words of its own, and a second try may crash.
 
     Raises:
-        VllmFLError: there is none.
+        NoTemporaryFolderError: there is none.
     """
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
-        raise VllmFLError(
+        raise NoTemporaryFolderError(
             f"torch cannot be imported: {error.strerror}. Set TMPDIR to a folder that may be "
-            "written, or make /tmp one",
-            code="FL520",
+            "written, or make /tmp one"
         ) from error
 
 

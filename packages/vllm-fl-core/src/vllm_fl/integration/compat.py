@@ -77,7 +77,8 @@ _NAMES = {
     ),
     "config.model": (
         "ModelConfig: dtype get_head_size get_hidden_size get_num_attention_heads "
-        "get_num_kv_heads get_vocab_size hf_text_config max_model_len quantization use_mla",
+        "get_num_kv_heads get_vocab_size hf_config hf_text_config max_model_len quantization "
+        "use_mla",
     ),
     "config.parallel": (
         "ParallelConfig: data_parallel_size enable_expert_parallel pipeline_parallel_size "
@@ -97,6 +98,7 @@ _NAMES = {
         "GroupCoordinator: cpu_group device_communicator rank world_size",
         "_groups get_world_group",
     ),
+    "engine.arg_utils": ("EngineArgs",),
     "forward_context": (
         "ForwardContext: no_compile_layers skip_compiled",
         "create_forward_context get_forward_context is_forward_context_available",
