@@ -29,7 +29,7 @@ from vllm.usage.usage_lib import UsageContext
 
 from vllm_fl.cli import main
 from vllm_fl.dispatch import reset_default_manager
-from vllm_fl.engine import identity
+from vllm_fl.engine import digest, identity
 from vllm_fl.errors import LockError
 from vllm_fl.integration.locking import facts_of_lock, labels
 from vllm_fl.integration.models import model_facts
@@ -80,6 +80,7 @@ for number, case in enumerate(cases):
     os.environ.update(clean | {"VLLM_FL_LOCK": file} | case["variables"])
     sys.path[:] = [*case["path"], *path]
     importlib.invalidate_caches()
+    digest._code_of.cache_clear()  # what lies in a folder is another's for each case
     for name in [name for name in sys.modules if name.startswith("locked_")]:
         del sys.modules[name]
     for name, value in case["machine"].items():
@@ -184,7 +185,7 @@ def cases(
         ),
         "arguments": (
             {"words": ["--max-num-seqs", "3"], "options": {"max_num_seqs": 3}},
-            "engine arguments: max_num_seqs is 3, not",
+            "engine arguments: ",  # vLLM makes others of it
         ),
         "port": ({"words": ["--port", "8001", "--served-model-name", "m"]}, ""),
     } | {"(first)": (plain, "")}
@@ -236,8 +237,11 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     assert first["samples"] and 1 in first["counts"] and "further counts" in first
     job = Job(folder, batches()[:1], options=sizes, logits=False)
     named = {"VLLM_FL_LOCK": str(file)}
-    served = run(job, VLLM_FL_REPORT=str(tmp_path / "chat.json"), **named)
-    assert f"seed {lock.seed}" in served["log"] and "[FL505]" not in served["log"]
+    kept = tmp_path / "chat.json"
+    served = run(job, VLLM_FL_REPORT=str(kept), **named)
+    told = json.loads(kept.read_text())
+    assert f"seed {lock.seed}" in told["report"]["remarks"] and told["lock"] == []
+    assert "[FL505]" not in served["log"]
     with pytest.raises(EngineFailed) as ended:
         run(job, VLLM_FL_PREFER="reference", **named)
     line = "setting prefer is reference (environment VLLM_FL_PREFER); the lock has nothing"
