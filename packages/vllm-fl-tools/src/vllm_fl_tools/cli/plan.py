@@ -62,6 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
             elif "lock" in other:
                 with _variable(Settings.lock.variable, arguments.diff):
                     other["differs"] = list(_engine(arguments).differs)
+                mine = facts["plan"]["ops"]  # a lock has what serves, in this model or not
+                lacks = mine.keys() - _in_model(mine).keys()
+                other["ops"] = {op: each for op, each in other["ops"].items() if op not in lacks}
             facts["diff"] = {
                 "with": arguments.diff,
                 "ops": _differences(facts["plan"], other),
