@@ -178,7 +178,16 @@ def cases(
             {"variables": {**with_table, "VLLM_FL_PREFER": "reference"}},
             "setting prefer is reference (environment VLLM_FL_PREFER); the lock has nothing",
         ),
-        "log level": ({"variables": {**with_table, "VLLM_FL_LOG_LEVEL": "DEBUG"}}, ""),
+        "log level": (
+            {
+                "variables": {
+                    **with_table,
+                    "VLLM_FL_LOG_LEVEL": "DEBUG",
+                    "VLLM_LOGGING_LEVEL": "WARNING",
+                }
+            },
+            "",
+        ),
         "model": (
             {"model": changed(qwen, folder / "other", rms_norm_eps=1e-3)},
             "model configuration: rms_norm_eps is 0.001, not",

@@ -266,4 +266,4 @@ def test_usage(bisect: Any, fl: Command, tmp_path: Path) -> None:
     done = bisect()
     assert done.status == 2 and "it has no weights" in done.err
     done = fl("bisect", "--model", "elsewhere")
-    assert done.status == 2 and "has no config.json" in done.err
+    assert done.status == 2 and "it is no folder" in done.err

@@ -142,7 +142,7 @@ def test_a_profile_without_kernels_says_what_is_missing(coverage: Any) -> None:
         (("--prompt-tokens", "390"), "this engine takes 400"),
         (("--bad",), "vLLM does not take these arguments: unrecognized arguments: --bad"),
         (("--worker_extension_cls=x.Y",), "--worker-extension-cls: this command gives"),
-        (("--model", "nowhere"), "--model nowhere: it has no config.json"),
+        (("--model", "nowhere"), "--model nowhere: it is no folder"),
     ],
 )
 def test_one_clear_error(coverage: Any, arguments: tuple[str, ...], said: str) -> None:

@@ -66,6 +66,7 @@ def test_ops_that_would_change(fl: Command, plugin: Plugin) -> None:
         (("plan", "--from", "vllm-fl.lock", "--model", "m"), None),
         (("plan", "--from", "vllm-fl.lock"), "{"),
         (("plan", "--diff", "vllm-fl.lock"), '{"vllm_fl_lock": 1}'),
+        (("plan", "--diff", "vllm-fl.lock"), "prefer: vendor"),  # by its name a lock
         (("plan",), '{"vllm_fl_lock": 2}'),
         (("lock", "--model", "."), None),
     ],

@@ -81,12 +81,14 @@ def test_strict_mode_that_would_end_the_start(fl: Command, plugin: Plugin) -> No
         ("--mode", "script"),
         ("--diff", "absent.yaml"),
         ("--diff", "other.json"),
+        ("--diff", "settings.json"),  # by its name a plan
         ("--diff", "wrong.yaml"),
     ],
 )
 def test_wrong_arguments(fl: Command, plugin: Plugin, arguments: tuple[str, ...]) -> None:
     plugin(TWO)
     Path("other.json").write_text('{"plan": {"ops": {"rms_norm": 3}}}')
+    Path("settings.json").write_text('{"prefer": "vendor"}')
     Path("wrong.yaml").write_text("op_backends: {silu_and_mul: [vendr]}\n")
     done = fl("plan", *arguments, "--json")
     assert (done.status, done.out) == (2, "") and done.err

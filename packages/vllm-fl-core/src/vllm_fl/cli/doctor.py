@@ -180,9 +180,8 @@ def _of_engine(
         ends[f"{first.unasked}."] = None
     found = [_ending(why) for why in ends]
     for why in dict.fromkeys("; ".join(each.differs) for each in engines if each.differs):
-        lock = first.facts.settings["lock"]
-        what = f"An engine differs from {lock.named}."
-        found.append(Finding("lock", what, f"{why}. `vllm-fl lock` locks anew.", lock.undo))
+        what = f"An engine differs from {first.facts.settings['lock'].named}."
+        found.append(Finding("lock", what, f"{why}.", _page_of(why, "FL505")))
     return [*found, *warned(first.facts.settings, os.environ)]
 
 

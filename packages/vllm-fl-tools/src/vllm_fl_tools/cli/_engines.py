@@ -165,7 +165,8 @@ def takes_model(parser: argparse.ArgumentParser) -> None:
 def check_model(model: str) -> None:
     """Raise UsageError where a folder holds no model."""
     if not (Path(model) / "config.json").is_file():
-        raise UsageError(f"--model {model}: it has no config.json")
+        what = "has no config.json" if Path(model).is_dir() else "is no folder"
+        raise UsageError(f"--model {model}: it {what}")
 
 
 def planned() -> Startup:

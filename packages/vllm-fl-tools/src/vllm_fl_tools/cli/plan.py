@@ -62,6 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
             elif "lock" in other:
                 with _variable(Settings.lock.variable, arguments.diff):
                     other["differs"] = list(_engine(arguments).differs)
+                mine = facts["plan"]["ops"]  # a lock has what serves, in this model or not
+                lacks = mine.keys() - _in_model(mine).keys()
+                other["ops"] = {op: each for op, each in other["ops"].items() if op not in lacks}
             facts["diff"] = {
                 "with": arguments.diff,
                 "ops": _differences(facts["plan"], other),
@@ -157,12 +160,14 @@ def _given(what: str) -> dict[str, Any] | None:
         text = Path(what).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is no text"
-        raise UsageError(f"--diff {what}: it cannot be read: {why}") from error
+        wrong = f"--diff {what}: it is neither `{STOCK}` nor a file that can be read: {why}"
+        raise UsageError(wrong) from error
     try:
         told = json.loads(text)
     except ValueError:  # as YAML is
-        return None
-    if not isinstance(told, dict) or "plan" not in told:
+        told = None
+    is_plan = isinstance(told, dict) and "plan" in told
+    if not is_plan and Path(what).suffix != ".json":
         return None
     try:
         ops = {op: _told(each) for op, each in _in_model(told["plan"]["ops"]).items()}
@@ -173,10 +178,10 @@ def _given(what: str) -> dict[str, Any] | None:
 
 
 def _is_lock(path: str) -> bool:
-    """Whether a file is a lock, a broken one included."""
+    """Whether a file is a lock, or is named as one; a broken one included."""
     try:
         with open(path, encoding="utf-8") as file:
-            return any(f'"{MARK}"' in line for line in file)
+            return path.endswith(".lock") or any(f'"{MARK}"' in line for line in file)
     except (OSError, ValueError):
         return False
 

@@ -89,7 +89,8 @@ def _show_one(told: Mapping[str, Any]) -> None:
     if told["silent"] is not None:
         say(
             f"It has not written for {told['silent']} s, though it does every {EVERY:.0f} s: it "
-            "was killed, or the file can no longer be written. What came after that is not in it."
+            "was killed, as on SIGTERM by vLLM without --shutdown-timeout, or the file can no "
+            "longer be written. What came after that is not in it."
         )
     error = told.get("error")
     if error:
