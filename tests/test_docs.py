@@ -53,7 +53,8 @@ DECLARED = {**ITEMS, **{spec.key: spec for spec in SETTINGS}}
 VARIABLES = variables(DECLARED)
 load_settings = partial(loading.load_settings, plugins=SETTINGS)
 
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")])
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), *GUIDES, *ROOT.glob("*.md")])
 EVERY_PAGE = [
     *PAGES,
     *sorted(ROOT.glob("packages/*/README.md")),
@@ -334,6 +335,25 @@ def test_every_yaml_example_loads(number: int, tmp_path: Path) -> None:
     assert settings.warnings == ()
 
 
+@pytest.mark.parametrize("path", GUIDES, ids=lambda p: p.stem)
+def test_every_settings_file_in_a_guide_loads(path: Path, tmp_path: Path) -> None:
+    """Those of a manifest, too: a ConfigMap holds them as text."""
+    texts = blocks(path.read_text(), "yaml")
+    for manifest in blocks(path.read_text(), "yml"):
+        for each in yaml.safe_load_all(manifest):
+            assert {"apiVersion", "kind", "metadata"} <= set(each)
+            texts += each.get("data", {}).values()
+    for text in texts:
+        file = tmp_path / "fl.yaml"
+        file.write_text(text)
+        assert load_settings({CONFIG: str(file)}).warnings == ()
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda p: p.stem)
+def test_a_guide_has_six_hundred_words_at_most(path: Path) -> None:
+    assert len(path.read_text().split()) <= 600
+
+
 @pytest.mark.parametrize("number", range(len(blocks(page("settings.md"), "sh"))))
 def test_every_shell_example_loads(number: int, tmp_path: Path) -> None:
     text = page("settings.md")
@@ -388,8 +408,9 @@ def test_internal_links_resolve(path: Path) -> None:
 def test_the_readme_leads_to_the_list_of_every_page() -> None:
     assert "(docs/README.md)" in (ROOT / "README.md").read_text()
     listed = page("README.md")
-    pages = [p.name for p in PAGES if p.parent.name == "docs" and p.name != "README.md"]
-    assert not [name for name in pages if f"({name})" not in listed]
+    docs = ROOT / "docs"
+    pages = {str(p.relative_to(docs)) for p in PAGES if p.is_relative_to(docs)} - {"README.md"}
+    assert not [name for name in sorted(pages) if f"({name})" not in listed]
 
 
 def test_the_site_has_every_page() -> None:

@@ -131,7 +131,8 @@ def named(nav: Any) -> Iterator[str]:
 
 def left_out(sources: Collection[str]) -> list[str]:
     """The guides that no reader of the site would find."""
-    guides = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    guides = {str(path.relative_to(ROOT)) for path in (*docs.glob("*.md"), *docs.glob("guides/*.md"))}
     return sorted(guides.difference(sources))
 
 

@@ -178,16 +178,8 @@ def cases(
             {"variables": {**with_table, "VLLM_FL_PREFER": "reference"}},
             "setting prefer is reference (environment VLLM_FL_PREFER); the lock has nothing",
         ),
-        "log level": (
-            {
-                "variables": {
-                    **with_table,
-                    "VLLM_FL_LOG_LEVEL": "DEBUG",
-                    "VLLM_LOGGING_LEVEL": "WARNING",
-                }
-            },
-            "",
-        ),
+        "log level": ({"variables": {**with_table, "VLLM_FL_LOG_LEVEL": "DEBUG"}}, ""),
+        "vLLM's log level": ({"variables": {**with_table, "VLLM_LOGGING_LEVEL": "INFO"}}, ""),
         "model": (
             {"model": changed(qwen, folder / "other", rms_norm_eps=1e-3)},
             "model configuration: rms_norm_eps is 0.001, not",

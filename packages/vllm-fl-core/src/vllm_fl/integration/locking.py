@@ -217,7 +217,7 @@ def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
     for part in (config, *filter(dataclasses.is_dataclass, parts)):
         for name in (field.name for field in dataclasses.fields(part)):
             is_argument = name in names or BESIDE.fullmatch(name)
-            if is_argument and not OF_HOST.search(name) and not OF_LOGS.match(name):
+            if is_argument and not (OF_HOST.search(name) or OF_LOGS.match(name)):
                 found[name] = _plain(getattr(part, name), is_secret(name))
     return found
 
