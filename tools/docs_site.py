@@ -132,8 +132,8 @@ def named(nav: Any) -> Iterator[str]:
 def left_out(sources: Collection[str]) -> list[str]:
     """The guides that no reader of the site would find."""
     docs = ROOT / "docs"
-    guides = {str(path.relative_to(ROOT)) for path in (*docs.glob("*.md"), *docs.glob("guides/*.md"))}
-    return sorted(guides.difference(sources))
+    guides = (*docs.glob("*.md"), *docs.glob("guides/*.md"))
+    return sorted({str(path.relative_to(ROOT)) for path in guides}.difference(sources))
 
 
 def placed(nav: Any) -> Any:
