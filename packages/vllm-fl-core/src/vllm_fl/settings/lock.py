@@ -5,13 +5,12 @@ A value and its file, no more: `integration/locking.py` says what of it differs 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .values import read_text, wrong
+from .sealed import hash_of, read_json
+from .values import wrong
 
 __all__ = ["MARK", "Locked", "read_lock", "sealed"]
 
@@ -48,7 +47,7 @@ class Locked:
 
 def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:
     """What a lock's file has: `facts`, `result`, `seed` and `tries`, and their hash."""
-    return {MARK: VERSION, "digest": _digest(contents), **contents}
+    return {MARK: VERSION, "digest": hash_of(contents), **contents}
 
 
 def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
@@ -63,14 +62,7 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
         SettingsError: it cannot be read, is no lock, is another version's, or was changed after it
             was written.
     """
-    text = read_text(path, key, origin or path, most=MAX_BYTES)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", None)
-        at = path if line is None else f"{path}:{line}"
-        problem = f"is no whole lock: {getattr(error, 'msg', error)}. {ANEW}"
-        raise wrong(key, at, problem) from error
+    data = read_json(path, key, origin, most=MAX_BYTES, what="lock", anew=ANEW)
     found = data.get(MARK) if isinstance(data, dict) else None
     if found is None:
         raise wrong(key, path, "is no lock of `vllm-fl lock`")
@@ -78,12 +70,7 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
         problem = f"is a lock of version {found!r}, and this release reads version {VERSION}"
         raise wrong(key, path, f"{problem}: use the release that wrote it, or lock anew")
     contents = {name: data[name] for name in data if name not in (MARK, "digest")}
-    if data.get("digest") != _digest(contents):
+    if data.get("digest") != hash_of(contents):
         problem = "was changed after it was written: its digest does not fit"
         raise wrong(key, path, f"{problem}. {ANEW}")
     return Locked(path, **contents)
-
-
-def _digest(contents: Mapping[str, Any]) -> str:
-    text = json.dumps(contents, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -7,7 +7,6 @@ applies.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from .policy import Mode, OpOrder, Token, joined
-from .values import read_text, wrong
+from .sealed import hash_of, read_json
+from .values import wrong
 
 __all__ = [
     "DEFAULT",
@@ -33,6 +33,8 @@ VERSION = 1
 """Of the file's form. Another one is not read."""
 
 MAX_BYTES = 16 * 2**20
+
+ANEW = "Tune again, or fetch it again"
 
 DEFAULT = "default"
 """In a row: what the policy chooses without the table, which nobody beat."""
@@ -160,12 +162,12 @@ class Table:
 
         A verdict changes no plan: code that was compiled before it is used again.
         """
-        return _digest(dataclasses.asdict(dataclasses.replace(self, accepted=None)))
+        return hash_of(dataclasses.asdict(dataclasses.replace(self, accepted=None)))
 
     @cached_property
     def seal(self) -> str:
         """What its file has for a digest: a hash of all of it, the verdict or its lack included."""
-        return _digest({"sealed": True, **dataclasses.asdict(self)})
+        return hash_of({"sealed": True, **dataclasses.asdict(self)})
 
     @property
     def text(self) -> str:
@@ -260,16 +262,7 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
         SettingsError: it cannot be read, is no table, is only half of one, or was changed after it
             was written.
     """
-    text = read_text(path, key, origin or path, most=MAX_BYTES)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", None)
-        at = path if line is None else f"{path}:{line}"
-        problem = (
-            f"is no whole table: {getattr(error, 'msg', error)}. Tune again, or fetch it again"
-        )
-        raise wrong(key, at, problem) from error
+    data = read_json(path, key, origin, most=MAX_BYTES, what="table", anew=ANEW)
     if not isinstance(data, dict) or data.get("vllm_fl_table") != VERSION:
         found = data.get("vllm_fl_table") if isinstance(data, dict) else None
         problem = f"is no table of version {VERSION}"
@@ -284,7 +277,7 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
                     raise wrong(key, path, f"ops.{op}.figures: {problem}")
     except (AttributeError, KeyError, TypeError) as error:
         lacks = f"{error} is missing" if isinstance(error, KeyError) else error
-        problem = f"is no whole table: {lacks}. Tune again, or fetch it again"
+        problem = f"is no whole table: {lacks}. {ANEW}"
         raise wrong(key, path, problem) from error
     # Until 0.3.0 files were sealed without their verdict; these are taken as they are.
     if data.get("digest") not in (table.seal, table.digest):
@@ -295,11 +288,6 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
             "belongs into op_backends, whose lists win over a table's rows",
         )
     return table
-
-
-def _digest(whole: Mapping[str, Any]) -> str:
-    text = json.dumps(whole, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _table_of(told: Mapping[str, Any]) -> Table:
