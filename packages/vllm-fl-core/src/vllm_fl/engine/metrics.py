@@ -17,7 +17,7 @@ __all__ = ["MetricsFile", "exposition"]
 
 FAMILIES = {
     "vllm_fl_plan_info": "What each op runs with.",
-    "vllm_fl_lock_differs": "1 where the plan is not the one that a lock file names.",
+    "vllm_fl_lock_differs": "1 where the engine differs from the lock that its settings name.",
     "vllm_fl_demoted": "Implementations that were taken out at start.",
     "vllm_fl_fallbacks_total": "Calls that a later candidate took over.",
     "vllm_fl_refusals_total": "Calls that an implementation refused.",
@@ -47,7 +47,7 @@ def exposition(
         digest: the plan's.
         whose: labels of every sample, by which those of one worker differ from another's.
         shadow: what compares calls while the plan serves, where steps are sampled.
-        lock_differs: whether the plan is another one than a lock file names.
+        lock_differs: whether the engine differs from its lock.
     """
     record = plan.record
     # A counter that is there from the start lets Prometheus see its first step.
@@ -103,7 +103,7 @@ class MetricsFile(StateFile):
         rank: the worker's, within its replica.
         replica: which one of data parallelism, from 0.
         shadow: gives what compares calls, as soon as something does.
-        lock_differs: gives whether the plan is another one than a lock file names.
+        lock_differs: gives whether the engine differs from its lock.
         every: seconds from one writing to the next.
     """
 
