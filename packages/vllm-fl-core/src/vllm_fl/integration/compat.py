@@ -56,7 +56,7 @@ _OPENING = (
     "vllm.model_executor.layers.mamba.gdn.",
     "vllm.third_party.flash_linear_attention.",
 )
-"""The modules with layers that ask Triton and torch, while they are imported, which GPU there is."""
+"""Modules with layers of vLLM's that ask what GPU there is, while they are imported."""
 
 _NAMES = {
     "platforms": ("builtin_platform_plugins current_platform",),

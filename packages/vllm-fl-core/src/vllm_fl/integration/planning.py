@@ -394,12 +394,12 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 
 
 def configured(vllm_config: VllmConfig) -> tuple[float, float] | None:
-    """When vLLM began to make this configuration and when it had made it, as far as that is known."""
+    """When vLLM began to make this configuration, and had made it; None where nobody noted that."""
     return _entry(vllm_config).configured
 
 
 def note_configured(vllm_config: VllmConfig, began: float) -> None:
-    """Keep that vLLM began to make this configuration at `began`, of `time.time`, and has made it."""
+    """Note that vLLM has made this configuration, which it began at `began` of `time.time`."""
     entry = _entry(vllm_config)
     entry.configured = entry.configured or (began, time.time())
 

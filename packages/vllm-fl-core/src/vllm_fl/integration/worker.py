@@ -234,11 +234,11 @@ class PlannedWorker:
             reason, left_out}: the table that the settings name, whether it acts, why it does not,
             and the ops whose rows do not count; None where they name none. `device`: the class of
             the device, where a setting is for one; `ordered_for_device` {op: where that stands, and
-            the figure}: what is in force. `start` {phase: seconds}: what the start took from vLLM's
-            making the configuration on, without what vLLM does between its worker's methods; `of
-            them: compiling` is in vLLM's phases already. `shadow`: what was compared while it served, as `Shadow.report` says;
-            None where no step is sampled. `wrong` {op: {impl id: why}}: what serves and was found
-            wrong when the weights had been updated.
+            the figure}: what is in force. `start` {phase: seconds}: what the start took, from where
+            vLLM makes the configuration, without what it does between its worker's methods; `of
+            them: compiling` is in vLLM's phases already. `shadow`: what was compared while it
+            served, as `Shadow.report` says; None where no step is sampled. `wrong` {op: {impl id:
+            why}}: what serves and was found wrong when the weights had been updated.
         """
         serving = self.vllm_fl_serving
         assert serving is not None  # vLLM answers no call before it has loaded its model
