@@ -374,7 +374,7 @@ def _attend_once(serving: Serving) -> None:
     if not serving.plan.entries[ATTENTION].classes(AttentionImpl):
         return
     try:
-        with calling(serving):
+        with phases_of(serving.worker).during("attention's first call"), calling(serving):
             is_eager = serving.plan.mode == "eager"
             probe.attend(serving.runner, serving.config, is_eager=is_eager)
     except Exception as error:  # vLLM's dummy run does not fit every model, and need not be there
