@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,17 +25,18 @@ from cases_engines import VARIANTS, batches
 from engine_run import STOCK, EngineFailed, Job, largest_difference
 from hosts import Host, Kept
 
+from vllm_fl.contracts import contracts
 from vllm_fl.settings.table import Row, Verdict, read_table
 
 __all__ = ["cases"]
 
 OP = "silu_and_mul"
 
-ON_LAST = {"VLLM_FL_PER_OP": f"{OP}=vendor:rankone|reference"}
-"""With tests/engine/plugins/rank_one.py."""
+LENGTHS = (5, 33, 100)
+"""Of the prompts, in tokens."""
 
 BEHIND = "reference.torch"
-"""What serves where that is out."""
+"""What serves where the kernel of tests/engine/plugins/rank_one.py is out."""
 
 CLOSE = 0.05
 """How far logits may differ, of the largest: bfloat16 rounds each layer's results to 8 bits."""
@@ -66,9 +68,8 @@ def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
     with host.side_by_side() as pool:
         started = [
             (case, partial(judged, stock(), mine()))
-            for case, stock, mine, judged in (
-                *_dense(folder, host, pool),
-                *_experts(folder, host, pool),
+            for case, stock, mine, judged in chain(
+                _dense(folder, host, pool), _experts(folder, host, pool)
             )
             if host.only in case
         ]
@@ -86,69 +87,77 @@ def _names(host: Host) -> list[str]:
 
 def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]:
     """Tensor parallel."""
-    model = host.model(folder, "qwen3")
-    table = cache(partial(pool.submit, _table, host, model, folder))
-    wrong = host.variables("rank_one", RANK_ONE="wrong", **ON_LAST)
-    dies = host.variables("rank_one", RANK_ONE="dies", **ON_LAST)
+    model = cache(partial(host.model, folder, "qwen3"))
+    table = cache(lambda: pool.submit(_table, host, model(), folder))
 
-    def one(job: Job, variables: dict[str, str]) -> Runs:
+    def one(mode: str, variables: dict[str, str], *lengths: int) -> Runs:
+        job = host.job(model(), batches(*lengths), mode == "eager")
         return [pool.submit(host.run, job, **variables)]
 
-    def with_table(job: Job) -> Runs:
+    def with_table(mode: str) -> Runs:
+        job = host.job(model(), batches(*LENGTHS), mode == "eager")
         return [pool.submit(_with_table, host, job, table(), folder)]
 
     for mode in ("compiled", "eager"):
         told = f"TP {host.ranks}, dense, {mode}"
-        job = host.job(model, batches(5, 33, 100), mode == "eager")
-        stock = cache(partial(one, job, STOCK))
+        stock = cache(partial(one, mode, STOCK, *LENGTHS))
         # Of the CPU's cases one is compiled: that is what takes long there.
-        names = _names(host)[-1:] if host.on_cpu and mode == "compiled" else _names(host)
-        for name in names:
+        once = host.on_cpu and mode == "compiled"
+        for name in _names(host)[-1:] if once else _names(host):
             variables, planned = VARIANTS[name]
-            mine = partial(one, job, host.variables(**variables))
+            mine = partial(one, mode, host.variables(**variables), *LENGTHS)
             yield f"{told}, {name}", stock, mine, partial(_judged, judge=_of_plan(planned))
-        if host.on_cpu and mode == "compiled":
+        if once:
             continue
-        mine = partial(with_table, job)
+        mine = partial(with_table, mode)
         yield f"{told}, a table", stock, mine, partial(_judged, judge=_of_table)
-        mine = partial(one, job, wrong)
+        mine = partial(one, mode, _on_last(host, "wrong"), *LENGTHS)
         yield f"{told}, wrong on the last rank", stock, mine, partial(_judged, judge=_of_wrong)
-        if mode == "eager":
-            job = host.job(model, batches(5), eager=True)
-            mine = partial(one, job, dies)
-            yield f"{told}, the last rank dies while it verifies", list, mine, partial(_dead, host)
+    mine = partial(one, "eager", _on_last(host, "dies"), 5)
+    yield f"{told}, the last rank dies while it verifies", list, mine, partial(_dead, host)
 
 
 def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]:
     """A mixture of experts: spread over the ranks, and with two engines between all ranks."""
-    model = host.model(folder, "qwen3_moe")
+    model = cache(partial(host.model, folder, "qwen3_moe"))
     spread = {} if host.on_cpu else {"enable_expert_parallel": True}
-    wrong = host.variables("rank_one", RANK_ONE="wrong", **ON_LAST)
+    half = host.ranks // 2
 
-    def one(job: Job, variables: dict[str, str]) -> Runs:
+    def one(mode: str, variables: dict[str, str]) -> Runs:
+        job = host.job(model(), batches(*LENGTHS), mode == "eager", **spread)
         return [pool.submit(host.run, job, **variables)]
 
-    def two(job: Job, variables: dict[str, str]) -> Runs:
+    def two(mode: str, variables: dict[str, str]) -> Runs:
+        size = {**spread, "tensor_parallel_size": half}
+        job = host.job(model(), batches(*LENGTHS), mode == "eager", **size)
         return _replicas(host, pool, job, folder, **variables)
 
-    half = host.ranks // 2
-    forms = [(f"TP {host.ranks}", one, {})]
+    forms = [(f"TP {host.ranks}", one)]
     if host.ranks >= 4 and not host.on_cpu:
-        forms.append((f"DP 2 x TP {half}", two, {"tensor_parallel_size": half}))
-    for form, start, size in forms:
+        forms.append((f"DP 2 x TP {half}", two))
+    for form, start in forms:
         for mode in ("eager",) if host.on_cpu else ("compiled", "eager"):
             told = f"{form}, {'experts' if host.on_cpu else 'EP'}, {mode}"
-            job = host.job(model, batches(5, 33, 100), mode == "eager", **spread, **size)
-            stock = cache(partial(start, job, STOCK))
+            stock = cache(partial(start, mode, STOCK))
             for name in _names(host):
                 variables, planned = VARIANTS[name]
-                mine = partial(start, job, host.variables(**variables))
+                mine = partial(start, mode, host.variables(**variables))
                 judge = _of_plan(planned, mostly=True)
                 yield f"{told}, {name}", stock, mine, partial(_judged, judge=judge)
-            if start is two:
-                mine = partial(start, job, wrong)
+            if mode == "compiled" and start is two:
+                mine = partial(start, mode, _on_last(host, "wrong"))
                 judged = partial(_judged, judge=_of_wrong)
                 yield f"{told}, wrong on the last rank", stock, mine, judged
+
+
+def _on_last(host: Host, how: str) -> dict[str, str]:
+    """The variables of an engine whose last rank has a kernel that is wrong, or dies.
+
+    All else is stock: vLLM gives the others some seconds to end once it has seen a rank die.
+    """
+    others = ";".join(f"{op}=stock" for op in contracts() if op != OP)
+    order = f"{others};{OP}=vendor:rankone|reference"
+    return host.variables("rank_one", RANK_ONE=how, VLLM_FL_PER_OP=order)
 
 
 def _judged(stock: Runs, runs: Runs, judge: Judge) -> Judged:

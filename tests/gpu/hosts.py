@@ -69,7 +69,7 @@ class Host:
 
     def side_by_side(self) -> ThreadPoolExecutor:
         """Runs engines at the same time, as many as cores and memory start well."""
-        return ThreadPoolExecutor(max_workers=1 if self.on_cpu else 10)
+        return ThreadPoolExecutor(max_workers=1 if self.on_cpu else 12)
 
     def model(self, folder: Path, family: str) -> str:
         """The folder of a model of this family, tiny on the CPU."""

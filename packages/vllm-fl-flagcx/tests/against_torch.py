@@ -115,16 +115,16 @@ def compare(it: Any, rank: int, count: int, device: torch.device, *, large: int,
         check("reduce_scatterv_into_output", into, part)
 
         mine = drawn((rows, columns), moved, 3 * case + rank, device)
-        every = gathered(mine, [rows] * size)
-        check("all_gather", it.all_gather(mine, dim), torch.cat(every, dim))
+        all_of = gathered(mine, [rows] * size)
+        check("all_gather", it.all_gather(mine, dim), torch.cat(all_of, dim))
         got = it.gather(mine, root, dim)
         if rank == root:
-            check("gather", got, torch.cat(every, dim))
+            check("gather", got, torch.cat(all_of, dim))
         elif got is not None:
             wrong.append("gather where nothing is gathered")
         turned = mine.clone().t()
-        check("broadcast", it.broadcast(turned, root), every[root].t())
-        check("broadcast in place", turned, every[root].t())
+        check("broadcast", it.broadcast(turned, root), all_of[root].t())
+        check("broadcast in place", turned, all_of[root].t())
         other = drawn((uneven[rank], columns), moved, 5 * case + rank, device)
         parts = gathered(other, uneven)
         check("all_gatherv", it.all_gatherv(other, 0, uneven), torch.cat(parts))
@@ -133,7 +133,7 @@ def compare(it: Any, rank: int, count: int, device: torch.device, *, large: int,
         if rank == root:
             it.send(mine)
         if behind == root:
-            check("recv", it.recv(mine.shape, mine.dtype), every[root])
+            check("recv", it.recv(mine.shape, mine.dtype), all_of[root])
         received = torch.empty_like(mine)
         it.batch_isend_irecv(
             [
@@ -141,7 +141,7 @@ def compare(it: Any, rank: int, count: int, device: torch.device, *, large: int,
                 dist.P2POp(dist.irecv, received, behind),
             ]
         )
-        check("batch_isend_irecv", received, every[behind])
+        check("batch_isend_irecv", received, all_of[behind])
         if wrong:
             return f"case {case}, {summed} and {moved}, {rows}x{columns}, {uneven}: {wrong}"
     return ""
