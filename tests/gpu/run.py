@@ -99,6 +99,8 @@ def main() -> int:
     if unknown := set(chosen) - set(rehearsed):
         on = " on the CPU" if options.cpu else ""
         parser.error(f"no such part{on}: {', '.join(sorted(unknown))}")
+    if not 2 <= options.ranks <= 8:
+        parser.error("--ranks takes 2 to 8")
     if not options.cpu and (reason := no_gpu()):
         print(f"skipped: {reason}")
         return 0
