@@ -85,13 +85,22 @@ class Host:
         told = {**size, "tensor_parallel_size": self.ranks, **options}
         return Job(model, batches, eager=eager, options=told)
 
-    def variables(self, *modules: str, path: str | Path = PLUGINS, **more: str) -> dict[str, str]:
-        """The environment of an engine in which vllm-fl takes part, with these plugins' modules."""
-        names = [*(["oot_cpu"] if self.on_cpu else []), *modules]
-        device = {"VLLM_FL_PLATFORM": "oot_cpu"} if self.on_cpu else {}
+    def variables(
+        self, *modules: str, path: str | Path = PLUGINS, device: str = "oot_cpu", **more: str
+    ) -> dict[str, str]:
+        """The environment of an engine in which vllm-fl takes part.
+
+        Args:
+            modules: further plugins, by their modules.
+            path: where these are, beside tests/engine/plugins.
+            device: on the CPU the plugin that brings the device; empty for vLLM's own platform.
+            more: further variables.
+        """
+        own = {"VLLM_FL_PLATFORM": device} if self.on_cpu and device else {}
+        names = ",".join((*own.values(), *modules))
+        loaded = {"VLLM_FL_PLUGIN_MODULES": names} if names else {}
         path = os.pathsep.join([str(path), str(PLUGINS), os.environ.get("PYTHONPATH", "")])
-        loaded = {"VLLM_FL_PLUGIN_MODULES": ",".join(names)} if names else {}
-        return {"PYTHONPATH": path, **device, **loaded, **more}
+        return {"PYTHONPATH": path, **own, **loaded, **more}
 
     @property
     def bound(self) -> dict[str, str]:
