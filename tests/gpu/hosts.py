@@ -53,12 +53,14 @@ class Host:
         on_cpu: whether it is rehearsed on the CPU.
         limit: seconds until an engine is killed that has not answered.
         only: what the names of the cases have in them that are run.
+        at_once: how many engines start side by side.
     """
 
     ranks: int
     on_cpu: bool
     limit: float
     only: str = ""
+    at_once: int = 1
 
     def lacks(self) -> str:
         """Why it cannot hold such an engine, or nothing."""
@@ -68,8 +70,8 @@ class Host:
         return "" if self.on_cpu or found >= self.ranks else f"{self.ranks} GPUs; here are {found}"
 
     def side_by_side(self) -> ThreadPoolExecutor:
-        """Runs engines at the same time, as many as cores and memory start well."""
-        return ThreadPoolExecutor(max_workers=1 if self.on_cpu else 12)
+        """Runs engines at the same time."""
+        return ThreadPoolExecutor(max_workers=self.at_once)
 
     def model(self, folder: Path, family: str) -> str:
         """The folder of a model of this family, tiny on the CPU."""

@@ -92,6 +92,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of an engine, in ranks and flagcx")
     parser.add_argument("--cpu", action="store_true", help="rehearse ranks and flagcx on the CPU")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one such engine")
+    parser.add_argument("--at-once", type=int, help="such engines side by side; default: 12, or 1")
     parser.add_argument("-k", dest="only", default="", help="of these: cases with this in the name")
     options = parser.parse_args()
     rehearsed = OF_RANKS if options.cpu else known
@@ -104,7 +105,8 @@ def main() -> int:
     if not options.cpu and (reason := no_gpu()):
         print(f"skipped: {reason}")
         return 0
-    host = Host(options.ranks, options.cpu, options.limit, options.only)
+    at_once = options.at_once or (1 if options.cpu else 12)
+    host = Host(options.ranks, options.cpu, options.limit, options.only, at_once)
     parts = {**PARTS, **{part: partial(cases, host=host) for part, cases in OF_RANKS.items()}}
     out = Path(os.environ.get("OUT", ".")) / "tests-gpu.json"
     outcomes: list[Outcome] = []
