@@ -8,6 +8,7 @@ to other pages lead to those pages, and links to other files lead to GitHub. Wha
 - `ops`: the pages of docs/ops, each in the navigation;
 - `errors`: docs/errors.md and the pages of the codes, which are data of vllm-fl-core;
 - `api`: the reference of what a plugin's author imports, from docstrings;
+- `options`: what each verb of the command says to `--help`;
 - `report`: what `vllm-fl report` makes of a table that was measured and of the matrix's runs.
 
 Nothing broken is built: a link that leads nowhere, a page of docs/ that site.yml leaves out, a
@@ -25,6 +26,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -49,6 +51,10 @@ API = {
     "vllm_fl.errors": "Errors",
 }
 """Module -> the title of its page. A name that several export is described where it comes first."""
+
+
+OPTIONS = "api/options.md"
+"""The page of all verbs' options, as if it lay in the repository."""
 
 
 class SiteError(Exception):
@@ -82,7 +88,7 @@ def write_pages(config: dict[str, Any]) -> None:
     sources = {source: place(source) for source in named(config["nav"])}
     if missing := left_out(sources):
         raise SiteError(f"site.yml leaves out {', '.join(missing)}")
-    reference, url = api_pages(), config.pop("repo_url")
+    reference, url = {**api_pages(), OPTIONS: options_page()}, config.pop("repo_url")
     for source, where in sources.items():
         text = reference.get(source) or linked(source, sources, url)
         (PAGES / where).parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +122,8 @@ def expanded(nav: Any) -> Any:
     if nav == "errors":
         pages = sorted(path.relative_to(ROOT) for path in CODES.glob("*.md"))
         return ["docs/errors.md", *({title(str(page)): str(page)} for page in pages)]
+    if nav == "options":
+        return OPTIONS
     if nav == "api":
         return [{module: api_source(module)} for module in API]
     return nav
@@ -311,6 +319,16 @@ def undocumented(name: str, target: Any) -> Iterator[str]:
         ours = member.is_function or "property" in member.labels
         if ours and not member.name.startswith("_") and not member.has_docstring:
             yield f"{name}.{member.name}"
+
+
+def options_page() -> str:
+    """What each verb of our distributions says to `--help`."""
+    text = "# Options of each verb\n\nWhat `vllm-fl VERB --help` prints.\n"
+    for verb in sorted(entry.name for entry in entry_points(group="vllm_fl.cli")):
+        command = [sys.executable, "-m", "vllm_fl.cli", verb, "--help"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text += f"\n## vllm-fl {verb}\n\n```text\n{told}```\n"
+    return text
 
 
 # ---------------------------------------------------------------------------------------------
