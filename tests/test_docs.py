@@ -21,6 +21,7 @@ import layer_table
 import op_pages
 import pytest
 import support_matrix
+import words
 import yaml
 
 import envs
@@ -54,7 +55,7 @@ VARIABLES = variables(DECLARED)
 load_settings = partial(loading.load_settings, plugins=SETTINGS)
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *GUIDES, *ROOT.glob("*.md")])
+PAGES = words.pages()
 EVERY_PAGE = [
     *PAGES,
     *sorted(ROOT.glob("packages/*/README.md")),
@@ -461,17 +462,9 @@ def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> 
     assert [word for word in order if word in rooms] == wanted
 
 
-def sentences(text: str) -> list[str]:
-    """Those of the prose, without drawings, tables and headings; code is one word."""
-    prose = re.sub(r"^```.*?^```|^[|#<].*?$", "", text, flags=re.M | re.S)
-    prose = re.sub(r"`[^`]+`", "code", re.sub(r"\]\([^)]+\)", "]", prose))
-    parts = re.split(r"\n\s*\n|\n\s*(?:-|\d+\.) |[.!?][*)\"]*\s", prose)
-    return [part for part in parts if part.strip()]
-
-
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_sentence_has_twenty_words_at_most_on_average(path: Path) -> None:
-    lengths = [len(sentence.split()) for sentence in sentences(path.read_text())]
+    lengths = [len(sentence.split()) for sentence in words.sentences(path.read_text())]
     assert sum(lengths) <= 20 * len(lengths)
 
 

@@ -130,10 +130,9 @@ def named(nav: Any) -> Iterator[str]:
 
 
 def left_out(sources: Collection[str]) -> list[str]:
-    """The guides that no reader of the site would find."""
-    docs = ROOT / "docs"
-    guides = (*docs.glob("*.md"), *docs.glob("guides/*.md"))
-    return sorted({str(path.relative_to(ROOT)) for path in guides}.difference(sources))
+    """The pages of docs/ that no reader of the site would find."""
+    pages = (ROOT / "docs").rglob("*.md")
+    return sorted({str(path.relative_to(ROOT)) for path in pages}.difference(sources))
 
 
 def placed(nav: Any) -> Any:
