@@ -147,7 +147,14 @@ def test_a_label_of_the_navigation_is_the_page_s_title() -> None:
     assert {label: docs_site.title(page) for label, page in pages.items()} == {
         label: label for label in pages
     }
-    assert "FL102: a setting's text or value is wrong" in pages
+
+
+def test_pages_of_codes_are_in_the_site_and_not_in_the_navigation() -> None:
+    nav = docs_site.expanded(yaml.safe_load((docs_site.ROOT / "site.yml").read_text())["nav"])
+    found = docs_site.unlisted()
+    assert "FL102: a setting's text or value is wrong" in map(docs_site.title, found)
+    assert not {*found} & {*docs_site.named(nav)}
+    assert "docs/errors.md" in docs_site.named(nav)
 
 
 def test_a_report_has_a_way_back_and_one_without_a_place_for_it_ends_the_build() -> None:

@@ -6,7 +6,8 @@ The pages are read as they lie in the repository, where GitHub shows them. In co
 to other pages lead to those pages, and links to other files lead to GitHub. What is added:
 
 - `ops`: the pages of docs/ops, each in the navigation;
-- `errors`: docs/errors.md and the pages of the codes, which are data of vllm-fl-core;
+- the pages of the errors' codes, which are data of vllm-fl-core. They are found by search and by
+  links, and are not in the navigation;
 - `api`: the reference of what a plugin's author imports, from docstrings;
 - `options`: what each verb of the command says to `--help`;
 - `report`: what `vllm-fl report` makes of a table that was measured and of the matrix's runs.
@@ -85,7 +86,7 @@ def write_pages(config: dict[str, Any]) -> None:
         SiteError: `left_out`, `linked` or `api_pages` has found a fault.
     """
     config["nav"] = expanded(config["nav"])
-    sources = {source: place(source) for source in named(config["nav"])}
+    sources = {source: place(source) for source in (*named(config["nav"]), *unlisted())}
     if missing := left_out(sources):
         raise SiteError(f"site.yml leaves out {', '.join(missing)}")
     reference, url = {**api_pages(), OPTIONS: options_page()}, config.pop("repo_url")
@@ -111,7 +112,7 @@ def run(*arguments: str) -> None:
 
 
 def expanded(nav: Any) -> Any:
-    """The navigation with the pages that `ops`, `errors` and `api` stand for."""
+    """The navigation with the pages that `ops` and `api` stand for."""
     if isinstance(nav, list):
         return [expanded(each) for each in nav]
     if isinstance(nav, dict):
@@ -119,9 +120,6 @@ def expanded(nav: Any) -> Any:
     if nav == "ops":
         pages = sorted((ROOT / "docs" / "ops").glob("[!R]*.md"))
         return ["docs/ops/README.md", *({p.stem: f"docs/ops/{p.name}"} for p in pages)]
-    if nav == "errors":
-        pages = sorted(path.relative_to(ROOT) for path in CODES.glob("*.md"))
-        return ["docs/errors.md", *({title(str(page)): str(page)} for page in pages)]
     if nav == "options":
         return OPTIONS
     if nav == "api":
@@ -135,6 +133,11 @@ def named(nav: Any) -> Iterator[str]:
         yield from named(below)
     if isinstance(nav, str) and nav.endswith(".md"):
         yield nav
+
+
+def unlisted() -> list[str]:
+    """The pages that search and links find, and that would bury others in the navigation."""
+    return [str(path.relative_to(ROOT)) for path in sorted(CODES.glob("*.md"))]
 
 
 def left_out(sources: Collection[str]) -> list[str]:
