@@ -31,7 +31,7 @@ def main() -> int:
     )
     parser.add_argument("--keep", action="store_true", help="write what was seen into seen.json")
     parser.add_argument(
-        "--write", action="store_true", help="only write the tables of docs/trust*.md"
+        "--write", action="store_true", help="only write the tables of docs"
     )
     options = parser.parse_args()
     if options.write:
