@@ -6,8 +6,8 @@ The pages are read as they lie in the repository, where GitHub shows them. In co
 to other pages lead to those pages, and links to other files lead to GitHub. What is added:
 
 - `ops`: the pages of docs/ops, each in the navigation;
-- the pages of the errors' codes, which are data of vllm-fl-core. They are found by search and by
-  links, and are not in the navigation;
+- the pages of the errors' codes, which are data of vllm-fl-core, and those of wrong kernels. They
+  are found by search and by links, and are not in the navigation;
 - `api`: the reference of what a plugin's author imports, from docstrings;
 - `options`: what each verb of the command says to `--help`;
 - `report`: what `vllm-fl report` makes of a table that was measured and of the matrix's runs.
@@ -137,7 +137,8 @@ def named(nav: Any) -> Iterator[str]:
 
 def unlisted() -> list[str]:
     """The pages that search and links find, and that would bury others in the navigation."""
-    return [str(path.relative_to(ROOT)) for path in sorted(CODES.glob("*.md"))]
+    kernels = (ROOT / "docs" / "wrong-kernels").glob("[!R]*.md")
+    return [str(path.relative_to(ROOT)) for path in sorted([*CODES.glob("*.md"), *kernels])]
 
 
 def left_out(sources: Collection[str]) -> list[str]:

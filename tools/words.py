@@ -16,8 +16,9 @@ DOCS = ROOT / "docs"
 
 
 def pages() -> list[Path]:
-    """Every page that somebody wrote: those of the ops are made by tools/op_pages.py."""
-    written = (path for path in DOCS.rglob("*.md") if path.parent != DOCS / "ops")
+    """Every page that somebody wrote: those of the ops and of wrong kernels are made by tools."""
+    made = {*(DOCS / "ops").glob("*.md"), *(DOCS / "wrong-kernels").glob("[!R]*.md")}
+    written = (path for path in DOCS.rglob("*.md") if path not in made)
     return sorted([*written, *ROOT.glob("*.md")])
 
 
