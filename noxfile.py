@@ -168,7 +168,7 @@ def docs(session: nox.Session) -> None:
     A broken link ends it.
     """
     env = over(session, envs.site(), CORE, OPS, TOOLS)
-    python(session, env, "tools/docs_site.py")
+    python(session, env, "tools/docs_site.py", *session.posargs)
     python(session, env, "tools/words.py")
 
 

@@ -1,9 +1,10 @@
 """Build the documentation site into build/site/html, from the pages that site.yml names.
 
-    python tools/docs_site.py
+    python tools/docs_site.py [--into FOLDER]
 
 The pages are read as they lie in the repository, where GitHub shows them. In copies of them links
-to other pages lead to those pages, and links to other files lead to GitHub. What is added:
+to other pages lead to those pages, and links to other files lead to GitHub. With `--into` the site
+is laid beside those of other versions in FOLDER, and a reader chooses between them. What is added:
 
 - `ops`: the pages of docs/ops, each in the navigation;
 - the pages of the errors' codes, which are data of vllm-fl-core, and those of wrong kernels. They
@@ -19,12 +20,14 @@ warning of the generator end it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
 from importlib.metadata import entry_points
@@ -62,8 +65,11 @@ class SiteError(Exception):
     """What is wrong with the pages, one line for each fault."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Build the site, and say how large it is."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="also put it there, by version")
+    into = parser.parse_args(arguments).into
     shutil.rmtree(BUILD, ignore_errors=True)
     try:
         write_pages(yaml.safe_load((ROOT / "site.yml").read_text()))
@@ -76,7 +82,34 @@ def main() -> int:
     size = sum(file.stat().st_size for file in HTML.rglob("*") if file.is_file())
     pages = len(list(HTML.rglob("*.html")))
     print(f"{pages} pages, {size / 1e6:.1f} MB: {HTML.relative_to(ROOT)}/index.html")
+    if into:
+        print(put_into(into, HTML, version()))
     return 0
+
+
+def version() -> str:
+    """Core's, without its last number: what that changes, pages of an older one may say, too."""
+    project = tomllib.loads((CORE.parent / "pyproject.toml").read_text())["project"]
+    return ".".join(project["version"].split(".")[:2])
+
+
+def put_into(folder: Path, site: Path, version: str) -> Path:
+    """Lay a built site into a folder of versions; the theme's choice reads `versions.json` there.
+
+    Returns:
+        The site's place. `index.html` in the folder leads to the newest version.
+    """
+    shutil.rmtree(folder / version, ignore_errors=True)
+    shutil.copytree(site, folder / version)
+    listed = folder / "versions.json"
+    there = {each["version"] for each in json.loads(listed.read_text())} if listed.exists() else ()
+    newest, *older = sorted({*there, version}, key=lambda v: [*map(int, v.split("."))])[::-1]
+    named = [{"version": v, "title": v, "aliases": []} for v in (newest, *older)]
+    named[0]["aliases"] = ["latest"]
+    listed.write_text(json.dumps(named, indent=1) + "\n")
+    lead = f'<meta http-equiv="refresh" content="0; url={newest}/index.html">\n'
+    (folder / "index.html").write_text(lead)
+    return folder / version
 
 
 def write_pages(config: dict[str, Any]) -> None:
@@ -137,7 +170,7 @@ def named(nav: Any) -> Iterator[str]:
 
 def unlisted() -> list[str]:
     """The pages that search and links find, and that would bury others in the navigation."""
-    kernels = (ROOT / "docs" / "wrong-kernels").glob("[!R]*.md")
+    kernels = (ROOT / "docs" / "wrong-kernels").glob("*.md")
     return [str(path.relative_to(ROOT)) for path in sorted([*CODES.glob("*.md"), *kernels])]
 
 
@@ -167,8 +200,6 @@ def title(source: str) -> str:
 def place(source: str) -> str:
     """Where a page of the repository lies in the site: docs/README.md is its first page."""
     path = source.removeprefix("docs/")
-    if path == "errors.md":
-        return "errors/index.md"  # of the folder that the pages of the codes lie in
     if (ROOT / source).parent == CODES:
         return f"errors/{Path(source).name.lower()}"
     if found := re.fullmatch(r"(?:packages|examples)/(.+)/README\.md", path):
@@ -222,6 +253,8 @@ def linked(source: str, sources: Mapping[str, str], url: str) -> str:
         parts += [prose(text[end : code.start()]), _folded(code[0], source)]
         end = code.end()
     joined = "".join([*parts, prose(text[end:])])
+    if (ROOT / source).parent == CODES:  # no navigation leads back from it
+        joined = re.sub(r"(?m)^(# .+)$", r"\1\n\n[All codes](../errors.md)", joined, count=1)
     # GitHub wants a bar in a table's code escaped; Markdown in Python shows the backslash.
     return re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]+`", _bars, row[0]), joined, flags=re.M)
 

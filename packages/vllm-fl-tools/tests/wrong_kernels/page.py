@@ -123,7 +123,7 @@ def _counts() -> str:
     every = list(corpus().values())
     for kind in KINDS:
         of_kind = [wrong for wrong in every if wrong.kind == kind]
-        lines.append(f"| [{kind}]({kind}.md): {KINDS[kind]} | {_numbers(of_kind)} |")
+        lines.append(f"| [{kind}]({FOLDER.name}/{kind}.md): {KINDS[kind]} | {_numbers(of_kind)} |")
     return "\n".join([*lines, f"| all | {_numbers(every)} |"])
 
 
@@ -162,12 +162,12 @@ def _totals() -> str:
 
 
 def _of_kind(kind: str) -> str:
-    heads = ["op", "fault", *COLUMNS, "served", "why one says no"]
+    heads = ["op", "fault", "named by", "not by", "served", "why not"]
     lines = [
         "<!-- written by `python -m wrong_kernels --write` -->",
         f"# Wrong kernels: {kind}",
         "",
-        f"They are wrong {KINDS[kind]}. [Wrong kernels](README.md) explains the columns.",
+        f"They are wrong {KINDS[kind]}. [Wrong kernels](../wrong-kernels.md) explains the columns.",
         "",
         f"| {' | '.join(heads)} |",
         "|---" * len(heads) + "|",
@@ -177,13 +177,20 @@ def _of_kind(kind: str) -> str:
 
 
 def _row(wrong: Wrong) -> str:
-    words = {"passes": "no", "": NOT_RUN}
-    cells = [words.get(found := _outcome(wrong, column), found) for column in COLUMNS]
-    if wrong.kit:
-        cells[COLUMNS.index("kit")] = f"`{wrong.kit}`"
+    by, others = [], []
+    for column in COLUMNS:
+        match _outcome(wrong, column):
+            case "named":
+                by.append(f"kit (`{wrong.kit}`)" if column == "kit" else column)
+            case "passes":
+                others.append(column)
+            case "":
+                pass
+            case otherwise:
+                others.append(f"{column} ({otherwise})")
+    cells = [wrong.fault, ", ".join(by) or "**nobody**", ", ".join(others) or NOT_RUN]
     served = _outcome(wrong, "served") or NOT_RUN
-    fault = wrong.fault if _named_by(wrong) else f"**nobody:** {wrong.fault}"
-    return f"| `{wrong.op}` | {fault} | {' | '.join(cells)} | {served} | {wrong.why} |"
+    return f"| `{wrong.op}` | {' | '.join(cells)} | {served} | {wrong.why} |"
 
 
 def _untried() -> str:
@@ -221,7 +228,7 @@ TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = MappingProxyType(
     {
         DOCS / "trust.md": {"totals": _totals},
         DOCS / "trust-limits.md": {"untried": _untried},
-        FOLDER / "README.md": {"counts": _counts, "silent": _silent},
+        DOCS / "wrong-kernels.md": {"counts": _counts, "silent": _silent},
     }
 )
 """Page -> the names of its tables, and who makes them."""
