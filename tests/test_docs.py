@@ -473,6 +473,18 @@ def test_a_sentence_has_twenty_words_at_most_on_average(path: Path) -> None:
     assert sum(lengths) <= 20 * len(lengths)
 
 
+@pytest.mark.parametrize(
+    ("sections", "most"),
+    [(("Guides", "You operate vLLM"), 6000), (("You have kernels",), 5000)],
+    ids=["operator", "vendor"],
+)
+def test_a_reader_is_led_to_few_words(sections: tuple[str, ...], most: int) -> None:
+    led = [path for section in sections for path in words.readers()[section]]
+    assert sum(len(path.read_text().split()) for path in led) <= most, (
+        "python tools/words.py: move what few need to a page that is looked up"
+    )
+
+
 def test_drawings_fit_a_hundred_columns() -> None:
     for path in PAGES:
         if path.parent == ROOT and path.name != "README.md":
