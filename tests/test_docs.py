@@ -256,6 +256,20 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
     assert table[BLACKLIST.append][0] == BLACKLIST.key
 
 
+def test_every_field_of_a_worker_s_report_is_documented() -> None:
+    worker = ast.parse((SOURCES / "vllm_fl" / "integration" / "worker.py").read_text())
+    (report,) = (
+        node
+        for node in ast.walk(worker)
+        if isinstance(node, ast.FunctionDef) and node.name == "vllm_fl_report"
+    )
+    (returned,) = (node.value for node in ast.walk(report) if isinstance(node, ast.Return))
+    assert isinstance(returned, ast.Dict)
+    fields = section(page("worker-report.md"), "Fields")
+    told = {name for row in rows(fields) for name in re.findall(r"`(\w+)`", row[0])}
+    assert told == {key.value for key in returned.keys if isinstance(key, ast.Constant)}
+
+
 def test_every_key_of_a_file_is_documented() -> None:
     told = {code(r[0]) for r in rows(section(page("settings.md"), "Files"))}
     assert told == set(file_keys(DECLARED)), "docs/settings.md, under Files: the table of keys"
