@@ -19,6 +19,7 @@ from ..engine.metrics import MetricsFile
 from ..engine.phases import before_worker, phases_of
 from ..engine.plan import Plan, leave_place, take_place
 from ..engine.tables import Standing, under
+from ..engine.trials import without_old_objects
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
@@ -119,7 +120,7 @@ class PlannedWorker:
         began, phases = time.monotonic(), phases_of(self)
         with phases.during("what the plan goes by"):
             start, lines = _begun(self)
-        with phases.during("plan and verification"):
+        with phases.during("plan and verification"), without_old_objects():
             plan, contents = verified_plan(start, alone=joins)
         start.seconds = time.monotonic() - began
         took = [_took(start)]
@@ -137,7 +138,7 @@ class PlannedWorker:
             with building(plan), calling(serving), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if start.live_counts and not joins:
-                with phases.during("verification on live tensors"):
+                with phases.during("verification on live tensors"), without_old_objects():
                     took += verify_live(serving, lambda: _renew(serving))
         finally:
             _say_plan(serving, took)
@@ -157,7 +158,7 @@ class PlannedWorker:
         """
         serving = self.vllm_fl_serving
         if serving is not None and serving.is_watched and serving.start.live_counts:
-            with phases_of(self).during("verification with the KV cache"):
+            with phases_of(self).during("verification with the KV cache"), without_old_objects():
                 _verify_with_cache(serving)
         if serving is not None:
             _compare_with_lock(serving)
