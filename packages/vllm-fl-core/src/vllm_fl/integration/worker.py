@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Container
 from inspect import getattr_static
 from types import FunctionType
@@ -45,7 +44,6 @@ from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     bind_anew,
     forget_shared_layers,
-    layer_table,
     replace_layers,
 )
 from .seams.lookups import over_class, path_over, take_off
@@ -143,7 +141,6 @@ class PlannedWorker:
         finally:
             _say_plan(serving, took)
         serving.layers = _built_layers(serving)
-        _warn_of_unexpected_layers(serving)
         _name_overriders(serving)
         _write_metrics(serving)
         serving.is_watched = not joins
@@ -473,30 +470,6 @@ def _built_layers(serving: Serving) -> dict[str, int]:
                 impl_id,
             )
     return {name: served.ours for name, served in found.items()}
-
-
-def _warn_of_unexpected_layers(serving: Serving) -> None:
-    """Name the layers whose op was not planned, since the configuration speaks of no such thing."""
-    model = serving.model if serving.start.rank == 0 else None
-    table = {layer.cls: layer for layer in layer_table() if layer.op not in serving.plan.entries}
-    if model is None or not table:
-        return
-    bases = tuple(layer.base for layer in table.values())
-    found = Counter(
-        next(cls.__name__ for cls in type(module).__mro__ if cls.__name__ in table)
-        for module in model.modules()
-        if isinstance(module, bases)
-    )
-    for name, count in found.items():
-        op = table[name].op
-        log.warning(
-            "Layer %s: %d in this model, though its configuration did not say so: op '%s' is not "
-            "planned, and they are vLLM's own. VLLM_FL_PER_OP='%s=…' plans it",
-            name,
-            count,
-            op,
-            op,
-        )
 
 
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
