@@ -185,7 +185,7 @@ def _judged(stock: Runs, runs: Runs, judge: Judge) -> Judged:
         return _disagrees(mine) or judge(theirs, mine), facts
     except EngineFailed as error:
         whose = "stock" if mine else "the engine"
-        return f"{whose} failed: {error.log[-6000:]}", {}
+        return f"{whose} failed: {error.log[-6000:]}", {"log": error.log}
     except Exception as error:
         return f"{type(error).__name__}: {error}", {}
 
@@ -228,8 +228,8 @@ def _by_token(stock: Result, mine: Result) -> list[float]:
     """By how much the logits of each token of the prompts differ, and of the first one behind."""
     found = []
     for prompt, other, tokens in zip(stock["logits"], mine["logits"], stock["tokens"], strict=True):
-        rows = zip(prompt, other, strict=True)
-        for _, (row, twin) in zip(prompt[: len(prompt) - len(tokens) + 1], rows, strict=False):
+        count = len(prompt) - len(tokens) + 1
+        for row, twin in zip(prompt[:count], other[:count], strict=True):
             found.append(max(abs(a - b) for a, b in zip(row, twin, strict=True)))
     return found
 
@@ -325,7 +325,7 @@ def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
     words = ("is gone", "died unexpectedly", "initialization failed", "onitored", "after ")
     told = [line for line in log.splitlines() if any(word in line for word in words)]
     if "did not end within" in log:
-        return f"it hangs: {log[-3000:]}", {"lines": told}
+        return f"it hangs: {log[-3000:]}", {"log": log}
     last = host.ranks - 1
     named = any(f"is gone (rank {last})" in line for line in told)
     return "" if named else f"rank {last} is not named: {told}", {"lines": told}
