@@ -21,7 +21,7 @@ from typing import Any
 
 import forked
 
-__all__ = ["BIND", "STOCK", "EngineFailed", "Job", "cores", "largest_difference", "run"]
+__all__ = ["BIND", "STOCK", "EngineFailed", "Job", "cores", "end_all", "largest_difference", "run"]
 
 STOCK = {"VLLM_FL_PREFER_ENABLED": "false"}
 """The variables under which vllm-fl steps aside."""
@@ -131,6 +131,17 @@ def run(
         return {**json.loads(out.read_text()), "log": done.stdout}
 
 
+def end_all() -> None:
+    """Kill every engine that runs, from a handler of a signal that ends this process."""
+    for session in LIVE.copy():
+        with suppress(ProcessLookupError):
+            os.killpg(session, signal.SIGKILL)
+
+
+LIVE: set[int] = set()
+"""The sessions of the engines that run."""
+
+
 def _fresh(
     command: list[str], env: dict[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
@@ -149,6 +160,7 @@ def _fresh(
             start_new_session=True,
         )
         late = ""
+        LIVE.add(process.pid)
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -157,6 +169,7 @@ def _fresh(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # a worker that hangs, too
             process.wait()
+            LIVE.discard(process.pid)
         printed.seek(0)
         log = printed.read()
     if late:

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import datetime
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from hosts import Host, Kept
 
 __all__ = ["cases"]
 
-PACKAGE = Path(__file__).resolve().parents[2] / "packages" / "vllm-fl-flagcx"
 RANKS_LIMIT = 100.0
 """Seconds in which the ranks of a part must end."""
 
@@ -42,17 +40,11 @@ def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
     if why := host.lacks():
         print(f"skipped: several ranks need {why}")
         return
-    sys.path.insert(0, str(PACKAGE / "tests"))
-    from flagcx_library import built, built_over_nccl
-
-    flagcx = built(folder / "flagcx") if host.on_cpu else built_over_nccl(folder / "flagcx")
-    installed = entry_points(group="vllm_fl.plugin", name="flagcx")
-    modules = () if installed else ("vllm_fl_flagcx.plugin",)
-    variables = host.variables(*modules, path=PACKAGE / "src", FLAGCX_PATH=str(flagcx))
+    variables = host.flagcx(folder / "flagcx")()
     kept = Kept("flagcx.json")
     with host.side_by_side() as pool:
         ranks = {
-            part: pool.submit(on_all, host, part, folder / part, flagcx, variables)
+            part: pool.submit(on_all, host, part, folder / part, variables)
             for part in (("collectives",) if host.on_cpu else ("collectives", "graphs"))
             if host.only in part
         }
@@ -95,7 +87,7 @@ def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
 
 
 def on_all(
-    host: Host, part: str, folder: Path, flagcx: Path, variables: dict[str, str]
+    host: Host, part: str, folder: Path, variables: dict[str, str]
 ) -> list[tuple[str, str, float]]:
     """(case, what is wrong on any rank or nothing, seconds) of a part of flagcx_rank.py."""
     folder.mkdir()
@@ -105,7 +97,7 @@ def on_all(
     started = []
     for rank, log in enumerate(logs):
         with log.open("w") as file:
-            given = [str(host.ranks), part, str(folder), str(flagcx), device]
+            given = [str(host.ranks), part, str(folder), variables["FLAGCX_PATH"], device]
             started.append(
                 subprocess.Popen(
                     [sys.executable, script, str(rank), *given],

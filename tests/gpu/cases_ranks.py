@@ -2,7 +2,8 @@
 
 On GPUs over NCCL: Qwen3-8B's shapes, tensor parallel; Qwen3-30B-A3B's, expert parallel, and as data
 parallel engines with all ranks between them. On the CPU, to rehearse: tiny models over gloo, whose
-kernels for experts know neither. Facts: $OUT/ranks.json.
+experts are split and not spread; data parallel engines over FlagCX's stand-in, beside stock in
+tensor parallel. Facts: $OUT/ranks.json.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -51,7 +53,9 @@ Result = dict[str, Any]
 Judge = Callable[[list[Result], list[Result]], str]
 """What is wrong with an engine's answers beside stock's; of each, those of all its replicas."""
 
-Runs = list[Future[Result]]
+Runs = Future[list[Result]]
+"""An engine's answers, of each of its replicas."""
+
 Judged = tuple[str, dict[str, Any]]
 """What is wrong with a case, and what else is known of it."""
 
@@ -92,11 +96,11 @@ def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]
 
     def one(mode: str, variables: dict[str, str], *lengths: int) -> Runs:
         job = host.job(model(), batches(*lengths), mode == "eager")
-        return [pool.submit(host.run, job, **variables)]
+        return pool.submit(_replicas, host, job, variables)
 
     def with_table(mode: str) -> Runs:
         job = host.job(model(), batches(*LENGTHS), mode == "eager")
-        return [pool.submit(_with_table, host, job, table(), folder)]
+        return pool.submit(_with_table, host, job, table(), folder)
 
     for mode in ("compiled", "eager"):
         told = f"TP {host.ranks}, dense, {mode}"
@@ -111,10 +115,10 @@ def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]
             continue
         mine = partial(with_table, mode)
         yield f"{told}, a table", stock, mine, partial(_judged, judge=_of_table)
-        mine = partial(one, mode, _on_last(host, "wrong"), *LENGTHS)
+        mine = partial(one, mode, _on_last(host.variables, "wrong"), *LENGTHS)
         yield f"{told}, wrong on the last rank", stock, mine, partial(_judged, judge=_of_wrong)
-    mine = partial(one, "eager", _on_last(host, "dies"), 5)
-    yield f"{told}, the last rank dies while it verifies", list, mine, partial(_dead, host)
+    mine = partial(one, "eager", _on_last(host.variables, "dies"), 5)
+    yield f"{told}, the last rank dies while it verifies", Future, mine, partial(_dead, host)
 
 
 def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]:
@@ -125,55 +129,63 @@ def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Cas
 
     def one(mode: str, variables: dict[str, str]) -> Runs:
         job = host.job(model(), batches(*LENGTHS), mode == "eager", **spread)
-        return [pool.submit(host.run, job, **variables)]
+        return pool.submit(_replicas, host, job, variables)
 
     def two(mode: str, variables: dict[str, str]) -> Runs:
         size = {**spread, "tensor_parallel_size": half}
         job = host.job(model(), batches(*LENGTHS), mode == "eager", **size)
-        return _replicas(host, pool, job, folder, **variables)
+        return pool.submit(_replicas, host, job, variables, 2)
 
     forms = [(f"TP {host.ranks}", one)]
-    if host.ranks >= 4 and not host.on_cpu:
+    if host.ranks >= 4:
         forms.append((f"DP 2 x TP {half}", two))
     for form, start in forms:
         for mode in ("eager",) if host.on_cpu else ("compiled", "eager"):
             told = f"{form}, {'experts' if host.on_cpu else 'EP'}, {mode}"
             stock = cache(partial(start, mode, STOCK))
-            for name in _names(host):
-                variables, planned = VARIANTS[name]
-                # vLLM's CPU build has kernels for experts on its own platform alone.
-                mine = partial(start, mode, host.variables(device="", **variables))
+            names = _names(host)
+            # vLLM's CPU build has kernels for experts on its own platform alone, and nothing that
+            # gathers from data parallel engines.
+            variables = partial(host.variables, device="")
+            if host.on_cpu and start is two:
+                stock = cache(partial(one, mode, STOCK))
+                names = names[-1:]
+                variables = partial(host.flagcx(folder / "flagcx"), device="")
+            for name in names:
+                chosen, planned = VARIANTS[name]
+                mine = partial(start, mode, variables(**chosen))
                 judge = _of_plan(planned, mostly=True)
                 yield f"{told}, {name}", stock, mine, partial(_judged, judge=judge)
-            if mode == "compiled" and start is two:
-                mine = partial(start, mode, _on_last(host, "wrong"))
+            if start is two and mode == ("eager" if host.on_cpu else "compiled"):
+                mine = partial(start, mode, _on_last(variables, "wrong"))
                 judged = partial(_judged, judge=_of_wrong)
                 yield f"{told}, wrong on the last rank", stock, mine, judged
 
 
-def _on_last(host: Host, how: str) -> dict[str, str]:
+def _on_last(variables: Callable[..., dict[str, str]], how: str) -> dict[str, str]:
     """The variables of an engine whose last rank has a kernel that is wrong, or dies.
 
     All else is stock: vLLM gives the others some seconds to end once it has seen a rank die.
     """
     others = ";".join(f"{op}=stock" for op in contracts() if op != OP)
     order = f"{others};{OP}=vendor:rankone|reference"
-    return host.variables("rank_one", RANK_ONE=how, VLLM_FL_PER_OP=order)
+    return variables("rank_one", RANK_ONE=how, VLLM_FL_PER_OP=order)
 
 
 def _judged(stock: Runs, runs: Runs, judge: Judge) -> Judged:
     """What is wrong with an engine beside stock."""
     mine: list[Result] = []
     try:
-        mine = [run.result() for run in runs]
+        mine = runs.result()
         facts = _facts(mine)
-        theirs = [run.result() for run in stock]
+        theirs = stock.result()
+        theirs *= len(mine) // len(theirs)
         off = [largest_difference(*pair) for pair in zip(theirs, mine, strict=True)]
         facts |= {"largest difference of logits, and largest logit": off}
         return _disagrees(mine) or judge(theirs, mine), facts
     except EngineFailed as error:
-        whose = "the engine" if len(mine) < len(runs) else "stock"
-        return f"{whose} failed: {error.log[-6000:]}", {}
+        whose = "stock" if mine else "the engine"
+        return f"{whose} failed: {error.log[-6000:]}", {"log": error.log}
     except Exception as error:
         return f"{type(error).__name__}: {error}", {}
 
@@ -216,8 +228,8 @@ def _by_token(stock: Result, mine: Result) -> list[float]:
     """By how much the logits of each token of the prompts differ, and of the first one behind."""
     found = []
     for prompt, other, tokens in zip(stock["logits"], mine["logits"], stock["tokens"], strict=True):
-        rows = zip(prompt, other, strict=True)
-        for _, (row, twin) in zip(prompt[: len(prompt) - len(tokens) + 1], rows, strict=False):
+        count = len(prompt) - len(tokens) + 1
+        for row, twin in zip(prompt[:count], other[:count], strict=True):
             found.append(max(abs(a - b) for a, b in zip(row, twin, strict=True)))
     return found
 
@@ -293,19 +305,19 @@ def _table(host: Host, model: str, folder: Path) -> Path:
     return out
 
 
-def _with_table(host: Host, job: Job, table: Future[Path], folder: Path) -> Result:
+def _with_table(host: Host, job: Job, table: Future[Path], folder: Path) -> list[Result]:
     """An engine with that table, said to be of its mode."""
     mode = "eager" if job.eager else "compiled"
     path = folder / f"table-{mode}.json"
     path.write_text(replace(read_table(str(table.result())), mode=mode).text)
-    return host.run(job, **host.variables(VLLM_FL_TABLE=str(path)))
+    return [host.run(job, **host.variables(VLLM_FL_TABLE=str(path)))]
 
 
 def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
     """What is wrong with a start of which the last rank dies, and what was printed."""
     del stock  # there is nothing to compare
     try:
-        runs[0].result()
+        runs.result()
     except EngineFailed as error:
         log = error.log
     else:
@@ -313,28 +325,29 @@ def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
     words = ("is gone", "died unexpectedly", "initialization failed", "onitored", "after ")
     told = [line for line in log.splitlines() if any(word in line for word in words)]
     if "did not end within" in log:
-        return f"it hangs: {log[-3000:]}", {"lines": told}
+        return f"it hangs: {log[-3000:]}", {"log": log}
     last = host.ranks - 1
     named = any(f"is gone (rank {last})" in line for line in told)
     return "" if named else f"rank {last} is not named: {told}", {"lines": told}
 
 
-def _replicas(host: Host, pool: Executor, job: Job, folder: Path, **variables: str) -> Runs:
-    """Two data parallel engines of this job, each in a process of its own."""
-    port = _free_ports(8)
-    meets = folder / f"replicas-{port}"
-    meets.mkdir()
+def _replicas(host: Host, job: Job, variables: dict[str, str], count: int = 1) -> list[Result]:
+    """What so many data parallel engines of this job answer, each in a process of its own."""
+    if count == 1:
+        return [host.run(job, **variables)]
     told = {
-        "VLLM_DP_SIZE": "2",
+        "VLLM_DP_SIZE": str(count),
         "VLLM_DP_MASTER_IP": "127.0.0.1",
-        "VLLM_DP_MASTER_PORT": str(port),
+        "VLLM_DP_MASTER_PORT": str(_free_ports(8)),
         **variables,
     }
-    both = replace(job, meets=str(meets))
-    return [
-        pool.submit(host.run, both, VLLM_DP_RANK=str(n), VLLM_DP_RANK_LOCAL=str(n), **told)
-        for n in range(2)
-    ]
+    with tempfile.TemporaryDirectory() as meets, ThreadPoolExecutor() as pool:
+        each = replace(job, meets=meets)
+        runs = [
+            pool.submit(host.run, each, VLLM_DP_RANK=str(n), VLLM_DP_RANK_LOCAL=str(n), **told)
+            for n in range(count)
+        ]
+        return [run.result() for run in runs]
 
 
 def _free_ports(count: int) -> int:

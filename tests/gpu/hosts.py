@@ -9,8 +9,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import entry_points
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,11 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"))
 
 from shapes import MODELS
 
-__all__ = ["Host", "Kept"]
+__all__ = ["FLAGCX", "Host", "Kept"]
 
-PLUGINS = Path(__file__).resolve().parents[1] / "engine" / "plugins"
+ROOT = Path(__file__).resolve().parents[2]
+PLUGINS = ROOT / "tests" / "engine" / "plugins"
+FLAGCX = ROOT / "packages" / "vllm-fl-flagcx"
 
 FAMILIES = {
     # Of a checkpoint, so that what a layer adds is seen in the logits: vLLM's dummy weights are too
@@ -103,6 +108,17 @@ class Host:
         loaded = {"VLLM_FL_PLUGIN_MODULES": names} if names else {}
         path = os.pathsep.join([str(path), str(PLUGINS), os.environ.get("PYTHONPATH", "")])
         return {"PYTHONPATH": path, **own, **loaded, **more}
+
+    def flagcx(self, folder: Path) -> Callable[..., dict[str, str]]:
+        """`variables` of engines with FlagCX, whose stand-in is compiled into this folder."""
+        sys.path.append(str(FLAGCX / "tests"))
+        from flagcx_library import built, built_over_nccl
+
+        library = built(folder) if self.on_cpu else built_over_nccl(folder)
+        installed = entry_points(group="vllm_fl.plugin", name="flagcx")
+        modules = () if installed else ("vllm_fl_flagcx.plugin",)
+        told = {"path": FLAGCX / "src", "FLAGCX_PATH": str(library)}
+        return partial(self.variables, *modules, **told)
 
     @property
     def bound(self) -> dict[str, str]:

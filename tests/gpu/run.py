@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ import cases_ranks  # noqa: E402
 import cases_real  # noqa: E402
 import cases_sleep  # noqa: E402
 import cases_warmup  # noqa: E402
+from engine_run import end_all  # noqa: E402
 from hosts import Host  # noqa: E402
 
 PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
@@ -108,6 +110,7 @@ def main() -> int:
     at_once = options.at_once or (1 if options.cpu else 12)
     host = Host(options.ranks, options.cpu, options.limit, options.only, at_once)
     parts = {**PARTS, **{part: partial(cases, host=host) for part, cases in OF_RANKS.items()}}
+    signal.signal(signal.SIGTERM, lambda *_: (end_all(), os._exit(1)))  # as at the end of a limit
     out = Path(os.environ.get("OUT", ".")) / "tests-gpu.json"
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
