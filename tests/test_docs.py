@@ -256,6 +256,20 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
     assert table[BLACKLIST.append][0] == BLACKLIST.key
 
 
+def test_every_field_of_a_worker_s_report_is_documented() -> None:
+    worker = ast.parse((SOURCES / "vllm_fl" / "integration" / "worker.py").read_text())
+    (report,) = (
+        node
+        for node in ast.walk(worker)
+        if isinstance(node, ast.FunctionDef) and node.name == "vllm_fl_report"
+    )
+    (returned,) = (node.value for node in ast.walk(report) if isinstance(node, ast.Return))
+    assert isinstance(returned, ast.Dict)
+    fields = section(page("worker-report.md"), "Fields")
+    told = {name for row in rows(fields) for name in re.findall(r"`(\w+)`", row[0])}
+    assert told == {key.value for key in returned.keys if isinstance(key, ast.Constant)}
+
+
 def test_every_key_of_a_file_is_documented() -> None:
     told = {code(r[0]) for r in rows(section(page("settings.md"), "Files"))}
     assert told == set(file_keys(DECLARED)), "docs/settings.md, under Files: the table of keys"
@@ -471,6 +485,18 @@ def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> 
 def test_a_sentence_has_twenty_words_at_most_on_average(path: Path) -> None:
     lengths = [len(sentence.split()) for sentence in words.sentences(path.read_text())]
     assert sum(lengths) <= 20 * len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("sections", "most"),
+    [(("Guides", "You operate vLLM"), 6000), (("You have kernels",), 5000)],
+    ids=["operator", "vendor"],
+)
+def test_a_reader_is_led_to_few_words(sections: tuple[str, ...], most: int) -> None:
+    led = [path for section in sections for path in words.readers()[section]]
+    assert sum(len(path.read_text().split()) for path in led) <= most, (
+        "python tools/words.py: move what few need to a page that is looked up"
+    )
 
 
 def test_drawings_fit_a_hundred_columns() -> None:
