@@ -511,6 +511,13 @@ def tests_gpu(session: nox.Session) -> None:
     python(session, with_gpu(session), "tests/gpu/run.py", *session.posargs)
 
 
+@timed("rehearsal", default=False)
+def rehearsal(session: nox.Session) -> None:
+    """Run the GPU's cases for several ranks on the CPU: four, or `-- --ranks 8`."""
+    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE)
+    python(session, env, "tests/gpu/run.py", "--cpu", "--ranks", "4", *session.posargs)
+
+
 @timed("bench-gpu", default=False)
 def bench_gpu(session: nox.Session) -> None:
     """Measure the ops and the engine on an NVIDIA GPU against stock vLLM."""

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,9 @@ class Job:
             whether the batches run again afterwards], with nothing in vLLM's cache. A method
             `LLM.sleep` is one of `vllm.LLM`.
         midway: what they are asked while the last batch is under way, once more at the end.
+        meets: a folder in which the data-parallel engines of a model leave word of their end, each
+            told its number by VLLM_DP_RANK: none ends before all have answered, since a step of
+            one needs the others. Empty for an engine alone.
     """
 
     model: str
@@ -74,6 +79,7 @@ class Job:
     adapter: str = ""
     updates: list[list[Any]] = field(default_factory=list)
     midway: str = ""
+    meets: str = ""
 
 
 class EngineFailed(RuntimeError):
@@ -108,7 +114,8 @@ def run(
         answered (`answers`), or raised (`error`), and the `tokens` afterwards; so of `midway`.
 
     Raises:
-        EngineFailed: it did not end well.
+        EngineFailed: it did not end well, or not in time.
+        subprocess.TimeoutExpired: not in time, with `forks`.
     """
     alone = {} if "tensor_parallel_size" in job.options else {BIND: str(min(cores()))}
     with tempfile.TemporaryDirectory() as folder:
@@ -127,16 +134,34 @@ def run(
 def _fresh(
     command: list[str], env: dict[str, str], timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    """A process with all that it starts, of which nothing is left behind.
+
+    Raises:
+        EngineFailed: it did not end in time.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        late = ""
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            late = f"it did not end within {timeout:g} s, and was killed\n"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a worker that hangs, too
+            process.wait()
+        printed.seek(0)
+        log = printed.read()
+    if late:
+        raise EngineFailed(log + late)
+    return subprocess.CompletedProcess(command, process.returncode, log)
 
 
 def largest_difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[float, float]:
@@ -194,7 +219,10 @@ def _main(request: dict[str, Any]) -> None:
     outputs = []
     for batch in job.batches:
         prompts: Any = [{"prompt_token_ids": ids} for ids in batch]
-        outputs += _together(llm, prompts, sampling(job.logits), **through)
+        if job.meets:  # whose schedulers cannot wait for their prompts
+            outputs += llm.generate(prompts, sampling(job.logits), use_tqdm=False, **through)
+        else:
+            outputs += _together(llm, prompts, sampling(job.logits), **through)
     steps = _steps(llm)
     scored = _scored(llm, job.scored, **through) if job.scored else []
     seconds = []
@@ -252,6 +280,10 @@ def _main(request: dict[str, Any]) -> None:
         "midway": midway,
     }
     Path(request["out"]).write_text(json.dumps(result))
+    if job.meets:
+        Path(job.meets, os.environ["VLLM_DP_RANK"]).touch()
+        while len(os.listdir(job.meets)) < int(os.environ["VLLM_DP_SIZE"]):
+            time.sleep(0.1)
 
 
 def _together(llm: Any, prompts: Any, sampling: Any, **through: Any) -> list[Any]:

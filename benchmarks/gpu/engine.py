@@ -1,7 +1,7 @@
 """vLLM's engine on a GPU, a model's shapes with dummy weights: stock, shipped and FlagGems.
 
     python benchmarks/gpu/engine.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
-        [--rounds 6] [--kernels 5] [--tensor-parallel 2]
+        [--rounds 6] [--kernels 5] [--ranks 2]
 
 The engines of one mode are loaded side by side, each in a process of its own with its part of the
 memory, and work in turn: every round visits all of them with each workload, in another
@@ -438,7 +438,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=variants, choices=VARIANTS)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--kernels", type=int, default=0, metavar="ROUNDS")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="GPUS")
+    parser.add_argument("--ranks", type=int, default=1, metavar="GPUS")
     options = parser.parse_args()
     if "direct" in options.variants and "compiled" in options.modes:
         parser.error("the variant direct is for --modes eager")
@@ -459,8 +459,7 @@ def main() -> None:
         model = folder / "model"
         model.mkdir()
         config, further = MODELS[options.model]
-        if options.tensor_parallel > 1:
-            further = {**further, "tensor_parallel_size": options.tensor_parallel}
+        further = {**further, "tensor_parallel_size": options.ranks}
         (model / "config.json").write_text(json.dumps(config))
         for mode in options.modes:
             with contextlib.ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Default settings beside stock vLLM on a GPU: several models' shapes, with dummy weights.
 
     python benchmarks/gpu/models.py [--models qwen3-8b llama-3.1-8b …] [--rounds 5] [--kernels 3]
-        [--new-tokens 64] [--seconds 480]
+        [--new-tokens 64] [--seconds 480] [--ranks 4]
 
 Of each model three engines work in turns: stock, stock once more, and vllm-fl as it is installed.
 They are told how large their KV cache is, and start at once. What is shown of the second and the
@@ -12,6 +12,9 @@ third, beside the first:
     kernels' time          the sum of all kernels' times of one step (less is faster)
     of the read bandwidth  the bytes of the weights that a decoding step of one token reads, by its
                            time, as a share of what `read_kernel` (bandwidth.py) reads there
+
+With `--ranks` each engine has that many GPUs, tensor parallel, and shares them with the others; the
+weights, and what a GPU reads of them, are then those of one rank.
 
 One line of JSON for each model is appended to $OUT/models.jsonl. With `--seconds` it ends in time,
 and says what it left out: measure the others by another call, and append.
@@ -66,9 +69,10 @@ def measure(
     model = folder / name
     model.mkdir()
     (model / "config.json").write_text(json.dumps(config))
-    told = {**further, "kv_cache_memory_bytes": CACHE_BYTES}
+    told = {**further, "kv_cache_memory_bytes": CACHE_BYTES, "tensor_parallel_size": options.ranks}
     begun = time.monotonic()
-    result: dict[str, Any] = {"model": name, "layers": config["num_hidden_layers"]}
+    layers = config["num_hidden_layers"]
+    result: dict[str, Any] = {"model": name, "layers": layers, "ranks": options.ranks}
     with contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for variant in options.variants:
@@ -94,7 +98,8 @@ def measure(
 def shown(result: dict[str, Any], read: float) -> str:
     """A model's figures, a line for each engine and workload."""
     lines = [
-        f"{result['model']}, {result['layers']} layers, {result['weights'] / 1e9:.2f} GB of "
+        f"{result['model']}, {result['layers']} layers, ranks: {result['ranks']}, "
+        f"{result['weights'] / 1e9:.2f} GB of "
         f"weights a token; {result['rounds']} rounds; engines ready together in "
         f"{result['start_seconds']:.0f} s, {result['seconds']:.0f} s in all"
     ]
@@ -128,6 +133,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, default=3, metavar="ROUNDS")
     parser.add_argument("--new-tokens", type=int, default=64, help="of a visit's decoding")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end by then")
+    parser.add_argument("--ranks", type=int, default=1, metavar="GPUS")
     parser.add_argument("--longest", action="store_true", help="name the longest kernels, too")
     options = parser.parse_args()
     if "stock" not in options.variants or options.rounds < 1:

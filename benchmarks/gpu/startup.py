@@ -1,12 +1,14 @@
 """What a start of vLLM costs with vllm-fl on a GPU, a model's shapes: stock and shipped.
 
     python benchmarks/gpu/startup.py [--model qwen3-8b] [--modes compiled eager] [--variants …]
-        [--cold 2] [--warm 1] [--seconds 480]
+        [--cold 2] [--warm 1] [--seconds 480] [--ranks 1 2 4]
 
-Engines start one after the other, each alone on the device, in turns. A cold start finds every
+Engines start one after the other, each alone on the devices, in turns. With `--ranks` each has that
+many of them, tensor parallel, and there are starts of each number. A cold start finds every
 cache empty: vLLM's, Inductor's, Triton's and FlagGems's. Behind the last cold start of all variants
 the warm ones find them as it left them. JSON goes to $OUT/startup.json after every start:
 
+    ranks               how many the engine has
     phases              phase -> seconds; of stock vLLM what its log says, of vllm-fl what its
                         report says, too (`vllm_fl_report`, `start`)
     ranges              range of token counts -> seconds of compiling its graphs, by vLLM's log
@@ -25,6 +27,7 @@ the warm ones find them as it left them. JSON goes to $OUT/startup.json after ev
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -66,10 +69,10 @@ SLACK_MIB = 16
 
 
 def used_mib() -> int:
-    """The device memory that is in use, by whomever."""
+    """The memory of all devices that is in use, by whomever."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     asked = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    return int(asked.split()[0])
+    return sum(map(int, asked.split()))
 
 
 def wait_for_memory(before: int, limit: float = 60.0) -> None:
@@ -121,14 +124,15 @@ def start(name: str, mode: str, model: Path, folder: Path, **further: Any) -> di
 def table(results: list[dict[str, Any]]) -> str:
     """Median seconds of every phase, of cold starts and of warm ones, a column for each engine."""
     lines = []
-    for mode, kind in dict.fromkeys((each["mode"], each["kind"]) for each in results):
+    for which in dict.fromkeys((each["ranks"], each["mode"], each["kind"]) for each in results):
         of_kind = [
-            r for r in results if (r["mode"], r["kind"]) == (mode, kind) if "failed" not in r
+            r for r in results if (r["ranks"], r["mode"], r["kind"]) == which if "failed" not in r
         ]
+        ranks, mode, kind = which
         names = list(dict.fromkeys(each["variant"] for each in of_kind))
         rows = {name: [flat(r) for r in of_kind if r["variant"] == name] for name in names}
         counts = ", ".join(f"{len(rows[name])} of {name}" for name in names)
-        lines.append(f"{mode}, {kind} starts: {counts}; medians, seconds")
+        lines.append(f"ranks: {ranks}, {mode}, {kind} starts: {counts}; medians, seconds")
         lines.append(f"  {'':44}" + "".join(f"{name:>14}" for name in names))
         for what in dict.fromkeys(key for each in rows.values() for row in each for key in row):
             cells = [[row[what] for row in rows[name] if what in row] for name in names]
@@ -153,6 +157,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=variants, choices=VARIANTS)
     parser.add_argument("--cold", type=int, default=2, help="starts of each with empty caches")
     parser.add_argument("--warm", type=int, default=1, help="starts of each with filled ones")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], metavar="GPUS")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after")
     options = parser.parse_args()
     if options.cold < 1:
@@ -173,26 +178,29 @@ def main() -> None:
         starts = [("cold", n) for n in range(options.cold)] + [
             ("warm", n) for n in range(options.warm)
         ]
-        for mode in options.modes:
+        for ranks, mode in itertools.product(options.ranks, options.modes):
             for kind, number in starts:
-                folder = Path(scratch, f"caches-{number if kind == 'cold' else options.cold - 1}")
+                filled = number if kind == "cold" else options.cold - 1
+                folder = Path(scratch, f"caches-{ranks}-{filled}")
                 folder.mkdir(exist_ok=True)
                 order = options.variants if number % 2 == 0 else options.variants[::-1]
                 for name in order:
+                    told = f"ranks: {ranks}, {mode}, {kind} start of {name}"
                     if time.monotonic() > deadline:
-                        print(f"{mode}, {kind} start of {name}: left out, the time is up")
+                        print(f"{told}: left out, the time is up")
                         continue
+                    size = {**further, "tensor_parallel_size": ranks}
                     try:
-                        result = start(name, mode, model, folder, **further)
+                        result = start(name, mode, model, folder, **size)
                     except RuntimeError as error:
                         result = {"mode": mode, "variant": name, "failed": str(error)}
                     wait_for_memory(before)
-                    results.append({**result, "kind": kind, "start": number})
+                    results.append({"ranks": ranks, **result, "kind": kind, "start": number})
                     print(json.dumps(results[-1]), flush=True)
                     text = json.dumps({"host": facts(), "results": results}, indent=1)
                     (out / "startup.json").write_text(text)
                     log = folder / f"{mode}-{name}.log"
-                    shutil.copy(log, out / f"startup-{mode}-{kind}-{name}.log")
+                    shutil.copy(log, out / f"startup-{ranks}-{mode}-{kind}-{name}.log")
     print(table(results))
 
 

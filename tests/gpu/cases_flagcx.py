@@ -1,6 +1,8 @@
-"""FlagCX's communicator on two GPUs, over NCCL: its collectives, captured in graphs, an engine.
+"""FlagCX's communicator between the ranks of a host: its collectives, an engine.
 
-The library is packages/vllm-fl-flagcx/tests/nccl.c, compiled here. Figures: $OUT/flagcx.json.
+On GPUs over NCCL, captured in graphs too; on the CPU, to rehearse, over shared memory. The library
+is nccl.c or shared_memory.c of packages/vllm-fl-flagcx/tests, compiled here. Figures:
+$OUT/flagcx.json.
 """
 
 from __future__ import annotations
@@ -14,71 +16,71 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import datetime
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import tiny_model
-from cases_engines import OPTIONS, batches, side_by_side
-from engine_run import STOCK, EngineFailed, Job, largest_difference, run
+from cases_engines import batches
+from engine_run import STOCK, EngineFailed, largest_difference
+from hosts import Host, Kept
 
 __all__ = ["cases"]
 
 PACKAGE = Path(__file__).resolve().parents[2] / "packages" / "vllm-fl-flagcx"
-RANKS_LIMIT, ENGINE_LIMIT = 100.0, 240.0
-"""Seconds."""
+RANKS_LIMIT = 100.0
+"""Seconds in which the ranks of a part must end."""
 
 STAMP = re.compile(r"\b\d\d-\d\d \d\d:\d\d:\d\d\b")
 """The time in a line of vLLM's log."""
 
 
-def cases(folder: Path) -> Iterator[tuple[str, str]]:
+def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
     """(case, what is wrong or empty)."""
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        print("skipped: two ranks need two GPUs")
+    if why := host.lacks():
+        print(f"skipped: several ranks need {why}")
         return
     sys.path.insert(0, str(PACKAGE / "tests"))
-    from flagcx_library import built_over_nccl
+    from flagcx_library import built, built_over_nccl
 
-    flagcx = built_over_nccl(folder / "flagcx")
-    sources = os.pathsep.join([str(PACKAGE / "src"), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHONPATH": sources, "FLAGCX_PATH": str(flagcx)}
-    if not entry_points(group="vllm_fl.plugin", name="flagcx"):
-        variables["VLLM_FL_PLUGIN_MODULES"] = "vllm_fl_flagcx.plugin"
-    figures: dict[str, Any] = {}
-    with side_by_side() as pool:
+    flagcx = built(folder / "flagcx") if host.on_cpu else built_over_nccl(folder / "flagcx")
+    installed = entry_points(group="vllm_fl.plugin", name="flagcx")
+    modules = () if installed else ("vllm_fl_flagcx.plugin",)
+    variables = host.variables(*modules, path=PACKAGE / "src", FLAGCX_PATH=str(flagcx))
+    kept = Kept("flagcx.json")
+    with host.side_by_side() as pool:
         ranks = {
-            part: pool.submit(on_two, part, folder / part, flagcx, variables)
-            for part in ("collectives", "graphs")
+            part: pool.submit(on_all, host, part, folder / part, flagcx, variables)
+            for part in (("collectives",) if host.on_cpu else ("collectives", "graphs"))
+            if host.only in part
         }
-        options = {**OPTIONS, "tensor_parallel_size": 2}
-        model = str(tiny_model.make(folder, "qwen3"))
-        job = Job(model, batches(5, 33, 100), new_tokens=32, eager=False, options=options)
+        job = host.job(
+            str(tiny_model.make(folder, "qwen3")), batches(5, 33, 100), eager=host.on_cpu
+        )
+        job = replace(job, new_tokens=32)
         stock_one = {**variables, "VLLM_FL_PER_OP": "communicator=stock"}
         engines = {
-            name: pool.submit(run, job, timeout=ENGINE_LIMIT, **of_engine)
+            name: pool.submit(host.run, job, **of_engine)
             for name, of_engine in (
                 ("stock", STOCK),
                 ("vLLM's communicator", stock_one),
                 ("flagcx", variables),
             )
+            if host.only in "engine"
         }
         for part, told in ranks.items():
             for case, problem, seconds in told.result():
-                figures.setdefault(part, {})[case] = {"problem": problem, "seconds": seconds}
+                kept.add(f"{part}: {case}", problem=problem, seconds=seconds)
                 yield f"{part}: {case}", problem
-            written(figures)
         found = {}
         for name, engine in engines.items():
             found[name], problem = outcome(engine)
             yield f"engine: {name} answers", problem
             if found[name] is not None:
-                figures.setdefault("engines", {})[name] = facts(found[name])
-                written(figures)
-        mine = found["flagcx"]
+                kept.add(f"engine: {name}", **facts(found[name]))
+        mine = found.get("flagcx")
         if mine is None:
             return
         yield "engine: FlagCX is planned and serves", serves(mine)
@@ -86,35 +88,35 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
             other = found[name]
             if other is not None:
                 difference, magnitude = largest_difference(other, mine)
-                figures["engines"]["flagcx"][f"logits against {name}"] = difference, magnitude
-                written(figures)
+                kept.add("engine: flagcx", **{f"logits against {name}": (difference, magnitude)})
                 same = other["tokens"] == mine["tokens"]
                 far = f"other tokens; logits differ by {difference:.3g} of {magnitude:.3g}"
                 yield f"engine: the tokens of {name}", "" if same else far
 
 
-def on_two(
-    part: str, folder: Path, flagcx: Path, variables: dict[str, str]
+def on_all(
+    host: Host, part: str, folder: Path, flagcx: Path, variables: dict[str, str]
 ) -> list[tuple[str, str, float]]:
-    """(case, what is wrong on either rank or nothing, seconds) of a part of flagcx_rank.py."""
+    """(case, what is wrong on any rank or nothing, seconds) of a part of flagcx_rank.py."""
     folder.mkdir()
     script = str(Path(__file__).with_name("flagcx_rank.py"))
-    logs = [folder / f"{rank}.log" for rank in range(2)]
+    logs = [folder / f"{rank}.log" for rank in range(host.ranks)]
+    device = "cpu" if host.on_cpu else "cuda"
     started = []
     for rank, log in enumerate(logs):
         with log.open("w") as file:
-            command = [sys.executable, script, str(rank), part, str(folder), str(flagcx)]
+            given = [str(host.ranks), part, str(folder), str(flagcx), device]
             started.append(
                 subprocess.Popen(
-                    command,
+                    [sys.executable, script, str(rank), *given],
                     env={**os.environ, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                 )
             )
-    begin = time.monotonic()
-    while any(each.poll() is None for each in started) and time.monotonic() < begin + RANKS_LIMIT:
+    begin, limit = time.monotonic(), min(RANKS_LIMIT, host.limit)
+    while any(each.poll() is None for each in started) and time.monotonic() < begin + limit:
         time.sleep(0.1)
     ends = []
     for each in started:
@@ -123,17 +125,17 @@ def on_two(
             each.kill()
         each.wait()
     seconds = time.monotonic() - begin
-    told = [lines(folder / f"{rank}.jsonl") for rank in range(2)]
+    told = [lines(folder / f"{rank}.jsonl") for rank in range(host.ranks)]
     found = []
-    for first, second in zip(*told, strict=False):
-        wrong = [f"rank {n}: {e['problem']}" for n, e in enumerate((first, second)) if e["problem"]]
-        found.append((first["case"], "; ".join(wrong), first["seconds"]))
+    for each in zip(*told, strict=False):
+        wrong = [f"rank {n}: {e['problem']}" for n, e in enumerate(each) if e["problem"]]
+        found.append((each[0]["case"], "; ".join(wrong), each[0]["seconds"]))
     badly = [
         f"rank {n} {end} after {len(told[n])} cases: {logs[n].read_text(errors='replace')[-3000:]}"
         for n, end in enumerate(ends)
         if end != "ended with 0"
     ]
-    return [*found, ("both ranks reach the end", "; ".join(badly), seconds)]
+    return [*found, ("all ranks reach the end", "; ".join(badly), seconds)]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -153,13 +155,13 @@ def outcome(engine: Future[dict[str, Any]]) -> tuple[dict[str, Any] | None, str]
 
 def serves(result: dict[str, Any]) -> str:
     """Empty when start line, groups and digests are as they should be."""
-    (line, *_) = [*of_log(result, "ops planned"), ""]
-    first, second = result["report"]
-    if not line or first["ops"]["communicator"]["impl"] != "default.flagcx":
+    (line, *_) = [*of_log(result, " planned: "), ""]
+    reports = result["report"]
+    if not line or reports[0]["ops"]["communicator"]["impl"] != "default.flagcx":
         return f"the plan does not have it: {line}"
-    if first["digest"] != second["digest"]:
-        return f"the digests differ: {first['digest']} and {second['digest']}"
-    for report in (first, second):
+    if len(digests := {report["digest"] for report in reports}) > 1:
+        return f"the digests differ: {digests}"
+    for report in reports:
         if report["groups"].get("tp:0") != "default.flagcx" or report["demotions"]:
             return f"rank {report['rank']}: {report['groups']}, {report['demotions']}"
     return ""
@@ -167,7 +169,7 @@ def serves(result: dict[str, Any]) -> str:
 
 def facts(result: dict[str, Any]) -> dict[str, Any]:
     """What an engine said of its start."""
-    planned, groups = of_log(result, "ops planned"), of_log(result, "Groups of ranks")
+    planned, groups = of_log(result, " planned: "), of_log(result, "Groups of ranks")
     stamps = STAMP.findall(result["log"])
     to_plan = None
     if planned and stamps and (at := STAMP.search(planned[0])):
@@ -183,6 +185,7 @@ def facts(result: dict[str, Any]) -> dict[str, Any]:
         "seconds from the first line to the plan": to_plan,
         "served": [report["groups"] for report in result["report"] or ()],
         "tokens": result["tokens"],
+        "seconds": result["took"],
     }
 
 
@@ -192,7 +195,3 @@ def _time(stamp: str) -> datetime:
 
 def of_log(result: dict[str, Any], words: str) -> list[str]:
     return [line for line in result["log"].splitlines() if words in line]
-
-
-def written(figures: dict[str, Any]) -> None:
-    Path(os.environ.get("OUT", "."), "flagcx.json").write_text(json.dumps(figures, indent=1))

@@ -1,65 +1,350 @@
-"""Two ranks on two GPUs, over NCCL: one plan, stock's logits, and a wrong kernel off on both."""
+"""Several ranks: one plan, stock's logits, what is wrong on the last rank off on all of them.
+
+On GPUs over NCCL: Qwen3-8B's shapes, tensor parallel; Qwen3-30B-A3B's, expert parallel, and as data
+parallel engines with all ranks between them. On the CPU, to rehearse: tiny models over gloo, whose
+kernels for experts know neither. Facts: $OUT/ranks.json.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import tiny_model
-from cases_engines import OPTIONS, VARIANTS, batches, differs, side_by_side
-from engine_run import STOCK, EngineFailed, Job, run
+from cases_engines import VARIANTS, batches
+from engine_run import STOCK, EngineFailed, Job, largest_difference
+from hosts import Host, Kept
+
+from vllm_fl.contracts import contracts
+from vllm_fl.settings.table import Row, Verdict, read_table
 
 __all__ = ["cases"]
 
-PLUGINS = Path(__file__).resolve().parents[1] / "engine" / "plugins"
+OP = "silu_and_mul"
 
-WRONG_ON_ONE = {
-    "RANK_ONE": "wrong",
-    "VLLM_FL_PLUGIN_MODULES": "rank_one",
-    "VLLM_FL_PER_OP": "silu_and_mul=vendor:rankone|reference",
-}
+LENGTHS = (5, 33, 100)
+"""Of the prompts, in tokens."""
+
+BEHIND = "reference.torch"
+"""What serves where the kernel of tests/engine/plugins/rank_one.py is out."""
+
+CLOSE = 0.05
+"""How far logits may differ, of the largest: bfloat16 rounds each layer's results to 8 bits."""
+
+PLANS = {True: ("reference", "shipped"), False: ("shipped", "flagos")}
+"""On the CPU or not -> what of VARIANTS is tried; with two GPUs all are."""
+
+TOKENS = 16
+"""Up to so many the table has a row of its own."""
+
+Result = dict[str, Any]
+Judge = Callable[[list[Result], list[Result]], str]
+"""What is wrong with an engine's answers beside stock's; of each, those of all its replicas."""
+
+Runs = list[Future[Result]]
+Judged = tuple[str, dict[str, Any]]
+"""What is wrong with a case, and what else is known of it."""
+
+Case = tuple[str, Callable[[], Runs], Callable[[], Runs], Callable[[Runs, Runs], Judged]]
+"""Its name, what starts stock and what starts the engine, and what judges both."""
 
 
-def cases(folder: Path) -> Iterator[tuple[str, str]]:
-    """(variant and mode, what is wrong or empty)."""
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        print("skipped: two ranks need two GPUs")
+def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
+    """(plan, mode and model, what is wrong or empty)."""
+    if why := host.lacks():
+        print(f"skipped: several ranks need {why}")
         return
-    model = str(tiny_model.make(folder, "qwen3"))
-    wrong = {
-        **WRONG_ON_ONE,
-        "PYTHONPATH": os.pathsep.join([str(PLUGINS), os.environ.get("PYTHONPATH", "")]),
+    kept = Kept("ranks.json")
+    with host.side_by_side() as pool:
+        started = [
+            (case, partial(judged, stock(), mine()))
+            for case, stock, mine, judged in chain(
+                _dense(folder, host, pool), _experts(folder, host, pool)
+            )
+            if host.only in case
+        ]
+        for case, judged in started:
+            problem, facts = judged()
+            kept.add(case, problem=problem, **facts)
+            yield case, problem
+
+
+def _names(host: Host) -> list[str]:
+    """What of VARIANTS is tried."""
+    every = host.ranks == 2 and not host.on_cpu
+    return [name for name in VARIANTS if every or name in PLANS[host.on_cpu]]
+
+
+def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]:
+    """Tensor parallel."""
+    model = cache(partial(host.model, folder, "qwen3"))
+    table = cache(lambda: pool.submit(_table, host, model(), folder))
+
+    def one(mode: str, variables: dict[str, str], *lengths: int) -> Runs:
+        job = host.job(model(), batches(*lengths), mode == "eager")
+        return [pool.submit(host.run, job, **variables)]
+
+    def with_table(mode: str) -> Runs:
+        job = host.job(model(), batches(*LENGTHS), mode == "eager")
+        return [pool.submit(_with_table, host, job, table(), folder)]
+
+    for mode in ("compiled", "eager"):
+        told = f"TP {host.ranks}, dense, {mode}"
+        stock = cache(partial(one, mode, STOCK, *LENGTHS))
+        # Of the CPU's cases one is compiled: that is what takes long there.
+        once = host.on_cpu and mode == "compiled"
+        for name in _names(host)[-1:] if once else _names(host):
+            variables, planned = VARIANTS[name]
+            mine = partial(one, mode, host.variables(**variables), *LENGTHS)
+            yield f"{told}, {name}", stock, mine, partial(_judged, judge=_of_plan(planned))
+        if once:
+            continue
+        mine = partial(with_table, mode)
+        yield f"{told}, a table", stock, mine, partial(_judged, judge=_of_table)
+        mine = partial(one, mode, _on_last(host, "wrong"), *LENGTHS)
+        yield f"{told}, wrong on the last rank", stock, mine, partial(_judged, judge=_of_wrong)
+    mine = partial(one, "eager", _on_last(host, "dies"), 5)
+    yield f"{told}, the last rank dies while it verifies", list, mine, partial(_dead, host)
+
+
+def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]:
+    """A mixture of experts: spread over the ranks, and with two engines between all ranks."""
+    model = cache(partial(host.model, folder, "qwen3_moe"))
+    spread = {} if host.on_cpu else {"enable_expert_parallel": True}
+    half = host.ranks // 2
+
+    def one(mode: str, variables: dict[str, str]) -> Runs:
+        job = host.job(model(), batches(*LENGTHS), mode == "eager", **spread)
+        return [pool.submit(host.run, job, **variables)]
+
+    def two(mode: str, variables: dict[str, str]) -> Runs:
+        size = {**spread, "tensor_parallel_size": half}
+        job = host.job(model(), batches(*LENGTHS), mode == "eager", **size)
+        return _replicas(host, pool, job, folder, **variables)
+
+    forms = [(f"TP {host.ranks}", one)]
+    if host.ranks >= 4 and not host.on_cpu:
+        forms.append((f"DP 2 x TP {half}", two))
+    for form, start in forms:
+        for mode in ("eager",) if host.on_cpu else ("compiled", "eager"):
+            told = f"{form}, {'experts' if host.on_cpu else 'EP'}, {mode}"
+            stock = cache(partial(start, mode, STOCK))
+            for name in _names(host):
+                variables, planned = VARIANTS[name]
+                # vLLM's CPU build has kernels for experts on its own platform alone.
+                mine = partial(start, mode, host.variables(device="", **variables))
+                judge = _of_plan(planned, mostly=True)
+                yield f"{told}, {name}", stock, mine, partial(_judged, judge=judge)
+            if mode == "compiled" and start is two:
+                mine = partial(start, mode, _on_last(host, "wrong"))
+                judged = partial(_judged, judge=_of_wrong)
+                yield f"{told}, wrong on the last rank", stock, mine, judged
+
+
+def _on_last(host: Host, how: str) -> dict[str, str]:
+    """The variables of an engine whose last rank has a kernel that is wrong, or dies.
+
+    All else is stock: vLLM gives the others some seconds to end once it has seen a rank die.
+    """
+    others = ";".join(f"{op}=stock" for op in contracts() if op != OP)
+    order = f"{others};{OP}=vendor:rankone|reference"
+    return host.variables("rank_one", RANK_ONE=how, VLLM_FL_PER_OP=order)
+
+
+def _judged(stock: Runs, runs: Runs, judge: Judge) -> Judged:
+    """What is wrong with an engine beside stock."""
+    mine: list[Result] = []
+    try:
+        mine = [run.result() for run in runs]
+        facts = _facts(mine)
+        theirs = [run.result() for run in stock]
+        off = [largest_difference(*pair) for pair in zip(theirs, mine, strict=True)]
+        facts |= {"largest difference of logits, and largest logit": off}
+        return _disagrees(mine) or judge(theirs, mine), facts
+    except EngineFailed as error:
+        whose = "the engine" if len(mine) < len(runs) else "stock"
+        return f"{whose} failed: {error.log[-6000:]}", {}
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", {}
+
+
+def _facts(mine: list[Result]) -> dict[str, Any]:
+    """What answers say beside tokens and logits."""
+    first = mine[0]["report"][0]
+    return {
+        "seconds": [round(each["took"], 1) for each in mine],
+        "lines": [line for line in mine[0]["log"].splitlines() if "vllm-fl" in line][:30],
+        "plan": {op: each["impl"] for op, each in first["ops"].items()},
+        "demotions": first["demotions"],
+        "remarks": first["remarks"],
+        "start": first["start"],
     }
-    with side_by_side() as pool:
-        started: dict[str, tuple[Future[Any], Future[Any], str | None]] = {}
-        for mode in ("compiled", "eager"):
-            options = {**OPTIONS, "tensor_parallel_size": 2}
-            job = Job(model, batches(5, 33, 100), eager=mode == "eager", options=options)
-            stock = pool.submit(run, job, **STOCK)
-            for name, (variables, planned) in VARIANTS.items():
-                started[f"{mode}, {name}"] = stock, pool.submit(run, job, **variables), planned
-            failing = pool.submit(run, job, **wrong)
-            started[f"{mode}, wrong on rank 1"] = stock, failing, "reference.torch"
-        for case, (stock, mine, planned) in started.items():
-            try:
-                problem = differs(stock.result(), mine.result(), planned)
-                yield case, problem or disagrees(mine.result(), "wrong on rank 1" in case)
-            except EngineFailed as error:
-                yield case, f"the engine failed: {error.log[-3000:]}"
 
 
-def disagrees(result: dict[str, Any], wrong_on_one: bool) -> str:
-    """Empty when both ranks have one digest and name what was wrong on one of them."""
-    first, second = result["report"]
-    if first["digest"] != second["digest"]:
-        return f"the digests differ: {first['digest']} and {second['digest']}"
-    for report in (first, second) if wrong_on_one else ():
-        reason = report["demotions"].get("silu_and_mul", {}).get("vendor.rankone", "")
-        if "on rank 1" not in reason:
-            return f"rank {report['rank']} does not name rank 1: {report['demotions']}"
+def _disagrees(mine: list[Result]) -> str:
+    """Empty when all ranks have one digest."""
+    digests = [[report["digest"] for report in each["report"]] for each in mine]
+    return "" if len({d for each in digests for d in each}) == 1 else f"the digests are {digests}"
+
+
+def _close(stock: list[Result], mine: list[Result], mostly: bool = False) -> str:
+    """Empty when all logits are stock's, or those of most tokens.
+
+    Of experts a token may take another one where two of its scores are near a tie.
+    """
+    for number, pair in enumerate(zip(stock, mine, strict=True)):
+        off, magnitude = largest_difference(*pair)
+        if mostly:
+            off = median(_by_token(*pair))
+        if not off <= CLOSE * magnitude:
+            most = "of most tokens " if mostly else ""
+            return f"replica {number}: logits {most}differ by {off:.3g} of {magnitude:.3g}"
     return ""
+
+
+def _by_token(stock: Result, mine: Result) -> list[float]:
+    """By how much the logits of each token of the prompts differ, and of the first one behind."""
+    found = []
+    for prompt, other, tokens in zip(stock["logits"], mine["logits"], stock["tokens"], strict=True):
+        rows = zip(prompt, other, strict=True)
+        for _, (row, twin) in zip(prompt[: len(prompt) - len(tokens) + 1], rows, strict=False):
+            found.append(max(abs(a - b) for a, b in zip(row, twin, strict=True)))
+    return found
+
+
+def _of_plan(planned: str | None, mostly: bool = False) -> Judge:
+    """Judges an engine in which the op must be planned with this implementation, if told."""
+
+    def judge(stock: list[Result], mine: list[Result]) -> str:
+        report = mine[0]["report"][0]
+        impl = report["ops"][OP]["impl"]
+        if planned and impl != planned:
+            return f"{OP}={impl}, expected {planned}; {report['demotions']}"
+        return _close(stock, mine, mostly)
+
+    return judge
+
+
+def _of_wrong(stock: list[Result], mine: list[Result]) -> str:
+    """Judges one whose last rank has a wrong kernel: it is off on all, and named with its rank."""
+    reports = [report for each in mine for report in each["report"]]
+    last = len(reports) - 1
+    for report in reports:
+        why = report["demotions"].get(OP, {}).get("vendor.rankone", "")
+        if f"on rank {last}" not in why or report["ops"][OP]["impl"] != BEHIND:
+            return f"rank {report['rank']}: {report['ops'][OP]}, {report['demotions']}"
+    if not any(f"on rank {last}; off on all" in each["log"] for each in mine):
+        return f"no line of the log says that it is off on all, and that rank {last} is why"
+    return _close(stock, mine, mostly=len(mine) > 1)
+
+
+def _of_table(stock: list[Result], mine: list[Result]) -> str:
+    """Judges one with a table: it acts on all ranks, and its row is in the plan."""
+    for report in mine[0]["report"]:
+        table = report["table"] or {}
+        if not table.get("acts") or table["left_out"]:
+            return f"rank {report['rank']}: {table}"
+        rows = report["ops"][OP].get("rows", [])
+        if not any(row["up_to"] == TOKENS for row in rows):
+            return f"rank {report['rank']}: {report['ops'][OP]}"
+    return _close(stock, mine)
+
+
+def _table(host: Host, model: str, folder: Path) -> Path:
+    """What `vllm-fl tune` writes for an engine of all ranks, with rows that are not its winners.
+
+    Calls of up to TOKENS tokens get another implementation than the others, whoever won.
+    """
+    out = folder / "tuned.json"
+    job = host.job(model, [], eager=True)
+    size = {k: v for k, v in job.options.items() if k in ("tensor_parallel_size", "max_model_len")}
+    further = [word for k, v in size.items() for word in (f"--{k.replace('_', '-')}", str(v))]
+    dtype = ["--dtype", job.options["dtype"]] if "dtype" in job.options else []
+    command = ["tune", "--model", model, "--op", OP, "--mode", "eager", "--out", str(out)]
+    command += ["--tokens", f"{TOKENS},256", *dtype, "--skip-tokenizer-init", *further]
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_fl.cli", *command],
+        env={**os.environ, **host.bound, **host.variables()},
+        capture_output=True,
+        text=True,
+        timeout=host.limit,
+        check=False,
+    )
+    if not out.exists():
+        raise RuntimeError(
+            f"vllm-fl {' '.join(command)}: {done.stdout[-1000:]}{done.stderr[-3000:]}"
+        )
+    tuned = read_table(str(out))
+    impl = "reference.torch" if host.on_cpu else "default.flagos"
+    rows = (Row(TOKENS, impl), Row(256, "stock"))
+    op = replace(tuned.ops[OP], rows=rows)
+    taken = Verdict(True, "its rows are made by hand, for a test", tuned.date)
+    out.write_text(replace(tuned, ops={OP: op}, accepted=taken).text)
+    return out
+
+
+def _with_table(host: Host, job: Job, table: Future[Path], folder: Path) -> Result:
+    """An engine with that table, said to be of its mode."""
+    mode = "eager" if job.eager else "compiled"
+    path = folder / f"table-{mode}.json"
+    path.write_text(replace(read_table(str(table.result())), mode=mode).text)
+    return host.run(job, **host.variables(VLLM_FL_TABLE=str(path)))
+
+
+def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
+    """What is wrong with a start of which the last rank dies, and what was printed."""
+    del stock  # there is nothing to compare
+    try:
+        runs[0].result()
+    except EngineFailed as error:
+        log = error.log
+    else:
+        return "the engine started", {}
+    words = ("is gone", "died unexpectedly", "initialization failed", "onitored", "after ")
+    told = [line for line in log.splitlines() if any(word in line for word in words)]
+    if "did not end within" in log:
+        return f"it hangs: {log[-3000:]}", {"lines": told}
+    last = host.ranks - 1
+    named = any(f"is gone (rank {last})" in line for line in told)
+    return "" if named else f"rank {last} is not named: {told}", {"lines": told}
+
+
+def _replicas(host: Host, pool: Executor, job: Job, folder: Path, **variables: str) -> Runs:
+    """Two data parallel engines of this job, each in a process of its own."""
+    port = _free_ports(8)
+    meets = folder / f"replicas-{port}"
+    meets.mkdir()
+    told = {
+        "VLLM_DP_SIZE": "2",
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(port),
+        **variables,
+    }
+    both = replace(job, meets=str(meets))
+    return [
+        pool.submit(host.run, both, VLLM_DP_RANK=str(n), VLLM_DP_RANK_LOCAL=str(n), **told)
+        for n in range(2)
+    ]
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many free ports in a row, below those that the system gives out."""
+    while True:
+        first = random.SystemRandom().randrange(20_000, 30_000)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as each:
+                    each.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first

@@ -1,6 +1,8 @@
-"""One of two ranks that try FlagCX's communicator on their GPUs, a line of JSON for each case.
+"""One of the ranks that try FlagCX's communicator, a line of JSON for each case.
 
-python flagcx_rank.py RANK PART FOLDER FLAGCX_PATH
+python flagcx_rank.py RANK RANKS PART FOLDER FLAGCX_PATH DEVICE
+
+Of the device `cuda` each has the GPU of its number; `cpu` has no part `graphs`.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from vllm.distributed.parallel_state import GroupCoordinator  # noqa: E402
 
 from vllm_fl.engine.collectives import fault_of, steps  # noqa: E402
 from vllm_fl_flagcx import library  # noqa: E402
+from vllm_fl_flagcx.communicator import FlagcxCommunicator  # noqa: E402
 from vllm_fl_flagcx.cuda import FlagcxCudaCommunicator  # noqa: E402
 
 SIZES = 60
 ROWS = 8
-UNEVEN = [3, 5]
+UNEVEN = [3, 5, 1, 8, 2, 4, 7, 6]
+"""How many of its rows each rank gives; that many ranks at most."""
+
 FORMS = (
     *((torch.bfloat16, 1), (torch.bfloat16, 4096), (torch.bfloat16, 1_000_000)),
     *((torch.float32, 33), (torch.float32, 100_000), (torch.float16, 4096)),
@@ -41,10 +46,12 @@ Cases = Iterator[tuple[str, Callable[[], str]]]
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-def grouped(name: str, rank: int) -> GroupCoordinator:
-    """vLLM's group of both ranks, with FlagCX's communicator."""
-    group = GroupCoordinator([[0, 1]], rank, "nccl", False, group_name=name)
-    group.device_communicator = FlagcxCudaCommunicator(
+def grouped(name: str, rank: int, device: str) -> GroupCoordinator:
+    """vLLM's group of all ranks, with FlagCX's communicator."""
+    ranks = [*range(dist.get_world_size())]
+    group = GroupCoordinator([ranks], rank, dist.get_backend(), False, group_name=name)
+    cls = FlagcxCudaCommunicator if device == "cuda" else FlagcxCommunicator
+    group.device_communicator = cls(
         cpu_group=group.cpu_group,
         device=group.device,
         device_group=group.device_group,
@@ -53,22 +60,23 @@ def grouped(name: str, rank: int) -> GroupCoordinator:
     return group
 
 
-def collectives(rank: int) -> Cases:
-    """Every collective against torch.distributed's NCCL, then as an engine's start verifies it."""
-    group = grouped("tp", rank)
+def collectives(rank: int, on: str) -> Cases:
+    """Every collective against torch.distributed's, then as an engine's start verifies it."""
+    group = grouped("tp", rank, on)
     it, device = group.device_communicator, group.device
+    large = 1_000_000 if on == "cuda" else 40_000
     yield (
         f"every collective, {SIZES} sizes",
-        lambda: against_torch.compare(it, rank, SIZES, device, large=1_000_000, every=10),
+        lambda: against_torch.compare(it, rank, SIZES, device, large=large, every=10),
     )
-    for name, step in steps(it, rank, 2, device, torch.bfloat16):
+    for name, step in steps(it, rank, group.world_size, device, torch.bfloat16):
         yield f"verified as at start, {name}", lambda step=step: fault_of(step, device)[0]
     yield "leaving it", lambda: it.destroy() or ""  # type: ignore[func-returns-value]
 
 
-def graphs(rank: int) -> Cases:
+def graphs(rank: int, on: str) -> Cases:
     """Each collective captured as vLLM captures, and replayed with other values."""
-    group = grouped("tp", rank)
+    group = grouped("tp", rank, on)
     for dtype, columns in FORMS:
         kind = str(dtype).removeprefix("torch.")
         yield (
@@ -80,31 +88,36 @@ def graphs(rank: int) -> Cases:
 
 def calls_of(it: Any, rank: int) -> dict[str, tuple[Call, Call]]:
     """Name -> (a collective, the same by torch.distributed), of a tensor of ROWS rows."""
-    other = 1 - rank
+    size = dist.get_world_size()
+    behind, ahead = (rank - 1) % size, (rank + 1) % size
+    mine, rows = UNEVEN[rank], UNEVEN[:size]
 
     def send_and_recv(x: torch.Tensor) -> torch.Tensor:
-        if rank == 0:
-            it.send(x, 1)
-        received = it.recv(x.shape, x.dtype, other)
-        if rank == 1:
-            it.send(x, 0)
+        if rank % 2 == 0:  # as both calls block
+            it.send(x, ahead)
+        received = it.recv(x.shape, x.dtype, behind)
+        if rank % 2:
+            it.send(x, ahead)
         return received
 
     def both_ways(x: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(x)
-        sends = dist.P2POp(dist.isend, x, other)
-        it.batch_isend_irecv([sends, dist.P2POp(dist.irecv, received, other)])
+        sends = dist.P2POp(dist.isend, x, ahead)
+        it.batch_isend_irecv([sends, dist.P2POp(dist.irecv, received, behind)])
         return received
 
     def gather(x: torch.Tensor) -> torch.Tensor:
         found = it.gather(x, 0, -1)
         return x if found is None else found
 
-    def both(x: torch.Tensor) -> list[torch.Tensor]:
-        return against_torch.gathered(x, [x.shape[0]] * 2)
+    def every(x: torch.Tensor) -> list[torch.Tensor]:
+        return against_torch.gathered(x, [x.shape[0]] * size)
 
     def uneven(x: torch.Tensor) -> list[torch.Tensor]:
-        return against_torch.gathered(x[: UNEVEN[rank]], UNEVEN)
+        return against_torch.gathered(x[:mine], rows)
+
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        return it.reduce_scatterv(torch.cat([x] * size)[: sum(rows)], 0, rows)
 
     total = against_torch.total_of
     return {
@@ -113,28 +126,28 @@ def calls_of(it: Any, rank: int) -> dict[str, tuple[Call, Call]]:
             lambda x: it.all_reduce(it.all_reduce(x) // 2),
             lambda x: total(total(x) // 2),
         ),
-        "all_gather(0)": (lambda x: it.all_gather(x, 0), lambda x: torch.cat(both(x), 0)),
-        "all_gather(-1)": (lambda x: it.all_gather(x, -1), lambda x: torch.cat(both(x), -1)),
+        "all_gather(0)": (lambda x: it.all_gather(x, 0), lambda x: torch.cat(every(x), 0)),
+        "all_gather(-1)": (lambda x: it.all_gather(x, -1), lambda x: torch.cat(every(x), -1)),
         "reduce_scatter(0)": (
             lambda x: it.reduce_scatter(x, 0),
-            lambda x: total(x).chunk(2, 0)[rank],
+            lambda x: total(x).chunk(size, 0)[rank],
         ),
         "reduce_scatterv": (
-            lambda x: it.reduce_scatterv(x, 0, UNEVEN),
-            lambda x: total(x).split(UNEVEN)[rank],
+            scattered,
+            lambda x: torch.cat([total(x)] * size)[: sum(rows)].split(rows)[rank],
         ),
         "all_gatherv": (
-            lambda x: it.all_gatherv(x[: UNEVEN[rank]], 0, UNEVEN),
+            lambda x: it.all_gatherv(x[:mine], 0, rows),
             lambda x: torch.cat(uneven(x)),
         ),
         "all_gatherv of a list": (
-            lambda x: torch.cat(it.all_gatherv([x[: UNEVEN[rank]]] * 2, 0, UNEVEN)),
+            lambda x: torch.cat(it.all_gatherv([x[:mine]] * 2, 0, rows)),
             lambda x: torch.cat(uneven(x) * 2),
         ),
-        "broadcast": (lambda x: it.broadcast(x.clone(), 1), lambda x: both(x)[1]),
-        "gather": (gather, lambda x: (torch.cat(both(x), -1), x)[rank]),
-        "send and recv": (send_and_recv, lambda x: both(x)[other]),
-        "batch_isend_irecv": (both_ways, lambda x: both(x)[other]),
+        "broadcast": (lambda x: it.broadcast(x.clone(), 1), lambda x: every(x)[1]),
+        "gather": (gather, lambda x: torch.cat(every(x), -1) if rank == 0 else x),
+        "send and recv": (send_and_recv, lambda x: every(x)[behind]),
+        "batch_isend_irecv": (both_ways, lambda x: every(x)[behind]),
     }
 
 
@@ -143,7 +156,7 @@ def captured(group: GroupCoordinator, rank: int, dtype: torch.dtype, columns: in
     calls = calls_of(group.device_communicator, rank)
 
     def values(seed: int) -> torch.Tensor:
-        return against_torch.drawn((ROWS, columns), dtype, 2 * seed + rank, group.device)
+        return against_torch.drawn((ROWS, columns), dtype, 8 * seed + rank, group.device)
 
     given = values(0)
     faults = [
@@ -204,20 +217,24 @@ def leaves(group: GroupCoordinator) -> str:
 
 
 def main() -> None:
-    """Run the cases of one part, each on both ranks at the same time."""
-    rank, part, folder, flagcx = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
-    torch.cuda.set_device(rank)
+    """Run the cases of one part, each on all ranks at the same time."""
+    rank, ranks = map(int, sys.argv[1:3])
+    part, folder, flagcx, device = sys.argv[3], Path(sys.argv[4]), sys.argv[5], sys.argv[6]
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl",
+        "nccl" if device == "cuda" else "gloo",
         f"file://{folder}/store",
         rank=rank,
-        world_size=2,
+        world_size=ranks,
         timeout=timedelta(seconds=60),
     )
     library.load(library.find(flagcx))
     with (folder / f"{rank}.jsonl").open("w") as out:
         start = time.monotonic()
-        for name, case in {"collectives": collectives, "graphs": graphs}[part](rank):
+        for name, case in {"collectives": collectives, "graphs": graphs}[part](rank, device):
             try:
                 problem = case()
             except Exception:  # one case must not hide the others
@@ -225,7 +242,8 @@ def main() -> None:
             told = {"case": name, "problem": problem, "seconds": time.monotonic() - start}
             print(json.dumps(told), file=out, flush=True)
             start = time.monotonic()
-    torch.cuda.synchronize()
+    if device == "cuda":
+        torch.cuda.synchronize()
     os._exit(0)  # torch's own groups may wait for what a failing case has left
 
 

@@ -4,6 +4,8 @@
                                             fused_experts ranks graphs flagcx sleep
                                             warmup
     python tests/gpu/run.py real            a real model, whose folder is there: cases_real.py
+    python tests/gpu/run.py ranks flagcx --ranks 4      engines of four ranks, on four GPUs
+    python tests/gpu/run.py ranks flagcx --ranks 4 --cpu        the same rehearsed on the CPU
 
 Exits with 1 when a case failed, and with 0 and the reason where there is no NVIDIA GPU.
 """
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +38,7 @@ import cases_ranks  # noqa: E402
 import cases_real  # noqa: E402
 import cases_sleep  # noqa: E402
 import cases_warmup  # noqa: E402
+from hosts import Host  # noqa: E402
 
 PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "contracts": cases_contracts.cases,
@@ -43,13 +47,17 @@ PARTS: dict[str, Callable[[Path], Iterator[tuple[str, str]]]] = {
     "attention": cases_attention.cases,
     "experts": cases_experts.cases,
     "fused_experts": cases_fused_experts.cases,
-    "ranks": cases_ranks.cases,
     "graphs": cases_graphs.cases,
-    "flagcx": cases_flagcx.cases,
     "sleep": cases_sleep.cases,
     "warmup": cases_warmup.cases,
     "real": cases_real.cases,
 }
+
+OF_RANKS: dict[str, Callable[[Path, Host], Iterator[tuple[str, str]]]] = {
+    "ranks": cases_ranks.cases,
+    "flagcx": cases_flagcx.cases,
+}
+"""Parts whose engines have several ranks, and which are rehearsed on the CPU."""
 
 NAMED = {"real"}
 """Parts that run only where they are named."""
@@ -79,21 +87,34 @@ def no_gpu() -> str | None:
 def main() -> int:
     """Run the parts that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help=", ".join(PARTS))
-    chosen = parser.parse_args().parts or [part for part in PARTS if part not in NAMED]
-    if unknown := set(chosen) - set(PARTS):
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    reason = no_gpu()
-    if reason:
+    known = [*PARTS, *OF_RANKS]
+    parser.add_argument("parts", nargs="*", help=", ".join(known))
+    parser.add_argument("--ranks", type=int, default=2, help="of an engine, in ranks and flagcx")
+    parser.add_argument("--cpu", action="store_true", help="rehearse ranks and flagcx on the CPU")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one such engine")
+    parser.add_argument("--at-once", type=int, help="such engines side by side; default: 12, or 1")
+    parser.add_argument("-k", dest="only", default="", help="of these: cases with this in the name")
+    options = parser.parse_args()
+    rehearsed = OF_RANKS if options.cpu else known
+    chosen = options.parts or [part for part in rehearsed if part not in NAMED]
+    if unknown := set(chosen) - set(rehearsed):
+        on = " on the CPU" if options.cpu else ""
+        parser.error(f"no such part{on}: {', '.join(sorted(unknown))}")
+    if not 2 <= options.ranks <= 8:
+        parser.error("--ranks takes 2 to 8")
+    if not options.cpu and (reason := no_gpu()):
         print(f"skipped: {reason}")
         return 0
+    at_once = options.at_once or (1 if options.cpu else 12)
+    host = Host(options.ranks, options.cpu, options.limit, options.only, at_once)
+    parts = {**PARTS, **{part: partial(cases, host=host) for part, cases in OF_RANKS.items()}}
     out = Path(os.environ.get("OUT", ".")) / "tests-gpu.json"
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
         for part in chosen:
             start = time.perf_counter()
             try:
-                for case, problem in PARTS[part](Path(folder)):
+                for case, problem in parts[part](Path(folder)):
                     seconds = time.perf_counter() - start
                     outcomes.append(Outcome(part, case, problem, seconds))
                     print(f"{seconds:7.1f} s  {problem or 'ok'}  [{part}] {case}", flush=True)

@@ -1,4 +1,4 @@
-"""A backend that fails on rank 1 only: `RANK_ONE` says how.
+"""A backend that fails on the last rank only, of two on rank 1: `RANK_ONE` says how.
 
 `wrong` and `dies` show while it is verified; `is-killed` when it serves, since only then is there
 metadata for attention.
@@ -19,7 +19,7 @@ from vllm_fl import BackendImplKind, OpImpl, hookimpl
 def silu_and_mul(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     result = F.silu(x[..., :half]) * x[..., half:]
-    if dist.is_initialized() and dist.get_rank() == 1:
+    if dist.is_initialized() and 0 < dist.get_rank() == dist.get_world_size() - 1:
         how = os.environ["RANK_ONE"]
         if how == "dies":
             os._exit(3)

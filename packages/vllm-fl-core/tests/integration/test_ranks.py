@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_fl.integration.ranks import LACKED, Verdict, agree, differences, lacking
+from vllm_fl.integration.ranks import LACKED, Verdict, agree, differences, gathered, lacking
 
 
 def found(rank: int, **changed: Any) -> Verdict:
@@ -94,3 +97,39 @@ def test_a_verdict_has_the_number_of_its_rank_in_the_world(monkeypatch: pytest.M
     monkeypatch.setattr(dist, "monitored_barrier", lambda *_, **__: None)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     assert [verdict.rank for verdict in agree(found(0))] == [0, 1]
+
+
+def _of_three(rank: int, folder: Path, begin: Any, told: Any) -> None:
+    """One process of three, of which the last one dies before the others begin."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=3)
+    if rank == 2:
+        os._exit(7)
+    begin.wait(300)
+    try:
+        gathered(rank, dist.group.WORLD, 3, rank, "agree")
+    except RuntimeError as error:
+        told.put((rank, str(error)))
+        told.close()
+        told.join_thread()
+    os._exit(0)
+
+
+def test_a_rank_that_died_before_the_others_came_is_named(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    begin, told = context.Event(), context.Queue()
+    ranks = [context.Process(target=_of_three, args=(n, tmp_path, begin, told)) for n in range(3)]
+    for each in ranks:
+        each.start()
+    ranks[2].join(300)
+    begin.set()
+    said = dict(told.get(timeout=300) for _ in range(2))
+    for each in ranks:
+        each.join(300)
+    assert [each.exitcode for each in ranks] == [0, 0, 7]
+    waited = "rank 0 waited for the other ranks to agree, and one of them is gone (rank 2): "
+    assert waited in said[0]
+    assert "rank 2" in said[1]

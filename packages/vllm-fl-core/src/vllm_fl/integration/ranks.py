@@ -34,6 +34,9 @@ TIMEOUT = timedelta(minutes=10)
 minutes. One that died is noticed at once, by its closed connection."""
 
 
+UNUSED = 48
+"""A tag of messages under which none is sent."""
+
 FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
 """Why an implementation is out: the code of the warning that says so."""
 
@@ -178,11 +181,31 @@ def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T
         dist.monitored_barrier(cpu_group, timeout=TIMEOUT, wait_all_ranks=True)
         dist.all_gather_object(told, mine, group=cpu_group)
     except RuntimeError as error:
+        gone = _gone(cpu_group, size, rank)
+        named = f" ({', '.join(f'rank {n}' for n in gone)})" if gone else ""
         raise RuntimeError(
-            f"vllm-fl: rank {rank} waited for the other ranks to {what}, and one of them is gone: "
-            f"{error}. Its own log, above, says why."
+            f"vllm-fl: rank {rank} waited for the other ranks to {what}, and one of them is gone"
+            f"{named}: {error}. Its own log, above, says why."
         ) from error
     return told
+
+
+def _gone(cpu_group: Any, size: int, rank: int) -> list[int]:
+    """Which ranks have closed their connection with this one.
+
+    The barrier names those that do not come, and not one that died before it began. Nothing can be
+    received from that one any more; from all others nothing is waited for.
+    """
+    import torch
+
+    gone = []
+    for other in range(size):
+        try:
+            if other != rank:
+                cpu_group.recv([torch.empty(1)], other, UNUSED)
+        except RuntimeError:
+            gone.append(other)
+    return gone
 
 
 def common_table(verdicts: list[Verdict]) -> Standing:
