@@ -163,8 +163,13 @@ def lint(session: nox.Session) -> None:
 
 @timed("docs")
 def docs(session: nox.Session) -> None:
-    """Build the documentation site into build/site/html; a broken link ends it."""
-    python(session, over(session, envs.site(), CORE, OPS, TOOLS), "tools/docs_site.py")
+    """Build the documentation site into build/site/html, and say how much there is to read.
+
+    A broken link ends it.
+    """
+    env = over(session, envs.site(), CORE, OPS, TOOLS)
+    python(session, env, "tools/docs_site.py", *session.posargs)
+    python(session, env, "tools/words.py")
 
 
 @timed("typing")

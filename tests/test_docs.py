@@ -21,6 +21,7 @@ import layer_table
 import op_pages
 import pytest
 import support_matrix
+import words
 import yaml
 
 import envs
@@ -54,7 +55,7 @@ VARIABLES = variables(DECLARED)
 load_settings = partial(loading.load_settings, plugins=SETTINGS)
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), *GUIDES, *ROOT.glob("*.md")])
+PAGES = words.pages()
 EVERY_PAGE = [
     *PAGES,
     *sorted(ROOT.glob("packages/*/README.md")),
@@ -181,10 +182,15 @@ def expected_signatures(module: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("file", "module"), [("dispatch.md", dispatch), ("plugins.md", vllm_fl)], ids=lambda v: str(v)
+    ("text", "module"),
+    [
+        (section(page("dispatch.md"), "API reference"), dispatch),
+        (page("plugin-api.md"), vllm_fl),
+    ],
+    ids=["dispatch.md", "plugin-api.md"],
 )
-def test_every_public_name_is_documented_with_its_signature(file: str, module: Any) -> None:
-    assert written_signatures(section(page(file), "API reference")) == expected_signatures(module)
+def test_every_public_name_is_documented_with_its_signature(text: str, module: Any) -> None:
+    assert written_signatures(text) == expected_signatures(module)
 
 
 def test_every_hook_is_documented_with_its_signature() -> None:
@@ -250,6 +256,20 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
     assert table[BLACKLIST.append][0] == BLACKLIST.key
 
 
+def test_every_field_of_a_worker_s_report_is_documented() -> None:
+    worker = ast.parse((SOURCES / "vllm_fl" / "integration" / "worker.py").read_text())
+    (report,) = (
+        node
+        for node in ast.walk(worker)
+        if isinstance(node, ast.FunctionDef) and node.name == "vllm_fl_report"
+    )
+    (returned,) = (node.value for node in ast.walk(report) if isinstance(node, ast.Return))
+    assert isinstance(returned, ast.Dict)
+    fields = section(page("worker-report.md"), "Fields")
+    told = {name for row in rows(fields) for name in re.findall(r"`(\w+)`", row[0])}
+    assert told == {key.value for key in returned.keys if isinstance(key, ast.Constant)}
+
+
 def test_every_key_of_a_file_is_documented() -> None:
     told = {code(r[0]) for r in rows(section(page("settings.md"), "Files"))}
     assert told == set(file_keys(DECLARED)), "docs/settings.md, under Files: the table of keys"
@@ -297,7 +317,7 @@ def test_no_page_speaks_of_a_verb_or_variable_that_is_not_there() -> None:
 
 def test_the_conformance_kit_is_documented() -> None:
     folder = HOMES["vllm_fl_tools"] / "vllm_fl_tools" / "testing"
-    text = section(page("plugins.md"), "Conformance kit")
+    text = page("kit.md")
     assert {code(r[0]) for r in rows(text) if r[0].startswith("`test_")} == {
         *(f"test_{name}" for name in _keys_of(folder / "cases.py", "CHECKS")),
         "test_exceptions",
@@ -415,8 +435,8 @@ def test_the_readme_leads_to_the_list_of_every_page() -> None:
 
 def test_the_site_has_every_page() -> None:
     nav = docs_site.expanded(yaml.safe_load((ROOT / "site.yml").read_text())["nav"])
-    made = {docs_site.api_source(module) for module in docs_site.API}
-    sources = {*docs_site.named(nav)} - made
+    made = {docs_site.OPTIONS, *map(docs_site.api_source, docs_site.API)}
+    sources = {*docs_site.named(nav), *docs_site.unlisted()} - made
     assert not docs_site.left_out(sources)
     assert not [source for source in sources if not (ROOT / source).is_file()]
 
@@ -461,18 +481,22 @@ def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> 
     assert [word for word in order if word in rooms] == wanted
 
 
-def sentences(text: str) -> list[str]:
-    """Those of the prose, without drawings, tables and headings; code is one word."""
-    prose = re.sub(r"^```.*?^```|^[|#<].*?$", "", text, flags=re.M | re.S)
-    prose = re.sub(r"`[^`]+`", "code", re.sub(r"\]\([^)]+\)", "]", prose))
-    parts = re.split(r"\n\s*\n|\n\s*(?:-|\d+\.) |[.!?][*)\"]*\s", prose)
-    return [part for part in parts if part.strip()]
-
-
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_sentence_has_twenty_words_at_most_on_average(path: Path) -> None:
-    lengths = [len(sentence.split()) for sentence in sentences(path.read_text())]
+    lengths = [len(sentence.split()) for sentence in words.sentences(path.read_text())]
     assert sum(lengths) <= 20 * len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("sections", "most"),
+    [(("Guides", "You operate vLLM"), 6000), (("You have kernels",), 5000)],
+    ids=["operator", "vendor"],
+)
+def test_a_reader_is_led_to_few_words(sections: tuple[str, ...], most: int) -> None:
+    led = [path for section in sections for path in words.readers()[section]]
+    assert sum(len(path.read_text().split()) for path in led) <= most, (
+        "python tools/words.py: move what few need to a page that is looked up"
+    )
 
 
 def test_drawings_fit_a_hundred_columns() -> None:

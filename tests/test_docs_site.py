@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ URL = "https://example.org/repository"
 SOURCES = {
     "docs/README.md": "index.md",
     "docs/engine.md": "engine.md",
-    "docs/errors.md": "errors/index.md",
+    "docs/errors.md": "errors.md",
     "docs/ops/README.md": "ops/index.md",
     "SECURITY.md": "security.md",
     "packages/vllm-fl-cuda/README.md": "backends/vllm-fl-cuda.md",
@@ -29,8 +30,8 @@ SOURCES = {
         ("docs/engine.md", "README.md#a", "index.md#a"),
         ("docs/engine.md", "../SECURITY.md", "security.md"),
         ("docs/engine.md", "ops", "ops/index.md"),
-        ("docs/engine.md", "errors.md", "errors/index.md"),
-        ("docs/errors.md", "engine.md", "../engine.md"),
+        ("docs/engine.md", "errors.md", "errors.md"),
+        ("docs/errors.md", "engine.md", "engine.md"),
         ("docs/ops/README.md", "../engine.md#a", "../engine.md#a"),
         ("SECURITY.md", "docs/engine.md", "engine.md"),
         ("packages/vllm-fl-cuda/README.md", "../../docs/engine.md", "../engine.md"),
@@ -101,6 +102,9 @@ def test_a_page_that_a_code_s_page_names_is_linked(written: Callable[[str, str],
     sources = {"core/codes/FL1.md": "errors/fl1.md", "docs/a.md": "a.md", "docs/b.md": "b.md"}
     linked = docs_site.linked("core/codes/FL1.md", sources, URL)
     assert linked == "[B](../b.md) says, and `docs/b.md`.\n"
+    written("core/codes/FL2.md", "# FL2: wrong\n\nSo.\n")
+    linked = docs_site.linked("core/codes/FL2.md", sources, URL)
+    assert linked == "# FL2: wrong\n\n[All codes](../errors.md)\n\nSo.\n"
     assert docs_site.linked("docs/a.md", sources, URL) == text
 
 
@@ -147,7 +151,30 @@ def test_a_label_of_the_navigation_is_the_page_s_title() -> None:
     assert {label: docs_site.title(page) for label, page in pages.items()} == {
         label: label for label in pages
     }
-    assert "FL102: a setting's text or value is wrong" in pages
+
+
+def test_pages_of_codes_are_in_the_site_and_not_in_the_navigation() -> None:
+    nav = docs_site.expanded(yaml.safe_load((docs_site.ROOT / "site.yml").read_text())["nav"])
+    found = docs_site.unlisted()
+    assert "FL102: a setting's text or value is wrong" in map(docs_site.title, found)
+    assert not {*found} & {*docs_site.named(nav)}
+    assert "docs/errors.md" in docs_site.named(nav)
+
+
+def test_versions_lie_side_by_side_and_the_newest_is_the_first(tmp_path: Path) -> None:
+    site, folder = tmp_path / "site", tmp_path / "all"
+    site.mkdir()
+    for version in ("0.9", "0.10", "0.3", "0.9"):
+        (site / "index.html").write_text(version)
+        assert docs_site.put_into(folder, site, version) == folder / version
+    listed = json.loads((folder / "versions.json").read_text())
+    assert [(each["version"], each["aliases"]) for each in listed] == [
+        ("0.10", ["latest"]),
+        ("0.9", []),
+        ("0.3", []),
+    ]
+    assert (folder / "0.3" / "index.html").read_text() == "0.3"
+    assert "url=0.10/index.html" in (folder / "index.html").read_text()
 
 
 def test_a_report_has_a_way_back_and_one_without_a_place_for_it_ends_the_build() -> None:
@@ -161,10 +188,7 @@ def test_a_report_has_a_way_back_and_one_without_a_place_for_it_ends_the_build()
 
 def test_a_page_of_docs_that_the_navigation_leaves_out_is_named() -> None:
     docs = docs_site.ROOT / "docs"
-    every = {
-        str(path.relative_to(docs_site.ROOT))
-        for path in (*docs.glob("*.md"), *docs.glob("guides/*.md"))
-    }
+    every = {str(path.relative_to(docs_site.ROOT)) for path in docs.rglob("*.md")}
     assert docs_site.left_out(every) == []
     for one in ("docs/engine.md", "docs/guides/operate.md"):
         assert docs_site.left_out(every - {one}) == [one]

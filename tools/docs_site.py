@@ -1,13 +1,16 @@
 """Build the documentation site into build/site/html, from the pages that site.yml names.
 
-    python tools/docs_site.py
+    python tools/docs_site.py [--into FOLDER]
 
 The pages are read as they lie in the repository, where GitHub shows them. In copies of them links
-to other pages lead to those pages, and links to other files lead to GitHub. What is added:
+to other pages lead to those pages, and links to other files lead to GitHub. With `--into` the site
+is laid beside those of other versions in FOLDER, and a reader chooses between them. What is added:
 
 - `ops`: the pages of docs/ops, each in the navigation;
-- `errors`: docs/errors.md and the pages of the codes, which are data of vllm-fl-core;
+- the pages of the errors' codes, which are data of vllm-fl-core, and those of wrong kernels. They
+  are found by search and by links, and are not in the navigation;
 - `api`: the reference of what a plugin's author imports, from docstrings;
+- `options`: what each verb of the command says to `--help`;
 - `report`: what `vllm-fl report` makes of a table that was measured and of the matrix's runs.
 
 Nothing broken is built: a link that leads nowhere, a page of docs/ that site.yml leaves out, a
@@ -17,14 +20,17 @@ warning of the generator end it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -51,12 +57,19 @@ API = {
 """Module -> the title of its page. A name that several export is described where it comes first."""
 
 
+OPTIONS = "api/options.md"
+"""The page of all verbs' options, as if it lay in the repository."""
+
+
 class SiteError(Exception):
     """What is wrong with the pages, one line for each fault."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Build the site, and say how large it is."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="also put it there, by version")
+    into = parser.parse_args(arguments).into
     shutil.rmtree(BUILD, ignore_errors=True)
     try:
         write_pages(yaml.safe_load((ROOT / "site.yml").read_text()))
@@ -69,7 +82,34 @@ def main() -> int:
     size = sum(file.stat().st_size for file in HTML.rglob("*") if file.is_file())
     pages = len(list(HTML.rglob("*.html")))
     print(f"{pages} pages, {size / 1e6:.1f} MB: {HTML.relative_to(ROOT)}/index.html")
+    if into:
+        print(put_into(into, HTML, version()))
     return 0
+
+
+def version() -> str:
+    """Core's, without its last number: what that changes, pages of an older one may say, too."""
+    project = tomllib.loads((CORE.parent / "pyproject.toml").read_text())["project"]
+    return ".".join(project["version"].split(".")[:2])
+
+
+def put_into(folder: Path, site: Path, version: str) -> Path:
+    """Lay a built site into a folder of versions; the theme's choice reads `versions.json` there.
+
+    Returns:
+        The site's place. `index.html` in the folder leads to the newest version.
+    """
+    shutil.rmtree(folder / version, ignore_errors=True)
+    shutil.copytree(site, folder / version)
+    listed = folder / "versions.json"
+    there = {each["version"] for each in json.loads(listed.read_text())} if listed.exists() else ()
+    newest, *older = sorted({*there, version}, key=lambda v: [*map(int, v.split("."))])[::-1]
+    named = [{"version": v, "title": v, "aliases": []} for v in (newest, *older)]
+    named[0]["aliases"] = ["latest"]
+    listed.write_text(json.dumps(named, indent=1) + "\n")
+    lead = f'<meta http-equiv="refresh" content="0; url={newest}/index.html">\n'
+    (folder / "index.html").write_text(lead)
+    return folder / version
 
 
 def write_pages(config: dict[str, Any]) -> None:
@@ -79,10 +119,10 @@ def write_pages(config: dict[str, Any]) -> None:
         SiteError: `left_out`, `linked` or `api_pages` has found a fault.
     """
     config["nav"] = expanded(config["nav"])
-    sources = {source: place(source) for source in named(config["nav"])}
+    sources = {source: place(source) for source in (*named(config["nav"]), *unlisted())}
     if missing := left_out(sources):
         raise SiteError(f"site.yml leaves out {', '.join(missing)}")
-    reference, url = api_pages(), config.pop("repo_url")
+    reference, url = {**api_pages(), OPTIONS: options_page()}, config.pop("repo_url")
     for source, where in sources.items():
         text = reference.get(source) or linked(source, sources, url)
         (PAGES / where).parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +145,7 @@ def run(*arguments: str) -> None:
 
 
 def expanded(nav: Any) -> Any:
-    """The navigation with the pages that `ops`, `errors` and `api` stand for."""
+    """The navigation with the pages that `ops` and `api` stand for."""
     if isinstance(nav, list):
         return [expanded(each) for each in nav]
     if isinstance(nav, dict):
@@ -113,9 +153,8 @@ def expanded(nav: Any) -> Any:
     if nav == "ops":
         pages = sorted((ROOT / "docs" / "ops").glob("[!R]*.md"))
         return ["docs/ops/README.md", *({p.stem: f"docs/ops/{p.name}"} for p in pages)]
-    if nav == "errors":
-        pages = sorted(path.relative_to(ROOT) for path in CODES.glob("*.md"))
-        return ["docs/errors.md", *({title(str(page)): str(page)} for page in pages)]
+    if nav == "options":
+        return OPTIONS
     if nav == "api":
         return [{module: api_source(module)} for module in API]
     return nav
@@ -129,11 +168,16 @@ def named(nav: Any) -> Iterator[str]:
         yield nav
 
 
+def unlisted() -> list[str]:
+    """The pages that search and links find, and that would bury others in the navigation."""
+    kernels = (ROOT / "docs" / "wrong-kernels").glob("*.md")
+    return [str(path.relative_to(ROOT)) for path in sorted([*CODES.glob("*.md"), *kernels])]
+
+
 def left_out(sources: Collection[str]) -> list[str]:
-    """The guides that no reader of the site would find."""
-    docs = ROOT / "docs"
-    guides = (*docs.glob("*.md"), *docs.glob("guides/*.md"))
-    return sorted({str(path.relative_to(ROOT)) for path in guides}.difference(sources))
+    """The pages of docs/ that no reader of the site would find."""
+    pages = (ROOT / "docs").rglob("*.md")
+    return sorted({str(path.relative_to(ROOT)) for path in pages}.difference(sources))
 
 
 def placed(nav: Any) -> Any:
@@ -156,8 +200,6 @@ def title(source: str) -> str:
 def place(source: str) -> str:
     """Where a page of the repository lies in the site: docs/README.md is its first page."""
     path = source.removeprefix("docs/")
-    if path == "errors.md":
-        return "errors/index.md"  # of the folder that the pages of the codes lie in
     if (ROOT / source).parent == CODES:
         return f"errors/{Path(source).name.lower()}"
     if found := re.fullmatch(r"(?:packages|examples)/(.+)/README\.md", path):
@@ -211,6 +253,8 @@ def linked(source: str, sources: Mapping[str, str], url: str) -> str:
         parts += [prose(text[end : code.start()]), _folded(code[0], source)]
         end = code.end()
     joined = "".join([*parts, prose(text[end:])])
+    if (ROOT / source).parent == CODES:  # no navigation leads back from it
+        joined = re.sub(r"(?m)^(# .+)$", r"\1\n\n[All codes](../errors.md)", joined, count=1)
     # GitHub wants a bar in a table's code escaped; Markdown in Python shows the backslash.
     return re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]+`", _bars, row[0]), joined, flags=re.M)
 
@@ -312,6 +356,16 @@ def undocumented(name: str, target: Any) -> Iterator[str]:
         ours = member.is_function or "property" in member.labels
         if ours and not member.name.startswith("_") and not member.has_docstring:
             yield f"{name}.{member.name}"
+
+
+def options_page() -> str:
+    """What each verb of our distributions says to `--help`."""
+    text = "# Options of each verb\n\nWhat `vllm-fl VERB --help` prints.\n"
+    for verb in sorted(entry.name for entry in entry_points(group="vllm_fl.cli")):
+        command = [sys.executable, "-m", "vllm_fl.cli", verb, "--help"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text += f"\n## vllm-fl {verb}\n\n```text\n{told}```\n"
+    return text
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Each family has an engine of its own, in a process of its own, that vllm-fl take
 PyTorch's profiler sees inside the model is told by operator: matrix products apart, the experts'
 kernel with them; of the rest, by self time and calls, that under a layer, a function or an operator
 which a binding names, or in attention, and what remains vLLM's own. Views and allocations, which
-compute nothing, do not count. The lines are those of the table in docs/models.md.
+compute nothing, do not count. The lines are those of the table in docs/measurements/models.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ INTRODUCTION = """\
 
 This page says which implementation of which operator was right, on which device, in which dtype.
 `python tools/support_matrix.py` makes it from the runs in [support](support). How a vendor adds one
-stands in [plugins.md](plugins.md#tell-users-what-is-supported).
+stands in [kit.md](kit.md#tell-users-what-is-supported).
 
 A cell says
 

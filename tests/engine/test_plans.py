@@ -118,7 +118,7 @@ def test_a_compiled_reference_plan_is_traced_not_called(engine: Runner) -> None:
 
 def test_the_start_line_says_the_plan(engine: Runner) -> None:
     log = engine("qwen3", "vendor", False)["log"]
-    lines = [line for line in log.splitlines() if "vllm-fl: " in line and "ops planned" in line]
+    lines = [line for line in log.splitlines() if "vllm-fl: " in line and " planned: " in line]
     assert len(lines) == 1 and len(lines[0][lines[0].index("vllm-fl: ") :]) <= 200
     assert "rms_norm=vendor.cpu" in lines[0] and "verified in" in lines[0]
 

@@ -66,7 +66,7 @@ def test_the_plan_is_on_stderr_and_the_counts_at_shutdown(server: Server) -> Non
     server.process.terminate()
     server.process.wait(timeout=END_LIMIT)
     log = server.log.read_text()
-    plan = [line for line in log.splitlines() if "ops planned" in line]
+    plan = [line for line in log.splitlines() if " planned: " in line]
     assert len(plan) == 1 and "rms_norm=vendor.cpu" in plan[0]
     assert "[vllm_fl." in plan[0]
     assert "fallbacks none, calls {" in log and "'vendor.cpu':" in log

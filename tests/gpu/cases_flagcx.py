@@ -147,7 +147,7 @@ def outcome(engine: Future[dict[str, Any]]) -> tuple[dict[str, Any] | None, str]
 
 def serves(result: dict[str, Any]) -> str:
     """Empty when start line, groups and digests are as they should be."""
-    (line, *_) = [*of_log(result, "ops planned"), ""]
+    (line, *_) = [*of_log(result, " planned: "), ""]
     reports = result["report"]
     if not line or reports[0]["ops"]["communicator"]["impl"] != "default.flagcx":
         return f"the plan does not have it: {line}"
@@ -161,7 +161,7 @@ def serves(result: dict[str, Any]) -> str:
 
 def facts(result: dict[str, Any]) -> dict[str, Any]:
     """What an engine said of its start."""
-    planned, groups = of_log(result, "ops planned"), of_log(result, "Groups of ranks")
+    planned, groups = of_log(result, " planned: "), of_log(result, "Groups of ranks")
     stamps = STAMP.findall(result["log"])
     to_plan = None
     if planned and stamps and (at := STAMP.search(planned[0])):

@@ -16,7 +16,7 @@ TOKENS = 256
 """Of a captured batch."""
 
 CORPUS = Path(__file__).parents[2] / "packages" / "vllm-fl-tools" / "tests"
-"""Where the wrong kernels of docs/trust-kernels.md are."""
+"""Where the wrong kernels of docs/wrong-kernels are."""
 
 ALWAYS = ("rms_norm", "rotary_embedding", "silu_and_mul")
 """Ops of which every backend's implementation must have been captured."""
@@ -142,7 +142,7 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
 
 def corpus_in_graphs() -> Iterator[tuple[str, str]]:
     """The corpus's kernels that are wrong in graphs alone: start says of each what the table of
-    docs/trust-kernels.md says, which was made without a device."""
+    docs/wrong-kernels says, which was made without a device."""
     import torch
 
     from vllm_fl.engine.preflight import find_faults

@@ -193,7 +193,7 @@ def test_the_plan_ran_and_its_shadow_was_not_alarmed(server: Server) -> None:
     server.process.terminate()
     server.process.wait(timeout=END_LIMIT)
     log = server.log.read_text()
-    assert len([line for line in log.splitlines() if "ops planned" in line]) == 1
+    assert len([line for line in log.splitlines() if " planned: " in line]) == 1
     assert "FL410" not in log
     assert "fallbacks none" in log
     assert "Shadow: implementation" not in log

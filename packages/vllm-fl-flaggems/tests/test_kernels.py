@@ -122,13 +122,8 @@ ROWS = (
     {"x": "tensordesc<bf16[16,256]>", "weight": "tensordesc<bf16[64,256]>"}
     | {"weight_ptr": HALF, "bias_ptr": HALF, "out_ptr": HALF}
     | dict.fromkeys(("tokens", "outputs", "features", "weight_step"), "i32")
-    | dict.fromkeys(("blocks", "blocks_of_a_part"), "i32")
 )
-ROWS_SIZES = {"more_weight": None, "TOKENS": 16, "ROWS": 64, "MORE": 0, "BLOCK": 256}
-ROWS_SIZES |= {"IN_PARTS": False, "STAGES": 4}
-SUMS = {"parts_ptr": "*fp32", "bias_ptr": HALF, "out_ptr": HALF}
-SUMS |= dict.fromkeys(("elements", "outputs", "parts"), "i32")
-SUMS_SIZES = {"SIZE": 1024}
+ROWS_SIZES = {"more_weight": None, "TOKENS": 16, "ROWS": 64, "MORE": 0, "BLOCK": 256, "STAGES": 4}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +131,6 @@ SUMS_SIZES = {"SIZE": 1024}
     [
         ("linear_of_one_row_kernel", ONE_ROW, ONE_ROW_SIZES),
         ("linear_kernel", ROWS, ROWS_SIZES),
-        ("sum_of_parts_kernel", SUMS, SUMS_SIZES),
     ],
 )
 def test_a_kernel_that_begins_early_touches_nothing_before_it_has_waited(

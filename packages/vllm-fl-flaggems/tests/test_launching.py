@@ -144,6 +144,7 @@ def test_products_are_right_on_tiles_of_every_size(
 ) -> None:
     """Of one, two and three pieces of 64 rows, which on a whole GPU only large weights have."""
     monkeypatch.setattr(linear, "PROCESSORS", processors)
+    monkeypatch.setattr(linear, "_is_faster", lambda *shape: True)  # which so small a one is not
     outputs, features = 184, 200
     assert linear._tile(outputs, 64)[:2] == {1: (128, 64), 2: (128, 0), 3: (64, 0)}[processors]
     torch.manual_seed(tokens)
@@ -171,11 +172,27 @@ def test_products_of_rows_that_begin_anywhere_are_pytorchs(
     assert asked == ["PyTorch"]
 
 
-def test_products_that_cublas_divides_better_are_pytorchs() -> None:
-    """As measured at 64 tokens on an H200: 4096 -> 6144 and 2048 -> 5120 lose 2 %."""
-    for outputs in (5120, 6144):
-        assert linear._is_even(32, outputs) and not linear._is_even(33, outputs)
-    assert all(linear._is_even(64, outputs) for outputs in (2048, 4096, 8192, 12288, 24576))
+@pytest.mark.parametrize(
+    ("outputs", "features", "tokens"),
+    [
+        (4096, 4096, 32),  # Qwen3-8B's
+        (6144, 4096, 32),
+        (4096, 12288, 64),
+        (24576, 4096, 64),
+        (1536, 1536, 16),  # Qwen2.5-1.5B's
+        (17920, 1536, 64),
+        (1536, 8960, 0),
+        (2560, 10240, 32),  # Gemma-3-4B's
+        (2560, 2048, 16),
+        (128, 2048, 16),  # a router's
+    ],
+)
+def test_products_at_which_cublas_is_the_faster_one_are_pytorchs(
+    outputs: int, features: int, tokens: int
+) -> None:
+    """The most tokens at which the kernel took no longer on an H100, of 16, 32 and 64."""
+    fast = {n: linear._is_faster(n, outputs, features) for n in (2, 16, 17, 32, 33, 64)}
+    assert fast == {n: n <= tokens for n in fast}
 
 
 def implementation(op: str) -> OpImpl:

@@ -10,7 +10,7 @@ from torch._inductor import config as inductor
 
 from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
-from vllm_fl_flaggems.impl.linear import _most_stages, _parts, _tile, begins_early
+from vllm_fl_flaggems.impl.linear import _most_stages, _tile, begins_early
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
@@ -114,15 +114,6 @@ def test_products_are_refused_where_the_kernels_would_read_beyond(
         verdict(x=torch.ones(2, 0, dtype=half), weight=torch.ones(32, 0, dtype=half))
     )
     assert "bias is" in str(verdict(bias=torch.ones(33, dtype=half)))
-
-
-@pytest.mark.parametrize(
-    ("programs", "features", "parts"),
-    [(64, 4096, 1), (64, 12288, 1), (32, 4096, 4), (48, 4096, 2), (96, 4096, 1), (2, 2048, 4)],
-)
-def test_few_programs_share_the_features(programs: int, features: int, parts: int) -> None:
-    """As measured on an H200: 4096 x 4096, 12288 -> 4096, 4096 -> 2048, 3072 and 6144, a router."""
-    assert _parts(programs, features) == parts
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_an_entry_says_what_runs_at_which_size(mode: Any) -> None:
     }
     assert [i.impl_id for i in found.impls] == ["default.flagos", "reference.torch", "vendor.acme"]
     assert [i.impl_id for i in found.firsts] == ["default.flagos", "vendor.acme"]
-    assert "1 ops planned: " in planned(order, mode).line()
+    assert "1 op planned: " in planned(order, mode).line()
     assert f" {OP}={found.label} (" in planned(order, mode).line()
 
 
@@ -106,7 +106,7 @@ def test_an_op_that_is_stock_at_every_size_is_stock_and_in_the_rest_alone_it_is_
     assert not planned({"<=4": "vendor", "rest": "stock"}).is_stock(OP)
     assert not planned({"<=4": "stock", "rest": "vendor"}).is_stock(OP)
     plan = planned({"<=4": "vendor", "rest": "stock"})
-    assert "1 ops planned" in plan.line() and f" {OP}=vendor.acme(<=4)|stock (" in plan.line()
+    assert "1 op planned" in plan.line() and f" {OP}=vendor.acme(<=4)|stock (" in plan.line()
 
 
 @pytest.mark.parametrize(

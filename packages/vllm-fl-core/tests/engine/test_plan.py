@@ -43,7 +43,7 @@ def test_the_line() -> None:
         "eager",
         notes={"rms_norm": "the user set the IR priority"},
     )
-    line = "vllm-fl: 1 ops planned: silu_and_mul=vendor.acme (eager; verified in 2.0 s)"
+    line = "vllm-fl: 1 op planned: silu_and_mul=vendor.acme (eager; verified in 2.0 s)"
     assert plan.line("verified in 2.0 s") == line
     assert plan.notes() == ["rms_norm: the user set the IR priority"]
     assert not plan.entries["rms_norm"].impls
@@ -65,7 +65,7 @@ def test_no_plan_has_a_long_line(seed: int) -> None:
     counted = sum(entry.label != "stock" for entry in entries.values())
     line = Plan(draw.choice(MODES), entries).line("verified in 1234.5 s", "digest 0123456789abcdef")
     assert len(line) <= 200
-    assert line.startswith(f"vllm-fl: {counted} ops planned")
+    assert line.startswith(f"vllm-fl: {counted} op{'s' * (counted != 1)} planned")
     assert line.endswith("; verified in 1234.5 s; digest 0123456789abcdef)")
     named = [word for word in line.split() if "=" in word]
     assert len(named) <= 5

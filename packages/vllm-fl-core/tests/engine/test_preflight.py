@@ -6,6 +6,7 @@ import gc
 import logging
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -182,10 +183,11 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
             time.sleep(0.01)
         return sound(x)
 
-    with caplog.at_level(logging.WARNING, "vllm_fl"):
+    with caplog.at_level(logging.DEBUG, "vllm_fl"):
         fault = fault_of(slow)
     assert fault is not None and fault.startswith("takes ")
     assert "one call of silu_and_mul=vendor.acme (" in caplog.text
+    assert re.search(r"silu_and_mul=vendor\.acme: samples [\d.]+ s$", caplog.text, re.MULTILINE)
 
 
 def test_one_that_is_slow_once_while_it_compiles_passes(monkeypatch: pytest.MonkeyPatch) -> None:

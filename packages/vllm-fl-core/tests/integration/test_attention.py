@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -123,6 +124,15 @@ def test_a_backend_that_refuses_the_model_says_so(plan: Callable[..., Plan]) -> 
     plan(supports=lambda request: "no MLA")
     assert attention.refusals(FACTS) == {KEY: "refuses this model: no MLA"}
     assert attention.refusals(EngineFacts(FACTS.settings, "eager")) == {}
+
+
+@pytest.mark.parametrize("order", ["stock", "stock|vendor"])
+def test_a_backend_behind_vllms_own_is_not_asked(plan: Callable[..., Plan], order: str) -> None:
+    """To answer, it may import the library of its kernels."""
+    plan(supports=lambda request: pytest.fail("it was asked"))
+    named = {"VLLM_FL_PER_OP": f"attention_backend={order}"}
+    facts = dataclasses.replace(FACTS, settings=load_settings(named, platform="cpu"))
+    assert attention.refusals(facts) == {}
 
 
 def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +45,25 @@ def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
     assert len({layer.base for layer in table}) == len(table)
     for layer in table:
         assert layer.registered in custom_op.op_registry
+
+
+def test_no_layer_is_looked_up_whose_import_would_open_the_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM forks an engine's processes only while the GPU is not open: spawned ones import all."""
+    opening = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
+
+    def is_there() -> bool:
+        return "ChunkGatedDeltaRule" in {layer.cls for layer in layers.layer_table()}
+
+    assert is_there() and opening in sys.modules, "on a CPU nothing is opened"
+    gpu = SimpleNamespace(device_type="cuda")
+    monkeypatch.setattr("vllm.platforms._current_platform", gpu)
+    assert is_there(), "a model with such a layer has imported it"
+    monkeypatch.delitem(sys.modules, opening)
+    assert not is_there() and opening not in sys.modules
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert is_there(), "as in a worker"
 
 
 def test_lists_may_name_layers_by_class_by_registered_name_and_as_they_were() -> None:

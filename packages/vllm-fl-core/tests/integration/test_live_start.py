@@ -178,7 +178,7 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
     assert told["bound"] == [True, True] and told["right"]
     assert told["calls"] == COUNTS * 2, "once more for the plan without it"
     assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
-    (line,) = [line for line in log.splitlines() if "ops planned" in line]
+    (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line and f"digest {report['digest']}" in line
     assert len(line[line.index("vllm-fl: ") :]) <= 200
     assert "silu_and_mul: vendor.wrong was taken out [FL410]" in report["remarks"]
@@ -207,7 +207,7 @@ def test_strict_mode_ends_the_start() -> None:
     told, log = start(STRICT="1")
     assert "rank 0: strict mode, and implementation 'vendor.wrong'" in told["raised"]
     assert "in layer blocks.0" in told["raised"]
-    assert "ops planned" in log, "the plan is told all the same"
+    assert " planned" in log, "the plan is told all the same"
 
 
 def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_says_its_name() -> (
@@ -223,7 +223,7 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     # Tried at the largest batch, too, before it is out, then the model without it.
     assert told["calls"] == [*COUNTS, 512, *COUNTS, 512, *COUNTS]
     assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
-    (line,) = [line for line in log.splitlines() if "ops planned" in line]
+    (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line
     assert "silu_and_mul: vendor.wrong refuses every call [FL412]" in report["remarks"]
     assert "is rejected for op 'silu_and_mul': it refuses every call of this model" in log
@@ -247,6 +247,6 @@ def test_what_the_model_does_not_call_is_named_and_not_counted() -> None:
     told, log = start(REFUSED="[0, 400]")
     assert set(told["report"]["not_reached"]) == {"gelu_and_mul"}
     assert told["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
-    (line,) = [line for line in log.splitlines() if "ops planned" in line]
-    assert "vllm-fl: 1 ops planned: silu_and_mul=vendor.wrong (" in line
+    (line,) = [line for line in log.splitlines() if " planned: " in line]
+    assert "vllm-fl: 1 op planned: silu_and_mul=vendor.wrong (" in line
     assert "not reached: gelu_and_mul" in told["report"]["remarks"]

@@ -33,7 +33,9 @@ from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.planning import (
     Carried,
     apply,
+    configured,
     facts_of,
+    note_configured,
     note_user_priority,
     plan_for,
     refuse_batch_invariance,
@@ -101,8 +103,11 @@ def test_another_process_has_them_too(send: Any, monkeypatch: pytest.MonkeyPatch
     read = facts_of(config).settings
     for name in VENDOR:
         monkeypatch.delenv(name)
+    note_configured(config, 3.0)
     there = engine_config(send(config.additional_config["vllm_fl"]))
     assert facts_of(there).settings == read
+    assert configured(there) == configured(config)
+    assert configured(config) is not None
     assert there.additional_config == config.additional_config
 
 

@@ -95,7 +95,7 @@ def built(
 
 def test_gemmas_norms_provide_a_float32_weight(tmp_path: Path) -> None:
     told = built(tmp_path, GEMMA)
-    assert told["layers"]["GemmaRMSNorm"] == 2 * 6 + 1 and "SiluAndMul" not in told["layers"]
+    assert told["layers"]["rms_norm"]["GemmaRMSNorm"] == 13 and "silu_and_mul" not in told["layers"]
     assert told["provided"]["rms_norm"] == [{"weight": "torch.float32"}]
     assert "layer_norm" in told["absent"] and "rms_norm" not in told["absent"]
     assert "gelu_and_mul" not in told["absent"]
@@ -106,7 +106,8 @@ def test_a_llamas_norms_provide_one_of_the_models_dtype(tmp_path: Path) -> None:
     """Of four ranks the whole model is known, as on one."""
     told = built(tmp_path, LLAMA, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert told["provided"]["rms_norm"] == [{"weight": "torch.bfloat16"}]
-    assert told["layers"]["RMSNorm"] == 5 and told["layers"]["SiluAndMul"] >= 1
+    layers = told["layers"]
+    assert layers["rms_norm"]["RMSNorm"] == 5 and layers["silu_and_mul"]["SiluAndMul"] >= 1
     assert "qk_norm_rope" in told["absent"], "it norms no heads"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.preflight import Findings
 from vllm_fl.engine.trials import Request
 from vllm_fl.engine.warmup import warm_counts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -223,3 +225,18 @@ def test_a_rank_asks_for_runs_of_the_loaded_model(
     small = preflight_of(sizes=ModelSizes(tokens=(1, 100)), env={"VLLM_FL_PREFLIGHT": how})
     found = small.verdict(planning(manager), {}).counts
     assert found == {min(n, 100) for n in counts}, "a model runs no more than its largest batch"
+
+
+def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody runs the model to see; of a model whose layers are not known nothing is told."""
+    from vllm_fl.integration import places
+    from vllm_fl.integration.verifying import planned_for_nothing
+
+    monkeypatch.setattr(places, "installed_bindings", lambda: known_contracts().bindings)
+    gelu = dataclasses.replace(silu("vendor.acme"), op_name="gelu_and_mul")
+    plan = planning(managing(silu("vendor.acme"), gelu))
+    without_experts = {op: plan.entries[op] for op in ("silu_and_mul", "gelu_and_mul", "rms_norm")}
+    plan = dataclasses.replace(plan, entries=without_experts)
+    told = planned_for_nothing(plan, preflight_of(provided={"silu_and_mul": ({},)}).facts)
+    assert told == {"gelu_and_mul": "this model has no layer of it"}
+    assert planned_for_nothing(plan, preflight_of().facts) == {}

@@ -104,7 +104,7 @@ def test_the_plan_names_the_backend_and_counts_it() -> None:
     assert (entry.label, entry.reason) == ("vendor.acme", "the order says vendor")
     assert [i.impl_id for i in entry.classes(AttentionImpl)] == ["vendor.acme"]
     assert entry.impls == ()  # nothing to call, nothing to run before the start
-    assert plan.line().startswith("vllm-fl: 1 ops planned:")
+    assert plan.line().startswith("vllm-fl: 1 op planned:")
     assert "attention_backend=vendor.acme" in plan.line()
 
 

@@ -13,7 +13,6 @@ __all__ = [
     "linear_of_one_row_kernel",
     "qk_norm_rope_kernel",
     "reshape_and_cache_kernel",
-    "sum_of_parts_kernel",
 ]
 
 
@@ -210,7 +209,7 @@ def _begin_early(weight_ptr, rows, weight_step, features, LINES: tl.constexpr):
     tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "blocks_of_a_part"])
+@triton.jit(do_not_specialize=["tokens"])
 def linear_kernel(
     x,
     weight,
@@ -222,13 +221,10 @@ def linear_kernel(
     outputs,
     features,
     weight_step,
-    blocks,
-    blocks_of_a_part,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     MORE: tl.constexpr,
     BLOCK: tl.constexpr,
-    IN_PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -237,31 +233,23 @@ def linear_kernel(
     x, weight and more_weight describe the same features in blocks of TOKENS, ROWS and MORE rows;
     beyond the matrices they have zeros. MORE may be 0. weight_ptr is where the weight begins. The
     weight is the left factor: it has the rows that a tensor core's instruction takes, and few
-    tokens have not. IN_PARTS: each program of the second axis sums up a part of the features, in
-    fp32 and without the bias, which is `sum_of_parts_kernel`'s.
+    tokens have not.
     """
     row = tl.program_id(0) * (ROWS + MORE)
-    part = tl.program_id(1)
-    first = part * blocks_of_a_part
-    last = min(blocks, first + blocks_of_a_part)
     if EARLY > 0:
         rows = tl.minimum(row + tl.arange(0, ROWS), outputs - 1)
-        before = first * BLOCK
-        _begin_early(weight_ptr + before, rows, weight_step, features - before, EARLY)
+        _begin_early(weight_ptr, rows, weight_step, features, EARLY)
     total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     if MORE > 0:
         more = tl.zeros((MORE, TOKENS), dtype=tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        of_tokens = tl.trans(x.load([0, block * BLOCK]))
-        total = tl.dot(weight.load([row, block * BLOCK]), of_tokens, total)
+    for start in tl.range(0, features, BLOCK, num_stages=STAGES):
+        of_tokens = tl.trans(x.load([0, start]))
+        total = tl.dot(weight.load([row, start]), of_tokens, total)
         if MORE > 0:
-            more = tl.dot(more_weight.load([row + ROWS, block * BLOCK]), of_tokens, more)
-    base = out_ptr
-    if IN_PARTS:
-        base += part.to(tl.int64) * tokens * outputs
-    _store_product(total, base, bias_ptr, row, tokens, outputs, TOKENS, ROWS, IN_PARTS)
+            more = tl.dot(more_weight.load([row + ROWS, start]), of_tokens, more)
+    _store_product(total, out_ptr, bias_ptr, row, tokens, outputs, TOKENS, ROWS)
     if MORE > 0:
-        _store_product(more, base, bias_ptr, row + ROWS, tokens, outputs, TOKENS, MORE, IN_PARTS)
+        _store_product(more, out_ptr, bias_ptr, row + ROWS, tokens, outputs, TOKENS, MORE)
 
 
 @triton.jit
@@ -274,40 +262,14 @@ def _store_product(
     outputs,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    IN_PARTS: tl.constexpr,
 ):
-    """(ROWS, TOKENS) sums, with the bias where they are whole, as rows of tokens."""
+    """(ROWS, TOKENS) sums, with the bias, as rows of tokens."""
     rows = row + tl.arange(0, ROWS)
     token = tl.arange(0, TOKENS)
     is_row = rows < outputs
-    if bias_ptr is not None and not IN_PARTS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
         total += bias[:, None]
     place = token.to(tl.int64)[None, :] * outputs + rows[:, None]
     here = is_row[:, None] & (token < tokens)[None, :]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=here)
-
-
-@triton.jit(do_not_specialize=["elements"])
-def sum_of_parts_kernel(
-    parts_ptr,
-    bias_ptr,
-    out_ptr,
-    elements,
-    outputs,
-    parts,
-    SIZE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """The next SIZE elements of (tokens, outputs), of which each part has a summand, in order."""
-    if EARLY > 0:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    here = at < elements
-    total = tl.load(parts_ptr + at, mask=here, other=0.0)
-    for part in range(1, parts):
-        total += tl.load(parts_ptr + part * elements + at, mask=here, other=0.0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + at % outputs, mask=here, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=here)

@@ -88,6 +88,8 @@ def test_what_cannot_be_done_is_said_before_anything_is_asked(
 ) -> None:
     assert fl("collect", "--report", "missing.json", "--out", "a.tar.gz", "--yes").status == 2
     assert fl("collect", "--out", "missing/bug.tar.gz", "--yes").status == 2
+    done = fl("collect", "--out", "bug.zip", "--yes")
+    assert done.status == 2 and "bug.zip: the archive is a .tar.gz" in done.err
     assert asked == [] and [*tmp_path.iterdir()] == []
 
 

@@ -39,7 +39,7 @@ def engine(
     return Described(facts, Plan(MODE, {}), layers=layers, config=config)
 
 
-@pytest.mark.parametrize("op", ["gelu_and_mul", "layer_norm", "qk_norm_rope"])
+@pytest.mark.parametrize("op", ["gelu_and_mul", "layer_norm"])
 def test_an_op_without_a_layer_is_none_of_the_models(op: str) -> None:
     found = without(engine(LLAMA), known_contracts().bindings)
     assert op in found
@@ -53,11 +53,6 @@ def test_experts_may_call_what_no_layer_has() -> None:
     assert not without(of_gelu, bindings), "nothing is known of its layers"
     of_silu = engine({"rms_norm": {"RMSNorm": 9}}, absent=(), hidden_act="silu")
     assert {"gelu_and_mul", "silu_and_mul"} & without(of_silu, bindings) == {"gelu_and_mul"}
-
-
-@pytest.mark.parametrize("more", [{"rms_norm": {"RMSNorm": 17}}, {"layer_norm": {"LayerNorm": 9}}])
-def test_a_model_that_norms_heads_has_more_norms_than_its_layers(more: Any) -> None:
-    assert "qk_norm_rope" not in without(engine({**LLAMA, **more}), known_contracts().bindings)
 
 
 def test_nothing_is_left_out_where_the_layers_are_not_known() -> None:

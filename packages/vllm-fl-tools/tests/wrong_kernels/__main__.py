@@ -30,9 +30,7 @@ def main() -> int:
         help="one of them only, or those named; engines give the columns live, shadow and served",
     )
     parser.add_argument("--keep", action="store_true", help="write what was seen into seen.json")
-    parser.add_argument(
-        "--write", action="store_true", help="only write the tables of docs/trust*.md"
-    )
+    parser.add_argument("--write", action="store_true", help="only write the tables of docs")
     options = parser.parse_args()
     if options.write:
         write()

@@ -1,4 +1,4 @@
-"""What sees a wrong kernel: one function for each column of the table in docs/trust-kernels.md.
+"""What sees a wrong kernel: one function for each column of the table in docs/wrong-kernels.
 
 Each verdict is reached in a child process of its own: a kernel may end it, hang it, or leave it
 damaged. Kernels that harm nobody share one, so that what is made for all of an op is made once.

@@ -1,5 +1,5 @@
-"""The tables of docs/trust.md and docs/trust-kernels.md: made from the corpus, and from what was
-seen of it."""
+"""The pages of docs/wrong-kernels, and the tables of docs/trust.md and docs/trust-limits.md: made
+from the corpus, and from what was seen of it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,27 @@ from vllm_fl_tools.testing.families import FAMILIES, smaller
 
 from .corpus import KINDS, LATENT, MIXED, Wrong, corpus
 
-__all__ = ["COLUMNS", "KERNELS", "PAGE", "keep", "seen", "write", "written"]
+__all__ = ["COLUMNS", "FOLDER", "keep", "pages", "seen", "write"]
 
 DOCS = Path(__file__).parents[4] / "docs"
 
-PAGE, KERNELS = DOCS / "trust.md", DOCS / "trust-kernels.md"
+FOLDER = DOCS / "wrong-kernels"
 
 SEEN = Path(__file__).with_name("seen.json")
 
 COLUMNS = ("start", "live", "graph", "kit", "shadow")
 """Who may name a kernel, in the order of the tables."""
+
+WHO = MappingProxyType(
+    {
+        "start": "a start, on made inputs",
+        "live": "the same start, on the tensors of the loaded model",
+        "graph": "a start that captures graphs",
+        "kit": "the conformance kit",
+        "shadow": "a shadow of the calls of an engine that serves",
+    }
+)
+"""Column -> who that is."""
 
 MARK = "<!-- {}: written by `python -m wrong_kernels --write` -->"
 
@@ -54,12 +65,22 @@ def keep(rows: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def write() -> None:
-    """Make the tables of both pages what they should be."""
-    for page in (PAGE, KERNELS):
-        page.write_text(written(page))
+    """Make the pages what they should be."""
+    for page, text in pages().items():
+        page.write_text(text)
 
 
-def written(page: Path) -> str:
+def pages() -> dict[Path, str]:
+    """Each page -> its text as it should be.
+
+    Raises:
+        ValueError: a page has lost a mark between which a table stands.
+    """
+    tables = {page: _written(page) for page in TABLES}
+    return tables | {FOLDER / f"{kind}.md": _of_kind(kind) for kind in KINDS}
+
+
+def _written(page: Path) -> str:
     """The page with its tables as they should be.
 
     Raises:
@@ -102,7 +123,7 @@ def _counts() -> str:
     every = list(corpus().values())
     for kind in KINDS:
         of_kind = [wrong for wrong in every if wrong.kind == kind]
-        lines.append(f"| {kind}: {KINDS[kind]} | {_numbers(of_kind)} |")
+        lines.append(f"| [{kind}]({FOLDER.name}/{kind}.md): {KINDS[kind]} | {_numbers(of_kind)} |")
     return "\n".join([*lines, f"| all | {_numbers(every)} |"])
 
 
@@ -132,28 +153,44 @@ def _silent() -> str:
     return "\n".join(lines) or "None was seen."
 
 
-def _kernels() -> str:
-    parts = []
-    heads = ["op", "fault", *COLUMNS, "served"]
-    for kind in KINDS:
-        lines = [f"## {kind.capitalize()}", "", f"{KINDS[kind].capitalize()}.", ""]
-        lines.append(f"| {' | '.join(heads)} |")
-        lines.append("|---" * len(heads) + "|")
-        lines += [_row(wrong) for wrong in corpus().values() if wrong.kind == kind]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+def _totals() -> str:
+    every = list(corpus().values())
+    by = [_named_by(wrong) for wrong in every]
+    lines = ["| of all kernels | count |", "|---|---|", f"| wrong | {len(every)} |"]
+    lines += [f"| named by: {who} | {sum(c in names for names in by)} |" for c, who in WHO.items()]
+    return "\n".join([*lines, f"| named by nobody | {by.count([])} |"])
+
+
+def _of_kind(kind: str) -> str:
+    heads = ["op", "fault", "named by", "not by", "served", "why not"]
+    lines = [
+        "<!-- written by `python -m wrong_kernels --write` -->",
+        f"# Wrong kernels: {kind}",
+        "",
+        f"They are wrong {KINDS[kind]}. [Wrong kernels](../wrong-kernels.md) explains the columns.",
+        "",
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
+    ]
+    rows = [_row(wrong) for wrong in corpus().values() if wrong.kind == kind]
+    return "\n".join([*lines, *rows]) + "\n"
 
 
 def _row(wrong: Wrong) -> str:
-    words = {"passes": "no", "": NOT_RUN}
-    cells = [words.get(found := _outcome(wrong, column), found) for column in COLUMNS]
-    if wrong.kit:
-        cells[COLUMNS.index("kit")] = f"`{wrong.kit}`"
+    by, others = [], []
+    for column in COLUMNS:
+        match _outcome(wrong, column):
+            case "named":
+                by.append(f"kit (`{wrong.kit}`)" if column == "kit" else column)
+            case "passes":
+                others.append(column)
+            case "":
+                pass
+            case otherwise:
+                others.append(f"{column} ({otherwise})")
+    cells = [wrong.fault, ", ".join(by) or "**nobody**", ", ".join(others) or NOT_RUN]
     served = _outcome(wrong, "served") or NOT_RUN
-    fault = f"{wrong.fault} ({wrong.why})" if wrong.why else wrong.fault
-    if not _named_by(wrong):
-        fault = f"**nobody:** {fault}"
-    return f"| `{wrong.op}` | {fault} | {' | '.join(cells)} | {served} |"
+    return f"| `{wrong.op}` | {' | '.join(cells)} | {served} | {wrong.why} |"
 
 
 def _untried() -> str:
@@ -189,8 +226,9 @@ def _listed(names: list[str]) -> str:
 
 TABLES: Mapping[Path, Mapping[str, Callable[[], str]]] = MappingProxyType(
     {
-        PAGE: {"counts": _counts, "silent": _silent, "untried": _untried},
-        KERNELS: {"kernels": _kernels},
+        DOCS / "trust.md": {"totals": _totals},
+        DOCS / "trust-limits.md": {"untried": _untried},
+        DOCS / "wrong-kernels.md": {"counts": _counts, "silent": _silent},
     }
 )
 """Page -> the names of its tables, and who makes them."""

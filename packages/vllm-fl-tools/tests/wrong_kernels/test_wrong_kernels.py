@@ -15,7 +15,7 @@ from vllm_fl.contracts import contracts
 
 from . import judging, right
 from .corpus import GELU, KINDS, NORM, ROTARY, SILU, Wrong, corpus
-from .page import KERNELS, PAGE, seen, written
+from .page import FOLDER, pages, seen
 
 EVERY = list(corpus().values())
 LIKE = {(wrong.op, wrong.mode): wrong for wrong in EVERY if not wrong.apart}
@@ -120,6 +120,10 @@ def test_what_was_seen_is_of_these_kernels() -> None:
         assert columns.keys() & served == (served if judging.serves(wrong) else set()), name
 
 
-@pytest.mark.parametrize("page", [PAGE, KERNELS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_the_pages_say_what_is_true(page: Path) -> None:
-    assert written(page) == page.read_text(), "run python -m wrong_kernels --write"
+    assert pages()[page] == page.read_text(), "run python -m wrong_kernels --write"
+
+
+def test_no_page_is_of_a_kind_that_is_gone() -> None:
+    assert {*FOLDER.glob("*.md")} <= pages().keys()

@@ -362,7 +362,7 @@ def _show_contract(op: str, *, as_json: bool) -> int:
             if table:
                 say(f"\nHow far {name} may lie from the oracle in fp64:")
             else:
-                say(f"\n{name}: compared as docs/plugins.md says.")
+                say(f"\n{name}: compared as docs/contracts.md says.")
             for dtype, bound in table.items():
                 share = f"{bound['rtol']:g} of it and {bound['atol']:g}"
                 say(f"  {dtype}: {share}; {bound['reason']}")

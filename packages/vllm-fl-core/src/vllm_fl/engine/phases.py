@@ -1,4 +1,4 @@
-"""How long each phase of a worker's start took."""
+"""How long each phase of an engine's start took, as one of its workers sees it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = ["Phases", "phases_of", "process_seconds"]
+__all__ = ["Phases", "before_worker", "phases_of", "process_seconds"]
 
 
 class Phases:
@@ -33,6 +33,24 @@ class Phases:
             took = time.monotonic() - began
             self.seconds[phase] = self.seconds.get(phase, 0.0) + took - self._inner
             self._inner = outer + took
+
+
+def before_worker(configured: tuple[float, float] | None) -> dict[str, float]:
+    """What came before a worker that begins now: phase -> seconds.
+
+    Args:
+        configured: when vLLM began to make the engine's configuration and when it had made it, as
+            `time.time` tells it; None where that is not known.
+    """
+    now, process = time.time(), process_seconds()
+    if configured is None:
+        return {"the process before its worker": process}
+    began, made = configured
+    return {
+        "vLLM: the configuration": made - began,
+        "vLLM: until the worker's process": max(now - process - made, 0.0),
+        "the process before its worker": min(process, max(now - made, 0.0)),
+    }
 
 
 def process_seconds() -> float:

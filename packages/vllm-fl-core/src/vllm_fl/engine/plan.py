@@ -395,7 +395,8 @@ class Plan:
         ours = [op for op in named if any(impls for _, impls in self.entries[op].candidates)]
         others = [op for op in named if self.entries[op].label == FOREIGN.token]
         served = [op for op in (*ours, *others) if op not in not_reached]
-        head, told, left = f"vllm-fl: {len(served)} ops planned", "", len(served)
+        told, left = "", len(served)
+        head = f"vllm-fl: {left} op{'s' * (left != 1)} planned"
         tail = f" ({'; '.join([self.mode, *facts])})"
         for op in served[:NAMED]:
             longer = f"{told} {op}={self.entries[op].label}"

@@ -31,6 +31,7 @@ from ..text import few
 from . import graphs, launches, process_state
 from .determinism import variance
 from .guarded import Guarded, rows_of
+from .phases import Phases
 from .trials import Form, Request, Role, Trials, lowered, token_counts
 from .verification import (
     BY_CHAIN,
@@ -207,10 +208,12 @@ class _Run:
             Refusal: it takes none of the served model's calls: nothing more of it can be tried.
             Fault: it must not serve.
         """
+        seconds = Phases()
         try:
             with torch.inference_mode():
                 for check in _CHECKS:
-                    check(self)
+                    with seconds.during(check.__name__.strip("_").replace("_", " ")):
+                        check(self)
         except (Fault, Refusal):
             raise
         except Exception as error:  # of ours, where the implementation has spoiled what we rely on
@@ -218,6 +221,8 @@ class _Run:
                 raise
             raise Fault(problem, error) from error
         finally:
+            took = ", ".join(f"{what} {n:.1f} s" for what, n in seconds.seconds.items() if n >= 0.1)
+            log.debug("%s=%s: %s", *self.role.key, took or "no time")
             process_state.restore(self.before, self.trials.device)
             if others := self.before.others:
                 self.start.left_out["not watched, since other threads change it"] |= others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +36,7 @@ __all__ = [
     "leave_out_cuda_fusions",
     "missing",
     "obstacle",
+    "opens_the_device",
     "outside",
     "shared_table",
     "vllm_folders",
@@ -49,6 +51,12 @@ UNTAGGED = (0, 1)
 
 FORMER_LAYERS = frozenset({"fused_moe", "FusedMoE"})
 """Layer names of vLLM releases that are gone, which users' lists of layers may still hold."""
+
+_OPENING = (
+    "vllm.model_executor.layers.mamba.gdn.",
+    "vllm.third_party.flash_linear_attention.",
+)
+"""Modules with layers of vLLM's that ask what GPU there is, while they are imported."""
 
 _NAMES = {
     "platforms": ("builtin_platform_plugins current_platform",),
@@ -206,6 +214,20 @@ def lacks(binding: Binding) -> str:
         if shared_table(path) is None:
             return path
     return ""
+
+
+def opens_the_device(module: str) -> bool:
+    """Whether importing a module of vLLM's would open this process's GPU, which is not open yet.
+
+    vLLM cannot fork an engine's processes then. Spawned ones import all of vLLM once more, which
+    took 20 s on one machine, and the process that starts them keeps memory of the GPU.
+    """
+    if not module.startswith(_OPENING) or module in sys.modules:
+        return False
+    import torch
+    from vllm.platforms import current_platform
+
+    return current_platform.device_type == "cuda" and not torch.cuda.is_initialized()
 
 
 def shared_table(path: str) -> MutableMapping[Any, Any] | None:

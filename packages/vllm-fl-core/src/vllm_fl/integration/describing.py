@@ -20,7 +20,6 @@ from .compat import obstacle
 from .models import model_facts
 from .planning import plan_for
 from .platform import is_overlay
-from .seams.layers import layer_table
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,11 +96,7 @@ def _described(config: VllmConfig) -> Described:
     device = torch.device(current_platform.device_type)
     # How many threads a worker has is not known here.
     table = standing(facts, get_default_manager().registry.snapshot(), device, serves=False)
-    layers: dict[str, dict[str, int]] = {}
-    counts = skeleton.layers if skeleton is not None else {}
-    for layer in layer_table():
-        if count := counts.get(layer.cls):
-            layers.setdefault(layer.op, {})[layer.cls] = count
+    layers = skeleton.layers if skeleton is not None else {}
     differs: list[str] = []
     if (locked := facts.settings.locked) is not None:
         differs = locking.differences(locked, locking.facts_of_lock(facts, config, device))

@@ -38,13 +38,12 @@ class Skeleton:
     """What a model is made of, known without its weights.
 
     Args:
-        layers: class of vLLM's -> how many layers of it the model makes, of those that ops of ours
-            stand behind.
+        layers: op -> class of vLLM's -> how many layers of it the model makes.
         absent: the ops that only layers run, or that begin with one, where the model makes none.
         provided: as `EngineFacts.provided`.
     """
 
-    layers: Mapping[str, int]
+    layers: Mapping[str, Mapping[str, int]]
     absent: frozenset[str]
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]]
 
@@ -59,11 +58,10 @@ def model_facts(vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
     skeleton = skeleton_of(vllm_config) if vllm_config.model_config is not None else None
     if skeleton is None:
         return facts, None
-    log.debug("The model's layers: %s", dict(skeleton.layers))
+    log.debug("The model's layers: %s", skeleton.layers)
     absent = facts.absent | skeleton.absent
-    has = skeleton.layers
     foreign = {  # whole layers stand under their own names, and are not counted
-        op: {cls: owner for cls, owner in owners.items() if cls in has or cls == op}
+        op: {c: owner for c, owner in owners.items() if c in skeleton.layers.get(op, (op,))}
         for op, owners in facts.foreign.items()
     }
     facts = replace(facts, absent=absent, provided=skeleton.provided, foreign=foreign)
@@ -96,13 +94,13 @@ def skeleton_of(vllm_config: VllmConfig) -> Skeleton | None:
 def _skeleton(made: Sequence[Any], vllm_config: VllmConfig) -> Skeleton:
     specs = get_default_manager().registry.snapshot().contracts
     table = layer_table()
-    layers: Counter[str] = Counter()
+    layers: dict[str, Counter[str]] = {}
     ops: dict[str, list[Mapping[str, torch.dtype]]] = {}
     for instance in made:
         for cls in type(instance).__mro__:
             layer = next((layer for layer in table if layer.base is cls), None)
             if layer is not None:
-                layers[layer.cls] += 1
+                layers.setdefault(layer.op, Counter())[layer.cls] += 1
                 dtypes = _provided(specs.get(layer.op), layer, instance)
                 known = ops.setdefault(layer.op, [])
                 known += [] if dtypes in known else [dtypes]
@@ -119,7 +117,8 @@ def _skeleton(made: Sequence[Any], vllm_config: VllmConfig) -> Skeleton:
         for op, place in places(installed_bindings(), FusionPlace)
         if place.begins is not None and not any(place.begins(x, vllm_config) for x in made)
     }
-    return Skeleton(layers, absent, {op: tuple(kinds) for op, kinds in ops.items()})
+    counts = {op: dict(classes) for op, classes in layers.items()}
+    return Skeleton(counts, absent, {op: tuple(kinds) for op, kinds in ops.items()})
 
 
 def _forget(made: Iterable[Any]) -> None:

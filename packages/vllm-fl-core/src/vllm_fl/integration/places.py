@@ -5,10 +5,10 @@ Imports no vLLM, so that the command line and the documentation may read it anyw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..contracts.binding import AttentionPlace, Binding, Place
+from ..contracts.binding import AttentionPlace, Binding, LayerPlace, Place
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ..plugins.registry import RegistrySnapshot
@@ -24,6 +24,7 @@ __all__ = [
     "places",
     "planned",
     "stock_form",
+    "without_layers",
 ]
 
 P = TypeVar("P", bound=Place)
@@ -63,6 +64,30 @@ def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
 def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
     """(op, place) for every place of one kind of this process whose op `plan` does not leave."""
     return [each for each in places(installed_bindings(), kind) if not plan.is_stock(each[0])]
+
+
+def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
+    """The planned ops that vLLM has layers for, of which a model has none.
+
+    Code without a layer may reach one, too: where the op's binding says of which models it is, or
+    where an op of the model calls operators.
+
+    Args:
+        plan: an engine's plan.
+        has: the ops that its model has layers of; none where they are not known.
+    """
+    if not has:
+        return set()
+    table = installed_bindings()
+    of_planned = {op: table.get(op, Binding()) for op in plan.entries}
+    reaches = any(binding.calls_operators for binding in of_planned.values())
+
+    def only_layers(binding: Binding) -> bool:
+        others = [place for place in binding.places if not isinstance(place, LayerPlace)]
+        has_layers = len(others) < len(binding.places)
+        return has_layers and not (others and (binding.when or reaches))
+
+    return {op for op, binding in of_planned.items() if only_layers(binding)} - {*has}
 
 
 def stock_form(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Carried",
     "apply",
+    "configured",
     "device_class",
     "digest_of",
     "facts_of",
     "is_sealed",
     "lacks",
     "load_plugins",
+    "note_configured",
     "note_user_priority",
     "plan_for",
     "plan_now",
@@ -62,14 +65,20 @@ class Carried(dict[str, Any]):
         settings: the engine's; None where nobody has read them yet, or the plan is sealed. They
             travel along, and vLLM hashes the entries alone.
         entries: what is under `KEY`.
+
+    Attributes:
+        configured: when vLLM began to make this configuration and when it had made it, as
+            `time.time` tells it; None where that is not known. It travels along, too.
     """
 
     def __init__(self, settings: Settings | None = None, **entries: Any) -> None:
         super().__init__(entries)
         self.settings = settings
+        self.configured: tuple[float, float] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Carried, (self.settings,), None, None, iter(self.items())
+        state = {"configured": self.configured}
+        return Carried, (self.settings,), state, None, iter(self.items())
 
 
 log = get_logger("engine")
@@ -382,6 +391,17 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
             extra[KEY] = before
 
     return unseal
+
+
+def configured(vllm_config: VllmConfig) -> tuple[float, float] | None:
+    """When vLLM began to make this configuration, and had made it; None where nobody noted that."""
+    return _entry(vllm_config).configured
+
+
+def note_configured(vllm_config: VllmConfig, began: float) -> None:
+    """Note that vLLM has made this configuration, which it began at `began` of `time.time`."""
+    entry = _entry(vllm_config)
+    entry.configured = entry.configured or (began, time.time())
 
 
 def is_sealed(vllm_config: VllmConfig) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -55,6 +56,9 @@ class PlatformOverlay:
     vllm_fl_foreign: bool = False
     """Whether it lies in place over the class of another distribution's platform plugin."""
 
+    vllm_fl_began: float | None = None
+    """When vLLM last began to make a configuration from arguments, as `time.time` tells it."""
+
     def __init_subclass__(cls) -> None:
         """Nothing: a class below that counts or refuses its subclasses is not asked about ours."""
 
@@ -62,10 +66,12 @@ class PlatformOverlay:
     def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
         """Say where a general plugin has replaced vLLM's platform after ours was called.
 
-        vLLM asks for this when all of them were, and asks the object that it held before.
+        vLLM asks for this when all of them were, and asks the object that it held before. A
+        configuration is begun with it.
         """
         from vllm.platforms import current_platform
 
+        cls.vllm_fl_began = time.time()
         if not is_overlay(current_platform) and speaks_for_all():
             log.warning(
                 "vllm-fl steps aside, vLLM runs as stock: another plugin has replaced vLLM's "
@@ -117,7 +123,14 @@ class PlatformOverlay:
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         from .nodes import carry_startup
-        from .planning import apply, facts_of, is_sealed, plan_for, refuse_batch_invariance
+        from .planning import (
+            apply,
+            facts_of,
+            is_sealed,
+            note_configured,
+            plan_for,
+            refuse_batch_invariance,
+        )
         from .worker import wrap_worker
 
         if vllm_config.model_config is None:  # it runs nothing
@@ -131,6 +144,8 @@ class PlatformOverlay:
             refuse_batch_invariance(cls.vllm_fl_platform)
         apply(plan_for(facts_of(vllm_config)), vllm_config)
         carry_startup(vllm_config.parallel_config)
+        if cls.vllm_fl_began is not None:
+            note_configured(vllm_config, cls.vllm_fl_began)
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *request: Any, **more: Any) -> Any:

@@ -29,7 +29,7 @@ from ..plugins.types import OpImpl
 from ..settings.policy import at_size
 from ..text import quote
 from . import locking, probe
-from .places import installed_bindings
+from .places import installed_bindings, without_layers
 from .planning import plan_for
 from .ranks import (
     FAILED,
@@ -544,9 +544,11 @@ def _not_called(plan: Plan, verdicts: list[Verdict]) -> dict[str, str]:
 
 
 def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
-    """Op -> why no call of it is to be expected, of those that only the user's settings plan."""
-    why = "the settings name it, and this model has no place for it here"
-    return {op: why for op, entry in plan.entries.items() if entry.impls and op in facts.absent}
+    """Op -> why no call of it is to be expected, by what the model is made of."""
+    found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer of it")
+    named = "the settings name it, and this model has no place for it here"
+    found |= dict.fromkeys(facts.absent, named)  # those that only the user's settings plan
+    return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}
 
 
 def _further_counts(serving: Serving, refused: Iterable[tuple[str, str]]) -> frozenset[int]:

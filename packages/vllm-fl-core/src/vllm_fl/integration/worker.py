@@ -16,7 +16,7 @@ from ..dispatch.context import building
 from ..engine.digest import code_facts, digest
 from ..engine.facts import EngineFacts
 from ..engine.metrics import MetricsFile
-from ..engine.phases import phases_of, process_seconds
+from ..engine.phases import before_worker, phases_of
 from ..engine.plan import Plan, leave_place, take_place
 from ..engine.tables import Standing, under
 from ..logs import get_logger
@@ -28,7 +28,7 @@ from ..text import quote
 from . import after, incident, locking, probe, ranges
 from .models import model_facts
 from .places import installed_bindings
-from .planning import apply, facts_of, load_plugins, refusals, seal
+from .planning import apply, configured, facts_of, load_plugins, refusals, seal
 from .ranks import REJECTED
 from .seams import (
     attention,
@@ -93,7 +93,7 @@ class PlannedWorker:
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
         phases = phases_of(self)
-        phases.seconds["the process before its worker"] = process_seconds()
+        phases.seconds |= before_worker(configured(vllm_config))
         with phases.during("plugins and settings"):
             load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -105,7 +105,8 @@ class PlannedWorker:
         if groups is not None and not groups.communicators:
             groups = None
         with communicator.made_by(groups):
-            opened = super().init_device()  # type: ignore[misc]
+            with phases_of(self).during("vLLM: the device"):
+                opened = super().init_device()  # type: ignore[misc]
             if groups is not None:
                 groups.settle()
         self.vllm_fl_groups = groups
@@ -233,11 +234,11 @@ class PlannedWorker:
             reason, left_out}: the table that the settings name, whether it acts, why it does not,
             and the ops whose rows do not count; None where they name none. `device`: the class of
             the device, where a setting is for one; `ordered_for_device` {op: where that stands, and
-            the figure}: what is in force. `start` {phase: seconds}: what this worker's start took,
-            without what vLLM does between its worker's methods; `of them: compiling` is in vLLM's
-            phases already. `shadow`: what was compared while it served, as `Shadow.report` says;
-            None where no step is sampled. `wrong` {op: {impl id: why}}: what serves and was found
-            wrong when the weights had been updated.
+            the figure}: what is in force. `start` {phase: seconds}: what the start took, from where
+            vLLM makes the configuration, without what it does between its worker's methods; `of
+            them: compiling` is in vLLM's phases already. `shadow`: what was compared while it
+            served, as `Shadow.report` says; None where no step is sampled. `wrong` {op: {impl id:
+            why}}: what serves and was found wrong when the weights had been updated.
         """
         serving = self.vllm_fl_serving
         assert serving is not None  # vLLM answers no call before it has loaded its model
@@ -373,7 +374,7 @@ def _attend_once(serving: Serving) -> None:
     if not serving.plan.entries[ATTENTION].classes(AttentionImpl):
         return
     try:
-        with calling(serving):
+        with phases_of(serving.worker).during("attention's first call"), calling(serving):
             is_eager = serving.plan.mode == "eager"
             probe.attend(serving.runner, serving.config, is_eager=is_eager)
     except Exception as error:  # vLLM's dummy run does not fit every model, and need not be there

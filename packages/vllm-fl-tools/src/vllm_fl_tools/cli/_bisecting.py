@@ -50,7 +50,7 @@ LIMIT = 1.5
 """How many times the baseline's median error a right plan's may be.
 
 A plan that rounds twice wherever the baseline rounds once has about sqrt(2) = 1.41 times its error,
-and is right. What was measured is in docs/cli.md, for this and for the limits below.
+and is right. What was measured is in docs/measurements/verbs.md, for this and for the limits below.
 """
 
 FAR = 10

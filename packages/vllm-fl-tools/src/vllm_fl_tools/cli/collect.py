@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Exit 0; 1 where the answer was no; 2 usage."""
     out = None if arguments.out is None else Path(arguments.out)
+    if out is not None and not out.name.endswith(".tar.gz"):
+        raise UsageError(f"--out {out}: the archive is a .tar.gz; give it a name that ends so")
     if out is not None and os.path.lexists(out):
         raise UsageError(f"--out {out}: it exists; name another file, or remove it")
     left = _left(arguments.report)

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import UsageError, answer, asked_of, print_table, say, takes_engine
-from vllm_fl.contracts.binding import Binding, LayerPlace
-from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.described import Described
 from vllm_fl.errors import LockError
-from vllm_fl.integration.places import all_bindings
+from vllm_fl.integration.places import without_layers
 from vllm_fl.logs import quiet
 from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
@@ -83,7 +81,7 @@ def _engine(arguments: argparse.Namespace) -> Described:
 def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]:
     """The plan as JSON data."""
     facts, settings = engine.facts, engine.facts.settings
-    missing = _not_in_model(engine)
+    missing = without_layers(engine.plan, engine.layers)
     unmet = engine.differs if settings.lock_mode == "strict" else ()
     scheduler = engine.config.scheduler_config if engine.config and engine.has_model else None
     return {
@@ -122,27 +120,6 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
         else None,
         "warnings": list(settings.warnings),
     }
-
-
-def _not_in_model(engine: Described) -> set[str]:
-    """The planned ops that vLLM has layers for, of which the model has none.
-
-    Code without a layer may reach one, too: where the op's binding says of which models it is, or
-    where an op of the model calls operators.
-    """
-    if not engine.layers:  # it is not known what it is made of
-        return set()
-    planned = engine.plan.entries
-    bindings = all_bindings(get_default_manager().registry.snapshot())
-    of_planned = {op: bindings.get(op, Binding()) for op in planned}
-    reaches = any(binding.calls_operators for binding in of_planned.values())
-
-    def only_layers(binding: Binding) -> bool:
-        others = [place for place in binding.places if not isinstance(place, LayerPlace)]
-        has_layers = len(others) < len(binding.places)
-        return has_layers and not (others and (binding.when or reaches))
-
-    return {op for op, binding in of_planned.items() if only_layers(binding)} - {*engine.layers}
 
 
 def _given(what: str) -> dict[str, Any] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import AllFailedError
@@ -51,8 +53,18 @@ def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
 
 
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why an installed attention backend does not take this model."""
-    return classes.refusals(ATTENTION, facts.attention, "this model")
+    """(op, impl id) -> why an installed attention backend does not take this model.
+
+    Those behind `stock` are not asked, since vLLM's own takes every model before them: to answer,
+    one may import the library of its kernels, which takes seconds.
+    """
+    order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
+    before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
+
+    def asked(impl: classes.ClassImpl) -> bool:
+        return any(token.matches(impl) for token in before)
+
+    return classes.refusals(ATTENTION, facts.attention, "this model", among=asked)
 
 
 def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:

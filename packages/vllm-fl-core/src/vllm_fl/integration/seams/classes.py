@@ -37,6 +37,7 @@ def refusals(
     request: object,
     whose: str,
     ask: Callable[[ClassImpl, str, object], str | None] = refusal_of,
+    among: Callable[[ClassImpl], bool] = lambda impl: True,
 ) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed class does not take an engine; nothing without a request.
 
@@ -47,6 +48,7 @@ def refusals(
         request: what vLLM asks of them.
         whose: what is refused, as `this engine`.
         ask: (a class, op, request) -> why the class does not take it, or None.
+        among: whether a class is asked at all.
     """
     if request is None:
         return {}
@@ -55,6 +57,7 @@ def refusals(
         (op, impl.impl_id): f"refuses {whose}: {reason}"
         for impl in impls
         if isinstance(impl, ClassImpl)
+        and among(impl)
         and impl.is_available()
         and (reason := ask(impl, op, request)) is not None
     }

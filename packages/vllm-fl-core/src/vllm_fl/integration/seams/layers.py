@@ -30,7 +30,7 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.installed import identity
 from ...text import quote
-from ..compat import FORMER_LAYERS, shared_table
+from ..compat import FORMER_LAYERS, opens_the_device, shared_table
 from ..places import installed_bindings, places, stock_form
 from .ir import ir_ops
 from .lookups import named
@@ -92,9 +92,15 @@ class Layer:
 
 
 def layer_table() -> list[Layer]:
-    """Every layer class that we replace, and that this vLLM has: each has one op."""
+    """Every layer class that we replace, and that this vLLM has: each has one op.
+
+    Before a process has opened its GPU, those are left out whose import would open it. A worker,
+    which plans anew, has opened it. Elsewhere a model that has such a layer has imported it.
+    """
     found: dict[type, Layer] = {}
     for op, place in places(installed_bindings(), LayerPlace):
+        if opens_the_device(place.path.rpartition(".")[0]):
+            continue
         base = _found(place.path)
         inheriting = _inheriting(base) if base is not None and place.subclasses else ()
         for cls in (base, *inheriting):

@@ -1,0 +1,67 @@
+"""Count what a reader of docs/ has to read: words of each page, of a sentence, and for each reader.
+
+    python tools/words.py
+
+A reader's pages are those that the reader's section of docs/README.md names. What that section
+names under a heading of its own, as "To look up", is looked up and not read.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+
+def pages() -> list[Path]:
+    """Every page that somebody wrote: those of the ops and of wrong kernels are made by tools."""
+    made = (DOCS / "ops", DOCS / "wrong-kernels")
+    written = (path for path in DOCS.rglob("*.md") if path.parent not in made)
+    return sorted([*written, *ROOT.glob("*.md")])
+
+
+def sentences(text: str) -> list[str]:
+    """Those of the prose, without drawings, tables and headings; code is one word."""
+    prose = re.sub(r"^```.*?^```|^[|#<].*?$", "", text, flags=re.M | re.S)
+    prose = re.sub(r"`[^`]+`", "code", re.sub(r"\]\([^)]+\)", "]", prose))
+    parts = re.split(r"\n\s*\n|\n\s*(?:-|\d+\.) |[.!?][*)\"]*\s", prose)
+    return [part for part in parts if part.strip()]
+
+
+def longest_cell(text: str) -> int:
+    """The words of the longest cell of a table."""
+    rows = re.findall(r"^\|.*$", text, re.M)
+    cells = (cell for row in rows for cell in re.split(r"(?<!\\)\|", row))
+    return max((len(cell.split()) for cell in cells), default=0)
+
+
+def readers() -> dict[str, list[Path]]:
+    """Section of docs/README.md -> the pages that it leads to."""
+    found = {}
+    for section in re.split(r"^## ", (DOCS / "README.md").read_text(), flags=re.M)[1:]:
+        title, _, text = section.partition("\n")
+        read = text.partition("\n### ")[0]
+        links = re.findall(r"^\|.*?\]\(([^)#]+\.md)\)", read, re.M)
+        found[title] = [(DOCS / link).resolve() for link in dict.fromkeys(links)]
+    return {title: named for title, named in found.items() if named}
+
+
+def main() -> None:
+    """Print the tables."""
+    print("page                                words  a sentence  longest cell")
+    for path in pages():
+        text = path.read_text()
+        lengths = [len(sentence.split()) for sentence in sentences(text)]
+        mean = sum(lengths) / max(1, len(lengths))
+        name = str(path.relative_to(ROOT))
+        print(f"{name:<34} {len(text.split()):>6} {mean:>11.1f} {longest_cell(text):>13}")
+    print("\nreader                              words  pages")
+    for title, named in readers().items():
+        words = sum(len(path.read_text().split()) for path in named)
+        print(f"{title:<34} {words:>6} {len(named):>6}")
+
+
+if __name__ == "__main__":
+    main()
