@@ -7,11 +7,14 @@ import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import forked
 import pytest
+
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.settings.loading import load_settings
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -124,3 +127,17 @@ def test_a_model_that_cannot_be_built_so_is_not_known(tmp_path: Path) -> None:
 
 def test_where_no_op_has_a_layer_nothing_is_built(tmp_path: Path) -> None:
     assert built(tmp_path, LLAMA, variables={"VLLM_FL_PLUGINS": ""}) is None
+
+
+def test_an_op_is_the_models_where_it_makes_layers_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration may have another word for it, by which the op's binding rules it out."""
+    from vllm_fl.integration import models
+
+    settings = load_settings({})
+    ruled_out = EngineFacts(settings, "eager", absent=frozenset({"xielu", "relu2"}))
+    made = models.Skeleton({"xielu": {"XIELU": 2}}, frozenset({"layer_norm"}), {})
+    monkeypatch.setattr(models, "facts_of", lambda config: ruled_out)
+    monkeypatch.setattr(models, "skeleton_of", lambda config: made)
+    config: Any = SimpleNamespace(model_config=object())
+    facts, _ = models.model_facts(config)
+    assert facts.absent == {"relu2", "layer_norm"}

@@ -42,6 +42,7 @@ __all__ = [
     "lowered",
     "release",
     "token_counts",
+    "without_old_objects",
 ]
 
 SECONDS = 2.0
@@ -424,6 +425,20 @@ def _has_rows(part: torch.Tensor, count: int) -> bool:
 def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
     """The results of these tokens, of a batch of `count`."""
     return each_part(got, lambda part: taken(part, tokens) if _has_rows(part, count) else part)
+
+
+@contextmanager
+def without_old_objects() -> Iterator[None]:
+    """In the block the collector of garbage looks at new objects alone.
+
+    Each capture of a graph and each end of a verification calls it. A process that has imported
+    vLLM has a million objects, and one that was forked copies the memory in which they lie.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def release(device: torch.device) -> None:

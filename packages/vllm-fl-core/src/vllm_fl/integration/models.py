@@ -59,7 +59,8 @@ def model_facts(vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
     if skeleton is None:
         return facts, None
     log.debug("The model's layers: %s", skeleton.layers)
-    absent = facts.absent | skeleton.absent
+    # What its configuration rules out, it has all the same where it makes layers of it.
+    absent = (facts.absent | skeleton.absent).difference(skeleton.layers)
     foreign = {  # whole layers stand under their own names, and are not counted
         op: {c: owner for c, owner in owners.items() if c in skeleton.layers.get(op, (op,))}
         for op, owners in facts.foreign.items()

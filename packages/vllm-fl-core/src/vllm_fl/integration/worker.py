@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Container
 from inspect import getattr_static
 from types import FunctionType
@@ -19,6 +18,7 @@ from ..engine.metrics import MetricsFile
 from ..engine.phases import before_worker, phases_of
 from ..engine.plan import Plan, leave_place, take_place
 from ..engine.tables import Standing, under
+from ..engine.trials import without_old_objects
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
@@ -44,7 +44,6 @@ from .seams.ir import bind_provider, reset_priorities
 from .seams.layers import (
     bind_anew,
     forget_shared_layers,
-    layer_table,
     replace_layers,
 )
 from .seams.lookups import over_class, path_over, take_off
@@ -119,7 +118,7 @@ class PlannedWorker:
         began, phases = time.monotonic(), phases_of(self)
         with phases.during("what the plan goes by"):
             start, lines = _begun(self)
-        with phases.during("plan and verification"):
+        with phases.during("plan and verification"), without_old_objects():
             plan, contents = verified_plan(start, alone=joins)
         start.seconds = time.monotonic() - began
         took = [_took(start)]
@@ -137,12 +136,11 @@ class PlannedWorker:
             with building(plan), calling(serving), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if start.live_counts and not joins:
-                with phases.during("verification on live tensors"):
+                with phases.during("verification on live tensors"), without_old_objects():
                     took += verify_live(serving, lambda: _renew(serving))
         finally:
             _say_plan(serving, took)
         serving.layers = _built_layers(serving)
-        _warn_of_unexpected_layers(serving)
         _name_overriders(serving)
         _write_metrics(serving)
         serving.is_watched = not joins
@@ -157,7 +155,7 @@ class PlannedWorker:
         """
         serving = self.vllm_fl_serving
         if serving is not None and serving.is_watched and serving.start.live_counts:
-            with phases_of(self).during("verification with the KV cache"):
+            with phases_of(self).during("verification with the KV cache"), without_old_objects():
                 _verify_with_cache(serving)
         if serving is not None:
             _compare_with_lock(serving)
@@ -472,30 +470,6 @@ def _built_layers(serving: Serving) -> dict[str, int]:
                 impl_id,
             )
     return {name: served.ours for name, served in found.items()}
-
-
-def _warn_of_unexpected_layers(serving: Serving) -> None:
-    """Name the layers whose op was not planned, since the configuration speaks of no such thing."""
-    model = serving.model if serving.start.rank == 0 else None
-    table = {layer.cls: layer for layer in layer_table() if layer.op not in serving.plan.entries}
-    if model is None or not table:
-        return
-    bases = tuple(layer.base for layer in table.values())
-    found = Counter(
-        next(cls.__name__ for cls in type(module).__mro__ if cls.__name__ in table)
-        for module in model.modules()
-        if isinstance(module, bases)
-    )
-    for name, count in found.items():
-        op = table[name].op
-        log.warning(
-            "Layer %s: %d in this model, though its configuration did not say so: op '%s' is not "
-            "planned, and they are vLLM's own. VLLM_FL_PER_OP='%s=…' plans it",
-            name,
-            count,
-            op,
-            op,
-        )
 
 
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:

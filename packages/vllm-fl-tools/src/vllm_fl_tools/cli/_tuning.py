@@ -29,6 +29,7 @@ from vllm_fl.contracts.binding import (
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
+from vllm_fl.engine.trials import without_old_objects
 from vllm_fl.plugins.calling import rejections
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -670,16 +671,12 @@ def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
 
 @contextmanager
 def _without_old_objects(mode: Mode) -> Iterator[None]:
-    """In the block the collector of garbage looks at new objects alone: before each capture of a
-    graph it is called, and an engine's modules alone have millions."""
+    """`without_old_objects`, of which the compiler's modules are then, too."""
     if mode == "compiled":
         import torch._inductor.compile_fx  # noqa: F401
     gc.collect()
-    gc.freeze()
-    try:
+    with without_old_objects():
         yield
-    finally:
-        gc.unfreeze()
 
 
 def left_after(took: Mapping[tuple[str, int], float], left: Iterable[int]) -> float:
