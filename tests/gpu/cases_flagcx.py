@@ -45,7 +45,7 @@ def cases(folder: Path, host: Host) -> Iterator[tuple[str, str]]:
     with host.side_by_side() as pool:
         ranks = {
             part: pool.submit(on_all, host, part, folder / part, variables)
-            for part in (("collectives",) if host.on_cpu else ("collectives", "graphs"))
+            for part in ("collectives", "graphs")
             if host.only in part
         }
         job = host.job(

@@ -150,7 +150,7 @@ def _experts(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Cas
             if host.on_cpu and start is two:
                 stock = cache(partial(one, mode, STOCK))
                 names = names[-1:]
-                variables = partial(host.flagcx(folder / "flagcx"), device="")
+                variables = partial(host.flagcx(folder / "between"), device="")
             for name in names:
                 chosen, planned = VARIANTS[name]
                 mine = partial(start, mode, variables(**chosen))
