@@ -363,7 +363,7 @@ def options_page() -> str:
     text = "# Options of each verb\n\nWhat `vllm-fl VERB --help` prints.\n"
     for verb in sorted(entry.name for entry in entry_points(group="vllm_fl.cli")):
         command = [sys.executable, "-m", "vllm_fl.cli", verb, "--help"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         text += f"\n## vllm-fl {verb}\n\n```text\n{told}```\n"
     return text
 

@@ -29,7 +29,6 @@ from vllm_fl.contracts.binding import (
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
-from vllm_fl.engine.trials import without_old_objects
 from vllm_fl.plugins.calling import rejections
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -672,6 +671,8 @@ def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
 @contextmanager
 def _without_old_objects(mode: Mode) -> Iterator[None]:
     """`without_old_objects`, of which the compiler's modules are then, too."""
+    from vllm_fl.engine.trials import without_old_objects
+
     if mode == "compiled":
         import torch._inductor.compile_fx  # noqa: F401
     gc.collect()
