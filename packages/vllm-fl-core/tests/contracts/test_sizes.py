@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,3 +116,10 @@ def test_what_is_not_told_is_named_once_in_a_process(
             sizes_of(engine_config(), two)
     told = "the model's configuration does not tell odd, even"
     assert [record.getMessage() for record in caplog.records] == [told]
+
+
+def test_a_size_that_nobody_asks_for_is_named() -> None:
+    sizes = replace(ModelSizes(more={"capped": None}), tokens=(1, 7))
+    assert sizes.more["capped"] is None and sizes.more.get("width") is None
+    with pytest.raises(KeyError, match="no binding that is installed has a SizeRule .* 'width'"):
+        sizes.more["width"]

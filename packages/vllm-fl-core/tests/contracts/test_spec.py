@@ -18,6 +18,7 @@ from vllm_fl.contracts import (
     Within,
     contracts,
 )
+from vllm_fl.contracts.arguments import declared, tensor
 from vllm_fl.contracts.outputs import Output
 
 VARIANTS = [(spec, variant) for spec in contracts().values() for variant in spec.variants]
@@ -89,6 +90,32 @@ def test_whatever_has_room_needs_a_tolerance(output: Output) -> None:
 def test_dtypes_are_asked_for_by_name() -> None:
     with pytest.raises(ValueError, match=r"OpSpec\(silu_and_mul\): name the dtypes"):
         replace(SILU, tolerances={}, dtypes=(), outputs=(Exact(),))
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        ("by_token", frozenset({"x", "res"})),
+        ("from_layer", {"res": str}),
+        ("consumable", frozenset({"res"})),
+        ("read_whole", frozenset({"res"})),
+        ("arguments", {"res": tensor("d")}),
+    ],
+)
+def test_what_is_said_of_a_parameter_is_said_of_one_that_the_oracle_takes(
+    part: str, names: object
+) -> None:
+    match = rf"OpSpec\(silu_and_mul\): {part} names res, .*; its parameters are x$"
+    with pytest.raises(ValueError, match=match):
+        replace(SILU, **{part: names})
+
+
+def test_what_is_not_declared_is_named() -> None:
+    def halved(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x / 2 * scale
+
+    with pytest.raises(ValueError, match=r"declared\(halved\): say what scale must be"):
+        declared(halved, {"x": tensor("..., d")}, (tensor("..., d"),))
 
 
 def test_only_whole_batches_have_repeats_to_ignore() -> None:

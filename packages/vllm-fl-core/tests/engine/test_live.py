@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from builders import managing, planning, refusing, silu
 from torch import nn
 from torch.nn import functional as F
 
-from vllm_fl.contracts import contracts
+from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.engine import live as module
 from vllm_fl.engine.live import Live
 from vllm_fl.engine.plan import Plan
@@ -370,6 +371,15 @@ def test_norms_are_held_to_their_tolerance_beside_one_large_feature() -> None:
 
     powers = {"rms_norm": 0, "rotary_embedding": 1, "gelu_and_mul_sparse": 2, "silu_and_mul": 1}
     assert {op: module._growth(contracts()[op]) for op in powers} == powers
+
+
+def test_a_size_of_a_contracts_own_hides_no_large_values() -> None:
+    norm = contracts()["rms_norm"]
+
+    def served(sizes: ModelSizes, *args: Any) -> Iterator[Sample]:
+        return iter(norm.served(replace(sizes, hidden=int(sizes.more["capped"] or 0)), *args))
+
+    assert module._growth(replace(norm, served=served)) == 0
 
 
 def planned_as_first(first: OpImpl, **policy: Any) -> Plan:

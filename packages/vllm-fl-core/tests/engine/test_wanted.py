@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm_fl.contracts import (
     Routing,
     Sample,
     Tolerance,
+    Variant,
     Within,
 )
 from vllm_fl.contracts.outputs import Output
@@ -104,6 +106,37 @@ def test_each_output_has_its_own_rule_and_absent_ones_none() -> None:
     pair = (None, None, ids)
     assert judged(pair, pair, QuantisedPair(), Exact()) == (0.0, "")
     assert judged((None, None, ids + 1), pair, QuantisedPair(), Exact())[1].startswith("result 2:")
+
+
+def test_a_mistake_of_the_contract_is_said_to_be_its_own() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise NameError("name 'alfa' is not defined")
+
+    silu = known_contracts().contracts["silu_and_mul"]
+    call = Sample("a call", (torch.ones(3, 4),))
+    with pytest.raises(ValueError, match=r"contract of broken, .*: its oracle .*'alfa'"):
+        wanted_of(replace(silu, oracle=broken, variants=()), call)
+
+
+@pytest.mark.parametrize(
+    ("schemas", "told"),
+    [
+        (["(Tensor x) -> Tensor"], "'both': the oracle's results are 2, .* call 0: "),
+        (["(Tensor x, Tensor? y) -> (Tensor, Tensor)"], "'alone': .* results are 1, .* call 2: "),
+        (["(Tensor x, Tensor y) -> (Tensor, Tensor)", "(Tensor x) -> Tensor"], ""),
+    ],
+)
+def test_each_number_of_results_has_a_variant(schemas: list[str], told: str) -> None:
+    def add(x: torch.Tensor, y: torch.Tensor | None) -> Any:
+        return x if y is None else (x + y, y)
+
+    silu = known_contracts().contracts["silu_and_mul"]
+    variants = tuple(Variant("alone" * number, each) for number, each in enumerate(schemas))
+    spec = replace(silu, oracle=add, fake=add, variants=variants, tolerances=TIGHT)
+    x = torch.ones(3, 4)
+    with pytest.raises(ValueError, match=told) if told else nullcontext():
+        assert worst(x, wanted_of(spec, Sample("alone", (x, None)))) == (0.0, "")
+        assert worst((x * 2, x), wanted_of(spec, Sample("both", (x, x)))) == (0.0, "")
 
 
 def test_the_worst_element_is_that_of_the_output_that_is_named() -> None:

@@ -301,7 +301,9 @@ def test_a_weight_of_integers_is_a_bad_input() -> None:
 
     silent = with_signature(takes_them, right.rms_norm)
     wrong = dataclasses.replace(sound("rms_norm", supports=None), fn=silent)
-    told = [one.case for one in found(wrong, "bad_inputs")]
+    failed = found(wrong, "bad_inputs")
+    assert all("where 'weight' is wrong" in one.reason for one in failed)
+    told = [one.case for one in failed]
     dtypes = [case.dtype for case in told if case.sample == "weight of int64"]
     assert dtypes == ["float32", "float16", "bfloat16"]
     assert found(sound("rms_norm"), "bad_inputs") == []

@@ -232,8 +232,13 @@ def declared(
             beyond those that follow from the declarations, which the conformance kit makes.
         overwrites: as of `Variant`. These arguments are `consumable`.
         more: what else `OpSpec` takes; without `variants` there is one, of all parameters.
+
+    Raises:
+        ValueError: a parameter is not declared; or as of `OpSpec`.
     """
     parameters = inspect.signature(oracle).parameters
+    if missing := [name for name in parameters if name not in arguments]:
+        raise ValueError(f"declared({oracle.__name__}): say what {', '.join(missing)} must be")
     arguments = {name: _settled(argument, arguments) for name, argument in arguments.items()}
     made = results if callable(results) else [_settled(each, arguments) for each in results]
 

@@ -78,6 +78,13 @@ class BadInput:
     argument: str
 
 
+class _Told(dict[str, float | None]):
+    """Sizes by name; one that no rule asks for is the contract's mistake, and is named."""
+
+    def __missing__(self, name: str) -> float | None:
+        raise KeyError(f"no binding that is installed has a SizeRule of the name {name!r}")
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a served model, for samples of its own shapes (per rank).
@@ -107,6 +114,10 @@ class ModelSizes:
     max_position: int = 2048
     epsilon: float = 1e-6
     more: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if type(self.more) is dict:
+            object.__setattr__(self, "more", _Told(self.more))
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -222,7 +233,8 @@ class OpSpec:
     Raises:
         ValueError: the parts contradict each other: a parameter that no call can pass by position,
             no dtypes, an output without a tolerance, a variant whose results end inside a pair,
-            `ignores_repeats` without `whole_batch`, or with `stands`; or a group that is no name.
+            `ignores_repeats` without `whole_batch`, or with `stands`; or a group that is no name;
+            or one of them names a parameter that the oracle does not take.
     """
 
     oracle: Callable[..., Any]
@@ -275,6 +287,12 @@ class OpSpec:
                 )
         for variant in self.variants:
             self.outputs_of(variant.returns)
+        for part in ("by_token", "from_layer", "consumable", "read_whole", "arguments"):
+            if unknown := sorted({*getattr(self, part)}.difference(self.parameters)):
+                raise ValueError(
+                    f"{who}: {part} names {', '.join(unknown)}, which the oracle does not take; "
+                    f"its parameters are {', '.join(self.parameters)}"
+                )
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -378,7 +379,8 @@ def _growth(spec: OpSpec) -> int:
     """With which power of the values' magnitude errors grow, as the contract's samples of large
     ones say. Those of norms do not, and with a scale an activation's one large feature would hide
     what is wrong in the others; those of products may grow with the square."""
-    small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64)
+    more = defaultdict[str, float | None](lambda: 64)
+    small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64, more=more)
     dtype = getattr(torch, spec.dtypes[-1])
     try:
         samples = [*spec.served(small, dtype, torch.device("cpu"), True)]

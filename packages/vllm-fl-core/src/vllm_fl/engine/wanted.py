@@ -12,6 +12,7 @@ import torch
 
 from ..contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routing, Sample, Within
 from ..contracts.outputs import Output
+from ..text import quote
 from .guarded import taken
 
 __all__ = [
@@ -440,11 +441,19 @@ def _each_wanted(
     spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float, where: str
 ) -> tuple[Sequence[Any], list[Wanted | None]]:
     """The oracle's results where the arguments lie, and what each output must be."""
-    exact, shapes = parts(spec.oracle(*args)), parts(spec.fake(*args))
+    try:
+        exact, shapes = parts(spec.oracle(*args)), parts(spec.fake(*args))
+    except Exception as error:  # not the implementation's, beside whose name this is told
+        raise ValueError(f"{where}: its oracle or its fake raised {quote(error)}") from error
     if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
         raise ValueError(
             f"{where}: the oracle's results have the shapes {[*map(_shape, exact)]}, the fake's "
             f"{[*map(_shape, shapes)]}"
+        )
+    if spec.variants and (given := _given(spec, args)) != len(exact):
+        raise ValueError(
+            f"{where}: the oracle's results are {len(exact)}, those of the variant that takes this "
+            f"call {given}: where arguments decide how many there are, each number has a Variant"
         )
     wanted: list[Wanted | None] = []
     at = 0
@@ -460,6 +469,14 @@ def _each_wanted(
             wanted.append(_wanted(spec, output, mine, like, scale, args))
         at = end
     return exact, wanted
+
+
+def _given(spec: OpSpec, args: Sequence[Any]) -> int:
+    """How many results the variant has that compiled code calls; 0 where none takes these."""
+    absent = {name for name, arg in spec.named(args).items() if arg is None}
+    takes = [v for v in spec.variants if absent.issuperset({*spec.parameters} - {*v.parameters})]
+    fewest = min(takes, key=lambda v: len(v.parameters), default=None)
+    return fewest.returns + fewest.pads if fewest else 0
 
 
 def _wanted(

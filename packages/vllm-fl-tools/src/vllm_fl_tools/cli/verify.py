@@ -47,6 +47,7 @@ from ._watch import TookTooLong, Watch
 if TYPE_CHECKING:
     import torch
 
+    from vllm_fl.engine.trials import Trials
     from vllm_fl.engine.verification import Comparison
 
 TOKENS = 256
@@ -270,10 +271,11 @@ class _Work:
             spec = self.specs[impl.op_name]
             watch.begin(f"{impl.op_name} {impl.impl_id} {dtype}")
             start = time.perf_counter()
-            comparisons = list(self._compare_all(impl, dtype, watch))
+            trials = self._trials(spec, dtype)
+            comparisons = list(self._compare_all(impl, dtype, trials, watch))
             seconds = time.perf_counter() - start
             sound = all(c.status in ("ok", "refused") for c in comparisons)
-            same = self._same_bits(impl, dtype, watch) if sound else None
+            same = self._same_bits(impl, trials, watch) if sound else None
             call = None
             if self.timed and sound:
                 one = replace(self.sizes, tokens=(TOKENS,))
@@ -303,15 +305,17 @@ class _Work:
                 reason = f"{why} ({', '.join(names)})"
                 yield {**_identity(self.manager, impl), "reason": reason}
 
-    def _same_bits(self, impl: OpImpl, dtype: str, watch: Watch) -> dict[str, Any]:
-        """Whether it gives the same bits in another run, and in another batch, as JSON data."""
+    def _trials(self, spec: OpSpec, dtype: str) -> Trials:
         import torch
 
-        from vllm_fl.engine.determinism import Determinism, determinism_of
         from vllm_fl.engine.trials import Trials
 
-        spec = self.specs[impl.op_name]
-        trials = Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
+        return Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
+
+    def _same_bits(self, impl: OpImpl, trials: Trials, watch: Watch) -> dict[str, Any]:
+        """Whether it gives the same bits in another run, and in another batch, as JSON data."""
+        from vllm_fl.engine.determinism import Determinism, determinism_of
+
         try:
             with watch.call("repeating"):
                 found = determinism_of(impl, trials)
@@ -319,7 +323,9 @@ class _Work:
             found = Determinism(None, None, f"given up after {watch.limit:g} s")
         return asdict(found)
 
-    def _compare_all(self, impl: OpImpl, dtype_name: str, watch: Watch) -> Iterator[Comparison]:
+    def _compare_all(
+        self, impl: OpImpl, dtype_name: str, trials: Trials, watch: Watch
+    ) -> Iterator[Comparison]:
         """Every sample; what breaks around one is that sample's result, and the rest goes on."""
         import torch
 
@@ -340,7 +346,7 @@ class _Work:
             try:
                 sample = next(samples)
             except StopIteration:
-                return
+                break
             except Exception as error:  # after a device error nothing can be made any more
                 yield raised("(making the samples)", quote(error), error)
                 return
@@ -355,6 +361,10 @@ class _Work:
             except Exception as error:
                 comparison = raised(sample.name, quote(error), error)
             yield comparison
+        try:
+            _ = trials.forms
+        except Exception as error:  # the contract's own: what follows calls these
+            yield raised("(making the calls of a served model)", quote(error), error)
 
 
 def _timed(

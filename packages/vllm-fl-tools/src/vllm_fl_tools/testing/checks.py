@@ -100,7 +100,10 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
         raise AssertionError(f"no CallError, but {quote(error)}") from error
     else:
         kind = type(result).__name__
-        raise AssertionError(f"returned a {kind} instead of raising: a wrong result in silence")
+        raise AssertionError(
+            f"returned a {kind}, where {bad.argument!r} is wrong: a wrong result in silence. Have "
+            "`supports` give the reason, or the implementation raise"
+        )
     expect(not manager.demotions, f"demoted: {dict(manager.demotions)}")
 
 
