@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("acme-softcap")
     page = (envs.ROOT / "docs" / "new-op.md").read_text()
     files = re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", page, re.M | re.S)
-    assert len(files) == 8
+    assert len(files) == 10
     for name, content in files:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
@@ -173,6 +173,16 @@ def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) ->
     assert said["ops"][OP]["impl"] == "stock" and said["digest"] != report["digest"]
     worst, magnitude = difference(stock, found)
     assert worst <= 0.05 * magnitude
+
+
+def test_the_pages_own_script_serves_it_and_counts_its_calls(
+    installed: Installed, folder: Path
+) -> None:
+    variables = {"VLLM_FL_PER_OP": f"{OP}=vendor|reference", "VLLM_FL_DISPATCH_DEBUG": "1"}
+    done = installed.env.run("serve.py", check=False, cwd=folder, **variables)
+    assert done.returncode == 0, done.stderr
+    assert "{'impl': 'vendor.acme', 'reason': 'your order says vendor'}" in done.stdout
+    assert re.search(rf"{{'{OP}': {{'vendor.acme': [1-9]", done.stdout)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
