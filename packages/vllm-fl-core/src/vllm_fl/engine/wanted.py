@@ -15,22 +15,6 @@ from ..contracts.outputs import Output
 from ..text import quote
 from .guarded import taken
 
-__all__ = [
-    "MEASURED",
-    "Off",
-    "Wanted",
-    "closed",
-    "each_part",
-    "magnitudes",
-    "paired",
-    "parts",
-    "promised",
-    "wanted_here",
-    "wanted_of",
-    "worst",
-]
-
-
 Off = tuple[float, str]
 """The worst error as a share of the tolerance, and what is wrong or nothing."""
 
