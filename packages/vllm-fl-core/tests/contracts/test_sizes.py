@@ -121,5 +121,5 @@ def test_what_is_not_told_is_named_once_in_a_process(
 def test_a_size_that_nobody_asks_for_is_named() -> None:
     sizes = replace(ModelSizes(more={"capped": None}), tokens=(1, 7))
     assert sizes.more["capped"] is None and sizes.more.get("width") is None
-    with pytest.raises(KeyError, match="no binding that is installed has a SizeRule .* 'width'"):
+    with pytest.raises(KeyError, match=r"no binding that is installed has a SizeRule .* 'width'"):
         sizes.more["width"]
