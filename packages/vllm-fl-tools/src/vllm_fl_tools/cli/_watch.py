@@ -22,7 +22,7 @@ it is given up. One that does not come back cannot be given up alone: the run en
 
 WITNESS = """
 import sys
-found = running = ""
+found, running = "", "no kernel yet"
 for line in map(str.strip, sys.stdin):
     if not line:
         break
