@@ -14,8 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["Draft", "open_to_append"]
-
 
 class Draft:
     """A new file beside its final place, where it is put when it is whole.

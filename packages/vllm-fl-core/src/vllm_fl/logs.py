@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from .text import INDENTED, clean, quote
 
-__all__ = ["SAID_AT_MOST", "get_logger", "quiet", "set_log_level", "silence", "speaks_for_all"]
-
 ROOT = "vllm_fl"
 
 SAID_AT_MOST = 1000

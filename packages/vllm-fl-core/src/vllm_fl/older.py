@@ -14,8 +14,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["OlderManager", "lookup", "outdated", "serve_modules"]
-
 PACKAGE = "vllm_fl.dispatch"
 HOME = f"{PACKAGE}.older"
 

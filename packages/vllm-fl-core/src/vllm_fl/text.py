@@ -11,8 +11,6 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator
 
-__all__ = ["HIDDEN", "INDENTED", "clean", "few", "is_secret", "nearest", "quote", "scrub", "spelt"]
-
 HIDDEN = "<redacted>"
 
 INDENTED = "\n    "

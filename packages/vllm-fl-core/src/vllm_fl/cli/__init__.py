@@ -17,8 +17,6 @@ from ._progress import progress
 from ._show import UsageError, answering, say
 from ._verbs import ELSEWHERE, brought, load, missing
 
-__all__ = ["main"]
-
 GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 

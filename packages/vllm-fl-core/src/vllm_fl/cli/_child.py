@@ -21,8 +21,6 @@ from ..plugins import breadcrumb, calling
 from ._progress import by_hand
 from ._show import UsageError
 
-__all__ = ["LoadingError", "surviving"]
-
 PATIENCE = 120.0
 """Seconds for one import or hook; the first import of torch from a network disk takes a minute."""
 

@@ -14,8 +14,6 @@ from ..settings.policy import MODES, OpOrder
 from ..settings.schema import CONFIG, Setting, Settings, overridden, undo
 from ..settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 
-__all__ = ["exported", "find_disagreements", "find_idle", "find_unknown", "warned"]
-
 CHECK = "settings"
 
 

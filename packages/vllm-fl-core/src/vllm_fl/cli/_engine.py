@@ -25,18 +25,6 @@ from ._options import device_of
 from ._progress import doing
 from ._show import UsageError
 
-__all__ = [
-    "NOT_INSTALLED",
-    "WHERE",
-    "any_engines",
-    "asked_of",
-    "check_words",
-    "engine_of",
-    "entry_of",
-    "takes_engine",
-    "takes_vllms",
-]
-
 NOT_INSTALLED = "vLLM is not installed here"
 
 WHERE = {

@@ -15,15 +15,6 @@ from typing import Any
 from ..plugins.breadcrumb import ending
 from ..plugins.installed import canonical, identity
 
-__all__ = [
-    "ProbeFailed",
-    "ask",
-    "distributions",
-    "torch_build",
-    "torch_facts",
-    "version_of",
-]
-
 SHOWN = (
     "torch",
     "torch-npu",

@@ -15,8 +15,6 @@ from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
 from ..plugins.loading import CONTRACTS, GROUP
 from ._environment import SHOWN, torch_build, torch_facts, version_of
 
-__all__ = ["CHECKS", "VLLMS", "allowed_plugins"]
-
 VLLMS = " for vLLM's platform of "
 """What is in the name of a platform plugin of vLLM's, before its distribution."""
 

@@ -12,8 +12,6 @@ from ._show import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReportFile", "device_of"]
-
 
 def device_of(name: str | None) -> torch.device:
     """The device that was asked for, or this machine's accelerator, or the CPU.

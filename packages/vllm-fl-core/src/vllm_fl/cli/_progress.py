@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from ..plugins import breadcrumb
 from ._show import last_said, say
 
-__all__ = ["by_hand", "current", "doing", "progress"]
-
 QUIET, EVERY = 2.0, 30.0
 """Seconds of silence before the first line, and between two."""
 

@@ -16,17 +16,6 @@ from typing import Any, TextIO
 from ..errors import VllmFLError
 from ..text import clean, scrub
 
-__all__ = [
-    "UsageError",
-    "answer",
-    "answering",
-    "folded",
-    "last_said",
-    "print_json",
-    "print_table",
-    "say",
-]
-
 SCHEMA = 1
 
 _answers: TextIO | None = None

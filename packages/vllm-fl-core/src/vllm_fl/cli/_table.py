@@ -10,8 +10,6 @@ from ..settings.schema import Settings
 from ..settings.table import DEFAULT, Figure, Pinned, TunedOp
 from ._show import print_table, say
 
-__all__ = ["as_json", "say_figures"]
-
 FIGURES = [
     "tokens",
     "implementation",

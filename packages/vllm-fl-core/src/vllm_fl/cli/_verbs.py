@@ -19,8 +19,6 @@ from ..plugins.installed import CORE, canonical, entry_points, identity
 from ..text import quote
 from ._show import UsageError, say
 
-__all__ = ["ELSEWHERE", "GROUP", "OWN", "VerbError", "brought", "load", "missing"]
-
 GROUP = "vllm_fl.cli"
 """The entry-point group by which verbs are found."""
 

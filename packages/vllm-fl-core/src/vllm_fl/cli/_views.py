@@ -14,8 +14,6 @@ from ..settings.schema import Settings
 from ..settings.values import ORDER_PREFIX
 from ._engine import entry_of
 
-__all__ = ["script_view", "view_of"]
-
 
 def script_view(manager: OpManager, op: str, settings: Settings) -> dict[str, Any]:
     """What a script gets, as JSON data: it may have a policy of its own in force."""

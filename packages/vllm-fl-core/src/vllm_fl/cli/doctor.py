@@ -50,8 +50,6 @@ from ._installed import CHECKS, VLLMS
 from ._options import device_of
 from ._show import answer, print_table, say
 
-__all__ = ["CODES", "add_arguments", "code_of", "contained", "run"]
-
 CODES: Mapping[str, str] = MappingProxyType(
     {
         "settings": "FL110",

@@ -38,17 +38,6 @@ from ._show import UsageError, answer, print_table, say
 from ._views import script_view, view_of
 from .policy import merged_from, say_merged
 
-__all__ = [
-    "add_arguments",
-    "codes",
-    "documentation_of",
-    "page",
-    "places_of",
-    "run",
-    "signature_of",
-    "title",
-]
-
 PAGES = files("vllm_fl") / "codes"
 """One file for each code, in Markdown: the documentation site has the same ones."""
 

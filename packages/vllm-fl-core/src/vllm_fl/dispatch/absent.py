@@ -13,8 +13,6 @@ from ..settings.policy import closest
 from ..settings.unmatched import meant
 from .resolver import Trace
 
-__all__ = ["check_contract", "check_named", "nothing_for", "unknown"]
-
 
 def check_named(trace: Trace, impls: Sequence[Impl], plugins: Iterable[Plugin]) -> None:
     """A name that was asked for and whose plugin failed is an error, never passed over.

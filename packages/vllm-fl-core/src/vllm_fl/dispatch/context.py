@@ -13,8 +13,6 @@ from ..settings.policy import SelectionPolicy
 if TYPE_CHECKING:
     from ..plugins.types import OpImpl
 
-__all__ = ["Binder", "building", "chosen", "current_binder", "override", "policy_context"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -24,16 +24,6 @@ from ..text import spelt
 from .record import Guard, Record, Skipped
 from .resolver import FOREIGN, STOCK
 
-__all__ = [
-    "NEEDS_LAYER",
-    "Chain",
-    "Left",
-    "call_guard",
-    "method_guard",
-    "refusal",
-    "uncontracted",
-]
-
 NEEDS_LAYER = (
     "it takes the calling layer first (self), which only call_method_op and eager layers pass"
 )

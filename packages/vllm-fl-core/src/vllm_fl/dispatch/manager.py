@@ -32,8 +32,6 @@ from .record import Record
 from .resolver import STOCK, Trace, resolve
 from .startup import Startup, read_settings, start, try_settings
 
-__all__ = ["OpManager", "set_global_policy"]
-
 log = get_logger("dispatch")
 
 Bound = Callable[..., Any]

@@ -11,8 +11,6 @@ from .context import Binder, current_binder
 from .guard import Left
 from .resolver import FOREIGN, STOCK
 
-__all__ = ["PLAN", "dispatch_method"]
-
 PLAN = "_vllm_fl_plan"
 """Where a layer keeps what it is bound to."""
 

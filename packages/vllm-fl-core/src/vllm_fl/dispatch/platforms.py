@@ -16,17 +16,6 @@ from ..plugins.calling import ENDED
 from ..plugins.installed import ENGINE_GROUPS, canonical, entry_points, identity, vllm_release
 from ..settings.values import IN_TREE, normalise_platform
 
-__all__ = [
-    "ForeignPlatform",
-    "foreign_platform",
-    "foreign_platforms",
-    "targets_cpu",
-    "too_many",
-    "torch_device",
-    "torchs_own",
-    "vllms_own",
-]
-
 log = get_logger("plugins")
 
 

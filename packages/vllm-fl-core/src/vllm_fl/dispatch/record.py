@@ -20,8 +20,6 @@ from .resolver import describe
 if TYPE_CHECKING:
     from .guard import Chain
 
-__all__ = ["Guard", "Record", "Skipped"]
-
 Key = tuple[str, str]
 """(op, impl id)."""
 

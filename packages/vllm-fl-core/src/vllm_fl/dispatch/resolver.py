@@ -14,8 +14,6 @@ from typing import Literal, cast
 from ..plugins.types import Impl
 from ..settings.policy import Mode, SelectionPolicy, Token
 
-__all__ = ["FOREIGN", "STOCK", "UNORDERED", "Candidate", "Stock", "Trace", "describe", "resolve"]
-
 
 @dataclass(frozen=True)
 class Stock:

@@ -27,16 +27,6 @@ from ..text import few
 from .platforms import foreign_platform, torchs_own, vllms_own
 from .resolver import resolve
 
-__all__ = [
-    "Startup",
-    "detect_platform",
-    "is_foreign",
-    "known_platforms",
-    "read_settings",
-    "start",
-    "try_settings",
-]
-
 log = get_logger("plugins")
 
 VIEWS: tuple[tuple[str, Mode, bool], ...] = (

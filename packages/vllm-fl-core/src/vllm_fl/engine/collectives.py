@@ -18,8 +18,6 @@ import torch
 
 from ..text import quote
 
-__all__ = ["LIMIT", "fault_of", "steps"]
-
 LIMIT = 120.0
 """Seconds for one step: making a group of many machines takes some; one that never ends is a
 fault, and must be told from it."""

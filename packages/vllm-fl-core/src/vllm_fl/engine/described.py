@@ -13,8 +13,6 @@ from .tables import Standing
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["Described"]
-
 
 @dataclass(frozen=True)
 class Described:

@@ -36,8 +36,6 @@ from .verification import (
 )
 from .wanted import parts, promised
 
-__all__ = ["Determinism", "determinism_of", "unmeasured", "variance"]
-
 log = get_logger("engine")
 
 BY_CONTRACT = "its contract leaves no bit open"

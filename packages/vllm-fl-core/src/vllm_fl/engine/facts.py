@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..settings.loading import Settings
     from ..settings.policy import Mode
 
-__all__ = ["EngineFacts"]
-
 
 @dataclass(frozen=True)
 class EngineFacts:

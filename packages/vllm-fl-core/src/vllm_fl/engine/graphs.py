@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["captured"]
-
 
 def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """Capture a call as vLLM captures a model: after it has run once on another stream.

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Guarded", "bits", "guarded", "handed_over", "in_place", "rows_of", "taken"]
-
 GUARD = 256
 """Elements before and after each storage; a multiple of every usual alignment."""
 

@@ -17,8 +17,6 @@ from .of_0_2_0 import was_measured
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["THREADS", "contract_digest", "cpu_name", "identity", "is_measured"]
-
 THREADS = "threads"
 """The name under which a CPU has how many of its threads compute."""
 

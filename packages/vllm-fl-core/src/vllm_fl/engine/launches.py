@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Launched", "edges", "launched"]
-
 Launched = frozenset[tuple[str, int]]
 """What one call has launched: names, and of Triton's kernels the compiled variants."""
 

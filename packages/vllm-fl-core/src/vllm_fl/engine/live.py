@@ -41,8 +41,6 @@ from .verification import (
 )
 from .wanted import each_part, magnitudes, wanted_of, worst
 
-__all__ = ["Live"]
-
 log = get_logger("engine")
 
 ROWS = 64

@@ -13,8 +13,6 @@ from .state_file import EVERY, StateFile, of_worker
 if TYPE_CHECKING:
     from .shadow import Shadow
 
-__all__ = ["MetricsFile", "exposition"]
-
 FAMILIES = {
     "vllm_fl_plan_info": "What each op runs with.",
     "vllm_fl_lock_differs": "1 where the engine differs from the lock that its settings name.",

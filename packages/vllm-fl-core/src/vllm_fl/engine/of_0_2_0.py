@@ -14,8 +14,6 @@ from types import MappingProxyType
 from ..contracts import OpSpec
 from .digest import CORE, digest
 
-__all__ = ["CONTRACTS", "HOLDS", "was_measured"]
-
 HOLDS = MappingProxyType({CORE: "0.2.0", "vllm-fl-flaggems": "0.2.0"})
 """Distribution -> the release of it with which a table was measured that still holds.
 

@@ -26,20 +26,6 @@ from ..plugins.types import OpImpl
 if TYPE_CHECKING:
     from .plan import PlanEntry
 
-__all__ = [
-    "Site",
-    "Watched",
-    "computes",
-    "inlined",
-    "is_inlined",
-    "is_opaque",
-    "mutated",
-    "opaque_op",
-    "operators",
-    "ordered",
-    "unique_name",
-]
-
 
 class Watched(TorchDispatchMode):
     """Keeps the calls of wanted operators that are made inside the block.

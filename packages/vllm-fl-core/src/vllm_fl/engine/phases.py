@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = ["Phases", "before_worker", "phases_of", "process_seconds"]
-
 
 class Phases:
     """Seconds by phase. Of a phase in which another one runs, those without the other's.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ..dispatch.manager import OpManager
     from .facts import EngineFacts
 
-__all__ = ["Plan", "PlanEntry", "active_plan", "leave_place", "make_plan", "take_place"]
-
 Named = TypeVar("Named")
 
 LONGEST, NAMED = 200, 5

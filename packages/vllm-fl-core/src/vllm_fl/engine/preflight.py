@@ -50,8 +50,6 @@ from .verification import (
 )
 from .wanted import each_part, worst
 
-__all__ = ["Findings", "find_faults"]
-
 log = get_logger("engine")
 
 AGAIN_SECONDS = 0.2

@@ -35,8 +35,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..logs import get_logger
 
-__all__ = ["State", "changed", "restore", "state_of"]
-
 log = get_logger("engine")
 
 ROUNDS = 6

@@ -15,8 +15,6 @@ from ..dispatch.guard import Chain
 from ..plugins.types import OpImpl
 from .opaque import is_inlined
 
-__all__ = ["MOST", "Range", "choice", "edges", "sole"]
-
 MOST = 2
 """How many ranges a model is compiled for on account of orders by size: each is compiled anew, and
 a start takes so much longer."""

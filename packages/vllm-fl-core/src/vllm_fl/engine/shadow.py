@@ -30,8 +30,6 @@ from .plan import Plan
 from .verification import contract_args
 from .wanted import MEASURED, magnitudes, paired, parts, wanted_here
 
-__all__ = ["Shadow", "Tally"]
-
 CALLS = 48
 """Calls of a sampled step that are compared, give or take one for each `Key`. A comparison is a
 hundred small operations on the device, which the step waits for; Qwen3-8B makes 217 calls."""

@@ -13,8 +13,6 @@ from ..files import Draft
 from ..logs import get_logger
 from ..text import quote
 
-__all__ = ["StateFile", "of_worker"]
-
 EVERY = 20.0
 """Seconds from one writing to the next: collectors read every 15 to 60."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..contracts import ModelSizes
     from ..settings.schema import Settings
 
-__all__ = ["Standing", "here", "left_out", "standing", "unaccepted", "under"]
-
 
 @dataclass(frozen=True)
 class Standing:

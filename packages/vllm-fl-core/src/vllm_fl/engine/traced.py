@@ -25,8 +25,6 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl, answered
 from ..text import quote
 
-__all__ = ["functional", "refused", "trial"]
-
 
 def functional(code: Callable[..., Any]) -> Callable[..., Any]:
     """`code` with results in new tensors in the place of what it writes over."""

@@ -31,20 +31,6 @@ from .tries import Tried, Tries
 from .verification import LayerFactory, dtype_name, tried
 from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
 
-__all__ = [
-    "Form",
-    "Provided",
-    "Request",
-    "Role",
-    "Trials",
-    "as_provided",
-    "dtypes_of",
-    "lowered",
-    "release",
-    "token_counts",
-    "without_old_objects",
-]
-
 SECONDS = 2.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
 each has an equal share, and what goes beyond it is left out."""

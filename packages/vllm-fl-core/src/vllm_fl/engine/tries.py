@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Tried", "Tries"]
-
 ENDED = "ended early"
 """The list of where time has run out."""
 

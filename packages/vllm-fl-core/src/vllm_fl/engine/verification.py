@@ -19,30 +19,6 @@ from ..text import clean, quote
 from .guarded import Guarded, guarded
 from .wanted import Off, closed, parts, wanted_of, worst
 
-__all__ = [
-    "BY_CHAIN",
-    "COMPARING",
-    "REFUSED_LATE",
-    "Comparison",
-    "Fault",
-    "LayerFactory",
-    "Refusal",
-    "accept",
-    "answer",
-    "as_call",
-    "attempt",
-    "called",
-    "compare",
-    "contract_args",
-    "dtype_name",
-    "misplaced",
-    "misuse",
-    "refusal_of",
-    "shares",
-    "synchronise",
-    "tried",
-]
-
 T = TypeVar("T")
 
 LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]

@@ -14,22 +14,6 @@ from ..contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routing, Sam
 from ..contracts.outputs import Output
 from .guarded import taken
 
-__all__ = [
-    "MEASURED",
-    "Off",
-    "Wanted",
-    "closed",
-    "each_part",
-    "magnitudes",
-    "paired",
-    "parts",
-    "promised",
-    "wanted_here",
-    "wanted_of",
-    "worst",
-]
-
-
 Off = tuple[float, str]
 """The worst error as a share of the tolerance, and what is wrong or nothing."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-__all__ = ["ALIGNMENT", "warm_counts"]
-
 ALIGNMENT = 16
 """What Triton asks of an integer and of an address: whether this divides it."""
 

@@ -18,8 +18,6 @@ from .ranks import Verdict, agree
 from .serving import Serving
 from .verifying import compared, seen_again, without
 
-__all__ = ["verify", "watch"]
-
 log = get_logger("engine")
 
 SLEEPS = frozenset({"kv_cache", "weights"})

@@ -26,8 +26,6 @@ from .serving import Serving
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Canary", "watch"]
-
 EVERY = 60.0
 """Seconds from one line to the next, where nothing new is wrong."""
 

@@ -23,26 +23,6 @@ if TYPE_CHECKING:
 
     from ..contracts.binding import Binding
 
-__all__ = [
-    "FORMER_LAYERS",
-    "OLDEST",
-    "OVERRIDDEN",
-    "TOO_NEW",
-    "DeclaredLayer",
-    "declared_layers",
-    "has_ir",
-    "hide_our_variables",
-    "lacks",
-    "leave_out_cuda_fusions",
-    "missing",
-    "obstacle",
-    "opens_the_device",
-    "outside",
-    "shared_table",
-    "vllm_folders",
-    "vllm_version",
-]
-
 OLDEST, TOO_NEW = (0, 26), (0, 34)
 """Supported: from `OLDEST` up to, not including, `TOO_NEW`."""
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-__all__ = ["describe", "describe_any", "stands_aside"]
-
 
 def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Described:
     """What an engine of these arguments would run on this machine.

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["WrongArguments", "arguments_of"]
-
 
 class WrongArguments(ValueError):
     """vLLM does not take the arguments that the user gave; its text says why."""

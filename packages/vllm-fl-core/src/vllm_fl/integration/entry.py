@@ -16,8 +16,6 @@ from ..settings.loading import load_startup
 from ..settings.schema import Settings
 from ..text import quote
 
-__all__ = ["general_plugin", "platform_plugin"]
-
 log = get_logger("engine")
 
 

@@ -25,8 +25,6 @@ from ..engine.traced import functional
 from .seams.arguments import known
 from .unknowns import under_one
 
-__all__ = ["OWNER", "arguments", "own", "operator_of", "put_in_place", "replacing", "written"]
-
 OWNER = "vllm_fl"
 """Where a node of a graph says whose code it is: beside the modules that it stands in, which torch
 hands on to what takes the node's place. Its value is (op, impl id)."""

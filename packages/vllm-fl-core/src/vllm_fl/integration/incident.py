@@ -18,8 +18,6 @@ from ..text import scrub
 from .compat import vllm_version
 from .serving import Serving
 
-__all__ = ["keep"]
-
 SCHEMA = 1
 
 

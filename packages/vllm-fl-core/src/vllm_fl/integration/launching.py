@@ -39,8 +39,6 @@ from .unknowns import as_numbers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["TracedForms"]
-
 log = get_logger("engine")
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-__all__ = ["differences", "facts_of_lock", "labels", "refuse", "served_otherwise"]
-
 log = get_logger("engine")
 
 ENGINE, MODEL, PLAN = "engine arguments", "model configuration", "plan"

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ir.op import IrOp
 
-__all__ = ["RangeLowering"]
-
 log = get_logger("engine")
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-__all__ = ["Skeleton", "model_facts", "skeleton_of"]
-
 log = get_logger("engine")
 
 

@@ -11,8 +11,6 @@ from ..settings.loading import STARTUP
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-__all__ = ["carry_startup"]
-
 
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
     """Let Ray start an engine's workers with our variables that say how a process starts.

@@ -27,8 +27,6 @@ from .unfused import held_to_ranges
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["manager_path"]
-
 PREFIX = "With:"
 
 log = get_logger("engine")

@@ -17,16 +17,6 @@ from ..plugins.types import BackendImplKind, OpImpl
 if TYPE_CHECKING:
     from ..engine.plan import Plan
 
-__all__ = [
-    "ATTENTION_LAYERS",
-    "all_bindings",
-    "installed_bindings",
-    "places",
-    "planned",
-    "stock_form",
-    "without_layers",
-]
-
 P = TypeVar("P", bound=Place)
 
 ATTENTION_LAYERS = Binding(

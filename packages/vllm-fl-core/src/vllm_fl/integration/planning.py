@@ -32,26 +32,6 @@ from .seams.layers import foreign_ops, known_layers, layer_table
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "Carried",
-    "apply",
-    "configured",
-    "device_class",
-    "digest_of",
-    "facts_of",
-    "is_sealed",
-    "lacks",
-    "load_plugins",
-    "note_configured",
-    "note_user_priority",
-    "plan_for",
-    "plan_now",
-    "refusals",
-    "refuse_batch_invariance",
-    "seal",
-    "turned_on",
-]
-
 KEY = "vllm_fl"
 """Our entry in vLLM's `additional_config`, which vLLM hashes into its compile-cache key."""
 

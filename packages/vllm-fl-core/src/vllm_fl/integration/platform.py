@@ -34,8 +34,6 @@ from .seams.lookups import laid_over, named
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["PlatformOverlay", "is_overlay", "lay_in_place", "overlay_path"]
-
 OVERLAY = "Overlay"
 """What the process's overlay is called in this module."""
 

@@ -21,8 +21,6 @@ from ..contracts import batches
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["COUNTS", "TOKENS", "attend", "forward", "positions_of"]
-
 TOKENS = 256
 """Tokens of the largest forward. What is compared are some rows of each call."""
 

@@ -24,16 +24,6 @@ from .serving import Serving
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
 
-__all__ = [
-    "compiled",
-    "is_compiled_by_range",
-    "now",
-    "planned",
-    "report",
-    "split",
-    "told",
-]
-
 
 def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
     """Whether vLLM compiles this engine's model for each range of token counts apart."""

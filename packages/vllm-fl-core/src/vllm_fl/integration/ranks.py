@@ -9,22 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 from ..engine.tables import Standing
 from ..logs import get_logger
 
-__all__ = [
-    "FAILED",
-    "LACKED",
-    "REFUSES",
-    "REJECTED",
-    "Out",
-    "Ran",
-    "Verdict",
-    "agree",
-    "common_table",
-    "differences",
-    "gathered",
-    "lacking",
-    "refusing",
-]
-
 T = TypeVar("T")
 
 log = get_logger("engine")

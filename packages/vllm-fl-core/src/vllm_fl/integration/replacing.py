@@ -35,8 +35,6 @@ from .unknowns import as_numbers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["TorchOperators"]
-
 log = get_logger("engine")
 
 

@@ -20,8 +20,6 @@ from typing import Any
 from ..logs import get_logger
 from ..text import quote
 
-__all__ = ["Scraped", "show"]
-
 PATIENCE = 1.0
 """Seconds that a scrape waits for the files: the server answers no request meanwhile."""
 

@@ -35,17 +35,6 @@ if TYPE_CHECKING:
     from ..engine.shadow import Shadow
     from .verifying import Start
 
-__all__ = [
-    "STARTS",
-    "Choice",
-    "Serving",
-    "Sites",
-    "calling",
-    "now",
-    "with_own_engine",
-    "without",
-]
-
 STARTS = {
     "load_model": "vLLM: the model",
     "determine_available_memory": "vLLM: memory, with what is compiled for it",

@@ -30,8 +30,6 @@ from .serving import Serving
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["held_to_ranges"]
-
 log = get_logger("engine")
 
 

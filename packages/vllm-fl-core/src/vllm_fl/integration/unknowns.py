@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["as_numbers", "under_one"]
-
 SOME = 16
 """How many tokens `as_numbers` takes: more than one, since a single row is always contiguous."""
 

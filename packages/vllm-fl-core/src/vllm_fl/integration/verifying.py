@@ -51,20 +51,6 @@ from .serving import Serving, calling
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Agreed",
-    "Start",
-    "compared",
-    "meets_a_compiler",
-    "planned_for_nothing",
-    "seen_again",
-    "step",
-    "verified_plan",
-    "verify_live",
-    "verify_with_cache",
-    "without",
-]
-
 log = get_logger("engine")
 
 ROWS_AGAIN, SECONDS_AGAIN = 24, 1.0

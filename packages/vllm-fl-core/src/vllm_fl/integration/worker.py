@@ -61,8 +61,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-__all__ = ["PlannedWorker", "wrap_worker"]
-
 PREFIX = "Planned:"
 
 log = get_logger("engine")

@@ -16,8 +16,6 @@ from .types import (
     parameters_of,
 )
 
-__all__ = ["ATTENTION", "class_path_for", "from_older_form", "refusal"]
-
 ATTENTION = "attention_backend"
 """The op under which attention backends are registered, resolved and planned."""
 

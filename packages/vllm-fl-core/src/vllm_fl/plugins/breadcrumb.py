@@ -36,25 +36,6 @@ from typing import Any
 from ..text import clean, quote
 from .installed import is_installed
 
-__all__ = [
-    "SLOW",
-    "Crumb",
-    "Watchdog",
-    "ending",
-    "folder",
-    "forget_calls",
-    "keep_in",
-    "last",
-    "lost",
-    "noting",
-    "now",
-    "outlive",
-    "owner_now",
-    "read",
-    "running",
-    "top_module",
-]
-
 log = logging.getLogger("vllm_fl.plugins")
 
 SLOW = 10.0

@@ -24,19 +24,6 @@ from .types import (
 if TYPE_CHECKING:
     from .finding import Finding
 
-__all__ = [
-    "ENDED",
-    "call_hook",
-    "contained",
-    "devices",
-    "find_device",
-    "findings",
-    "policy_files",
-    "rejections",
-    "start_in_worker",
-    "whose",
-]
-
 log = get_logger("plugins")
 
 ENDED: dict[str, str] = {}

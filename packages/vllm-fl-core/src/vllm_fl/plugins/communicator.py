@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .attention import ATTENTION
 
-__all__ = ["COMMUNICATOR", "NAMED_CLASSES"]
-
 COMMUNICATOR = "communicator"
 """The op under which communicators are registered, resolved and planned."""
 

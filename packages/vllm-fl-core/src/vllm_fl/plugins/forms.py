@@ -20,8 +20,6 @@ from ..contracts import OpSpec
 from ..contracts.spec import differs
 from .types import OpImpl, older_probe, parameters_of
 
-__all__ = ["asked_for", "fitted", "nothing", "shape", "verdict_of"]
-
 Parameters = Sequence[inspect.Parameter]
 
 VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}

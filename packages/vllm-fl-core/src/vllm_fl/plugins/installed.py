@@ -14,20 +14,6 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-__all__ = [
-    "CORE",
-    "ENGINE_GROUPS",
-    "Distribution",
-    "EntryPoint",
-    "canonical",
-    "entry_points",
-    "identity",
-    "is_installed",
-    "required_by",
-    "rivals",
-    "vllm_release",
-]
-
 CORE = "vllm-fl-core"
 ENGINE_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 """The entry-point groups by which vLLM finds its plugins."""

@@ -41,16 +41,6 @@ from .types import (
 if TYPE_CHECKING:
     from .registry import OpRegistry
 
-__all__ = [
-    "CONTRACTS",
-    "GROUP",
-    "Found",
-    "discover",
-    "load",
-    "named_twice",
-    "unmatched",
-]
-
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
 """The group of plugins that bring contracts and nothing else. They are data: what is allowed to

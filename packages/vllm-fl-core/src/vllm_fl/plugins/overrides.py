@@ -23,8 +23,6 @@ from typing import Any
 from ..logs import get_logger
 from . import breadcrumb
 
-__all__ = ["SPARE", "STANDS", "noted", "watched"]
-
 log = get_logger("plugins")
 
 STANDS = (

@@ -13,8 +13,6 @@ from ..errors import PluginError
 from ..text import clean
 from .types import SettingSpec
 
-__all__ = ["Owner", "Plugin", "Status"]
-
 Status = Literal["ok", "partial", "failed", "disabled"]
 
 

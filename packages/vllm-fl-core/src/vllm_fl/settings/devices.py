@@ -13,8 +13,6 @@ from fnmatch import fnmatchcase
 
 from .policy import Mode, OpOrder, Rows, Token, joined
 
-__all__ = ["Device", "DeviceOrder", "Measured", "capability_of"]
-
 
 @dataclass(frozen=True)
 class Device:

@@ -45,8 +45,6 @@ from .values import (
 if TYPE_CHECKING:
     from yaml import Node
 
-__all__ = ["Layer", "read_orders", "read_settings_file"]
-
 Layer = dict[str, Setting]
 """What one source sets, by key."""
 

@@ -12,8 +12,6 @@ from typing import Any
 from .sealed import hash_of, read_json
 from .values import wrong
 
-__all__ = ["MARK", "Locked", "read_lock", "sealed"]
-
 MARK = "vllm_fl_lock"
 """The key of the version of the file's form. Another version is not read."""
 

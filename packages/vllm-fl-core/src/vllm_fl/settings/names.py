@@ -14,9 +14,6 @@ from .schema import Setting, Settings
 from .unmatched import unmatched
 from .values import DEVICES, ORDER_PREFIX, near, wrong
 
-__all__ = ["check_names", "uses"]
-
-
 OLDER_LAYERS = frozenset(
     (
         "deepseek_v4_multi_head_latent_attention",

@@ -34,22 +34,6 @@ if TYPE_CHECKING:
     from .lock import Locked
     from .table import Pinned
 
-__all__ = [
-    "CONFIG",
-    "ITEMS",
-    "TAKEN",
-    "VARIABLES",
-    "Declared",
-    "Setting",
-    "Settings",
-    "file_keys",
-    "is_absent",
-    "overridden",
-    "pairs",
-    "undo",
-    "variables",
-]
-
 CONFIG = "VLLM_FL_CONFIG"
 
 Names = tuple[str, ...]

@@ -9,8 +9,6 @@ from typing import Any
 
 from .values import read_text, wrong
 
-__all__ = ["hash_of", "read_json"]
-
 
 def hash_of(contents: Mapping[str, Any]) -> str:
     """16 hexadecimal digits of what a file has, whatever the order of its keys."""

@@ -17,18 +17,6 @@ from .policy import Mode, OpOrder, Token, joined
 from .sealed import hash_of, read_json
 from .values import wrong
 
-__all__ = [
-    "DEFAULT",
-    "STOCK",
-    "Figure",
-    "Pinned",
-    "Row",
-    "Table",
-    "TunedOp",
-    "Verdict",
-    "read_table",
-]
-
 VERSION = 1
 """Of the file's form. Another one is not read."""
 

@@ -14,8 +14,6 @@ from .policy import ENGINE_ORDERS, MODES, Mode, OpOrder, Rows, Token
 from .schema import Declared, Setting, pairs
 from .values import ORDER_PREFIX, wrong
 
-__all__ = ["Brought", "Listed", "close_pairs", "unite", "unite_orders"]
-
 Brought = Mapping[str, Sequence[tuple[str, Impl]]]
 """Op -> (who brings it, as platform files are named; the implementation) of what is installed."""
 

@@ -10,8 +10,6 @@ from .policy import DEFAULT, GROUP, KINDS, MODES, UNTOUCHED, OpOrder, Token
 from .schema import Setting, Settings
 from .values import ORDER_PREFIX, PLATFORMS
 
-__all__ = ["meant", "unmatched"]
-
 Impls = Collection[Impl]
 
 

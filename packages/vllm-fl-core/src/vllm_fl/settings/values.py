@@ -13,31 +13,6 @@ from ..plugins.types import SettingSpec
 from ..text import nearest, quote
 from .policy import GROUP, PREFERENCES, closest
 
-__all__ = [
-    "BOOLEANS",
-    "DEVICES",
-    "EXTENDS",
-    "GROUPS",
-    "IN_TREE",
-    "OP_CONFIG",
-    "ORDER_PREFIX",
-    "PER_OP",
-    "PLATFORMS",
-    "accepts",
-    "checked",
-    "expected",
-    "is_ordered",
-    "name_of",
-    "near",
-    "normalise_platform",
-    "read_platform",
-    "read_prefer",
-    "read_share",
-    "read_text",
-    "value_of",
-    "wrong",
-]
-
 T = TypeVar("T")
 
 PER_OP = "VLLM_FL_PER_OP"

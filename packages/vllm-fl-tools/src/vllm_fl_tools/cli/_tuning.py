@@ -637,7 +637,7 @@ class Work:
 
     def table(self) -> Table:
         """What came of it."""
-        from vllm_fl.engine.identity import contract_digest
+        from vllm_fl.contracts.meaning import contract_digest
 
         subject, heading = self.subject, self.heading
         found, ops = self._by_op(), {}

@@ -8,8 +8,6 @@ from typing import Any
 
 from ...contracts.binding import Bound, FunctionPlace, OperatorPlace
 
-__all__ = ["Answer", "Leaves", "known", "leaving", "misfit"]
-
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 """(what a call gave by position, what by name) -> whether the plan leaves it to vLLM."""
 

@@ -18,8 +18,6 @@ from . import classes
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["choose", "faults", "forget_choices", "model_request", "refusals"]
-
 FIELDS = ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse")
 """The fields that vLLM's selector has in every release; what else it has are extras."""
 

@@ -13,8 +13,6 @@ from ...plugins.types import AttentionImpl, CommunicatorImpl, LayerImpl
 from ...text import quote
 from .lookups import named
 
-__all__ = ["ClassImpl", "class_of", "refusal_of", "refusals"]
-
 ClassImpl = AttentionImpl | CommunicatorImpl | LayerImpl
 """An implementation that names a class."""
 

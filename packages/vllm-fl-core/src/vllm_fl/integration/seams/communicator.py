@@ -28,17 +28,6 @@ from .lookups import named
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "FACTORY",
-    "Groups",
-    "groups_now",
-    "made_by",
-    "make",
-    "problem_of",
-    "refusals",
-    "request_of",
-]
-
 FACTORY = f"{__name__}.make"
 """What vLLM is told to make a group's communicator with, in the place of a class."""
 

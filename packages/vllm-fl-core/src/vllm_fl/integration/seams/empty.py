@@ -22,8 +22,6 @@ import torch
 from ...errors import NoKernelError
 from ..compat import vllm_folders, vllm_version
 
-__all__ = ["Definition", "compiled_files", "define", "forget", "has_ours", "read_always", "schema"]
-
 TABLE = Path(__file__).parent.parent / "schemas.json"
 
 

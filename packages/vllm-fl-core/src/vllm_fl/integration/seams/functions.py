@@ -22,8 +22,6 @@ from . import taking
 from .arguments import misfit
 from .lookups import target_of
 
-__all__ = ["choose", "own", "take"]
-
 log = get_logger("engine")
 
 

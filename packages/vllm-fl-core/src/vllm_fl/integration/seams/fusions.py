@@ -31,24 +31,6 @@ from .lookups import named
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "VLLMS_MANAGER",
-    "Sites",
-    "by_range",
-    "is_by_range",
-    "layers",
-    "left",
-    "notes",
-    "operator_of",
-    "operators",
-    "say",
-    "switch",
-    "taken_whole",
-    "turned_off",
-    "watch",
-    "whole",
-]
-
 log = get_logger("engine")
 
 VLLMS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"

@@ -17,9 +17,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from ...contracts.binding import new_node
 
 if TYPE_CHECKING:
-    from .fusions import Sites
-
-__all__ = ["FindingPass"]
+    from ..serving import Sites
 
 
 class FindingPass(InductorPass):  # type: ignore[misc]

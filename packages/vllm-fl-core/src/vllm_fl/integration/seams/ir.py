@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.ir.op import IrOp
 
-__all__ = [
-    "PROVIDER",
-    "bind_provider",
-    "chain_of",
-    "ir_op_of",
-    "ir_ops",
-    "natives",
-    "prioritise",
-    "register_provider",
-]
-
 PROVIDER = "vllm_fl"
 """Our name among the providers of an IR op."""
 

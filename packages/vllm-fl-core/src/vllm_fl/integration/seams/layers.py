@@ -38,23 +38,6 @@ from .lookups import named
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "OURS",
-    "Layer",
-    "bind_anew",
-    "custom_op_of",
-    "foreign_code",
-    "foreign_layers",
-    "foreign_ops",
-    "forget_shared_layers",
-    "known_layers",
-    "layer_for",
-    "layer_table",
-    "owner_of",
-    "replace_layers",
-    "taken_layers",
-]
-
 log = get_logger("engine")
 
 DISPATCHED = "_vllm_fl_dispatched"

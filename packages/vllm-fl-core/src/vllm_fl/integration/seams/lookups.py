@@ -12,8 +12,6 @@ from typing import Any
 from ...logs import get_logger
 from ...text import quote
 
-__all__ = ["Target", "laid_over", "named", "over_class", "path_over", "take_off", "target_of"]
-
 log = get_logger("engine")
 
 

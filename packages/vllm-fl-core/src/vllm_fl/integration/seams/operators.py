@@ -34,8 +34,6 @@ from . import empty, taking
 from .arguments import misfit
 from .layers import layer_table
 
-__all__ = ["choose", "operator_note", "overriders", "own", "take"]
-
 log = get_logger("engine")
 
 

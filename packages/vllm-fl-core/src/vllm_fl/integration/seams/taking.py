@@ -19,8 +19,6 @@ from ..places import stock_form
 from ..serving import Choice, Serving, now
 from .arguments import Answer, known, leaving
 
-__all__ = ["Stand", "choose", "fitting", "report", "standing_at", "take"]
-
 P = TypeVar("P", OperatorPlace, FunctionPlace)
 
 log = get_logger("engine")

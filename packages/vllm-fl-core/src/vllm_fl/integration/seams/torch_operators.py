@@ -20,8 +20,6 @@ from ..places import installed_bindings, places, planned, stock_form
 from ..serving import Serving, Sites
 from .fusions import operator_of, taken_whole
 
-__all__ = ["Replaced", "by_range", "left", "notes", "watch"]
-
 
 @dataclass(frozen=True)
 class Replaced:

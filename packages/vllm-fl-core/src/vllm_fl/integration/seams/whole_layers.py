@@ -31,19 +31,6 @@ from .layers import OURS, layer_table, owner_of, taken_layers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "Served",
-    "custom_ops",
-    "faults",
-    "in_place",
-    "known",
-    "names",
-    "note",
-    "refusals",
-    "request_of",
-    "served",
-]
-
 ASKED_OF_THE_CLASS = {
     "MMEncoderAttention": ("maybe_compute_seq_lens", "maybe_recompute_cu_seqlens")
 }
