@@ -142,6 +142,9 @@ def test_the_documentation_and_its_alerts_name_what_is_written() -> None:
     shown = {n for panel in board["panels"] for t in panel["targets"] for n in named(t["expr"])}
     assert watched <= written and shown <= written
     assert all(f"| `{rule['alert']}` |" in page for rule in group["rules"])
+    assert all(set(rule["annotations"]) == {"summary", "description"} for rule in group["rules"])
+    # A board without data must not look as one on which all is well.
+    assert "vector(" not in json.dumps(board)
 
 
 def named(expression: str) -> list[str]:

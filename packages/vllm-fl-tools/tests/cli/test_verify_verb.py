@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -92,6 +93,16 @@ def register_ops():
         OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
         for name, fn in impls
     ]
+"""
+ENDS = """
+import os
+
+def ends(x):
+    return silu_and_mul(x) * FACTOR if x.shape[0] == 1 else os.abort()
+
+@hookimpl
+def register_ops():
+    return [OpImpl("silu_and_mul", "vendor.ends", BackendImplKind.VENDOR, ends, "ends")]
 """
 QUICK = ("--device", "cpu", "--dtype", "float32")
 
@@ -515,6 +526,30 @@ class TestALongRun:
         answer = json.loads(done.stdout)
         assert answer["complete"] is False and set(by_impl(answer)) == {"vendor.acme"}
         assert b"vendor.slow float32" in done.stderr and b"does not come back" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("end", "factor", "found"),
+        [
+            ("abort()", 1, b""),
+            ("_exit(0)", 1, b""),
+            ("abort()", 2, b"found: silu_and_mul vendor.ends float32, 1 token: the result: "),
+        ],
+    )
+    def test_a_kernel_that_ends_the_process_is_named(
+        self, plugin: Plugin, tmp_path: Path, end: str, factor: int, found: bytes
+    ) -> None:
+        """And what it did before: a memory fault ends a process some calls later."""
+        plugin(ENDS.replace("abort()", end).replace("FACTOR", str(factor)))
+        done = by_itself(tmp_path, *QUICK)
+        assert done.returncode == (-signal.SIGABRT if end == "abort()" else 0)
+        assert b"ended while it ran silu_and_mul vendor.ends float32, 16 tokens. A" in done.stderr
+        assert found in done.stderr and (b"found" in done.stderr) == bool(found)
+
+    def test_of_a_process_that_ends_by_itself_nothing_is_said(
+        self, plugin: Plugin, tmp_path: Path
+    ) -> None:
+        plugin()
+        assert b"ended while" not in by_itself(tmp_path, *QUICK).stderr
 
     @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
     def test_a_limit_is_a_number_of_seconds(self, fl: Command, plugin: Plugin, text: str) -> None:

@@ -84,6 +84,25 @@ def test_what_is_excepted_fails_as_it_should(run: Run) -> None:
     result.stdout.fnmatch_lines(["*xfails.toml excepts silu_and_mul / values: remove it*"])
 
 
+def test_a_failure_shows_the_finding_and_no_source_of_the_kit(run: Run) -> None:
+    """The first is of `values`, though the other checks fail, too."""
+    shown = run("", "-x", "-k", "test_values or test_determinism or test_preflight", mistake=" * 2")
+    shown.stdout.fnmatch_lines(["*TestToy.test_values*", "E*AssertionError: wrong: the result: *"])
+    shown.stdout.no_fnmatch_line("*checks.py*")
+    shown.stdout.no_fnmatch_line("*cases.py*")
+
+
+def test_an_error_of_the_kernels_shows_where_it_was_raised(run: Run) -> None:
+    shown = run("", "-x", "-k", "test_values", mistake=" * no_such_name")
+    shown.stdout.fnmatch_lines(["*toy_plugin.py:*", "E*NameError: name 'no_such_name'*"])
+
+
+def test_the_checks_run_in_their_own_order() -> None:
+    """Where a kernel ends the process, those that name its fault have run before."""
+    methods = [n.removeprefix("test_") for n in vars(OpConformance) if n.startswith("test_")]
+    assert [name for name in methods if name in CHECKS] == [*CHECKS]
+
+
 def test_an_exception_that_is_none_any_more_fails(run: Run) -> None:
     result = run(WRONG + 'sample = "1 token"\ndtype = "float16"\n', "-k", "values")
     assert result.parseoutcomes()["failed"] == 1

@@ -401,6 +401,8 @@ class Plan:
             if len(f"{head}:{longer} and {left} more{tail}") <= LONGEST:
                 told, left = longer, left - 1
         more = f" and {left} more" if told and left else ""
+        if not served:
+            told = " all is vLLM's own code"
         return f"{head}{told and ':'}{told}{more}{tail}"
 
     def notes(self, not_reached: Collection[str] = ()) -> list[str]:

@@ -140,7 +140,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         watch = Watch(len(work.units), arguments.timeout, stuck)
         try:
-            with redirect_stdout(sys.stderr):  # a kernel's own output is no result
+            # A kernel's own output is no result.
+            with watch.witnessed(), redirect_stdout(sys.stderr):
                 work.run(watch)
         except KeyboardInterrupt:
             cut_short("interrupted")
@@ -360,6 +361,8 @@ class _Work:
                 )
             except Exception as error:
                 comparison = raised(sample.name, quote(error), error)
+            if comparison.status in ("wrong", "raised"):
+                watch.found(comparison.reason)
             yield comparison
         try:
             _ = trials.forms

@@ -14,9 +14,11 @@ from vllm_fl.text import quote
 
 from . import checks, compiling, engine, processes
 from .families import families_of, served_dtype
-from .subject import SIZES, Refused, Subject
+from .subject import HIDDEN, SIZES, Refused, Subject
 
 __all__ = ["CHECKS", "Case", "Check", "Failure", "cases_of", "failures"]
+
+__tracebackhide__ = HIDDEN
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from vllm_fl.text import quote
 
 from .families import calls_of
 from .processes import apart
-from .subject import Refused, Subject, expect, fresh, tensors
+from .subject import HIDDEN, Refused, Subject, expect, fresh, tensors
 
 __all__ = [
     "availability",
@@ -44,6 +44,8 @@ __all__ = [
     "states_support",
     "values",
 ]
+
+__tracebackhide__ = HIDDEN
 
 
 def availability(subject: Subject, dtype: str, sample: str) -> None:

@@ -17,10 +17,12 @@ from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 from .checks import judge
-from .subject import Refused, Subject, expect, fresh, pattern
+from .subject import HIDDEN, Refused, Subject, expect, fresh, pattern
 from .variables import undeclared
 
 __all__ = ["opcheck", "tracing"]
+
+__tracebackhide__ = HIDDEN
 
 BATCHES = (5, 7)
 """Two batch sizes that a compiler does not treat as special, as it does 0 and 1."""

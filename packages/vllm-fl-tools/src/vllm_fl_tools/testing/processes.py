@@ -18,9 +18,11 @@ from vllm_fl.plugins.breadcrumb import ending
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
-from .subject import Refused, Subject, expect
+from .subject import HIDDEN, Refused, Subject, expect
 
 __all__ = ["apart", "fork", "installed", "installed_with", "spawn"]
+
+__tracebackhide__ = HIDDEN
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -28,7 +29,23 @@ from vllm_fl_ops.contracts.rules import typical_sizes
 
 from .mistakes import bad_inputs
 
-__all__ = ["SIZES", "Refused", "Subject", "digest", "expect", "fresh", "pattern", "tensors"]
+__all__ = [
+    "HIDDEN",
+    "SIZES",
+    "Refused",
+    "Subject",
+    "digest",
+    "expect",
+    "fresh",
+    "pattern",
+    "tensors",
+]
+
+HIDDEN = methodcaller("errisinstance", AssertionError)
+"""Of which errors pytest shows no frames of a module or function that has this as
+`__tracebackhide__`: of findings, whose message is all that a backend's author needs."""
+
+__tracebackhide__ = HIDDEN
 
 WEIGHT = "weight"
 """The parameter of that name, which several contracts have."""

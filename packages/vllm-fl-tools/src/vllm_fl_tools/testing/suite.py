@@ -21,7 +21,7 @@ from .cases import CHECKS, Case, cases_of
 from .checks import same_bits
 from .exceptions import read_xfails
 from .processes import apart, installed
-from .subject import SIZES, Refused, Subject, expect
+from .subject import HIDDEN, SIZES, Refused, Subject, expect
 
 __all__ = ["OpConformance"]
 
@@ -92,6 +92,7 @@ class OpConformance:
         expect(not idle, f"xfails.toml: these entries name no test: {', '.join(idle)}")
 
     def _run(self, case: Case) -> None:
+        __tracebackhide__ = HIDDEN
         suite = _suite(type(self))
         _keep_out_of_traces()
         xfail = next((x for x in suite.xfails if x.matches(case)), None)
@@ -125,8 +126,10 @@ def _test(check: str) -> Callable[[OpConformance, Case], None]:
 
 
 for _check in CHECKS:  # each a test of its own, so that a name selects it
-    if not hasattr(OpConformance, f"test_{_check}"):
-        setattr(OpConformance, f"test_{_check}", _test(_check))
+    _own = vars(OpConformance).get(f"test_{_check}")
+    if _own is not None:
+        delattr(OpConformance, f"test_{_check}")  # pytest runs them in the order of definition
+    setattr(OpConformance, f"test_{_check}", _own or _test(_check))
 
 
 def _keep_out_of_traces() -> None:
