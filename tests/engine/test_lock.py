@@ -188,7 +188,7 @@ def cases(
             {"words": ["--max-num-seqs", "3"], "options": {"max_num_seqs": 3}},
             "engine arguments: ",  # vLLM makes others of it
         ),
-        "port": ({"words": ["--port", "8001", "--served-model-name", "m"]}, ""),
+        "port": ({"words": ["--port=8001", "--served-model-name=m", "--shutdown-timeout=60"]}, ""),
     } | {"(first)": (plain, "")}
 
 

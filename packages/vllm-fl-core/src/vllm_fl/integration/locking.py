@@ -45,7 +45,7 @@ BESIDE = re.compile(
 
 OF_HOST = re.compile(
     r"(?i)^_|(^|_)(rank|ports?|addr|address|host|ip|ids?|dir|path|root|endpoint|url|cls|name"
-    r"|tokenizer|memory_bytes|bind)$|^(model|model_weights)$|^VLLM_DP_"
+    r"|tokenizer|memory_bytes|bind)$|^(model|model_weights|shutdown_timeout)$|^VLLM_DP_"
     r"|^(compilation|additional)_config$|^ir_op_priority$"
 )
 """Names of what differs between hosts, ranks and starts and computes nothing, and of what holds our

@@ -168,6 +168,8 @@ def load_settings(
         warnings += _override(env, fixed["config"], files, problem, shipped, entries, declared)
         beneath = ((files.value, files.origin),)
         files = Setting(files.key, (), fixed["config"].origin, beneath)
+    else:
+        warnings += _beaten(own, entries)
     entries["platform_files"] = files
     if "config" in fixed:
         _refuse_idle(env, entries)
@@ -284,6 +286,21 @@ def _override(
         f"Blacklist entries lost: {', '.join(lost) or 'none'}."
     )
     return [said] if ignored else []
+
+
+def _beaten(own: Layer, entries: Layer) -> list[str]:
+    """A warning of each variable that says otherwise than a file which extends the platform's."""
+    beaten: dict[str, list[str]] = {}
+    for key in own:
+        for value, origin in entries[key].overrides:
+            name = origin.removeprefix("environment ")
+            if name != origin and value != entries[key].value:
+                beaten.setdefault(name, []).append(key)
+    return [
+        f"{name} has no effect on {few(keys)}: a file counts before variables. Say it in "
+        f"{own[min(keys)].origin}, or unset the variable."
+        for name, keys in beaten.items()
+    ]
 
 
 def _lost(
