@@ -80,13 +80,13 @@ def test_a_variable_that_such_a_file_beats_is_named(load: Any) -> None:
     told = load(EXTENDS + NORMS_ONLY, VLLM_FL_PER_OP="rms_norm=stock;silu_and_mul=reference")
     assert orders(told)["rms_norm"] == "vendor|stock"
     assert told.warnings == (
-        "VLLM_FL_PER_OP has no effect on op_backends.rms_norm: a file counts before variables. "
-        f"Say it in {told.config}:2 (group:norms), or unset the variable.",
+        f"{told.config}:2 (group:norms): VLLM_FL_PER_OP has no effect on op_backends.rms_norm, "
+        "since a file counts before variables. Say it in the file, or unset the variable.",
     )
     assert orders(told)["silu_and_mul"] == "reference"
     told = load(EXTENDS + "prefer: vendor\n", VLLM_FL_PREFER="flagos")
     (warning,) = told.warnings
-    assert warning.startswith("VLLM_FL_PREFER has no effect on prefer: ")
+    assert warning.startswith(f"{told.config}:2: VLLM_FL_PREFER has no effect on prefer, ")
     assert load(EXTENDS + "prefer: vendor\n", VLLM_FL_PREFER="vendor").warnings == ()
 
 

@@ -297,8 +297,8 @@ def _beaten(own: Layer, entries: Layer) -> list[str]:
             if name != origin and value != entries[key].value:
                 beaten.setdefault(name, []).append(key)
     return [
-        f"{name} has no effect on {few(keys)}: a file counts before variables. Say it in "
-        f"{own[min(keys)].origin}, or unset the variable."
+        f"{own[min(keys)].origin}: {name} has no effect on {few(keys)}, since a file counts before "
+        "variables. Say it in the file, or unset the variable."
         for name, keys in beaten.items()
     ]
 
