@@ -216,17 +216,27 @@ class TestPlugins:
             assert "s3cr3t-value" not in done.out + done.err
 
     def test_an_op_that_nothing_can_run(self, fl: Command, plugin: Plugin) -> None:
-        plugin(
-            FOUR.replace('vendor("acme", fn)', 'vendor("acme", fn, available=lambda: "no card")')
-        )
+        lacks = 'fn, available=lambda fn=fn: fn is rms_norm or "no card")'
+        plugin(FOUR.replace("fn) for fn in", lacks + " for fn in"))
         findings = found(fl("doctor", "--json", VLLM_FL_PLATFORM="none"), "ops")
-        assert len(findings) == 4
+        assert len(findings) == 3
         assert all("no card" in f["why"] for f in findings)
         # What the user leaves to vLLM is no op that nothing runs; his kernel is said to be absent.
         done = fl("doctor", "--json", VLLM_FL_PER_OP="silu_and_mul=vendor:acme|stock")
-        assert len(found(done, "ops")) == 3
+        assert len(found(done, "ops")) == 2
         (finding,) = found(done, "settings")
         assert "'vendor:acme' cannot run" in finding["what"] and "no card" in finding["what"]
+
+    def test_a_backend_for_another_machine_is_no_finding(self, fl: Command, plugin: Plugin) -> None:
+        name = plugin(FOUR.replace("fn) for fn in", 'fn, available=lambda: "no card") for fn in'))
+        done = fl("doctor", "--json")
+        assert not found(done, "ops", "plugins", "settings")
+        assert done.json()["facts"][name] == "not used here: no card"
+        assert "not used here" not in str(fl("doctor", "--json", VLLM_FL_PLUGIN_MODULES="").json())
+        # Who asks for it by name expects it to run.
+        done = fl("doctor", "--json", VLLM_FL_PER_OP="rms_norm=vendor:acme")
+        (finding,) = found(done, "settings")
+        assert "'vendor:acme' cannot run" in finding["what"]
 
     def test_an_operator_of_atens_that_ended_a_start(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)

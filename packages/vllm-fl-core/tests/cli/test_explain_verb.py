@@ -230,6 +230,37 @@ def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> No
     assert fl("explain", "wiggle", "--json").json()["signature"] is None
 
 
+def test_an_op_that_vllm_has_no_place_for(fl: Command, plugin: Plugin) -> None:
+    plugin(
+        """
+        import dataclasses
+        from vllm_fl import Contract
+        from vllm_fl_ops.contracts.relu2 import SPEC
+
+        def acme_relu2(x):
+            "x.relu() ** 2"
+            return x.double().relu() ** 2
+
+        @hookimpl
+        def contracts():
+            return [Contract(dataclasses.replace(SPEC, oracle=acme_relu2))]
+
+        @hookimpl
+        def register_ops():
+            return [vendor("acme", acme_relu2)]
+        """
+    )
+    done = fl("explain", "acme_relu2")
+    assert done.status == 0
+    assert "vLLM has no place for it: scripts call it, and no engine runs it." in done.out
+    assert "Called by a script (call_op): vendor.acme" in done.out
+    assert "In an engine" not in done.out and "stock" not in done.out
+    assert "has no place" not in fl("explain", "relu2").out
+    done = fl("explain", "acme_relu2", "--mode", "eager")
+    assert (done.status, done.out) == (2, "")
+    assert "vLLM has no place for it, so that no engine runs it" in done.err
+
+
 def test_one_that_needs_a_layer_is_not_for_scripts(fl: Command, plugin: Plugin) -> None:
     plugin(
         """

@@ -118,6 +118,16 @@ def test_what_is_not_declared_is_named() -> None:
         declared(halved, {"x": tensor("..., d")}, (tensor("..., d"),))
 
 
+def test_an_op_that_scripts_call_needs_no_calls_of_a_model() -> None:
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        """Half of it."""
+        return x / 2
+
+    rows = {"by_token": frozenset({"x"}), "samples": lambda *_: (), "tolerances": TIGHT}
+    spec = declared(halved, {"x": tensor("..., d")}, (tensor("..., d"),), **rows)
+    assert [*spec.served(None, torch.float32, torch.device("cpu"), True)] == []
+
+
 def test_only_whole_batches_have_repeats_to_ignore() -> None:
     with pytest.raises(ValueError, match=r"OpSpec\(silu_and_mul\): ignores_repeats is for"):
         replace(SILU, ignores_repeats=True)

@@ -239,6 +239,17 @@ def test_a_file_that_stays_is_written_once_more_when_it_is_closed(tmp_path: Path
     assert json.loads(path.read_text()) == now and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path) -> None:
+    path, now = tmp_path / "chat.json", {"state": "starting"}
+    file = StateFile("VLLM_FL_REPORT", path, path, lambda: json.dumps(now), every=3600)
+    until(path.exists, "it is written")
+    now["state"] = "serving"
+    file.renew()
+    until(lambda: json.loads(path.read_text()) == now, "it is written again")
+    file.close()
+    assert not path.exists()
+
+
 def test_no_link_that_lies_beside_it_is_followed(
     tmp_path: Path, writing: Callable[..., MetricsFile]
 ) -> None:

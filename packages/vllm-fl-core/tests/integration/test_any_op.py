@@ -19,7 +19,7 @@ from configs import engine_config
 from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
-from vllm_fl.contracts.binding import Binding, Contract, OperatorPlace
+from vllm_fl.contracts.binding import Binding, Contract, LayerPlace, OperatorPlace
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.integration import planning
@@ -47,7 +47,8 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
 
     def planned(config: Any = None, **binding: Any) -> dict[str, PlanEntry]:
         registry = OpRegistry()
-        registry.add_contract(Contract(SPEC), Binding((PLACE,), **binding), Owner("acme"))
+        bound = Binding(**{"places": (PLACE,), **binding})
+        registry.add_contract(Contract(SPEC), bound, Owner("acme"))
         vendor = BackendImplKind.VENDOR
         mine = OpImpl(OP, "vendor.acme", vendor, greedy_token, "acme")
         registry.register_many([mine, silu("vendor.acme")])
@@ -80,6 +81,12 @@ def test_a_name_that_this_vllm_lacks_costs_the_op_alone(entries: Entries, bindin
     assert found[OP].label == "stock"
     assert found[OP].note == f"this vLLM has no {name}, which its places need"
     assert found["silu_and_mul"].label == "vendor.acme"
+
+
+def test_an_op_without_a_place_is_no_fault_of_this_vllm(entries: Entries) -> None:
+    assert entries(places=())[OP].note == "vLLM has no place for it"
+    absent = LayerPlace("vllm.no_such.Layer", lambda layer: layer)
+    assert entries(places=(absent,))[OP].note == "this vLLM has no place for it"
 
 
 def test_what_vllms_passes_take_is_left_to_them(entries: Entries) -> None:

@@ -46,16 +46,19 @@ class Worker:
     def get_model(self):
         return torch.nn.Module()
 
+    def compile_or_warm_up_model(self):
+        return "warm"
+
     def shutdown(self):
         pass
 
 
-def kept(whose):
-    # As soon as it is over: whoever closes it waits only so long.
+def kept(whose, *states):
+    # As soon as it is so: whoever closes it waits only so long.
     while True:
         with open(os.environ["REPORT"] + whose + ".json") as file:
             left = json.load(file)
-        if left["state"] in ("ended", "failed"):
+        if left["state"] in (states or ("ended", "failed")):
             return left
         time.sleep(0.01)
 
@@ -102,7 +105,9 @@ print(json.dumps(told))
 
 METERED = START.replace(
     '["vllm_fl"]\nworker = ',
-    '["vllm_fl"]\nconfig.parallel_config.data_parallel_index = 2\nworker = ',
+    '["vllm_fl"]\nconfig.parallel_config.data_parallel_index = 2\n'
+    "from vllm_fl.engine.state_file import StateFile\n"
+    'StateFile.__init__.__kwdefaults__["every"] = 3600.0\nworker = ',
 ).replace(
     "\nfor _ in range(2):",
     """
@@ -111,6 +116,8 @@ while not file.path.exists():
     assert file._thread.is_alive()
     time.sleep(0.01)
 told["metrics"] = file.path.read_text()
+assert worker.compile_or_warm_up_model() == "warm"
+told["served"] = kept(".dp2.rank0", "serving")
 
 for _ in range(2):""",
 )
@@ -172,6 +179,10 @@ def test_a_worker_leaves_its_report(metered: Any) -> None:
     assert "vllm-fl-ops" in kept["plugins"]
     assert "preflight=off (environment VLLM_FL_PREFLIGHT)" in kept["settings"]
     assert not any("op_backends" in line for line in kept["settings"]), "plugins' are in the plan"
+
+
+def test_a_report_says_that_it_serves_as_soon_as_the_start_has_ended(metered: Any) -> None:
+    assert metered["served"]["state"] == "serving", "it is written every hour in this test"
 
 
 LEFT = START.replace(

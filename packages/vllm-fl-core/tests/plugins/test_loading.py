@@ -1083,6 +1083,19 @@ def test_a_contract_that_makes_no_sense_costs_its_plugin_only(
     assert "double" not in registry.snapshot().authors
 
 
+def test_only_an_op_without_a_place_needs_no_calls_of_a_model(write: Write) -> None:
+    calls = "served=lambda sizes, dtype, device, large=False: []"
+    source = DOUBLE.replace(calls, "served=unserved")
+    unserved = f"from vllm_fl.contracts.spec import unserved{source}"
+    plugin, _ = one(write(unserved))
+    assert (plugin.status, plugin.error) == ("ok", None)
+    placed = 'BINDING = Binding((LayerPlace("acme.Double", double),))'
+    bound = unserved.replace("Contract(spec())", "Contract(spec(), __name__)")
+    plugin, registry = one(write(f"{bound}\n{placed}\n", "beta"))
+    assert "the op 'double' has places in vLLM, and its contract no `served`" in str(plugin.error)
+    assert "double" not in registry.snapshot().contracts
+
+
 def test_what_fails_to_register_leaves_no_contract(write: Write) -> None:
     wrong = """
 @hookimpl

@@ -661,6 +661,7 @@ def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> 
         ("op_backends:\n  m: {8: stock, rest: stock}", 2, "op_backends.m", "expected text"),
         ("preflight: run", 1, "preflight", "set by the variable VLLM_FL_PREFLIGHT"),
         ("VLLM_FL_PREFER: vendor", 1, "VLLM_FL_PREFER", "In a file it is prefer."),
+        ("silu_and_mul: [vendor]", 1, "silu_and_mul", "an op: write it under op_backends"),
         ("io_dump: {}", 1, "io_dump", "Known are prefer, strict"),
         ("1: a", 1, "config", "expected text as a key"),
         ("? [a]\n: b", 1, "config", "expected text as a key"),

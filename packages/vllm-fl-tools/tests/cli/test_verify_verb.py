@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -130,8 +131,9 @@ def test_a_sound_one_in_every_dtype(fl: Command, plugin: Plugin) -> None:
         assert result["worst_sample"]
         assert result["findings"] == []
         assert result["seconds"] > 0
-        assert result["call"]["microseconds"] > 0
-        assert result["call"]["sample"].startswith("256 x")
+        call = result["call"]
+        assert 0 < call["low"] <= call["microseconds"] <= call["high"]
+        assert call["sample"].startswith("256 x")
     assert answer["environment"]["emulated"] is None
 
 
@@ -237,12 +239,20 @@ def test_refusals_alone_are_no_finding_but_nothing_at_all_is(fl: Command, plugin
 @pytest.mark.parametrize("columns", ["80", "160"])
 def test_the_table(fl: Command, plugin: Plugin, columns: str) -> None:
     plugin(MANY)
-    done = fl("verify", *QUICK, "--impl", "vendor.off", "--impl", "vendor.acme", COLUMNS=columns)
+    two = ("--impl", "vendor.off", "--impl", "vendor.acme", "--no-times")
+    done = fl("verify", *QUICK, *two, COLUMNS=columns)
     assert done.status == 1
     (line,) = [x for x in done.out.splitlines() if x.split()[1:2] == ["vendor.acme"]]
     assert line.split()[:3] == ["silu_and_mul", "vendor.acme", "float32"]
     assert "times the tolerance" in done.out
     assert done.err == "", "no progress bar where there is no terminal"
+
+
+def test_the_time_of_a_call_is_told_with_its_spread(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    done = fl("verify", *QUICK, COLUMNS="160")
+    (line,) = [x for x in done.out.splitlines() if x.split()[1:2] == ["vendor.acme"]]
+    assert re.fullmatch(r"\d+-\d+", line.split()[-1])
 
 
 class TestReport:

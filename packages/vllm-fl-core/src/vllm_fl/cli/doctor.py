@@ -9,6 +9,7 @@ import platform
 import re
 import stat
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
@@ -34,7 +35,7 @@ from ..plugins.installed import CORE, canonical
 from ..plugins.loading import Found
 from ..plugins.overrides import SPARE, STANDS
 from ..plugins.plugin import Plugin
-from ..plugins.registry import EMPTY, OpRegistry
+from ..plugins.registry import EMPTY, OpRegistry, Owner
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
 from ..settings.loading import load_startup
 from ..settings.policy import UNTOUCHED
@@ -142,6 +143,9 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
         if arguments is not None and examined.settings is not None:  # else it would say the same
             findings += _of_engine(arguments, examined, examined.settings)
     facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
+    for owner, why in examined.unused.items():
+        name = owner.distribution or owner.plugin
+        facts[name] = ", ".join([*filter(None, [facts.get(name)]), f"not used here: {why}"])
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
     if (foreign := foreign_platform()) is not None:
@@ -232,6 +236,7 @@ class _Examined:
         self.device: str | None = None
         self.failing: list[PluginError] = []
         self.absent: list[str] = []
+        self.unused: dict[Owner, str] = {}
         self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
             "plugins": self.load_plugins,
             "contracts": self.find_contracts,
@@ -378,16 +383,28 @@ class _Examined:
             yield Finding("table", what, f"{reason}.", todo)
 
     def find_idle_ops(self) -> Iterator[Finding]:
-        """Ops that backends bring and that nothing could run; a list may leave one to vLLM."""
+        """Ops that backends bring and that nothing could run; a list may leave one to vLLM.
+
+        A backend of which nothing can run here is none of this machine: an image for many machines
+        has several.
+        """
         if self.settings is None or not any(p.status in ("ok", "partial") for p in self.plugins):
             return
         manager = OpManager()
         manager.use_startup(Startup(self.plugins, self.settings), self.registry)
         snapshot = self.registry.snapshot()
+        told = defaultdict[Owner, dict[Any, None]](dict)
+        for op, impls in snapshot.impls_by_op.items():
+            for impl in impls:
+                told[snapshot.owners[op, impl.impl_id]][impl.availability()] = None
+        self.unused = {owner: "; ".join(whys) for owner, whys in told.items() if True not in whys}
         for op in snapshot.contracts:
+            owners = {snapshot.owners[op, i.impl_id] for i in snapshot.impls_by_op.get(op, ())}
+            if owners <= self.unused.keys():
+                continue
             trace = manager.trace(op, without_layer=True)
             leaves = any(token.kind in UNTOUCHED for token in trace.order)
-            if trace.selected is None and snapshot.impls_by_op.get(op) and not leaves:
+            if trace.selected is None and not leaves:
                 yield Finding(
                     "ops",
                     f"{op} has no implementation that may run.",

@@ -29,6 +29,7 @@ from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..plugins.plugin import Plugin
+from ..plugins.registry import RegistrySnapshot
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX
@@ -91,7 +92,8 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
     engines = _engines_of(manager, op, engines, mode)
     settings = engines[0].facts.settings if engines else manager.settings
     assert settings is not None  # the default manager finds its own plugins
-    binding = all_bindings(snapshot).get(op, Binding()) if engines else Binding()
+    is_script = not engines and mode == "script"
+    binding = Binding() if is_script else all_bindings(snapshot).get(op, Binding())
     listed = settings.get(f"{ORDER_PREFIX}{op}")
     foreign = engines[0].facts.foreign.get(op, {}) if engines else {}
     return {
@@ -124,12 +126,21 @@ def _engines_of(
     snapshot = manager.registry.snapshot()
     if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM: no script calls it
         return engines or any_engines()
-    if op not in snapshot.contracts and mode != "script":
+    why = _for_scripts_alone(op, snapshot)
+    if why and mode != "script":
         manager.trace(op)  # one that nobody knows is another mistake
         if mode:
-            raise UsageError(f"{op}: no contract names it, so that no engine runs it.")
+            raise UsageError(f"{op}: {why}, so that no engine runs it.")
         return ()
     return engines
+
+
+def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
+    """Why no engine of any vLLM runs the op, or nothing."""
+    if op not in snapshot.contracts:
+        return "no contract names it"
+    binding = snapshot.bindings.get(op)
+    return "" if binding is not None and binding.places else "vLLM has no place for it"
 
 
 def _bearing(plugins: Sequence[Plugin], settings: Settings) -> list[dict[str, Any]]:
@@ -265,12 +276,17 @@ def _show_heading(op: str) -> None:
         what = NAMED.get(op, "a whole layer of vLLM's, by its class, which is not verified")
         say(f"{op}: {what}. An engine also asks each candidate whether it supports the engine, and")
         say("says so in its start line.")
-    elif spec is None:
-        say(f"{op} (no contract names it: scripts call it, and no engine runs it)")
-    else:
-        say(signature_of(spec, width=1) or "")
-        say(documentation_of(spec).split("\n\n")[0])
-        say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
+        return
+    why = _for_scripts_alone(op, snapshot)
+    alone = f"{why}: scripts call it, and no engine runs it"
+    if spec is None:
+        say(f"{op} ({alone})")
+        return
+    say(signature_of(spec, width=1) or "")
+    say(documentation_of(spec).split("\n\n")[0])
+    say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
+    if why:
+        say(f"{alone}.")
 
 
 def _show_view(view: Mapping[str, Any]) -> None:

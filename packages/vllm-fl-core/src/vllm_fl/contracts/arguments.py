@@ -16,7 +16,7 @@ from functools import cache, wraps
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
-from .spec import BadInput, OpSpec, Variant
+from .spec import BadInput, OpSpec, Variant, unserved
 
 if TYPE_CHECKING:
     import torch
@@ -231,7 +231,8 @@ def declared(
         bad: the arguments of a sample by name -> (name, changes) of calls that must be refused,
             beyond those that follow from the declarations, which the conformance kit makes.
         overwrites: as of `Variant`. These arguments are `consumable`.
-        more: what else `OpSpec` takes; without `variants` there is one, of all parameters.
+        more: what else `OpSpec` takes; without `variants` there is one, of all parameters. An op
+            that vLLM has no place for needs no `served`.
 
     Raises:
         ValueError: a parameter is not declared; or as of `OpSpec`.
@@ -292,4 +293,5 @@ def declared(
     variants = more.setdefault("variants", (Variant("", schema, overwrites=overwrites),))
     consumable = frozenset(name for variant in variants for name in variant.overwrites if name)
     more = {"consumable": consumable, "fake": fake, "arguments": arguments, **more}
+    more.setdefault("served", unserved)
     return OpSpec(oracle=oracle, check=check, bad_inputs=bad_inputs, **more)

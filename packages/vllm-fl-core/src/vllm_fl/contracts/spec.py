@@ -171,6 +171,11 @@ class Variant:
         return self.schema.rpartition("->")[2].count("Tensor")
 
 
+def unserved(*_: Any) -> tuple[Sample, ...]:
+    """The `served` of an op that no engine runs: no model has calls of it."""
+    return ()
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """The contract of one op.

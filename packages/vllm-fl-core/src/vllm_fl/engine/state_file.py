@@ -65,20 +65,25 @@ class StateFile:
         self._variable, self._named, self.path = variable, named, path
         self._text, self._stays, self._every = text, stays, every
         self._is_said = False
-        self._closed = threading.Event()
+        self._is_closed, self._woken = False, threading.Event()
         self._thread = threading.Thread(target=self._run, name="vllm-fl-state", daemon=True)
         self._thread.start()
 
+    def renew(self) -> None:
+        """Let the thread write it at once: what is so has become another thing."""
+        self._woken.set()
+
     def close(self) -> None:
         """End the thread, and leave the file as it is then or take it away; again does nothing."""
-        self._closed.set()
+        self._is_closed = True
+        self._woken.set()
         self._thread.join(3 * PATIENCE if self._stays else PATIENCE)
 
     def _run(self) -> None:
-        while True:
+        while not self._is_closed:
             self._write()
-            if self._closed.wait(self._every):
-                break
+            self._woken.wait(self._every)
+            self._woken.clear()
         if self._stays:
             self._write()
             return

@@ -74,7 +74,7 @@ def keep(
         return json.dumps(told, indent=1, default=str) + "\n"
 
     path = of_worker(named, rank, replica) if rank or replica else named
-    file = StateFile(Settings.report.variable, named, path, text, stays=True)
+    file = serving.report = StateFile(Settings.report.variable, named, path, text, stays=True)
 
     def at_exit() -> None:
         serving.state = "ended"

@@ -456,7 +456,8 @@ def _without_place() -> dict[str, str]:
         if lacking:
             found[op] = f"this vLLM has no {lacking}, which its places need"
         elif op not in placed and not any(isinstance(place, anywhere) for place in binding.places):
-            found[op] = "this vLLM has no place for it"
+            which = "this vLLM" if binding.places else "vLLM"
+            found[op] = f"{which} has no place for it"
     return found
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from ..engine.metrics import MetricsFile
     from ..engine.shadow import Shadow
+    from ..engine.state_file import StateFile
     from .verifying import Start
 
 STARTS = {
@@ -111,6 +112,7 @@ class Serving:
         state: `starting`, `serving`, `ended` or `failed`: its start did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
         metrics: the file of its counters, where the settings name one.
+        report: the file of its report, where they name one.
         shadow: what compares calls of sampled steps, where the settings say so.
         is_watched: whether the model is looked at once more when its weights have changed.
         asleep: what of its memory it has given back.
@@ -138,6 +140,7 @@ class Serving:
     state: str = "starting"
     error: dict[str, str] | None = None
     metrics: MetricsFile | None = None
+    report: StateFile | None = None
     shadow: Shadow | None = None
     is_watched: bool = False
     asleep: frozenset[str] = frozenset()

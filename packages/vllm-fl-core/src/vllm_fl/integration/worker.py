@@ -172,6 +172,8 @@ class PlannedWorker:
             from .canary import watch  # which no other engine needs
 
             watch(serving)
+        if serving.report is not None:
+            serving.report.renew()
         return times
 
     def vllm_fl_verify(self) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import pluggy
 
 from ..contracts.binding import Binding, Contract
+from ..contracts.spec import unserved
 from ..errors import PluginError
 from ..logs import get_logger
 from ..text import clean, nearest
@@ -313,6 +314,11 @@ def _binding(contract: object) -> Binding:
         raise TypeError(
             f"the module {contract.binding!r} of the op {contract.name!r} has {binding!r} for its "
             "BINDING; expected a Binding"
+        )
+    if binding.places and contract.spec.served is unserved:
+        raise ValueError(
+            f"the op {contract.name!r} has places in vLLM, and its contract no `served`: a start "
+            "could not try a model's calls. Give it one"
         )
     return binding.routed(contract.spec)
 

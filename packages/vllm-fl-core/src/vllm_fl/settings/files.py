@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import SettingsError
+from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
 from .devices import DeviceOrder, Measured, capability_of
 from .policy import (
@@ -395,6 +396,8 @@ def _meant(key: str, declared: Declared) -> str:
             if spec.in_file:
                 return f" In a file it is {spec.key}."
             return f" It is set by the variable {spec.variable}, not in a file."
+    if key in known_contracts().contracts:
+        return " It is an op: write it under op_backends."
     known = file_keys(declared)
     return closest(key, known) or f" Known are {', '.join(known)}."
 

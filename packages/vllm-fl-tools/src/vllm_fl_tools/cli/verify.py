@@ -12,7 +12,6 @@ import io
 import math
 import os
 import platform
-import statistics
 import sys
 import time
 from collections import Counter
@@ -41,6 +40,7 @@ from vllm_fl.plugins.types import Impl, OpImpl
 from vllm_fl.text import quote, scrub
 from vllm_fl_ops.contracts.rules import typical_sizes
 
+from ..engine.timing import quartiles
 from ._options import check_known, positive_seconds
 from ._watch import TookTooLong, Watch
 
@@ -54,8 +54,8 @@ TOKENS = 256
 """What is timed: a call of a model of Qwen3-0.6B's sizes with this many tokens."""
 
 WARM_UP, TIMED_CALLS, TIMED_SECONDS = 4, 30, 1.0
-"""Calls that compile, allocate and choose; then those whose median is taken, and after how many
-seconds no further one is begun."""
+"""Calls that compile, allocate and choose; then those that are timed, and after how many seconds no
+further one is begun."""
 
 BATCH = 300
 """The largest batch in which the bits of rows are compared: beyond the pool of verification."""
@@ -70,7 +70,7 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as shells have it."""
 
 STATES = ("ok", "refused", "wrong", "raised")
-HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits", "µs", "s")
+HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits", "µs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -373,10 +373,11 @@ class _Work:
 def _timed(
     impl: OpImpl, spec: OpSpec, dtype_name: str, sizes: ModelSizes, device: torch.device
 ) -> dict[str, Any] | None:
-    """The median time of one call of a served model, from Python until the device is done.
+    """The times of one call of a served model, from Python until the device is done.
 
     Returns:
-        `sample`, `microseconds` and `calls`; None where every such call is refused.
+        `sample`, `microseconds`, which is the median, the quartiles `low` and `high` in µs, and
+        `calls`; None where every such call is refused.
     """
     import torch
 
@@ -403,8 +404,9 @@ def _timed(
         except NotImplementedError:
             continue
         warm = times[WARM_UP:]
-        median = round(statistics.median(warm) * 1e6, 1)
-        return {"sample": sample.name, "microseconds": median, "calls": len(warm)}
+        low, median, high = (round(seconds * 1e6, 1) for seconds in quartiles(warm))
+        spread = {"microseconds": median, "low": low, "high": high}
+        return {"sample": sample.name, **spread, "calls": len(warm)}
     return None
 
 
@@ -442,8 +444,7 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             ", ".join(f"{n} {state}" for state, n in r["samples"].items() if n) or "none",
             "-" if r["worst"] is None else f"{r['worst']:.3g}",
             _same(r["determinism"]),
-            "-" if r["call"] is None else f"{r['call']['microseconds']:.0f}",
-            f"{r['seconds']:.1f}",
+            "-" if r["call"] is None else f"{r['call']['low']:.0f}-{r['call']['high']:.0f}",
         )
         for r in results
     ]
@@ -492,8 +493,9 @@ def _not_run(found: Mapping[str, Any]) -> Iterator[str]:
 LEGEND = (
     "worst: the worst error as a share of the contract's tolerance (1 is the limit); same bits: in "
     "which calls a row gives the same bits again, of the same batch (runs), and of any other "
-    f"(batches); µs: one call of Qwen3-0.6B with {TOKENS} tokens, the median; s: all of it, with "
-    "the oracle's."
+    f"(batches); µs: one call of Qwen3-0.6B with {TOKENS} tokens, the quartiles of up to "
+    f"{TIMED_CALLS} calls in a row, which other work on the machine slows alike. `vllm-fl tune` "
+    "compares."
 )
 
 
