@@ -24,13 +24,14 @@ def variant(tokens: int) -> launches.Launched:
 
 def test_where_other_kernels_are_launched() -> None:
     late = time.monotonic() + 60
-    assert list(launches.edges(variant, 2048, late)) == [37, 700]
-    assert list(launches.edges(variant, 699, late)) == [37]
-    assert list(launches.edges(variant, 1, late)) == []
+    assert list(launches.edges(variant, 1, 2048, late)) == [37, 700]
+    assert list(launches.edges(variant, 1, 699, late)) == [37]
+    assert list(launches.edges(variant, 37, 2048, late)) == [700]
+    assert list(launches.edges(variant, 1, 1, late)) == []
 
 
 def test_no_time_is_left() -> None:
-    assert list(launches.edges(variant, 2048, time.monotonic() - 1)) == []
+    assert list(launches.edges(variant, 1, 2048, time.monotonic() - 1)) == []
 
 
 def test_nothing_is_launched_on_a_cpu() -> None:

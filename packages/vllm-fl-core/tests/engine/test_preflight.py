@@ -663,6 +663,9 @@ def test_the_counts_hold_the_edges_and_are_drawn_anew() -> None:
     assert trials.token_counts(2048, seed=1) == (always, further)
     assert {*trials.token_counts(2048, seed=2)[1]} != {*further}
     assert trials.token_counts(1, seed=1) == ([1], [])
+    always, further = trials.token_counts(2048, seed=1, smallest=1000)
+    assert {1000, 1024, 1025, 2047, 2048} <= {n - d for n in (*always, *further) for d in (0, 1)}
+    assert min(*always, *further) == 1000
 
 
 def test_sizes_that_are_not_told_have_no_calls() -> None:
@@ -713,3 +716,19 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
     for most, faults in ((64, 0), (math.inf, 1)):
         request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, seconds=0.0)
         assert len(find_faults(request).faults) == faults
+
+
+def test_one_that_serves_many_tokens_is_tried_with_as_many() -> None:
+    asked: list[int] = []
+
+    def fn(x: Tensor) -> Tensor:
+        asked.append(len(x))
+        return sound(x)
+
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    role = Role(impl, compiled=fn, least=1025)
+    request = Request([role], torch.bfloat16, CPU, SIZES, backend="aot_eager", seconds=0.0)
+    own = {len(sample.args[0]) for sample in contracts()["silu_and_mul"].samples(torch.bfloat16, CPU)}
+    assert not find_faults(request).faults
+    assert {1025, 2047, 2048} <= {*asked}
+    assert min({*asked} - own) == 1025

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from importlib.util import find_spec
 from typing import Any
 
@@ -109,8 +110,10 @@ def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch,
     from vllm_fl.integration import verifying
 
     seen: list[tuple[list[str], set[str]]] = []
+    tokens: dict[str, tuple[int, float]] = {}
 
     def noting(request: Request) -> Any:
+        tokens.update({role.impl.impl_id: (role.least, role.most) for role in request.roles})
         compiled = {role.impl.impl_id for role in request.roles if role.compiled}
         seen.append(([role.impl.impl_id for role in request.roles], compiled))
         return Findings({("silu_and_mul", "vendor.acme"): ("wrong", None)})
@@ -126,6 +129,12 @@ def test_what_any_row_may_call_is_verified_once(monkeypatch: pytest.MonkeyPatch,
     everyone = ["default.flagos", "vendor.acme", "reference.torch"]
     firsts = {"default.flagos", "vendor.acme"} if mode == "compiled" else set()
     assert seen == [(everyone, firsts)]
+    few = (1, 4)
+    assert tokens == {
+        "default.flagos": (10, math.inf),
+        "vendor.acme": few,
+        "reference.torch": few,
+    }
     # Taken out, it is out of its row, and what comes first there is verified as such.
     again = planning(manager, mode, demoted=verdict.faults)
     assert again.entries["silu_and_mul"].label == "reference.torch(<=4)|stock(<=9)|default.flagos"
@@ -193,7 +202,7 @@ def test_what_layers_call_is_captured_where_vllm_captures(monkeypatch: pytest.Mo
             told.device = torch.device(device)
             plan = planning(managing(*impls, per_op_order=orders), mode)  # type: ignore[arg-type]
             told.verdict(plan, {})
-    both = {("silu_and_mul", name): 64 for name in ("vendor.acme", "reference.torch")}
+    both = {("silu_and_mul", name): n for name, n in (("vendor.acme", 64), ("reference.torch", 1))}
     assert given == [both, {("silu_and_mul", "vendor.acme"): 64}, {}, {}]
 
 

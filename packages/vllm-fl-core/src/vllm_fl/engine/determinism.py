@@ -140,7 +140,8 @@ def determinism_of(
     spec = trials.spec
     if not trials.forms:
         return Determinism(None, None, STANDS if spec.stands else UNKNOWN)
-    usual = (counts, ()) if counts is not None else token_counts(trials.largest, trials.seed)
+    known = trials.largest, trials.seed, trials.smallest
+    usual = (counts, ()) if counts is not None else token_counts(*known)
     least = 1 if call is None else 2
     always, further = ([count for count in some if count >= least] for some in usual)
     function = call or as_call(impl, spec, layer_for)

@@ -21,12 +21,14 @@ Launched = frozenset[tuple[str, int]]
 """What one call has launched: names, and of Triton's kernels the compiled variants."""
 
 
-def edges(kernels: Callable[[int], Launched], largest: int, deadline: float) -> Iterator[int]:
+def edges(
+    kernels: Callable[[int], Launched], smallest: int, largest: int, deadline: float
+) -> Iterator[int]:
     """The smallest numbers of tokens from which on other kernels are launched than for one less.
 
     Args:
         kernels: what a call of so many tokens launches.
-        largest: the largest batch, in tokens.
+        smallest, largest: the smallest and the largest batch, in tokens.
         deadline: until when it is looked for, by `time.monotonic`.
     """
     known: dict[int, Launched] = {}
@@ -36,7 +38,8 @@ def edges(kernels: Callable[[int], Launched], largest: int, deadline: float) -> 
             known[tokens] = kernels(tokens)
         return known[tokens]
 
-    counts = sorted({*(1 << n for n in range(largest.bit_length())), largest})
+    powers = (1 << n for n in range(largest.bit_length()))
+    counts = sorted({*(n for n in powers if n > smallest), smallest, largest})
     for below, above in pairwise(counts):
         if time.monotonic() > deadline:
             return

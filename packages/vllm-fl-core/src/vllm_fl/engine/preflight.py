@@ -237,7 +237,7 @@ class _Run:
             for sample in self.trials.samples:
                 self.compared(self.impl, sample, off=lambda got: (0.0, ""))
             for form in self.forms_served:
-                for count in {1, min(7, self.trials.largest), self.trials.largest}:
+                for count in {self.trials.smallest, self.trials.few, self.trials.largest}:
                     self.call_at(form, count)
 
     @property
@@ -334,7 +334,7 @@ class _Run:
         """
         self.tried.add((form.name, count))
         batches = [(count, order) for order in orders]
-        if less is not None and count > 1:
+        if less is not None and count > self.trials.smallest:
             batches.append((count - 1, less))
         laid: Guarded | None = None
         results: list[tuple[str, torch.Tensor, Any]] = []
@@ -418,8 +418,8 @@ def _process(run: _Run) -> None:
 
 def _batches(run: _Run) -> None:
     """The served model's calls with the token counts that are always tried."""
-    largest = run.trials.largest
-    always, _ = token_counts(largest, run.trials.seed)
+    smallest, largest = run.trials.smallest, run.trials.largest
+    always, _ = token_counts(largest, run.trials.seed, smallest)
     for form in run.forms:
         form.switch(large=False)
         for count in (n for n in always if run.tries.takes("counts", n)):
@@ -428,7 +428,7 @@ def _batches(run: _Run) -> None:
         _in_another_thread(run, form)
         run.intact(form)
         form.switch(large=True)
-        for count in (count for count in LARGE_COUNTS if count < largest):
+        for count in (count for count in LARGE_COUNTS if smallest <= count < largest):
             run.batches(form, count, ORDERS[:2], large=True)
         run.batches(form, largest, ORDERS[1:2], large=True)
         run.intact(form)
@@ -442,7 +442,7 @@ def _in_another_thread(run: _Run, form: Form) -> None:
         if device.index is not None:
             torch.get_device_module(device).set_device(device)
         with torch.inference_mode():
-            run.batches(form, min(7, run.trials.largest), ORDERS[:2])
+            run.batches(form, run.trials.few, ORDERS[:2])
 
     try:
         with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
@@ -454,7 +454,7 @@ def _in_another_thread(run: _Run, form: Form) -> None:
 def _further_batches(run: _Run) -> None:
     """Further token counts while time is left, first those where it launches other kernels."""
     trials = run.trials
-    _, further = token_counts(trials.largest, trials.seed)
+    _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     deadline = time.monotonic() + run.request.share
     for form in run.forms:
         form.switch(large=False)
@@ -463,7 +463,7 @@ def _further_batches(run: _Run) -> None:
             call = partial(run.call_at, form, count)
             return run.request.launched(call, trials.device)
 
-        edges = launches.edges(kernels, trials.largest, deadline)
+        edges = launches.edges(kernels, trials.smallest, trials.largest, deadline)
         for count in run.tries.found(f"edges of {form.name}", edges):
             run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
     for count in further:
@@ -540,7 +540,7 @@ def _traced(run: _Run) -> None:
     traced = dataclasses.replace(run.impl, fn=run.impl.traced)
     for form in run.forms_served:
         form.switch(large=False)
-        for count in COMPILED_COUNTS[:2]:
+        for count in run.trials.among(COMPILED_COUNTS[:2]):
             rows = run.trials.rows(count)
             sample = Sample(f"traced, {count} x {form.name}", run.arguments(form, rows))
             if why := trial(run.impl, run.spec, sample.args):
@@ -568,12 +568,13 @@ def _compiled(run: _Run) -> None:
 def _in_one_graph(run: _Run, form: Form, backend: str) -> None:
     assert run.role.compiled is not None
     call = lowered(run.role.compiled, backend)
-    for count in (count for count in COMPILED_COUNTS if count <= run.trials.largest):
+    counts = run.trials.among(COMPILED_COUNTS)
+    for count in counts:
         where = f"compiled by {backend}, {run.where(form, count)}"
         rows = run.trials.rows(count)
         args = _apart(run.spec, run.arguments(form, rows))
         lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
-        with torch._dynamo.config.patch(error_on_recompile=count != COMPILED_COUNTS[0]):
+        with torch._dynamo.config.patch(error_on_recompile=count != counts[0]):
             got = run.at(where, lowering, compiles=True)
         if got is None:
             return

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -31,7 +31,7 @@ from .tries import Tried, Tries
 from .verification import LayerFactory, dtype_name, tried
 from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
 
-SECONDS = 2.0
+SECONDS = 1.0
 """What all implementations of a start together may cost beyond the counts that are always tried;
 each has an equal share, and what goes beyond it is left out."""
 
@@ -54,7 +54,8 @@ class Role:
             their weight.
         captured: the token count at which vLLM will capture it in a graph; 0 for none.
         in_graphs: whether compiled graphs may have its traced form.
-        most: the most tokens of a call that it may serve, where the op is ordered by size.
+        least, most: the fewest and the most tokens of a call that it may serve: where the op is
+            ordered by size, those of its rows.
     """
 
     impl: OpImpl
@@ -63,6 +64,7 @@ class Role:
     warm: Sequence[int] = ()
     captured: int = 0
     in_graphs: bool = False
+    least: int = 1
     most: float = math.inf
 
     @property
@@ -133,12 +135,13 @@ class Request:
         Nothing of them is left afterwards, nor of what was compiled.
         """
         made = {}
-        most: dict[str, float] = {}
+        bounds: dict[str, tuple[int, float]] = {}
         for role in self.roles:
             op = role.impl.op_name
-            most[op] = max(role.most, most.get(op, 1))
-        for op, tokens in most.items():
-            sizes = self.sizes and _up_to(tokens, self.sizes)
+            least, most = bounds.get(op, (role.least, role.most))
+            bounds[op] = min(role.least, least), max(role.most, most)
+        for op, (least, most) in bounds.items():
+            sizes = self.sizes and _within(least, most, self.sizes)
             fixed, given = (self.device, sizes, self.seed), self.provided.get(op, ())
             kinds = dtypes_of(self.specs[op], self.dtype)
             made[op] = [Trials(self.specs[op], kind, *fixed, given) for kind in kinds]
@@ -149,9 +152,9 @@ class Request:
         release(self.device)
 
 
-def _up_to(most: float, sizes: ModelSizes) -> ModelSizes:
-    """The sizes with batches of at most so many tokens."""
-    counts = {int(min(n, most)) for n in sizes.tokens}
+def _within(least: int, most: float, sizes: ModelSizes) -> ModelSizes:
+    """The sizes with batches of so many tokens."""
+    counts = {int(max(least, min(n, most))) for n in sizes.tokens}
     return dataclasses.replace(sizes, tokens=tuple(sorted(counts)))
 
 
@@ -172,7 +175,7 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
     return [] if any(kind.is_floating_point for kind in known) else known
 
 
-def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
+def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int], list[int]]:
     """(counts that are always tried, further ones that are tried while time is left).
 
     Each is tried with one row less, too. So both sides of a power of two are among them.
@@ -180,19 +183,21 @@ def token_counts(largest: int, seed: int) -> tuple[list[int], list[int]]:
     Args:
         largest: the largest batch, in tokens.
         seed: for those that are drawn anew.
+        smallest: the smallest batch, in tokens.
     """
     rng = random.Random(seed)
-    always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, largest}
-    always.add(rng.randint(1, largest))
+    always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, smallest, largest}
+    always.add(rng.randint(smallest, largest))
     powers = [1 << n for n in range(largest.bit_length() + 1)]
     edges = {p + d for p in powers for d in (0, 1)} - always
-    drawn = {p + p // 2 + 1 for p in powers} | {rng.randint(1, largest) for _ in range(8)}
+    drawn = {p + p // 2 + 1 for p in powers} | {rng.randint(smallest, largest) for _ in range(8)}
     others = {*range(1, 65), *drawn} - always - edges
     # Small batches cost little and are what decoding has; of large ones, the edges come first.
     small, large = [n for n in others if n <= 512], [n for n in others if n > 512]
     rng.shuffle(large)
     further = [*sorted(edges), *sorted(small), *large]
-    return sorted(n for n in always if n <= largest), [n for n in further if 1 <= n <= largest]
+    known = range(smallest, largest + 1)
+    return sorted(n for n in always if n in known), [n for n in further if n in known]
 
 
 class Form:
@@ -316,7 +321,7 @@ class Trials:
         """The served model's calls of a contract whose batches cannot be rearranged."""
         if self.sizes is None or not self.spec.stands:
             return []
-        counts = [n for n in STANDING_COUNTS if n <= self.largest]
+        counts = self.among(STANDING_COUNTS)
         usual, last = (dataclasses.replace(self.sizes, tokens=(*n,)) for n in (counts, counts[-1:]))
         return [
             *self.spec.served(usual, self.dtype, self.device, False),
@@ -366,9 +371,23 @@ class Trials:
         return [*(form.samples[0] for form in self.forms), *self.standing]
 
     @property
+    def smallest(self) -> int:
+        """The smallest batch, in tokens."""
+        return self.sizes.tokens[0] if self.sizes else 1
+
+    @property
     def largest(self) -> int:
         """The largest batch, in tokens."""
         return self.sizes.tokens[-1] if self.sizes else 1
+
+    @property
+    def few(self) -> int:
+        """A batch of a few tokens, where there is one."""
+        return min(max(7, self.smallest), self.largest)
+
+    def among(self, counts: Iterable[int]) -> list[int]:
+        """Those of the token counts that batches have; the smallest batch where there is none."""
+        return [n for n in counts if self.smallest <= n <= self.largest] or [self.smallest]
 
     def rows(self, count: int, salt: int = 0, order: Order = "drawn") -> torch.Tensor:
         """The rows of the pool that make a batch of `count` tokens, in this order, drawn for it."""

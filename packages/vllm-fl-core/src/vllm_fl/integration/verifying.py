@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..contracts.binding import Binding, FusionPlace, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
-from ..dispatch.guard import Chain
 from ..engine.digest import fingerprint
 from ..engine.facts import EngineFacts
 from ..engine.live import Live
@@ -44,7 +43,7 @@ from .ranks import (
     lacking,
     refusing,
 )
-from .seams import attention, communicator, fusions, torch_operators, whole_layers
+from .seams import attention, communicator, fusions, whole_layers
 from .seams.layers import foreign_code, layer_for, layer_table
 from .serving import Serving, calling
 
@@ -107,7 +106,7 @@ class Start:
         seed = locked.seed if locked else None
         self.seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
         self.tried = Tried(locked.tries if locked else None)
-        self._passed: set[tuple[str, str, bool, bool, bool]] = set()
+        self._passed: set[tuple[object, ...]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
@@ -154,15 +153,15 @@ class Start:
         owners = get_default_manager().registry.snapshot().owners
         table = installed_bindings()
         found_by_passes = {op for op, _, _ in fusions.operators(plan)}
-        in_ranges = torch_operators.by_range(plan)
         for op, entry in plan.entries.items():
             meets = meets_a_compiler(table.get(op))
             for impl in entry.impls:
                 key, is_first = (op, impl.impl_id), impl in entry.firsts
                 is_compiled = plan.mode == "compiled" and meets and is_first
                 counts = self._warm_counts(entry, impl)
-                tokens = self._captured_tokens(plan, impl) if meets and is_first else 0
-                passed = *key, is_compiled, bool(counts), bool(tokens)
+                bounds = _bounds(entry, impl)
+                tokens = self._captured_tokens(plan, impl, *bounds) if meets and is_first else 0
+                passed = *key, is_compiled, bool(counts), bool(tokens), bounds
                 if passed in self._passed:
                     continue
                 self._passed.add(passed)
@@ -170,8 +169,7 @@ class Start:
                 compiled = plan.as_compiled(op, impl, inlined=by_range) if is_compiled else None
                 in_graphs = op in found_by_passes and is_first and impl.traced is not None
                 owner = owners[key].name if key in owners else ""
-                most = _most_tokens(in_ranges.get(op), impl)
-                roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs, most))
+                roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs, *bounds))
         asks = self.facts.wants_invariance
         assert self.facts.dtype is not None  # a worker has a model
         request = Request(
@@ -212,7 +210,7 @@ class Start:
             if [i for i in at_size(entry.candidates, n) if isinstance(i, OpImpl)][:1] == [impl]
         ]
 
-    def _captured_tokens(self, plan: Plan, impl: OpImpl) -> int:
+    def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
         """How many tokens of `impl`, which serves in layers, to capture in a graph; 0 for none.
 
         A compiler's own code takes the place of what it traces. What operators and functions reach
@@ -220,7 +218,8 @@ class Start:
         """
         if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
             return 0
-        return max((n for n in self.facts.captured if n <= probe.TOKENS), default=0)
+        known = (n for n in self.facts.captured if least <= n <= min(most, probe.TOKENS))
+        return max(known, default=0)
 
     def limits(self, plan: Plan) -> list[str]:
         """What the start could not look at, one phrase each, and the seed of what it drew."""
@@ -234,12 +233,12 @@ class Start:
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
 
 
-def _most_tokens(chain: Chain | None, impl: OpImpl) -> float:
-    """The most tokens of a call that `impl` may serve by these rows; without rows any number."""
-    if chain is None:
-        return math.inf
-    serving = (n for n, impls in chain.rows if any(impl.impl_id == i.impl_id for i in impls))
-    return max((math.inf if n is None else n for n in serving), default=math.inf)
+def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
+    """The fewest and the most tokens of a call that `impl` may serve, by the rows of its op."""
+    ends = [math.inf if n is None else n for n, _ in entry.candidates]
+    begins = [1, *(int(end) + 1 for end in ends[:-1])]
+    serving = [number for number, (_, impls) in enumerate(entry.candidates) if impl in impls]
+    return begins[serving[0]], ends[serving[-1]]
 
 
 class Agreed(NamedTuple):
