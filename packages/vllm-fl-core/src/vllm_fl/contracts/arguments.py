@@ -103,8 +103,9 @@ class Tensor(Argument):
 
         Empty for a tensor of another number of dimensions.
         """
-        names = (self.shape or "1").split(", ")
-        sizes: tuple[Any, ...] = tuple(x.shape) if self.shape else (x.numel(),)
+        shape = "" if self.is_one(x) else self.shape
+        names = (shape or "1").split(", ")
+        sizes: tuple[Any, ...] = tuple(x.shape) if shape else (x.numel(),)
         if names[0] == "..." and (lead := len(sizes) - len(names) + 1) >= 0:
             sizes = (sizes[:lead], *sizes[lead:])
         found = [*zip(names, sizes, strict=False)] if len(names) == len(sizes) else []
@@ -121,8 +122,6 @@ class Tensor(Argument):
         dtypes = [_dtype(each, call) for each in self.dtypes or FLOATING]
         if value.dtype not in dtypes:
             return name, f"must be {' or '.join(map(str, dtypes))}, got {value.dtype}"
-        if self.is_one(value):
-            return replace(self, shape="", may_be_one=False).problem(name, value, call)
         shape, found = tuple(value.shape), self.meet(value, call)
         wanted = [(text, _value(text, call)) for text, _ in found]
         if found != wanted or not found:

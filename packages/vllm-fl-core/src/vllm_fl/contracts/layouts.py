@@ -18,7 +18,8 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     """Calls of which one activation lies otherwise: with gaps between its numbers, or transposed.
 
     Of each set of arguments that are not None they are made of the first sample with two tokens or
-    more, whose first activation has two features or more. What the contract's `check` refuses is left out.
+    more, whose first activation has two features or more. What the contract's `check` refuses is
+    left out.
 
     Args:
         spec: the contract. Its activations are the arguments of `by_token`.

@@ -93,8 +93,8 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
             if (impl_id, why) not in self._said:
                 self._said.add((impl_id, why))
                 log.info(
-                    "Op '%s': '%s' does not support a call of the model's graphs; the operator that "
-                    "it has there stays: %s",
+                    "Op '%s': '%s' does not support a call of the model's graphs; the operator "
+                    "stays there: %s",
                     each.chain.op,
                     impl_id,
                     why,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -166,8 +165,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     x, weight, x_scale, weight_scale, *more = call(_rows(source, 5, 192), 64)
     apart = (of.expand(-1, 2).contiguous()[:, :1] for of in (x_scale, weight_scale))
     yield Sample("scales apart in memory", (x, weight, *apart, *more))
-    *args, _ = call(_rows(source, 5, 192), 64)
-    yield Sample("bias apart in memory", (*args, source.normal(64, 2)[:, 0]))
+    args = call(_rows(source, 5, 192), 64)
+    yield Sample("bias apart in memory", (*args[:-1], source.normal(64, 2)[:, 0]))
 
     yield Sample("every number 448 or -448", call(_uneven(_rows(source, 6, 256).sign())))
     values = _rows(source, 5, 256)
@@ -183,8 +182,11 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     most = peak(source.dtype)
     # As vLLM quantises an unquantised checkpoint; as a checkpoint of scales for whole tensors has
     # them; and one of scales for channels.
-    kinds = ("each token and one", True, False), ("one and one", False, False)
-    kinds = (*kinds, ("each token and each channel", True, True))
+    kinds = (
+        ("each token and one", True, False),
+        ("one and one", False, False),
+        ("each token and each channel", True, True),
+    )
     for tokens in sizes.tokens:
         layers = projections(sizes, router=False)
         for (features, out, bias), (how, token, channel) in zip(layers, cycle(kinds), strict=False):
