@@ -524,9 +524,7 @@ def test_models_with_fp8_layers_may_have_the_op(
     binding = known_contracts().bindings[FP8]
     assert binding.when is not None
     hf = SimpleNamespace() if told is None else SimpleNamespace(quantization_config=told)
-    engine = SimpleNamespace(
-        model_config=SimpleNamespace(quantization=quantization, hf_config=hf)
-    )
+    engine = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization, hf_config=hf))
     assert binding.when(engine) is False, "vLLM's CPU platform has other kernels"
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
     assert binding.when(engine) is has
