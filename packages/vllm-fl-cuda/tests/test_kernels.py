@@ -449,4 +449,5 @@ def test_where_a_warp_takes_several_heads_a_part_of_their_features_is_not_turned
 
 def test_a_gpu_is_asked_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert qk_norm_rope._capability.__wrapped__(CPU) == (9, 0)
+    for module in (linear, qk_norm_rope):
+        assert module._capability.__wrapped__(CPU) == (9, 0)
