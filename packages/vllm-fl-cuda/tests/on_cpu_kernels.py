@@ -27,7 +27,7 @@ LAYERS = {"relu_squared": "relu2"}
 def register_ops() -> Iterable[OpImpl]:
     """Nothing: what the installed plugin brings is let run here."""
     import vllm_fl_cuda.impl as shared
-    from vllm_fl_cuda.impl import qk_norm_rope
+    from vllm_fl_cuda.impl import linear, qk_norm_rope
     from vllm_fl_cuda.plugin import MODULES
 
     shared._no_cuda_build = shared._no_device = lambda: None
@@ -36,6 +36,7 @@ def register_ops() -> Iterable[OpImpl]:
     for module in MODULES:
         module.unsuitable = unsuitable
     qk_norm_rope._capability = lambda device: (8, 0)
+    linear._capability = lambda device: (8, 9)
     return ()
 
 
@@ -340,11 +341,30 @@ def _merge(
     _merge_attn_states_torch(output, *args, prefill_tokens_with_context)
 
 
+def _scaled_mm(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    b_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
+    """PyTorch's product of fp8, which has a scale for each row and column."""
+    _reads_packed(out, a, b.t(), a_scales, b_scales)
+    assert not any(size % 16 for size in b.shape), "the kernel loads 16 bytes"
+    assert a.numel(), "an empty grid is a launch error"
+    assert bias is None or (bias.is_contiguous() and bias.dtype == out.dtype)
+    rows, columns = a_scales.reshape(-1, 1), b_scales.reshape(1, -1)
+    scales = rows.expand(len(a), 1).contiguous(), columns.expand(1, b.shape[1]).contiguous()
+    out.copy_(torch._scaled_mm(a, b, *scales, bias, out_dtype=out.dtype))
+
+
 OTHERWISE = {
     "_C_cache_ops::concat_and_cache_mla": _concat_mla,
     "_C_cache_ops::reshape_and_cache_flash": _reshape,
     "dynamic_per_token_scaled_fp8_quant": _fp8(static=False, shape=(1, -1)),
     "dynamic_scaled_fp8_quant": _fp8(static=False, shape=(-1, -1)),
+    "cutlass_scaled_mm": _scaled_mm,
     "merge_attn_states": _merge,
     "per_token_group_fp8_quant": _fp8_group,
     "static_scaled_fp8_quant": _fp8(static=True, shape=(-1, -1)),

@@ -15,7 +15,7 @@ import torch
 
 import vllm_fl_cuda.impl as shared
 from vllm_fl.contracts import contracts
-from vllm_fl_cuda.impl import merging, normalization, paging, qk_norm_rope
+from vllm_fl_cuda.impl import linear, merging, normalization, paging, qk_norm_rope
 from vllm_fl_cuda.plugin import MODULES, register_ops
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
@@ -77,6 +77,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MODULES:
         monkeypatch.setattr(module, "unsuitable", lambda *_: None)
     monkeypatch.setattr(qk_norm_rope, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(linear, "_capability", lambda device: (8, 9))
 
 
 @pytest.mark.usefixtures("any_device")
@@ -86,11 +87,13 @@ def test_what_the_kernels_have_no_form_for_is_refused_and_nothing_else(
     op: str, dtype: torch.dtype
 ) -> None:
     wanted = REFUSED.get(op, set())
-    if op == "qk_norm_rope" and dtype is torch.float32:
+    if op in ("linear_fp8", "qk_norm_rope") and dtype is torch.float32:
         wanted = {sample.name for sample in contracts()[op].samples(dtype, CPU)}
     elif dtype is torch.float32:
         wanted = {name for name in wanted if "fp32 weight" not in name}
     samples = list(contracts()[op].samples(dtype, CPU))
+    if op == "linear_fp8":
+        wanted |= {s.name for s in samples if any(size % 16 for size in s.args[1].shape)}
     refused = {s.name for s in samples if IMPLS[op].supports(*s.args) is not True}
     assert refused == wanted
 
@@ -292,6 +295,37 @@ def test_a_tensor_is_unsuitable_by_device_or_dtype() -> None:
 
 
 @pytest.mark.usefixtures("any_device")
+def test_products_of_fp8_that_the_kernel_would_spoil_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, weight = (torch.zeros(rows, 32).to(torch.float8_e4m3fn) for rows in (3, 16))
+    good = {
+        "x": x,
+        "weight": weight,
+        "x_scale": torch.ones(3, 1),
+        "weight_scale": torch.ones(1),
+        "out_dtype": "bfloat16",
+        "bias": torch.zeros(16).bfloat16(),
+    }
+    supports = IMPLS["linear_fp8"].supports
+    assert supports(**good) is True
+    for change, reason in (
+        ({"weight": weight[:15]}, "multiples of 16"),
+        ({"x": x[:, :24], "weight": weight[:, :24]}, "multiples of 16"),
+        ({"x_scale": torch.ones(2, 1)}, "x_scale"),
+        ({"weight_scale": torch.ones(1).double()}, "weight_scale"),
+        ({"bias": torch.zeros(16)}, "bias"),
+        ({"bias": torch.zeros(15).bfloat16()}, "bias"),
+        ({"weight_scale": torch.ones(1, device="meta")}, "is on meta"),
+        ({"out_dtype": "float32"}, "float32"),
+        ({"x": x[0]}, "x and weight"),
+    ):
+        assert reason in str(supports(**{**good, **change})), change
+    monkeypatch.setattr(linear, "_capability", lambda device: (8, 6))
+    assert "8.9" in str(supports(**good))
+
+
+@pytest.mark.usefixtures("any_device")
 def test_other_dtypes_and_heads_are_refused() -> None:
     x = torch.zeros(2, 16).bfloat16()
     norm, rope = IMPLS["rms_norm"].supports, IMPLS["rotary_embedding"].supports
@@ -415,4 +449,5 @@ def test_where_a_warp_takes_several_heads_a_part_of_their_features_is_not_turned
 
 def test_a_gpu_is_asked_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert qk_norm_rope._capability.__wrapped__(CPU) == (9, 0)
+    for module in (linear, qk_norm_rope):
+        assert module._capability.__wrapped__(CPU) == (9, 0)

@@ -154,7 +154,8 @@ def _on_result(number: int, change: Change, spec: OpSpec) -> Callable[..., Any]:
 def _overwriting(at: int) -> Callable[..., Any]:
     def changed(results: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
         if isinstance(args[at], torch.Tensor):
-            args[at].mul_(0.5) if args[at].is_floating_point() else args[at].add_(1)
+            wide = args[at].double()
+            args[at].copy_(wide * 0.5 if args[at].is_floating_point() else wide + 1)
         return results
 
     return changed

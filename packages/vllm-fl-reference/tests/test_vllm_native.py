@@ -227,6 +227,7 @@ KERNELS_ONLY = {
     "concat_and_cache_mla",
     "fused_experts",
     "gdn_gating",
+    "linear_fp8",
     "moe_align_block_size",
     "quant_fp8_group",
     "quant_int8",

@@ -18,7 +18,7 @@ from vllm_fl.contracts import (
     Within,
     contracts,
 )
-from vllm_fl.contracts.arguments import declared, tensor
+from vllm_fl.contracts.arguments import declared, tensor, word
 from vllm_fl.contracts.outputs import Output
 
 VARIANTS = [(spec, variant) for spec in contracts().values() for variant in spec.variants]
@@ -126,6 +126,55 @@ def test_an_op_that_scripts_call_needs_no_calls_of_a_model() -> None:
     rows = {"by_token": frozenset({"x"}), "samples": lambda *_: (), "tolerances": TIGHT}
     spec = declared(halved, {"x": tensor("..., d")}, (tensor("..., d"),), **rows)
     assert [*spec.served(None, torch.float32, torch.device("cpu"), True)] == []
+
+
+def stepped(x: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
+    """x * scale."""
+    return x.double() * scale.double()
+
+
+STEPPED = declared(
+    stepped,
+    {
+        "x": tensor("tokens, d"),
+        "scale": tensor("tokens, 1", "float32").or_one(),
+        "dtype": word("float16", "bfloat16"),
+    },
+    (tensor("tokens, d", "dtype"),),
+    samples=lambda dtype, device: (),
+    by_token=frozenset({"x", "scale"}),
+    dtypes=("float32",),
+    tolerances=TIGHT,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((3, 1), True), ((1,), False), ((), False), ((3,), None), ((1, 1), None), ((3, 2), None)],
+)
+def test_an_argument_may_be_a_row_for_each_token_or_one_number(
+    shape: tuple[int, ...], rows: bool | None
+) -> None:
+    args = torch.zeros(3, 4), torch.ones(shape), "float16"
+    problem = STEPPED.check(*args)
+    if rows is None:
+        assert problem is not None and problem[0] == "scale" and "(tokens, 1)" in problem[1]
+        return
+    assert problem is None
+    assert STEPPED.with_rows(args).keys() == ({"x", "scale"} if rows else {"x"})
+    assert STEPPED.tokens(args) == 3
+    fewer = STEPPED.with_changed_rows(args, lambda arg: arg[:2])
+    assert STEPPED.check(*fewer) is None and len(fewer[0]) == 2
+
+
+def test_a_word_may_name_the_dtype_of_a_result() -> None:
+    args = torch.zeros(3, 4), torch.ones(1)
+    assert STEPPED.fake(*args, "float16").dtype == torch.float16
+    assert STEPPED.fake(*args, "bfloat16").dtype == torch.bfloat16
+    assert STEPPED.check(*args, "float32") == (
+        "dtype",
+        "must have value in ('float16', 'bfloat16'), got float32",
+    )
 
 
 def test_only_whole_batches_have_repeats_to_ignore() -> None:

@@ -1,9 +1,10 @@
-"""Ops in the place of PyTorch's own operators, in graphs that vLLM compiles."""
+"""Ops in the place of PyTorch's own operators, and of vLLM's, in graphs that vLLM compiles."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -18,10 +19,14 @@ if find_spec("vllm") is None:
 
 import vllm.platforms
 from builders import engine_of, kind_of, managing, planning
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import detect_fake_mode
+from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 from tracing import traced
 from vllm.compilation.passes.inductor_pass import pass_context
-from vllm.config import CompilationMode
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.contracts import ModelSizes, contracts
@@ -31,7 +36,7 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import ranges, replacing
 from vllm_fl.integration.planning import Carried
-from vllm_fl.integration.seams import fusions, torch_operators
+from vllm_fl.integration.seams import empty, fusions, torch_operators
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
@@ -226,7 +231,7 @@ def facts(mode: Any = "compiled", **fields: Any) -> EngineFacts:
 
 
 def test_where_no_pass_of_ours_runs_it_is_left_to_pytorch_and_says_why() -> None:
-    assert torch_operators.notes(facts()) == {}
+    assert OP not in torch_operators.notes(facts())
     for told, word in (
         (facts("eager"), "compiled mode"),
         (facts(by_range=False), "compiler"),
@@ -285,4 +290,241 @@ def test_quantised_models_and_those_with_experts_have_other_products(
 def test_every_operator_of_the_binding_is_one_of_pytorchs() -> None:
     for place in known_contracts().bindings[OP].places:
         assert isinstance(place, GraphPlace)
-        assert [str(replacing._operator(name)) for name in place.operators] == [*place.operators]
+        found = [str(torch_operators.operator(name)) for name in place.operators]
+        assert found == [*place.operators]
+
+
+FP8, FP8_ROWS = "linear_fp8", {"<=16": "vendor", "rest": "stock"}
+VLLMS = "_C.cutlass_scaled_mm.default"
+
+
+@pytest.fixture(name="vllms_product")
+def _vllms_product() -> Iterator[None]:
+    """The operator, which vLLM's CPU build lacks."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define(
+        "cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, "
+        "Tensor? bias) -> ()"
+    )
+
+    def kernel(out: Any, a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any = None) -> None:
+        if a_scales.shape[1:] > (1,):  # of blocks: no test asks what comes out
+            out.zero_()
+            return
+        result = (a.float() @ b.float()) * a_scales * b_scales.reshape(1, -1)
+        out.copy_(result if bias is None else result + bias)
+
+    library.impl("cutlass_scaled_mm", kernel, "CPU")
+    yield
+    library._destroy()
+
+
+def scaled(a: Any, b: Any, a_scales: Any, b_scales: Any, bias: Any = None) -> torch.Tensor:
+    """As vLLM's layers call it."""
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
+    torch.ops._C.cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias)
+    return out.view(a.shape[0], b.shape[1])
+
+
+def of_fp8(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
+    """A `linear_fp8` that is 1 too large."""
+
+    def fn(
+        x: Any, weight: Any, x_scale: Any, weight_scale: Any, out_dtype: str, bias: Any = None
+    ) -> Any:
+        args = x, weight, x_scale, weight_scale, out_dtype, bias
+        return (contracts()[FP8].oracle(*args) + 1).to(getattr(torch, out_dtype))
+
+    return OpImpl(FP8, impl_id, kind_of(impl_id)[0], fn, kind_of(impl_id)[1], **fields)
+
+
+def compiled(
+    plan: Plan | None, *args: Any, sizes: tuple[int, int] = (1, 16)
+) -> tuple[torch.Tensor, str]:
+    """(the result of vLLM's product, the graph's code behind the pass, if there is a plan)."""
+    codes, unknowns = [], []
+
+    def lower(module: torch.fx.GraphModule, _: Any) -> Any:
+        values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+        mode = detect_fake_mode(values)
+        assert mode is not None and mode.shape_env is not None
+        known = len(mode.shape_env.guards), dict(mode.shape_env.replacements)
+        if plan is not None:
+            torch_operators.watch(engine_of(plan))
+            with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
+                replacing.TorchOperators(engine_of(plan).replaced, config([16]))(module.graph)
+        unknowns.append(known == (len(mode.shape_env.guards), mode.shape_env.replacements))
+        module.graph.lint()
+        module.recompile()
+        codes.append(module.code)
+        return module.forward
+
+    torch._dynamo.reset()
+    for each in args:
+        if each is not None and each.shape[:1] == args[0].shape[:1]:
+            torch._dynamo.mark_dynamic(each, 0)
+    with torch._inductor.config.patch(enable_auto_functionalized_v2=False), torch.no_grad():
+        backend = aot_autograd(fw_compiler=lower)
+        result = torch.compile(scaled, backend=backend, fullgraph=True)(*args)
+    assert unknowns == [True], "two numbers of tokens were joined, or one was fixed"
+    return result, *codes
+
+
+def fp8_call(tokens: int = 5, **changed: Any) -> tuple[Any, ...]:
+    """a, b, a_scales, b_scales and bias, as a layer has them."""
+    call = {
+        "a": torch.randn(tokens, 48).to(torch.float8_e4m3fn),
+        "b": torch.randn(32, 48).to(torch.float8_e4m3fn).t(),
+        "a_scales": torch.rand(tokens, 1),
+        "b_scales": torch.rand(32, 1),
+        "bias": torch.randn(32).bfloat16(),
+    }
+    return tuple({**call, **changed}.values())
+
+
+ONE = torch.tensor([0.5])
+
+
+@pytest.mark.usefixtures("vllms_product")
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"bias": None},
+        {"a_scales": ONE, "b_scales": ONE},
+        {"a_scales": ONE[0], "b_scales": ONE[0]},
+        {"a_scales": ONE[:, None], "b_scales": ONE[:, None]},
+        {"b_scales": torch.rand(32)},
+        {"b": torch.randn(48, 32).to(torch.float8_e4m3fn)},
+    ],
+    ids=lambda changed: ", ".join(changed) or "each row's scale",
+)
+def test_vllms_own_product_is_the_plans_where_it_is_planned(changed: dict[str, Any]) -> None:
+    plan = planning(managing(of_fp8(), per_op_order={FP8: FP8_ROWS}), "compiled")
+    assert torch_operators.by_range(plan).keys() == {FP8}
+    for tokens, sizes, ours in ((5, (1, 16), True), (40, (17, 64), False), (5, (1, 64), True)):
+        args = fp8_call(tokens, **changed)
+        result, code = compiled(plan, *args, sizes=sizes)
+        assert ("vllm_fl" in code, VLLMS in code) == (ours, not ours), code
+        torch.testing.assert_close(result.float(), scaled(*args).float() + ours, atol=0.1, rtol=0.1)
+    (known,) = engine_of(plan).sites.values()
+    assert (known.graphs, known.found) == (1, 1)
+
+
+@pytest.fixture(name="read_always")
+def _read_always() -> Iterator[None]:
+    """What vLLM's last pass reads in every graph, and the CPU build lacks."""
+    vllm.platforms.current_platform.import_kernels()
+    library = torch.library.Library("_C", "FRAGMENT")
+    for entry in json.loads(empty.TABLE.read_text())["operators"]:
+        namespace, _, schema = entry["schema"].partition("::")
+        known = hasattr(getattr(torch.ops, namespace), schema.partition("(")[0])
+        if entry["read"] and namespace == "_C" and not known:
+            library.define(schema)
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("vllms_product", "read_always")
+def test_vllms_own_passes_and_inductor_take_what_is_put_there() -> None:
+    engine = VllmConfig()
+    for tokens, sizes, ours in ((5, (1, 16), True), (40, (17, 64), False)):
+        plan = planning(managing(of_fp8(), per_op_order={FP8: FP8_ROWS}), "compiled")
+        torch_operators.watch(engine_of(plan))
+        manager = PostGradPassManager()
+        manager.configure(engine)
+        manager.add(replacing.TorchOperators(engine_of(plan).replaced, config([16])))
+        torch._dynamo.reset()
+        args = fp8_call(tokens)
+        for each in (args[0], args[2]):
+            torch._dynamo.mark_dynamic(each, 0)
+        options = {"enable_auto_functionalized_v2": False, "post_grad_custom_post_pass": manager}
+        with (
+            set_current_vllm_config(engine),
+            pass_context(VllmRange(*sizes)),
+            torch._inductor.config.patch(force_disable_caches=True, **options),
+            torch.no_grad(),
+        ):
+            result, (code, *_) = run_and_get_code(torch.compile(scaled, fullgraph=True), *args)
+        assert ("torch.ops.vllm_fl." in code, "cutlass_scaled_mm" in code) == (ours, not ours)
+        torch.testing.assert_close(result.float(), scaled(*args).float() + ours, atol=0.1, rtol=0.1)
+
+
+BLOCKS = {"a_scales": torch.rand(5, 3), "b_scales": torch.rand(3, 2)}
+INT8 = {"a": torch.ones(5, 48).char(), "b": torch.ones(32, 48).char().t()}
+
+
+@pytest.mark.usefixtures("vllms_product")
+@pytest.mark.parametrize("changed", [BLOCKS, INT8], ids=["blocks", "int8"])
+def test_what_else_vllms_product_computes_stays_its_own(changed: dict[str, Any]) -> None:
+    plan = planning(managing(of_fp8(), per_op_order={FP8: "vendor"}), "compiled")
+    args = fp8_call(**changed)
+    assert compiled(plan, *args)[1] == compiled(None, *args)[1]
+
+
+@pytest.mark.usefixtures("vllms_product")
+def test_a_refused_call_leaves_nothing_in_the_graph() -> None:
+    refusing = of_fp8(supports=lambda *args, **named: "not today")
+    plan = planning(managing(refusing, per_op_order={FP8: "vendor"}), "compiled")
+    args = fp8_call(b_scales=torch.rand(32))
+    assert compiled(plan, *args)[1] == compiled(None, *args)[1]
+    assert "vllm_fl" in compiled(planning(managing(of_fp8()), "compiled"), *args)[1]
+
+
+def test_a_vllm_without_the_operator_says_so() -> None:
+    assert torch_operators.notes(facts())[FP8] == "this vLLM has no such operator"
+
+
+@pytest.mark.usefixtures("vllms_product")
+def test_a_vllm_with_the_operator_has_the_place() -> None:
+    assert FP8 not in torch_operators.notes(facts())
+
+
+CHANNELS = {
+    "weights": {"type": "float", "num_bits": 8, "strategy": "channel"},
+    "input_activations": {"type": "float", "num_bits": 8, "strategy": "token"},
+}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "told", "has"),
+    [
+        (None, None, False),
+        ("fp8", None, True),
+        ("fp8", {"activation_scheme": "static"}, True),
+        ("fp8", {"weight_block_size": [128, 128]}, False),
+        ("fp8_per_tensor", None, True),
+        ("fp8_per_block", None, False),
+        ("fbgemm_fp8", {"quant_method": "fbgemm_fp8"}, True),
+        ("ptpc_fp8", None, True),
+        ("awq", {"bits": 4}, False),
+        ("modelopt", {"quant_algo": "FP8"}, True),
+        ("modelopt", {"quantization": {"quant_algo": "FP8"}}, True),
+        ("modelopt", {"quant_algo": "FP8_PB_WO"}, False),
+        ("compressed-tensors", {"config_groups": {"group_0": CHANNELS}}, True),
+        (
+            "compressed-tensors",
+            {
+                "config_groups": {
+                    "group_0": {**CHANNELS, "weights": {**CHANNELS["weights"], "strategy": "block"}}
+                }
+            },
+            False,
+        ),
+        (
+            "compressed-tensors",
+            {"config_groups": {"group_0": {**CHANNELS, "input_activations": None}}},
+            False,
+        ),
+    ],
+)
+def test_models_with_fp8_layers_may_have_the_op(
+    quantization: str | None, told: Any, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binding = known_contracts().bindings[FP8]
+    assert binding.when is not None
+    hf = SimpleNamespace() if told is None else SimpleNamespace(quantization_config=told)
+    engine = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization, hf_config=hf))
+    assert binding.when(engine) is False, "vLLM's CPU platform has other kernels"
+    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
+    assert binding.when(engine) is has

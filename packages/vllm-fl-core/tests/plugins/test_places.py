@@ -52,7 +52,7 @@ TWICE = {
     "layer Norm": (LayerPlace("vllm.layers.Norm"), LayerPlace("acme.model.Norm")),
     "pass vllm.P": (FusionPlace("vllm.P", "p", ()), FusionPlace("vllm.P", "q", ())),
     "pass_config.p": (FusionPlace("vllm.P", "p", ()), FusionPlace("vllm.Q", "p", ())),
-    "PyTorch's operator aten.mm.default": (
+    "operator aten.mm.default in graphs": (
         GraphPlace(("aten.mm.default",), same, same),
         GraphPlace(("aten.add.Tensor", "aten.mm.default"), same, same),
     ),

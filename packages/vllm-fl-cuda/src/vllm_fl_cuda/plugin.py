@@ -8,6 +8,7 @@ from vllm_fl import OpImpl, PolicyDefaults, hookimpl
 
 from .impl import (
     activation,
+    linear,
     merging,
     normalization,
     paging,
@@ -19,7 +20,17 @@ from .impl import (
 
 POLICY = Path(__file__).with_name("cuda.yaml")
 
-MODULES = (activation, merging, normalization, paging, qk_norm_rope, quantisation, rotary, routing)
+MODULES = (
+    activation,
+    linear,
+    merging,
+    normalization,
+    paging,
+    qk_norm_rope,
+    quantisation,
+    rotary,
+    routing,
+)
 """Those that bring ops, by theme."""
 
 

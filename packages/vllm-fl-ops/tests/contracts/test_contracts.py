@@ -175,9 +175,8 @@ def test_bad_inputs_are_refused_by_name(spec: OpSpec) -> None:
 
 @per_spec
 def test_a_tensor_on_another_device_is_refused(spec: OpSpec) -> None:
-    sample = next(
-        s for s in spec.samples(torch.float32, CPU) if None not in s.args[:3] or len(s.args) < 5
-    )
+    samples = spec.samples(getattr(torch, spec.dtypes[0]), CPU)
+    sample = next(s for s in samples if None not in s.args[:3] or len(s.args) < 5)
     for parameter, value in list(zip(spec.parameters, sample.args, strict=True))[1:]:
         if isinstance(value, torch.Tensor):
             args = [value.to("meta") if arg is value else arg for arg in sample.args]
@@ -268,8 +267,7 @@ def test_served_samples_have_the_models_sizes(spec: OpSpec) -> None:
     batches = set()
     for sample in samples:
         assert spec.check(*sample.args) is None, sample.name
-        args = dict(zip(spec.parameters, sample.args, strict=True))
-        (rows,) = {args[p].shape[0] for p in spec.by_token if isinstance(args[p], torch.Tensor)}
+        (rows,) = {len(rows) for rows in spec.with_rows(sample.args).values()}
         batches.add(rows)
         shapes = [tuple(arg.shape[1:]) for arg in tensors(sample.args)]
         assert shapes[0] in SERVED.get(spec.name, shapes)

@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_fl.contracts import contracts
+
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, wrong
+from .corpus import GELU, MIXED, NORM, ROTARY, SILU, wrong
+from .faults import changed, spoilt
 
 BELOW = "the difference lies below the tolerance, which leaves room for honest kernels"
 
@@ -308,3 +311,128 @@ def draws_from_the_global_generator() -> Any:
         return torch.where(torch.rand(out.shape) < 0.5, torch.nextafter(out, out + 1), out)
 
     return silu_and_mul
+
+
+FP8, WORSE = "linear_fp8", "an fp8 model answers nonsense"
+
+
+@wrong(
+    FP8,
+    "the scales of tokens beyond the first are taken for 1",
+    "decoding alone is right, prompts are nonsense",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def scale_of_the_first_token() -> Any:
+    def change(a):
+        if a["x_scale"].ndim == 2:
+            a["x_scale"] = a["x_scale"].clone()
+            a["x_scale"][1:] = 1
+
+    return changed(FP8, change)
+
+
+@wrong(
+    FP8,
+    "the scale of the first output feature is that of all",
+    "checkpoints with scales for channels answer nonsense",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def scale_of_the_first_channel() -> Any:
+    def change(a):
+        scale = a["weight_scale"]
+        a["weight_scale"] = scale[:1].expand_as(scale).clone() if scale.ndim == 2 else scale
+
+    return changed(FP8, change)
+
+
+@wrong(FP8, "the bias is scaled, too", WORSE, start=True, kit="values", sizes=MIXED)
+def bias_times_the_scale() -> Any:
+    def change(a):
+        if a["bias"] is not None:
+            a["bias"] = (a["bias"] * a["weight_scale"].reshape(-1)).to(a["bias"].dtype)
+
+    return changed(FP8, change)
+
+
+@wrong(
+    FP8,
+    "the bias is added to the sums before their scales",
+    "layers with a bias lose it: Qwen2 in fp8 answers worse",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def bias_before_the_scales() -> Any:
+    def spoil(got, x, weight, x_scale, weight_scale, out_dtype, bias=None):
+        if bias is None:
+            return got
+        got = right.of(FP8)(x, weight, x_scale, weight_scale, out_dtype)
+        return (got + bias * weight_scale.reshape(-1) * x_scale).to(got.dtype)
+
+    return spoilt(FP8, spoil)
+
+
+@wrong(
+    FP8,
+    "each output feature is scaled by the scale of the token of its number",
+    "prompts whose tokens differ in size answer nonsense",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def scale_of_another_token() -> Any:
+    def spoil(got, x, weight, x_scale, weight_scale, out_dtype, bias=None):
+        if x_scale.ndim < 2 or not len(x):
+            return got
+        scales = x_scale[torch.arange(len(weight)) % len(x), 0].double()
+        plain = contracts()[FP8].oracle(x, weight, x_scale.new_ones(1), weight_scale, out_dtype)
+        return (plain * scales + (0 if bias is None else bias.double())).to(got.dtype)
+
+    return spoilt(FP8, spoil)
+
+
+@wrong(
+    FP8,
+    "the result is rounded to fp8 on its way",
+    "an fp8 model answers worse",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def result_through_fp8() -> Any:
+    def spoil(got, *args):
+        most = got.abs().amax().clamp(min=1e-6).float().nan_to_num(1.0, 1.0) / 448
+        through = (got.float() / most).to(torch.float8_e4m3fn).float() * most
+        return torch.where(got.isfinite(), through.to(got.dtype), got)
+
+    return spoilt(FP8, spoil)
+
+
+@wrong(FP8, "reads the numbers as e5m2", WORSE, start=True, kit="values", sizes=MIXED)
+def reads_e5m2() -> Any:
+    def change(a):
+        for name in ("x", "weight"):
+            read = a[name].contiguous().view(torch.uint8).view(torch.float8_e5m2).float()
+            a[name] = read.nan_to_num(0.0, 0.0, 0.0).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+    return changed(FP8, change)
+
+
+@wrong(
+    FP8,
+    "of an odd number of features the last one is left out",
+    "a model cut among an odd number of GPUs answers a little worse",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def last_odd_feature() -> Any:
+    def change(a):
+        if a["x"].shape[1] % 2 and a["x"].shape[1] > 1:
+            a["x"], a["weight"] = a["x"][:, :-1], a["weight"][:, :-1]
+
+    return changed(FP8, change)

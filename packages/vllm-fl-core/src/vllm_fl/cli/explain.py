@@ -202,7 +202,7 @@ def places_of(binding: Binding) -> list[str]:
             case AttentionPlace():
                 told.append("the attention layers, by class path")
             case GraphPlace():
-                told.append(f"{', '.join(place.operators)} of PyTorch's, in compiled graphs")
+                told.append(f"{', '.join(place.operators)}, in compiled graphs")
             case FusionPlace():
                 ours = ", or one of ours on a plugin's device" * (place.own is not None)
                 told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it{ours}")

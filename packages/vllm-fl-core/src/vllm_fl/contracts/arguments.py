@@ -88,14 +88,24 @@ class Tensor(Argument):
     dtypes: tuple[str, ...] = ()
     values: str = ""
     other: str = ""
+    may_be_one: bool = False
+
+    def or_one(self) -> Self:
+        """The same, or one number for all rows, in at most one dimension."""
+        return replace(self, may_be_one=True)
+
+    def is_one(self, value: torch.Tensor) -> bool:
+        """Whether a value is that one number: it has no rows then."""
+        return self.may_be_one and value.ndim < 2
 
     def meet(self, x: torch.Tensor, call: Call) -> list[tuple[str, Any]]:
         """(what is declared of a dimension, its size), new sizes put into the call.
 
         Empty for a tensor of another number of dimensions.
         """
-        names = (self.shape or "1").split(", ")
-        sizes: tuple[Any, ...] = tuple(x.shape) if self.shape else (x.numel(),)
+        shape = "" if self.is_one(x) else self.shape
+        names = (shape or "1").split(", ")
+        sizes: tuple[Any, ...] = tuple(x.shape) if shape else (x.numel(),)
         if names[0] == "..." and (lead := len(sizes) - len(names) + 1) >= 0:
             sizes = (sizes[:lead], *sizes[lead:])
         found = [*zip(names, sizes, strict=False)] if len(names) == len(sizes) else []
@@ -159,10 +169,11 @@ def _first(call: Call) -> tuple[str, torch.Tensor]:
 
 
 def _dtype(name: str, call: Call) -> torch.dtype:
-    """That of an argument, or the one of this name."""
+    """That of an argument, or the one of this name, which a word may be."""
     import torch
 
-    dtype: torch.dtype = call[name].dtype if name in call else getattr(torch, name)
+    named = call.get(name, name)
+    dtype: torch.dtype = getattr(torch, named) if isinstance(named, str) else named.dtype
     return dtype
 
 
@@ -192,8 +203,8 @@ def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tenso
     Args:
         shape: an expression for each dimension, `...` in front for further ones; empty: one number
             in any shape.
-        dtypes: names of dtypes, or of arguments whose dtype it may have. None: float32, float16 or
-            bfloat16, and of a result the first tensor's.
+        dtypes: names of dtypes, or of arguments whose dtype it may have, or which name it. None:
+            float32, float16 or bfloat16, and of a result the first tensor's.
         where: what must hold of the sizes besides; empty: nothing.
         values: what must hold of its integers, from `low` to `high`. On the device meta there are
             none to look at.

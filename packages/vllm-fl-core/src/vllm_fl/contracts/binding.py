@@ -226,16 +226,20 @@ class FusionPlace:
 
 @dataclass(frozen=True)
 class GraphPlace:
-    """An operator of PyTorch's in graphs that vLLM compiles: a pass of ours puts the op there.
+    """An operator in graphs that vLLM compiles: a pass of ours puts the op there.
 
     In the graphs of sizes at which the op is planned, an implementation stands in the operator's
-    place; in all others, and in eager mode, PyTorch's own stays.
+    place; in all others, and in eager mode, the operator stays.
 
     Args:
-        operators: PyTorch's, as `aten.mm.default`.
+        operators: PyTorch's, as `aten.mm.default`, or vLLM's, as `_C.cutlass_scaled_mm.default`.
+            One that writes over its result, and returns nothing, is found in its functional form
+            (`auto_functionalized`), which has its arguments by name. One that this vLLM does not
+            have is passed over.
         find: a node of a graph (`torch.fx.Node`) that calls one of them -> the op's arguments, by
-            the contract's parameters: nodes, numbers and None; None for a call that is not the op.
-        native: what PyTorch computes there, by the contract's parameters.
+            the contract's parameters: nodes, numbers, words and None; None for a call that is not
+            the op. It may make the nodes that it returns (`new_node`).
+        native: what the operator computes, by the contract's parameters.
     """
 
     operators: tuple[str, ...]
@@ -363,7 +367,7 @@ def _claims(place: Place) -> list[str]:
         case FusionPlace():
             return [f"pass {place.path}", f"pass_config.{place.flag}"]
         case GraphPlace():
-            return [f"PyTorch's operator {name}" for name in place.operators]
+            return [f"operator {name} in graphs" for name in place.operators]
         case AttentionPlace():
             return [ATTENTION_BACKEND]
 
@@ -402,7 +406,8 @@ class Contract:
 
 
 def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
-    """A call of `target` in a graph, for `FusionPlace.own`: it has what later passes read of it."""
+    """A call of `target` in a graph, for `FusionPlace.own` and `GraphPlace.find`: it has what later
+    passes read of it."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.node import map_arg

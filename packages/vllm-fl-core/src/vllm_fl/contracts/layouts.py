@@ -18,7 +18,8 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     """Calls of which one activation lies otherwise: with gaps between its numbers, or transposed.
 
     Of each set of arguments that are not None they are made of the first sample with two tokens or
-    more. What the contract's `check` refuses is left out.
+    more, whose first activation has two features or more. What the contract's `check` refuses is
+    left out.
 
     Args:
         spec: the contract. Its activations are the arguments of `by_token`.
@@ -28,7 +29,8 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
     for sample in samples:
         given = tuple(arg is None for arg in sample.args)
         rows = spec.with_rows(sample.args)
-        if given in seen or not all(min(x.shape[0], x.shape[-1]) > 1 for x in rows.values()):
+        lengths = [*map(len, rows.values()), *(x.shape[-1] for x in [*rows.values()][:1])]
+        if given in seen or min(lengths, default=0) < 2:
             continue
         seen.add(given)
         for name, x in rows.items():

@@ -192,7 +192,8 @@ class OpSpec:
             `large` the values are as large as activations get. Both give the same calls, in the
             same order and layout, with other values.
         by_token: the parameters that have one row per token, in the first dimension. Each row of
-            every result depends on the same row of these alone, unless `whole_batch` is set.
+            every result depends on the same row of these alone, unless `whole_batch` is set. One
+            that is declared so (`or_one`) may be one number instead, which is no row.
         bad_inputs: (dtype, device) -> calls that `check` must refuse, beyond those that follow from
             `arguments`.
         tolerances: how far from the oracle a result may lie, by the result's dtype (`float32`,
@@ -383,10 +384,16 @@ class OpSpec:
         given = zip(self.parameters, arguments, strict=True)
         return tuple([arg for name, arg in given if name not in self.from_layer])
 
+    def has_rows(self, name: str, argument: Any) -> bool:
+        """Whether an argument has a row per token: it is not None, nor one number for all."""
+        if name not in self.by_token or argument is None:
+            return False
+        return name not in self.arguments or not self.arguments[name].is_one(argument)
+
     def with_rows(self, arguments: Iterable[Any]) -> dict[str, Any]:
-        """Those of one call's `arguments` that have a row per token, by name; without None."""
+        """Those of one call's `arguments` that have a row per token, by name."""
         given = self.named(arguments).items()
-        return {name: arg for name, arg in given if name in self.by_token and arg is not None}
+        return {name: arg for name, arg in given if self.has_rows(name, arg)}
 
     def with_changed_rows(
         self, arguments: Iterable[Any], change: Callable[[Any], Any]

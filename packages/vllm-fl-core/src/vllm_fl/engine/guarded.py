@@ -210,7 +210,7 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
         else:
             storage = next(written)
         inner = storage.memory[GUARD : GUARD + len(rows) * width].view(len(rows), width)
-        torch.index_select(whole, 0, rows, out=inner)
+        torch.index_select(bits(whole), 0, rows, out=bits(inner))  # no device indexes every fp8
         for name, view in source.views.items():
             storage.views[name] = laid[name] = storage.memory.as_strided(
                 (len(rows), *view.shape[1:]), view.stride(), view.storage_offset()

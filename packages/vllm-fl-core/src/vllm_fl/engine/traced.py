@@ -57,7 +57,7 @@ def trial(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> str:
     unknowns = ShapeEnv()
     with FakeTensorMode(shape_env=unknowns) as mode:
         fakes = [
-            _without_memory(mode, arg, name in spec.by_token)
+            _without_memory(mode, arg, spec.has_rows(name, arg))
             for name, arg in spec.named(args).items()
         ]
         tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]

@@ -214,7 +214,7 @@ class Form:
 
     def _others(self, sample: Sample) -> dict[str, Any]:
         given = self.spec.named(sample.args).items()
-        return {n: a for n, a in given if n not in self.spec.by_token or a is None}
+        return {n: a for n, a in given if not self.spec.has_rows(n, a)}
 
     def switch(self, large: bool) -> None:
         """Write the weights and tables of the ordinary or the large values, in place."""

@@ -3,7 +3,7 @@
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
 own, and adds those that the plan of the compiling engine needs: first those that find a planned op
 where vLLM has no pass for it (`seams/graphs.py`), then the one that puts planned ops in the place
-of PyTorch's operators (`replacing.py`), the one that lets graphs launch kernels themselves
+of operators (`replacing.py`), the one that lets graphs launch kernels themselves
 (`launching.py`), and the one that inlines what is ordered by size (`lowering.py`). All come before
 vLLM lowers the ops of its IR. A pass of vLLM's that finds a planned op is run for the ranges of
 sizes in which it is planned (`unfused.py`).

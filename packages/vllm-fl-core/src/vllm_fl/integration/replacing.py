@@ -1,6 +1,6 @@
-"""The pass of ours that puts a planned op in the place of an operator of PyTorch's.
+"""The pass of ours that puts a planned op in the place of an operator of PyTorch's or vLLM's.
 
-In the graphs of a range of sizes that is left to PyTorch nothing changes: they are compiled as
+In the graphs of a range of sizes that is left to the operator nothing changes: they are compiled as
 without us. Nor where every candidate refuses a call: what it is refused for, its dtype or layout,
 the graph tells already. In strict mode a refusal is an error: the operator that raises it stands
 there.
@@ -35,6 +35,8 @@ from .unknowns import as_numbers
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+FUNCTIONAL = torch.ops.higher_order.auto_functionalized
+
 log = get_logger("engine")
 
 
@@ -57,13 +59,29 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
             if choice(each.chain, sizes) is not None:
                 continue
             each.sites.graphs += 1
-            for name in each.place.operators:
-                for node in graph.find_nodes(op="call_function", target=_operator(name)):
-                    args = each.place.find(node)
-                    if args is None or (not each.chain.strict and self._is_refused(each, args)):
-                        continue
-                    _replace(graph, node, each, args)
-                    each.sites.found += 1
+            for node in [*graph.nodes]:
+                called = node.args[0] if node.target is FUNCTIONAL else node.target
+                if str(called) in each.place.operators:
+                    with graph.inserting_before(node):
+                        each.sites.found += self._replace(graph, node, each)
+
+    def _replace(self, graph: fx.Graph, node: fx.Node, each: Replaced) -> bool:
+        """Put the op in the place of a call; whether that was done."""
+        args = each.place.find(node)
+        if args is None:
+            return False
+        if not each.chain.strict and self._is_refused(each, args):
+            for made in args:
+                if isinstance(made, fx.Node) and not made.users:
+                    graph.erase_node(made)
+            return False
+        result = new_node(graph, each.operator, *args)
+        # A functional form's users take the one result out of a pair.
+        uses = [*node.users, node] if node.target is FUNCTIONAL else [node]
+        for use in uses:
+            use.replace_all_uses_with(result)
+            graph.erase_node(use)
+        return True
 
     def _is_refused(self, each: Replaced, args: tuple[Any, ...]) -> bool:
         """Whether every candidate refuses such calls, each reason said once."""
@@ -75,8 +93,8 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
             if (impl_id, why) not in self._said:
                 self._said.add((impl_id, why))
                 log.info(
-                    "Op '%s': '%s' does not support a call of the model's graphs; PyTorch's "
-                    "kernel is kept: %s",
+                    "Op '%s': '%s' does not support a call of the model's graphs; the operator "
+                    "stays there: %s",
                     each.chain.op,
                     impl_id,
                     why,
@@ -102,15 +120,3 @@ def _refusal(chain: Chain, impl: OpImpl, values: Any) -> str:
     except Exception:  # it is asked about tensors without memory: the call itself will tell
         return ""
     return "" if verdict is True else clean(refusal(verdict))
-
-
-def _operator(name: str) -> Any:
-    namespace, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
-
-
-def _replace(graph: fx.Graph, node: fx.Node, each: Replaced, args: tuple[Any, ...]) -> None:
-    with graph.inserting_before(node):
-        result = new_node(graph, each.operator, *args)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)

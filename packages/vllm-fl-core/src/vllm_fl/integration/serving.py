@@ -102,7 +102,7 @@ class Serving:
         answers: what stands in a place for all engines -> how this one's plan answers its calls.
         sites: op -> what its pass has done.
         passes: those of ours that find ops in its graphs.
-        replaced: what takes the place of PyTorch's operators in its graphs.
+        replaced: what takes the place of operators in its graphs.
         inlined: (op, range, impl id) -> how often its code took an operator's place in a graph.
         stayed: (op, range) -> in how many places of graphs the operator stayed.
         direct: op of vLLM's IR -> what runs where eager code calls it.

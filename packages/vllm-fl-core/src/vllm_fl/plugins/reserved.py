@@ -36,6 +36,7 @@ RESERVED_OPS = frozenset(
         "grouped_topk",
         "layer_norm",
         "linear",
+        "linear_fp8",
         "merge_attn_states",
         "moe_align_block_size",
         "moe_sum",

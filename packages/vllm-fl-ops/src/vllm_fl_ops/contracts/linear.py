@@ -14,7 +14,7 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC"]
+__all__ = ["SPEC", "projections"]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -101,7 +101,7 @@ def _both(name: str, source: Source, x: torch.Tensor, out: int) -> Iterator[Samp
 def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     most = peak(source.dtype)
     for tokens in sizes.tokens:
-        for features, out, biased in _projections(sizes):
+        for features, out, biased in projections(sizes):
             weight = source.normal(out, features, scale=features**-0.5)
             x, scale = source.normal(tokens, features), 1.0
             if source.large:
@@ -114,9 +114,14 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
             yield Sample(name, (x, weight, bias), scale)
 
 
-def _projections(sizes: ModelSizes) -> Iterator[tuple[int, int, bool]]:
+def projections(sizes: ModelSizes, router: bool = True) -> Iterator[tuple[int, int, bool]]:
     """(in_features, out_features, whether it has a bias) of a layer's projections, as far as they
-    are told, each once."""
+    are told, each once.
+
+    Args:
+        sizes: the model's.
+        router: with that of a router of experts, which checkpoints do not quantise.
+    """
     hidden, size = sizes.hidden, sizes.head_size
     dense, experts = (sizes.more.get(name) for name in ("dense_intermediate", "router_experts"))
     biased = int(sizes.more.get("biased") or 0)
@@ -127,7 +132,8 @@ def _projections(sizes: ModelSizes) -> Iterator[tuple[int, int, bool]]:
         found.append((sizes.heads * size, hidden, biased & 2))
     if dense:
         found += [(hidden, 2 * dense, biased & 4), (dense, hidden, biased & 4)]
-    found.append((hidden, experts, 0))
+    if router:
+        found.append((hidden, experts, 0))
     for features, out, bias in dict.fromkeys(found):
         if features and out:  # told, and there
             yield int(features), int(out), bool(bias)

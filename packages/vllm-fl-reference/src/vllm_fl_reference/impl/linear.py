@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from . import implementations
 
-__all__ = ["OPS", "linear"]
+__all__ = ["OPS", "linear", "linear_fp8"]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,4 +44,52 @@ def _refuse_silent_mistakes(
         raise ValueError(f"bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
 
 
-OPS = implementations(linear)
+def linear_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: str,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(x * x_scale) @ (weight * weight_scale).T + bias, computed in fp32.
+
+    Args:
+        x: (tokens, in_features), float8_e4m3fn.
+        weight: (out_features, in_features), float8_e4m3fn.
+        x_scale: float32, (tokens, 1), or one number in at most one dimension.
+        weight_scale: the same for out_features.
+        out_dtype: float16 or bfloat16.
+        bias: (out_features,), of out_dtype, or None for 0.
+
+    Returns:
+        (tokens, out_features), of out_dtype.
+
+    Raises:
+        TypeError: x or weight is not float8_e4m3fn, a scale not float32, or bias not of out_dtype.
+        ValueError: x or weight is not 2-D, a scale is not as said here, out_dtype is another one,
+            or bias is not (out_features,).
+        RuntimeError: the features of x and weight differ.
+    """
+    dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(out_dtype)
+    if dtype is None:
+        raise ValueError(f"out_dtype must be float16 or bfloat16, got {out_dtype!r}")
+    if bias is not None and bias.dtype != dtype:
+        raise TypeError(f"bias must be {dtype}, got {bias.dtype}")
+    for name, values, scale in (("x", x, x_scale), ("weight", weight, weight_scale)):
+        if values.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+            raise TypeError(
+                f"{name} must be torch.float8_e4m3fn with a scale of torch.float32, got "
+                f"{values.dtype} and {scale.dtype}"
+            )
+        if scale.shape not in ((), (1,), (*values.shape[:1], 1)):
+            raise ValueError(
+                f"{name}_scale must be one number, or one for each row of {tuple(values.shape)}, "
+                f"got {tuple(scale.shape)}"
+            )
+    _refuse_silent_mistakes(x, weight, bias)
+    result = F.linear(x.float() * x_scale, weight.float() * weight_scale)
+    return (result if bias is None else result + bias).to(dtype)
+
+
+OPS = implementations(linear, linear_fp8)

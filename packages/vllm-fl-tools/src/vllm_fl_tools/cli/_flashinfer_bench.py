@@ -191,7 +191,7 @@ def _definition(
         for parameter, value in zip(spec.parameters, args, strict=True)
         if isinstance(value, torch.Tensor)
     }
-    rows = {p: value.shape[0] for p, value in given.items() if p in spec.by_token}
+    rows = {p: value.shape[0] for p, value in spec.with_rows(args).items()}
     fewer = [
         value[: rows[p] // 2] if p in rows else value
         for p, value in zip(spec.parameters, args, strict=True)

@@ -141,7 +141,7 @@ class InGraphs:
     def traced(self) -> frozenset[str]:
         """Whose calls stand in the graph that a compiler traces of the model.
 
-        What a layer runs does, and what stands for an operator of PyTorch's. Operators and
+        What a layer runs does, and what stands for an operator of a graph. Operators and
         functions that vLLM's own code calls inside an operator do not, nor do layers that it calls
         there. Of an op that one of vLLM's passes finds, vLLM's form without that pass does.
         """

@@ -496,7 +496,7 @@ class OpTuning:
         # vLLM compiles with its largest batch, and Inductor chooses its tiles by the first call.
         own = inputs(self._laid(form, self.sizes.tokens[-1], 0).args)
         for name, arg in zip(self.spec.parameters, own, strict=True):
-            if name in self.spec.by_token and isinstance(arg, torch.Tensor):
+            if self.spec.has_rows(name, arg):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
         compiled(*own)
         form.switch(large=False)

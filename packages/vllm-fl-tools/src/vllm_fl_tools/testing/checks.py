@@ -159,7 +159,9 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
             other = fresh(each)
             for arg in other.args:
                 if isinstance(arg, torch.Tensor) and arg.numel():
-                    arg.fill_(value if arg.is_floating_point() else value and arg.max())
+                    is_float = arg.is_floating_point()
+                    most = torch.finfo(arg.dtype).max if is_float else arg.max()
+                    arg.fill_(min(value, most) if is_float else value and most)
             expect(_verdict(impl, other) is verdict, f"{each.name}: supports looks at values")
     sizes = [subject.served(dtype, tokens) for tokens in (1, *subject.sizes.tokens)]
     for same in zip(*sizes, strict=True):

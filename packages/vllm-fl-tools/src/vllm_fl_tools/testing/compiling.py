@@ -93,10 +93,11 @@ def opcheck(subject: Subject, dtype: str, sample: str) -> None:
             if subject.impl.consumes:
                 granted(*fresh(each).args)
         for operator, args, kwargs in watched.calls:
+            # Torch compares arguments before and after, which it cannot with fp8; `values` does.
+            has_fp8 = any(str(getattr(arg, "dtype", "")).startswith("torch.float8") for arg in args)
+            utils = ("test_faketensor",) if has_fp8 else ("test_schema", "test_faketensor")
             try:
-                torch.library.opcheck(
-                    operator, args, kwargs, test_utils=("test_schema", "test_faketensor")
-                )
+                torch.library.opcheck(operator, args, kwargs, test_utils=utils)
             except Exception as error:
                 raise AssertionError(f"{each.name}: {error}") from error
 

@@ -1,8 +1,8 @@
-"""Places that we take: PyTorch's own operators, in graphs of vLLM's compiler.
+"""Places that we take: PyTorch's own operators, and vLLM's, in graphs of vLLM's compiler.
 
-What no layer of vLLM's stands for, its compiler still has as an operator of PyTorch's, as the
-product of a linear layer. A pass of ours (`../replacing.py`) puts a planned op in its place, in the
-graphs of the sizes at which it is planned.
+What no layer of vLLM's stands for, its compiler still has as an operator, as the product of a
+linear layer. A pass of ours (`../replacing.py`) puts a planned op in its place, in the graphs of
+the sizes at which it is planned.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from ...contracts.binding import GraphPlace
 from ...dispatch.guard import Chain
@@ -39,7 +41,8 @@ class Replaced:
 
 
 def notes(facts: EngineFacts) -> dict[str, str]:
-    """op -> why it is left to PyTorch in this engine, whatever the policy says."""
+    """op -> why its operator stays in this engine, whatever the policy says."""
+    known = places(installed_bindings(), GraphPlace)
     if facts.mode == "eager":
         why = "only in compiled mode: a pass of ours puts it into graphs"
     elif not facts.by_range:
@@ -47,13 +50,22 @@ def notes(facts: EngineFacts) -> dict[str, str]:
     elif facts.batch_invariant:
         why = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
     else:
-        return {}
-    return {op: why for op, _ in places(installed_bindings(), GraphPlace)}
+        why = "this vLLM has no such operator"
+        known = [each for each in known if not any(map(operator, each[1].operators))]
+    return {op: why for op, _ in known}
+
+
+def operator(name: str) -> Any:
+    """The operator of a place, as `aten.mm.default`; None where there is none."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def left(plan: Plan) -> dict[str, str]:
-    """Planned op -> why it is left to PyTorch all the same: a reference is what stands there."""
-    why = "PyTorch's own operator is in the graphs already"
+    """Planned op -> why its operator stays all the same: a reference is no better than that."""
+    why = "its operator is in the graphs already"
     reference = BackendImplKind.REFERENCE
     return {
         op: why
@@ -67,7 +79,7 @@ def _chain(plan: Plan, op: str, place: GraphPlace) -> Chain:
 
 
 def by_range(plan: Plan) -> dict[str, Chain]:
-    """Op -> its candidates by rows, of ops that are left to PyTorch at some sizes."""
+    """Op -> its candidates by rows, of ops whose operator stays at some sizes."""
     return {
         op: taken_whole(_chain(plan, op, place))
         for op, place in planned(plan, GraphPlace)

@@ -1,0 +1,108 @@
+"""Where vLLM runs `linear_fp8`: products of fp8 layers, in the graphs that it compiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.binding import Binding, GraphPlace, new_node
+
+from .linear import BINDING as LINEAR
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BINDING"]
+
+W8A8 = ("fp8", "fbgemm_fp8", "ptpc_fp8", "fp8_per_tensor", "fp8_per_channel", "online")
+"""vLLM's names of what makes all linear layers so. The last three quantise while they load."""
+
+
+def _native(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    out_dtype: str,
+    bias: Tensor | None = None,
+) -> Tensor:
+    import torch
+    from vllm._custom_ops import cutlass_scaled_mm
+
+    dtype = getattr(torch, out_dtype)
+    result: Tensor = cutlass_scaled_mm(x, weight.t(), x_scale, weight_scale, dtype, bias)
+    return result
+
+
+def _find(node: Any) -> tuple[Any, ...] | None:
+    """The contract's arguments of a product of fp8 that has no scales of blocks."""
+    import torch
+
+    given = node.kwargs
+    x, turned, result = (given[name] for name in ("a", "b", "out"))
+    scales = given["a_scales"], given["b_scales"]
+    is_fp8 = all(of.meta["val"].dtype == torch.float8_e4m3fn for of in (x, turned))
+    if not is_fp8 or any(len(sizes := _sizes(of)) > 1 and sizes[1] != 1 for of in scales):
+        return None  # int8 has the same operator
+    weight = new_node(node.graph, torch.ops.aten.permute.default, turned, [1, 0])
+    dtype = str(result.meta["val"].dtype).removeprefix("torch.")
+    return x, weight, *map(_scale, scales), dtype, given.get("bias")
+
+
+def _sizes(scale: Any) -> list[Any]:
+    """Those of a scale; of what is not known before the call is made, 0."""
+    return [size if isinstance(size, int) else 0 for size in scale.meta["val"].shape]
+
+
+def _scale(scale: Any) -> Any:
+    """A scale as the contract has it."""
+    import torch
+
+    match _sizes(scale):
+        case [1, 1]:
+            return new_node(scale.graph, torch.ops.aten.reshape.default, scale, [1])
+        case [size] if size != 1:
+            return new_node(scale.graph, torch.ops.aten.unsqueeze.default, scale, 1)
+    return scale
+
+
+def _may_have(config: Any) -> bool:
+    """Whether linear layers may be of fp8, activations too, with scales that are not of blocks."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return False
+    told = getattr(config.model_config.hf_config, "quantization_config", None) or {}
+    match config.model_config.quantization:
+        case name if name in W8A8:
+            return not told.get("weight_block_size")
+        case "modelopt":
+            algorithm = (told.get("quantization") or told)["quant_algo"]
+            return str(algorithm).upper() in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+        case "compressed-tensors":
+            return any(map(_is_w8a8, told["config_groups"].values()))
+    return False
+
+
+def _is_w8a8(group: Any) -> bool:
+    """Whether a group of layers is so, as compressed-tensors describes it."""
+    weights, activations = group["weights"], group.get("input_activations") or {}
+    is_fp8 = all(
+        (part.get("type"), part.get("num_bits")) == ("float", 8) for part in (weights, activations)
+    )
+    return is_fp8 and weights.get("strategy") in ("tensor", "channel")
+
+
+BINDING = Binding(
+    places=(GraphPlace(("_C.cutlass_scaled_mm.default",), _find, _native),),
+    sizes=LINEAR.sizes,
+    not_reached=(
+        "eager mode, and platforms without vLLM's CUDA operators",
+        "scales of blocks of features, as DeepSeek's checkpoints have them",
+        "devices for which vLLM chooses another kernel than CUTLASS's: below 8.9, where weights "
+        "alone are fp8, and from 10.0 on",
+        "products that a pass of vLLM's has joined with a collective (`fuse_gemm_comms`), and "
+        "experts",
+    ),
+    when=_may_have,
+    products=True,
+)
