@@ -69,8 +69,10 @@ SLACK_MIB = 16
 
 
 def used_mib() -> int:
-    """The memory of all devices that is in use, by whomever."""
+    """The memory of the visible devices that is in use, by whomever."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    query += [f"--id={visible}"] if visible else []
     asked = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     return sum(map(int, asked.split()))
 

@@ -113,36 +113,38 @@ def test_a_row_has_a_warp_for_each_512_elements() -> None:
     assert [kernels.warps(1 << n) for n in (0, 4, 9, 10, 12, 13, 16)] == [1, 1, 1, 2, 8, 16, 16]
 
 
-HALF = "*bf16"
-ONE_ROW = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), HALF) | dict.fromkeys(
-    ("outputs", "features", "weight_step"), "i32"
-)
+NUMBERS = dict.fromkeys(("outputs", "features", "weight_step"), "i32")
 ONE_ROW_SIZES = {"ROWS": 2, "BLOCK": 1024, "WHOLE_ROWS": False, "WHOLE_BLOCKS": False}
-ROWS = (
-    {"x": "tensordesc<bf16[16,256]>", "weight": "tensordesc<bf16[64,256]>"}
-    | {"weight_ptr": HALF, "bias_ptr": HALF, "out_ptr": HALF}
-    | dict.fromkeys(("tokens", "outputs", "features", "weight_step"), "i32")
-)
 ROWS_SIZES = {"more_weight": None, "TOKENS": 16, "ROWS": 64, "MORE": 0, "BLOCK": 256, "STAGES": 4}
 
 
-@pytest.mark.parametrize(
-    ("kernel", "parameters", "sizes"),
-    [
-        ("linear_of_one_row_kernel", ONE_ROW, ONE_ROW_SIZES),
-        ("linear_kernel", ROWS, ROWS_SIZES),
-    ],
-)
+@pytest.mark.parametrize("is_one_row", [True, False])
+@pytest.mark.parametrize("bits", [16, 8])
 def test_a_kernel_that_begins_early_touches_nothing_before_it_has_waited(
-    kernel: str, parameters: dict[str, str], sizes: dict[str, Any]
+    is_one_row: bool, bits: int
 ) -> None:
     """As compiled for a Hopper GPU, which it takes none for; without EARLY nothing waits."""
     from vllm_fl_flaggems import triton_kernels
 
+    of = "bf16" if bits == 16 else "fp8e4nv"
+    parameters = NUMBERS | {"weight_ptr": f"*{of}", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
+    scales = ("x_scale_ptr", "weight_scale_ptr")
+    parameters |= dict.fromkeys(scales, "*fp32") if bits == 8 else {}
+    sizes: dict[str, Any] = dict.fromkeys(scales) if bits == 16 else {}
+    if is_one_row:
+        kernel = triton_kernels.linear_of_one_row_kernel
+        parameters |= {"x_ptr": f"*{of}"}
+        sizes |= ONE_ROW_SIZES | {"PER_OUTPUT": bits == 8}
+    else:
+        kernel = triton_kernels.linear_kernel
+        blocks = {"x": f"tensordesc<{of}[16,256]>", "weight": f"tensordesc<{of}[64,256]>"}
+        parameters |= blocks | {"tokens": "i32"}
+        sizes |= ROWS_SIZES | {"PER_TOKEN": bits == 8, "PER_OUTPUT": bits == 8}
+
     def instructions(early: int) -> list[str]:
         constants = sizes | {"EARLY": early}
         source = ASTSource(
-            getattr(triton_kernels, kernel),
+            kernel,
             parameters | dict.fromkeys(constants, "constexpr"),
             constants,
         )

@@ -23,7 +23,15 @@ from vllm_fl.contracts.spec import Sample
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.verification import compare
 from vllm_fl_flaggems import kernels, loading
-from vllm_fl_flaggems.impl import activation, experts, linear, normalization, paging, rotary
+from vllm_fl_flaggems.impl import (
+    activation,
+    experts,
+    linear,
+    linear_fp8,
+    normalization,
+    paging,
+    rotary,
+)
 from vllm_fl_flaggems.loading import flag_gems, problem
 from vllm_fl_flaggems.plugin import register_ops
 
@@ -99,7 +107,7 @@ def test_caches_in_rows_are_written_by_flag_gems(
         assert torch.equal(cache.flatten(0, 1)[slots], row)
 
 
-@pytest.mark.parametrize("op", ["linear", "qk_norm_rope", "reshape_and_cache"])
+@pytest.mark.parametrize("op", ["linear", "linear_fp8", "qk_norm_rope", "reshape_and_cache"])
 def test_this_packages_own_kernels_serve_without_flag_gems(
     op: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +163,31 @@ def test_products_are_right_on_tiles_of_every_size(
     for args in ((x, weight, None), (x, weight, bias)):
         found = compare(implementation("linear"), spec, Sample("tiles", args), torch.bfloat16)
         assert found.status == "ok", found
+
+
+def test_products_of_eight_bits_are_right_in_blocks_of_either_length(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    run = linear.of_rows
+
+    def of_rows(*args: Any) -> None:
+        asked.append(args[4][2])
+        run(*args)
+
+    monkeypatch.setattr(linear_fp8, "of_rows", of_rows)
+    spec, dtype = contracts()["linear_fp8"], torch.bfloat16
+    (sample,) = (
+        each for each in spec.samples(dtype, device) if each.name == "16 tokens, scales one and one"
+    )
+    for most in (linear_fp8.MANY_OUTPUTS, 1):
+        monkeypatch.setattr(linear_fp8, "MANY_OUTPUTS", most)
+        found = compare(implementation("linear_fp8"), spec, sample, dtype)
+        assert found.status == "ok", found
+    assert asked == [512, 256]
+    with pytest.raises(NotImplementedError, match="more than 32 tokens, and these are 33"):
+        x, *rest = sample.args
+        linear_fp8.linear_fp8(x[:1].expand(33, -1), *rest)
 
 
 def test_products_of_rows_that_begin_anywhere_are_pytorchs(

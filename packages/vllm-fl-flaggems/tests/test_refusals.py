@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch._inductor import config as inductor
 
 from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
+from vllm_fl_flaggems.impl import linear_fp8
 from vllm_fl_flaggems.impl.linear import _most_stages, _tile, begins_early
 from vllm_fl_flaggems.plugin import register_ops
 
@@ -22,6 +24,17 @@ REFUSED = {
         "weights on the input, biases",
     },
     "linear": {"weight transposed", "square weight, transposed"},
+    "linear_fp8": {"features apart", "transposed in memory"}
+    | {
+        f"{name}, scales {scales}"
+        for name in (
+            "1 token, odd sizes beyond one block",
+            "17 tokens, odd sizes",
+            "1 feature",
+            "1 output feature",  # of 2063
+        )
+        for scales in ("each token and each channel, bias", "each token and one", "one and one")
+    },
     "recurrent_gated_delta_rule": {"large epsilon"},
     "reshape_and_cache": {"features apart"},
     "rms_norm": {
@@ -116,6 +129,36 @@ def test_products_are_refused_where_the_kernels_would_read_beyond(
     assert "bias is" in str(verdict(bias=torch.ones(33, dtype=half)))
 
 
+def test_products_of_eight_bits_are_left_to_vllm_where_its_kernel_is_needed_or_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (impl,) = (impl for impl in register_ops() if impl.op_name == "linear_fp8")
+    eight = torch.float8_e4m3fn
+
+    def verdict(outputs: int = 32, features: int = 64, **change: Any) -> object:
+        good = {
+            "x": torch.ones(2, features).to(eight),
+            "weight": torch.ones(outputs, features).to(eight),
+            "x_scale": torch.ones(2, 1),
+            "weight_scale": torch.ones(outputs, 1),
+            "out_dtype": "bfloat16",
+            "bias": torch.ones(outputs, dtype=torch.bfloat16),
+        }
+        return impl.supports(*(good | change).values())
+
+    assert verdict() is True is verdict(bias=None)
+    assert verdict(3072, 8192) is True is verdict(2560, 4096)
+    assert "faster one for 8192 -> 2560" in str(verdict(2560, 8192))
+    assert "do not begin" in str(verdict(features=72))
+    assert "float8_e5m2" in str(verdict(x=torch.ones(2, 64).to(torch.float8_e5m2)))
+    assert "weight is" in str(verdict(weight=torch.ones(64, 32).to(eight).t()))
+    assert "x_scale is" in str(verdict(x_scale=torch.ones(1, 2)))
+    assert "weight_scale is" in str(verdict(weight_scale=torch.ones(32, 1).double()))
+    assert "bias is torch.float16" in str(verdict(bias=torch.ones(32, dtype=torch.float16)))
+    monkeypatch.setattr(linear_fp8, "copies_blocks", lambda device: False)
+    assert "for Hopper and later" in str(verdict())
+
+
 @pytest.mark.parametrize(
     ("outputs", "tokens", "tile"),
     [
@@ -134,7 +177,7 @@ def test_each_multiprocessor_has_one_program_where_it_can(
 ) -> None:
     assert _tile(outputs, tokens) == tile
     rows, more, features, stages = tile
-    assert stages <= _most_stages(torch.device("cpu"), features * (rows + more + tokens))
+    assert stages <= _most_stages(torch.device("cpu"), 2 * features * (rows + more + tokens))
 
 
 def test_fewer_blocks_are_in_flight_where_there_is_less_shared_memory(
@@ -143,9 +186,9 @@ def test_fewer_blocks_are_in_flight_where_there_is_less_shared_memory(
     held = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: held)
     stages = _most_stages.__wrapped__
-    assert stages(torch.device("cuda", 0), 128 * (64 + 64)) == 3
-    assert stages(torch.device("cuda", 0), 128 * 4096) == 1
-    assert stages(torch.device("cpu"), 128 * (64 + 64)) == 7
+    assert stages(torch.device("cuda", 0), 2 * 128 * (64 + 64)) == 3
+    assert stages(torch.device("cuda", 0), 2 * 128 * 4096) == 1
+    assert stages(torch.device("cpu"), 2 * 128 * (64 + 64)) == 7
 
 
 @pytest.mark.parametrize(

@@ -728,7 +728,9 @@ def test_one_that_serves_many_tokens_is_tried_with_as_many() -> None:
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     role = Role(impl, compiled=fn, least=1025)
     request = Request([role], torch.bfloat16, CPU, SIZES, backend="aot_eager", seconds=0.0)
-    own = {len(sample.args[0]) for sample in contracts()["silu_and_mul"].samples(torch.bfloat16, CPU)}
+    own = {
+        len(sample.args[0]) for sample in contracts()["silu_and_mul"].samples(torch.bfloat16, CPU)
+    }
     assert not find_faults(request).faults
     assert {1025, 2047, 2048} <= {*asked}
     assert min({*asked} - own) == 1025

@@ -152,6 +152,8 @@ def linear_of_one_row_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
     out_ptr,
     outputs,
     features,
@@ -160,9 +162,14 @@ def linear_of_one_row_kernel(
     BLOCK: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
     WHOLE_BLOCKS: tl.constexpr,
+    PER_OUTPUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The next ROWS outputs of one token, by products of BLOCK features at a time."""
+    """The next ROWS outputs of one token, by products of BLOCK features at a time.
+
+    Numbers in 8 bits have scales: one of the token, and one of the weight or, PER_OUTPUT, of each
+    of its rows.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < outputs
     feature = tl.arange(0, BLOCK)
@@ -182,6 +189,8 @@ def linear_of_one_row_kernel(
             x = tl.load(x_ptr + at, mask=is_feature, other=0.0)
         products += w.to(tl.float32) * x.to(tl.float32)[None, :]
     total = tl.sum(products, axis=1)
+    if x_scale_ptr is not None:
+        total *= tl.load(x_scale_ptr) * _scales(weight_scale_ptr, row, outputs, PER_OUTPUT)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=is_row)
@@ -195,7 +204,8 @@ def _begin_early(weight_ptr, rows, weight_step, features, LINES: tl.constexpr):
     behind this one may begin only after it: Inductor's take for granted that whatever is
     older than the kernel before them has ended.
     """
-    feature = tl.minimum(tl.arange(0, LINES) * 64, features - 1)
+    line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+    feature = tl.minimum(tl.arange(0, LINES) * line, features - 1)
     places = weight_ptr + rows.to(tl.int64)[:, None] * weight_step + feature[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -216,6 +226,8 @@ def linear_kernel(
     more_weight,
     weight_ptr,
     bias_ptr,
+    x_scale_ptr,
+    weight_scale_ptr,
     out_ptr,
     tokens,
     outputs,
@@ -226,6 +238,8 @@ def linear_kernel(
     MORE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    PER_OUTPUT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """The next ROWS and MORE outputs of all tokens, of which there are at most TOKENS.
@@ -234,6 +248,9 @@ def linear_kernel(
     beyond the matrices they have zeros. MORE may be 0. weight_ptr is where the weight begins. The
     weight is the left factor: it has the rows that a tensor core's instruction takes, and few
     tokens have not.
+
+    Numbers in 8 bits have scales: one of x or, PER_TOKEN, of each of its rows; one of the weight
+    or, PER_OUTPUT, of each of its rows.
     """
     row = tl.program_id(0) * (ROWS + MORE)
     if EARLY > 0:
@@ -247,25 +264,29 @@ def linear_kernel(
         total = tl.dot(weight.load([row, start]), of_tokens, total)
         if MORE > 0:
             more = tl.dot(more_weight.load([row + ROWS, start]), of_tokens, more)
-    _store_product(total, out_ptr, bias_ptr, row, tokens, outputs, TOKENS, ROWS)
+    token = tl.arange(0, TOKENS)
+    rows = row + tl.arange(0, ROWS)
+    if x_scale_ptr is not None:
+        total *= _scales(weight_scale_ptr, rows, outputs, PER_OUTPUT)[:, None]
+        total *= _scales(x_scale_ptr, token, tokens, PER_TOKEN)[None, :]
+    _store_product(total, out_ptr, bias_ptr, rows, token, tokens, outputs)
     if MORE > 0:
-        _store_product(more, out_ptr, bias_ptr, row + ROWS, tokens, outputs, TOKENS, MORE)
+        rows = row + ROWS + tl.arange(0, MORE)
+        if x_scale_ptr is not None:
+            more *= _scales(weight_scale_ptr, rows, outputs, PER_OUTPUT)[:, None]
+            more *= _scales(x_scale_ptr, token, tokens, PER_TOKEN)[None, :]
+        _store_product(more, out_ptr, bias_ptr, rows, token, tokens, outputs)
 
 
 @triton.jit
-def _store_product(
-    total,
-    out_ptr,
-    bias_ptr,
-    row,
-    tokens,
-    outputs,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """(ROWS, TOKENS) sums, with the bias, as rows of tokens."""
-    rows = row + tl.arange(0, ROWS)
-    token = tl.arange(0, TOKENS)
+def _scales(scale_ptr, at, count, EACH: tl.constexpr):
+    """The scales of these rows of a matrix of `count`: EACH its own, or one for all of them."""
+    return tl.load(scale_ptr + (at if EACH else at * 0), mask=at < count, other=0.0)
+
+
+@triton.jit
+def _store_product(total, out_ptr, bias_ptr, rows, token, tokens, outputs):
+    """(rows, token) sums, with the bias, as rows of tokens."""
     is_row = rows < outputs
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)

@@ -44,6 +44,12 @@ def rounding(x, out, SIZE: tl.constexpr):
 
 
 @triton.jit
+def widening(x, out, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at).to(out.dtype.element_ty))
+
+
+@triton.jit
 def logic(x, y, out, SIZE: tl.constexpr, BOTH: tl.constexpr):
     at = tl.arange(0, SIZE)
     a, b = tl.load(x + at), tl.load(y + at)
@@ -134,6 +140,17 @@ def case_rounding() -> str:
     rounding[(1,)](x, out, SIZE=N)
     want = x.to(torch.bfloat16)
     return "" if torch.equal(out[1:], want[1:]) and out[0].isnan() else "other bits"
+
+
+def case_eight_bits() -> str:
+    """Each of the 256 numbers, two of which are NaN."""
+    x = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for dtype in (torch.float16, torch.float32):
+        out = torch.empty(256, dtype=dtype)
+        widening[(1,)](x, out, SIZE=256)
+        if not torch.equal(out.nan_to_num(1000.0), x.to(dtype).nan_to_num(1000.0)):
+            return f"other numbers in {dtype}"
+    return ""
 
 
 def case_and() -> str:

@@ -9,7 +9,7 @@ is older than Hopper.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear as by_torch
@@ -20,7 +20,19 @@ from ..kernels import CUDA, power_of_two
 from ..loading import available, unsuitable
 from . import DEFAULT
 
-__all__ = ["MOST_TOKENS", "OPS", "begins_early", "linear", "supports_linear"]
+__all__ = [
+    "ALIGNED",
+    "MOST_TOKENS",
+    "OPS",
+    "Scales",
+    "begins_early",
+    "copies_blocks",
+    "is_aligned",
+    "linear",
+    "of_one_row",
+    "of_rows",
+    "supports_linear",
+]
 
 MOST_TOKENS = 64
 """Beyond that PyTorch's product is the faster one, or as fast."""
@@ -45,6 +57,18 @@ ALIGNED = 16
 """Bytes: where tensors and their rows must begin for Hopper's copies of blocks."""
 
 
+class Scales(NamedTuple):
+    """Of numbers in 8 bits: float32, contiguous, each one number or one for each row.
+
+    Args:
+        x: of the tokens.
+        weight: of the outputs.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias, summed in fp32 and rounded once.
 
@@ -64,19 +88,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     tokens = x.shape[0]
     if not 0 < tokens <= MOST_TOKENS:
         return by_torch(x, weight, bias)
-    x = x if x.stride(1) == 1 and _is_aligned(x) else x.contiguous()
-    in_blocks = _copies_blocks(x.device) and _is_aligned(x) and _is_aligned(weight)
+    x = x if x.stride(1) == 1 and is_aligned(x) else x.contiguous()
+    in_blocks = copies_blocks(x.device) and is_aligned(x) and is_aligned(weight)
     if tokens > 1 and not (in_blocks and _is_faster(tokens, *weight.shape)):
         return by_torch(x, weight, bias)
     out = x.new_empty((tokens, weight.shape[0]))
     bias = None if bias is None else bias.contiguous()
-    with torch.cuda.device(x.device):
-        (_one_row if tokens == 1 else _rows)(x, weight, bias, out)
+    if tokens == 1:
+        of_one_row(x, weight, bias, out)
+    else:
+        of_rows(x, weight, bias, out, _tile(len(weight), _held(tokens)))
     return out
 
 
 @cache
-def _copies_blocks(device: torch.device) -> bool:
+def copies_blocks(device: torch.device) -> bool:
     """Whether it is a Hopper GPU or a later one, whose copies the kernel for several tokens needs.
 
     Elsewhere Triton would load the blocks one after the other. The interpreter knows them, too.
@@ -100,7 +126,7 @@ def _is_faster(tokens: int, outputs: int, features: int) -> bool:
     return tokens <= FEWEST_TOKENS or programs > 64 or features >= 4096
 
 
-def _is_aligned(matrix: torch.Tensor) -> bool:
+def is_aligned(matrix: torch.Tensor) -> bool:
     """Whether each row begins where the copies of blocks may."""
     step = matrix.stride(0) * matrix.itemsize
     return matrix.data_ptr() % ALIGNED == 0 and step % ALIGNED == 0
@@ -112,7 +138,7 @@ def begins_early(device: torch.device) -> bool:
     Alone they would lose. On an H100 the layers of Qwen3-8B without attention took 4 % less for one
     token where all their kernels began early, and 1.5 % more where the products alone did.
     """
-    if device.type != "cuda" or not _copies_blocks(device):
+    if device.type != "cuda" or not copies_blocks(device):
         return False
     from torch._inductor import config
 
@@ -124,63 +150,97 @@ def _early(device: torch.device) -> dict[str, Any]:
     return {"EARLY": LINES, "launch_pdl": True} if begins_early(device) else {"EARLY": 0}
 
 
-def _one_row(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+def of_one_row(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    scales: Scales | None = None,
+    warps: int = 4,
 ) -> None:
+    """Write the product of one token into `out`; of numbers in 8 bits, by their scales."""
     from ..triton_kernels import linear_of_one_row_kernel as kernel
 
     outputs, features = weight.shape
     rows, block = 2, 1024  # the fastest for every number of outputs
-    kernel[(-(-outputs // rows),)](
-        x,
-        weight,
-        bias,
-        out,
-        outputs,
-        features,
-        weight.stride(0),
-        rows,
-        block,
-        outputs % rows == 0,
-        features % block == 0,
-        num_warps=4,
-        **_early(x.device),
-    )
+    of_x, of_weight = scales or (None, None)
+    with torch.cuda.device(x.device):
+        kernel[(-(-outputs // rows),)](
+            x,
+            weight,
+            bias,
+            of_x,
+            of_weight,
+            out,
+            outputs,
+            features,
+            weight.stride(0),
+            rows,
+            block,
+            outputs % rows == 0,
+            features % block == 0,
+            of_weight is not None and of_weight.numel() > 1,
+            num_warps=warps,
+            **_early(x.device),
+        )
 
 
-def _rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+def of_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: tuple[int, int, int, int],
+    scales: Scales | None = None,
 ) -> None:
+    """Write the product of a few tokens into `out`; of numbers in 8 bits, by their scales.
+
+    Args:
+        x, weight, bias, out, scales: rows of x and weight begin where copies of blocks may.
+        tile: (rows of the weight, further rows, features, blocks in flight) of a program.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from ..triton_kernels import linear_kernel
 
     (tokens, outputs), features = out.shape, weight.shape[1]
-    held = max(FEWEST_TOKENS, power_of_two(tokens))
-    rows, more, size, stages = _tile(outputs, held)
+    held = _held(tokens)
+    rows, more, size, stages = tile
+    of_x, of_weight = scales or (None, None)
+    in_flight = size * (rows + more + held) * x.itemsize
 
     def in_blocks(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(matrix, [rows, size])
 
-    linear_kernel[(-(-outputs // (rows + more)),)](
-        in_blocks(x, held),
-        in_blocks(weight, rows),
-        in_blocks(weight, more) if more else None,
-        weight,
-        bias,
-        out,
-        tokens,
-        outputs,
-        features,
-        weight.stride(0),
-        held,
-        rows,
-        more,
-        size,
-        min(stages, _most_stages(x.device, size * (rows + more + held))),
-        num_warps=4,
-        **_early(x.device),
-    )
+    with torch.cuda.device(x.device):
+        linear_kernel[(-(-outputs // (rows + more)),)](
+            in_blocks(x, held),
+            in_blocks(weight, rows),
+            in_blocks(weight, more) if more else None,
+            weight,
+            bias,
+            of_x,
+            of_weight,
+            out,
+            tokens,
+            outputs,
+            features,
+            weight.stride(0),
+            held,
+            rows,
+            more,
+            size,
+            min(stages, _most_stages(x.device, in_flight)),
+            of_x is not None and of_x.numel() > 1,
+            of_weight is not None and of_weight.numel() > 1,
+            num_warps=4,
+            **_early(x.device),
+        )
+
+
+def _held(tokens: int) -> int:
+    """How many tokens a program holds."""
+    return max(FEWEST_TOKENS, power_of_two(tokens))
 
 
 def _tile(outputs: int, tokens: int) -> tuple[int, int, int, int]:
@@ -200,14 +260,14 @@ def _tile(outputs: int, tokens: int) -> tuple[int, int, int, int]:
 
 
 @cache
-def _most_stages(device: torch.device, elements: int) -> int:
-    """How many blocks of so many elements the shared memory of a device's processor holds."""
+def _most_stages(device: torch.device, size: int) -> int:
+    """How many blocks of so many bytes the shared memory of a device's processor holds."""
     held = SHARED_BYTES
     if device.type == "cuda":
         properties: Any = torch.cuda.get_device_properties(device)
         held = properties.shared_memory_per_block_optin
     barriers = 1024
-    return max(1, (held - barriers) // (2 * elements))
+    return max(1, (held - barriers) // size)
 
 
 def supports_linear(

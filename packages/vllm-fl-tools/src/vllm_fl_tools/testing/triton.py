@@ -34,6 +34,7 @@ the interpreter                        after `interpreted()`
 fp32 to bf16: cut off                  rounded to the nearest even
 a float argument: a Python number      a scalar of fp32, which has `.to` and widens fp16 and bf16
 `tl.dot` of bf16: of the bits          of the values, summed in fp32
+float8_e4m3fn's NaN: widened to 480    NaN, in what it is converted to
 arithmetic of bf16: of the bits        of the values, in fp32 and rounded once
 `libdevice`: an error, or None         numpy's functions; one that is missing is an error by name
 `triton.autotune`: looks for a GPU     the first configuration that is not pruned, unmeasured
@@ -432,8 +433,8 @@ def _small_floats() -> None:
 
     Triton's own interpreter keeps a bfloat16 as the integer of its bits, and computes with that.
 
-    Rounding to float8_e4m3fn, too: Triton's own interpreter loses what is carried over into the
-    exponent.
+    Rounding to float8_e4m3fn and widening it, too: Triton's own interpreter loses what is carried
+    over into the exponent, and takes its NaN for 480.
     """
     interpreter, np = _interpreter(), import_module("numpy")
     torch, tl = import_module("torch"), import_module("triton.language")
@@ -460,6 +461,10 @@ def _small_floats() -> None:
         if (source, target) == (tl.float32, tl.float8e4nv):
             whole = torch.tensor(np.ascontiguousarray(data)).to(torch.float8_e4m3fn)
             return whole.view(torch.uint8).numpy()
+        if source == tl.float8e4nv and target in (tl.float16, tl.float32):
+            eight = torch.tensor(np.ascontiguousarray(data).view(np.uint8))
+            wide = eight.view(torch.float8_e4m3fn).float().numpy()
+            return wide.astype(np.float16).view(np.uint16) if target == tl.float16 else wide
         if (source, target) != (tl.float32, tl.bfloat16):
             return convert(data, source, target, mode)
         bits = np.frombuffer(np.ascontiguousarray(data).tobytes(), dtype=np.uint32)

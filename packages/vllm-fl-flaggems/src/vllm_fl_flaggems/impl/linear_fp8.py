@@ -1,0 +1,119 @@
+"""Linear layers' products of numbers in 8 bits for few tokens, on this package's own kernels.
+
+They are those of `linear`, with scales. Calls of more tokens are refused, and layers at which
+vLLM's own product is the faster one: vLLM's serves them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_fl import Availability, OpImpl
+
+from ..kernels import CUDA
+from ..loading import available, unsuitable
+from . import DEFAULT
+from .linear import ALIGNED, Scales, copies_blocks, is_aligned, of_one_row, of_rows
+
+__all__ = ["MOST_TOKENS", "OPS", "linear_fp8", "supports_linear_fp8"]
+
+MOST_TOKENS = 32
+"""Beyond that vLLM's product is the faster one, or as fast."""
+
+MANY_OUTPUTS = 10_240
+"""From so many on each multiprocessor has more than one program at a time, of shorter blocks."""
+
+FP8 = torch.float8_e4m3fn
+
+RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def linear_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: str,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(x * x_scale) @ (weight * weight_scale).T + bias, rounded once.
+
+    One token is summed in fp32, several on the tensor cores, whose sums of numbers in 8 bits have
+    about 14 bits; those of vLLM's kernels have as many. The sizes of blocks are those that were the
+    fastest on an H100, at 16 shapes of eight models' layers (2026-11-27).
+
+    Args:
+        x: (tokens, in_features), float8_e4m3fn, of any layout.
+        weight: (out_features, in_features), float8_e4m3fn, with rows in one piece.
+        x_scale: float32, (tokens, 1) or one number.
+        weight_scale: float32, (out_features, 1) or one number.
+        out_dtype: "bfloat16" or "float16".
+        bias: (out_features,), of out_dtype, or None.
+
+    Returns:
+        (tokens, out_features), contiguous, of out_dtype.
+
+    Raises:
+        NotImplementedError: there are more than `MOST_TOKENS` tokens.
+    """
+    tokens, outputs = x.shape[0], weight.shape[0]
+    if tokens > MOST_TOKENS:
+        raise NotImplementedError(
+            f"vLLM's product is as fast for more than {MOST_TOKENS} tokens, and these are {tokens}"
+        )
+    out = x.new_empty((tokens, outputs), dtype=RESULTS[out_dtype])
+    if not out.numel():
+        return out
+    x = x if x.stride(1) == 1 and is_aligned(x) else x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    scales = Scales(x_scale.contiguous(), weight_scale.contiguous())
+    if tokens == 1:
+        of_one_row(x, weight, bias, out, scales, warps=2)
+    else:
+        block = 256 if outputs >= MANY_OUTPUTS else 512
+        of_rows(x, weight, bias, out, (64, 0, block, 4), scales)
+    return out
+
+
+def supports_linear_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: str,
+    bias: torch.Tensor | None = None,
+) -> Availability:
+    """True, or why the kernels would fail, read beyond a tensor, or lose."""
+    reason = unsuitable("x", x, {FP8}, own=True)
+    if reason:
+        return reason
+    if x.device.type not in CUDA or not copies_blocks(x.device):
+        return f"the kernels are for Hopper and later GPUs, and x is on {x.device}"
+    if x.ndim != 2 or weight.ndim != 2 or weight.shape[1:] != x.shape[1:] or not x.shape[1]:
+        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}"
+    if weight.dtype != FP8 or weight.device != x.device or weight.stride(1) != 1:
+        return f"weight is {weight.dtype} on {weight.device}, of strides {weight.stride()}"
+    (tokens, features), outputs = x.shape, weight.shape[0]
+    if features % ALIGNED or not is_aligned(weight):
+        return f"rows of {features} features do not begin at multiples of {ALIGNED} bytes"
+    if outputs < 3072 and features > 4096:
+        return f"vLLM's product is the faster one for {features} -> {outputs} features"
+    for name, scale, rows in (
+        ("x_scale", x_scale, tokens),
+        ("weight_scale", weight_scale, outputs),
+    ):
+        fits = scale.dtype == torch.float32 and scale.device == x.device
+        if not fits or tuple(scale.shape) not in ((), (1,), (rows, 1)):
+            return f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}"
+    if out_dtype not in RESULTS:
+        return f"out_dtype is {out_dtype!r}"
+    if bias is None:
+        return True
+    fits = bias.device == x.device and bias.shape == weight.shape[:1]
+    fits = fits and bias.dtype == RESULTS[out_dtype]
+    return fits or f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}"
+
+
+OPS = (
+    OpImpl("linear_fp8", *DEFAULT, linear_fp8, available=available, supports=supports_linear_fp8),
+)
