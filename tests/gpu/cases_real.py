@@ -27,6 +27,7 @@ PLANS = {
     "flagos, attention too": {**FLAGOS, "VLLM_FL_PER_OP": "attention_backend=flagos"},
 }
 
+
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
     """(mode, plan and what was measured; what is wrong or empty)."""
     model = Path(os.environ.get("REAL_MODELS", envs.MODELS)) / SMOLLM2
