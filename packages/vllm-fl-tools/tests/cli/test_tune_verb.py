@@ -368,6 +368,18 @@ class TestBadArguments:
         assert done.status == 1
         assert "silu_and_mul: left out, since vendor.acme is its only candidate" in done.out
 
+    def test_an_op_that_vllm_runs_within_a_layers_call_alone(
+        self, fl: Command, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("vllm")
+        monkeypatch.setenv("VLLM_FL_PER_OP", "fused_experts=stock")
+        sizes = "hidden=64,experts=8,experts_per_token=2,expert_intermediate=32"
+        asked = ("--sizes", sizes, *ONE_OP[:-1], "fused_experts", "--tokens", "8,16")
+        done = fl("tune", *asked, "--out", "t.json")
+        assert done.status == 1
+        assert done.out.count("fused_experts") == 1
+        assert "fused_experts: left out, since its default, stock, has no function" in done.out
+
 
 HANGS = """
 import time

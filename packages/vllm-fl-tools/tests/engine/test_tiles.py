@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from vllm_fl_tools.engine.tiles import BETWEEN, OWN, SEARCHED, Search, Tiles, label, neighbours
+from vllm_fl_tools.engine.tiles import (
+    BETWEEN,
+    KEPT,
+    LADDERS,
+    OWN,
+    SEARCHED,
+    Search,
+    Tiles,
+    label,
+    neighbours,
+)
 from vllm_fl_tools.engine.timing import Measured
 
 BASE: Tiles = {
@@ -28,6 +38,7 @@ class Kernel:
     def __init__(self, rule: Rule) -> None:
         self.rule, self.now = rule, 0.0
         self.tried: dict[int, list[Tiles]] = {}
+        self.order: list[int] = []
 
     def search(self, seconds: float = 1e9) -> Search:
         return Search(lambda tokens: BASE, self.measure, seconds, lambda: self.now)
@@ -35,6 +46,7 @@ class Kernel:
     def measure(self, tokens: int, tiles: Sequence[Tiles]) -> Measured:
         self.now += 1.0
         self.tried.setdefault(tokens, []).extend(tiles)
+        self.order.append(tokens)
         found = Measured(tokens, OWN, thorough=False)
         times = {OWN: self.rule(tokens, BASE)} | {label(t): self.rule(tokens, t) for t in tiles}
         found.rejected = {name: "wrong" for name, us in times.items() if us < 0}
@@ -43,7 +55,7 @@ class Kernel:
 
 
 def test_a_neighbour_differs_by_one_step_of_one_part() -> None:
-    found = [*neighbours(BASE)]
+    found = [(part, tiles) for part in LADDERS for tiles in neighbours(BASE, part)]
     assert all(sum(tiles[n] != BASE[n] for n in BASE) == 1 for _, tiles in found)
     assert all(tiles[part] != BASE[part] for part, tiles in found)
     assert {tiles["BLOCK_SIZE_N"] for part, tiles in found if part == "BLOCK_SIZE_N"} == {32, 128}
@@ -90,13 +102,47 @@ def test_between_searched_sizes_only_what_won_beside_them_is_tried_and_is_measur
     kernel = Kernel(rule)
     found = kernel.search().run(64)
     wide = {**BASE, "BLOCK_SIZE_N": 128}
-    assert kernel.tried[32] == [wide]
-    assert found[32].tiles == wide
+    assert kernel.tried[48] == [wide]
+    assert found[48].tiles == wide
     assert found[24].tiles == BASE, "it does not win there"
 
 
-def test_no_further_step_after_the_seconds() -> None:
-    kernel = Kernel(lambda n, tiles: 100.0 / tiles["BLOCK_SIZE_N"])
-    found = kernel.search(seconds=1.5).run(4096)
-    assert {*kernel.tried} == {1}
-    assert found[4096].tiles == BASE, "every size has an entry: vLLM takes the nearest one's"
+def test_every_size_has_a_share_of_the_time() -> None:
+    kernel = Kernel(lambda n, tiles: 100.0 / tiles["BLOCK_SIZE_M"])
+    found = kernel.search(len(BETWEEN) / KEPT).run(4096)
+    times = [kernel.order.count(n) for n in SEARCHED]
+    assert max(times) - min(times) <= 1 < min(times)
+    assert {*kernel.order} == {*found} == {*SEARCHED, *BETWEEN}
+    assert all(one.tiles["BLOCK_SIZE_M"] == 32 for one in found.values()), "no size had two steps"
+    assert {n for n, one in found.items() if one.cut_short} == {*SEARCHED}
+
+
+def test_nothing_is_measured_twice_at_a_size_but_the_best() -> None:
+    kernel = Kernel(lambda n, tiles: 100.0 + abs(tiles["BLOCK_SIZE_N"] - 128) + tiles["num_stages"])
+    found = kernel.search().run(4096)
+    for tokens, tried in kernel.tried.items():
+        labels = [label(tiles) for tiles in tried]
+        best = {n for n in labels if labels.count(n) > 1}
+        assert len({*labels} - {label(BASE)}) == found[tokens].tried
+        assert label(BASE) not in labels
+        assert all("x128x" in name for name in best), "narrower ones were never the best"
+
+
+def test_without_time_vllms_own_stays_and_is_said_to_be_unmeasured() -> None:
+    found = Kernel(lambda n, tiles: 100.0 / tiles["BLOCK_SIZE_N"]).search(seconds=0.0).run(64)
+    assert {n: one.tiles for n, one in found.items()} == dict.fromkeys(sorted(found), BASE)
+    searched = {n for n in SEARCHED if n <= 64}
+    assert {n for n, one in found.items() if one.cut_short} == searched
+    assert all((one.us, one.tried) == (None, 0) for one in found.values())
+
+
+def test_the_last_measurement_decides() -> None:
+    """What won once is measured beside each later step, and goes where it does not win again."""
+    measured: list[str] = []
+
+    def rule(tokens: int, tiles: Tiles) -> float:
+        name = label(tiles)
+        measured.append(name)
+        return 50.0 if tiles["BLOCK_SIZE_N"] == 128 and measured.count(name) == 1 else 100.0
+
+    assert Kernel(rule).search().run(1)[1].tiles == BASE

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def test_calls_have_the_models_own_size() -> None:
-    spec = SMALL.spec(contracts()[OP])
+    spec = SMALL.spec(contracts()[OP], CPU)
     for large in (False, True):
         (sample,) = spec.served(ModelSizes(tokens=(16,)), torch.bfloat16, CPU, large)
         shapes = [tuple(arg.shape) for arg in sample.args[:5]]
@@ -70,8 +70,18 @@ def test_a_call_that_fails_leaves_no_configuration_behind() -> None:
     assert fused_moe.get_config() is None
 
 
+def test_what_the_oracle_says_of_the_models_calls_is_the_contracts_own() -> None:
+    spec = SMALL.spec(contracts()[OP], CPU)
+    (sample,) = spec.served(ModelSizes(tokens=(16,)), torch.bfloat16, CPU, False)
+    assert (spec.name, spec.parameters) == (OP, contracts()[OP].parameters)
+    assert torch.equal(spec.oracle(*sample.args), contracts()[OP].oracle(*sample.args))
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        SMALL.spec(contracts()[OP], torch.device("meta")).oracle(*sample.args)
+
+
 class Timed(Experts):
-    """Experts whose kernel takes the time that its tiles say, and is wrong with some of them."""
+    """Experts whose kernel takes the time that its tiles say, is wrong with some of them, and
+    cannot be launched with others."""
 
     now: ClassVar = [0.0]
 
@@ -80,14 +90,18 @@ class Timed(Experts):
 
     def form(self, tiles: Any) -> OpImpl:
         def run(*args: Any) -> Any:
-            self.now[0] += {32: 2e-3, 64: 1e-3, 128: 5e-4}[tiles["BLOCK_SIZE_N"]]
+            if tiles["num_warps"] == 8:
+                raise RuntimeError("out of resource: shared memory")
+            self.now[0] += {32: 2e-3, 64: 1e-3, 128: 5e-4, 256: 5e-4}[tiles["BLOCK_SIZE_N"]]
             result = contracts()[OP].oracle(*args).to(args[0].dtype)
             return result + 9.0 if tiles["num_stages"] == 5 else result
 
         return OpImpl(OP, "stock.vllm", BackendImplKind.REFERENCE, run)
 
 
-def test_the_search_checks_what_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_checks_what_it_times(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for module in (bench, tuning):
         monkeypatch.setattr(module, "cold_bytes", lambda device: 1024)
     experts = Timed(4, 2, 32, 16, torch.float32)
@@ -101,3 +115,12 @@ def test_the_search_checks_what_it_times(monkeypatch: pytest.MonkeyPatch) -> Non
     assert best.tiles["BLOCK_SIZE_N"] == 128
     assert best.tiles["num_stages"] != 5, "its results are wrong"
     assert (best.us, best.own_us, best.ratio) == pytest.approx((500, 1000, 2))
+    assert (best.tiles["num_warps"], best.cut_short) == (4, False), "8 cannot be launched"
+    path = _tiles.write(experts, str(tmp_path), found)
+    file = json.loads(path.read_text())
+    assert file.pop("triton_version")
+    assert file == {str(n): one.tiles for n, one in found.items()}
+    _tiles.shown(path, found)
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[2].split()[-4:] == ["500.0", "1000.0", "2.00", str(best.tried)]
+    assert _tiles.told(path, found)["entries"]["1"]["tried"] == best.tried > 9

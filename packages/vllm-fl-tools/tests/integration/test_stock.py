@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -52,6 +53,21 @@ def test_each_call_has_a_form_that_is_right(op: str, mode: Mode) -> None:
     for sample in samples:
         found = [compare(form, spec, sample, torch.float32) for form in forms]
         assert "ok" in {one.status for one in found}, [one.reason for one in found]
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_runs_within_a_layers_call_alone_is_no_form(mode: Mode, device: str) -> None:
+    binding = known_contracts().bindings["fused_experts"]
+    assert stock_forms("fused_experts", binding, mode, torch.device(device)) == ()
+    free = dataclasses.replace(
+        binding, places=tuple(dataclasses.replace(p, within=False) for p in binding.places)
+    )
+    forms = stock_forms("fused_experts", free, mode, torch.device(device))
+    assert forms
+    for form in forms:
+        with pytest.raises(NotImplementedError, match="inside a call of their layer's only"):
+            form.fn()
 
 
 def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:

@@ -101,6 +101,7 @@ class OperatorPlace:
             vLLM's own calls while the op is planned: they go through `route` and `native`.
         on_cpu: whether vLLM's layers call it on a CPU, too. Most compute with plain PyTorch there,
             though vLLM has the operator.
+        within: whether `native` runs inside of a call of the place alone, and by itself refuses.
     """
 
     name: str
@@ -110,6 +111,7 @@ class OperatorPlace:
     grants: tuple[str, ...] = ()
     tokens: str = ""
     on_cpu: bool = False
+    within: bool = False
 
     def __post_init__(self) -> None:
         _check_tokens(self)
@@ -135,6 +137,7 @@ class FunctionPlace:
             `route` takes. Calls of sizes that the plan leaves to vLLM then reach its function as
             they came. Empty where no parameter is so, or where the function must not have vLLM's
             own calls while the op is planned: they go through `route` and `native`.
+        within: as for an `OperatorPlace`.
     """
 
     paths: tuple[str, ...]
@@ -143,6 +146,7 @@ class FunctionPlace:
     native: Callable[[Bound], Bound] = DERIVED
     grants: tuple[str, ...] = ()
     tokens: str = ""
+    within: bool = False
 
     def __post_init__(self) -> None:
         _check_tokens(self)

@@ -222,6 +222,7 @@ BINDING = Binding(
             _from_triton,
             _in_triton,
             tokens="hidden_states",
+            within=True,
         ),
         FunctionPlace(
             (
@@ -231,6 +232,7 @@ BINDING = Binding(
             ("moe_config",),
             _given,
             _prepares,
+            within=True,
         ),
         # It names no `tokens`: the replaced kernel wants packed weights, and no call brings them
         # while the op is planned.
@@ -251,9 +253,14 @@ BINDING = Binding(
             ),
             _from_cpu,
             _in_cpu,
+            within=True,
         ),
         OperatorPlace(
-            "_C::prepack_moe_weight", ("weight", "packed_weight", "isa"), _unpacked, _prepares
+            "_C::prepack_moe_weight",
+            ("weight", "packed_weight", "isa"),
+            _unpacked,
+            _prepares,
+            within=True,
         ),
     ),
     sizes=(HIDDEN, EXPERT_COUNT, EXPERTS_OF_A_TOKEN, EXPERT_INTERMEDIATE),

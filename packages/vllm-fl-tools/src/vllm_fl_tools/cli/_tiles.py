@@ -64,7 +64,7 @@ def search(
 
     largest = subject.largest
     tuning = OpTuning(
-        experts.spec(contract),
+        experts.spec(contract, subject.device),
         (),
         OWN,
         subject.mode,
@@ -95,6 +95,9 @@ def search(
 
     found = Search(experts.own, measure, SECONDS).run(largest)
     tuning.forget()
+    spent = sorted(tuning.phases.seconds.items(), key=lambda phase: -phase[1])
+    told = ", ".join(f"{name} {seconds:.0f}" for name, seconds in spent if seconds >= 0.5)
+    say(f"        seconds for tiles: {told or 'none'}", error=True)
     return found
 
 
@@ -107,12 +110,17 @@ def shown(path: Path, found: Mapping[int, Chosen]) -> None:
     """Print what was found, and how an engine is given it."""
     from ..engine.tiles import label
 
-    headings = ("tokens", "tiles", "µs", "vLLM's µs", "ratio")
+    headings = ("tokens", "tiles", "µs", "vLLM's µs", "ratio", "tried")
     rows: Iterator[tuple[str, ...]] = (
-        (str(tokens), label(one.tiles), _us(one.us), _us(one.own_us), _us(one.ratio, 2))
-        for tokens, one in found.items()
+        (str(n), label(one.tiles), _us(one.us), _us(one.own_us), _us(one.ratio, 2), str(one.tried))
+        for n, one in found.items()
     )
     print_table(headings, [*rows])
+    entries = found.items()
+    if idle := [str(n) for n, one in entries if not (one.tried or one.cut_short)]:
+        say(f"Not measured at {', '.join(idle)} tokens: no others won at the sizes beside them.")
+    if cut := [str(n) for n, one in entries if one.cut_short]:
+        say(f"Not all was tried at {', '.join(cut)} tokens: the time was over.")
     say(f"Any vLLM takes {path} with VLLM_TUNED_CONFIG_FOLDER={path.parent}.")
 
 
@@ -124,6 +132,8 @@ def told(path: Path, found: Mapping[int, Chosen]) -> dict[str, Any]:
             "us": one.us,
             "own_us": one.own_us,
             "ratio": one.ratio,
+            "tried": one.tried,
+            "cut_short": one.cut_short,
         }
         for tokens, one in found.items()
     }

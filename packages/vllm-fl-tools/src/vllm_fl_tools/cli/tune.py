@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace) -> int:
         _show(out, table, [*work.remarks, *worth])
         if tiles is not None:
             _tiles.shown(*tiles)
-    return 0 if table.ops else 1
+    return 0 if table.ops or tiles else 1
 
 
 def _out(path: str | None) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from .timing import Measured
@@ -24,20 +24,21 @@ LADDERS = {
     "BLOCK_SIZE_M": (16, 32, 64, 128),
     "BLOCK_SIZE_N": (32, 64, 128, 256),
     "BLOCK_SIZE_K": (32, 64, 128, 256),
-    "GROUP_SIZE_M": (1, 16, 32),
     "num_warps": (4, 8),
     "num_stages": (2, 3, 4, 5),
+    "GROUP_SIZE_M": (1, 16, 32),
 }
-"""The values of each part: a neighbour differs by one step of one part."""
+"""The values of each part, in the order in which parts are tried: a neighbour differs by one step
+of one part."""
 
-SEARCHED = (1, 64, 1024, 16, 256, 4096, 4)
-"""Numbers of tokens at which steps are tried, in the order of their weight."""
+SEARCHED = (8, 64, 1, 16, 32, 256, 1024, 4096, 4)
+"""Numbers of tokens at which steps are tried, in the order of their weight: decoding first."""
 
-STEP = 1.01
-"""What vLLM's own time is at least by that of a step which is taken together with others."""
-
-BETWEEN = (2, 8, 24, 32, 48, 96, 128, 512, 1536, 2048, 3072)
+BETWEEN = (128, 2048, 512, 24, 48, 2, 96, 1536, 3072)
 """Those at which only what won nearby is: vLLM takes the entry of the nearest number."""
+
+KEPT = 0.15
+"""The share of the seconds that is kept for those between."""
 
 Measure = Callable[[int, Sequence[Tiles]], Measured]
 """(tokens, configurations) -> what came of them beside vLLM's own; each goes by its `label`."""
@@ -50,15 +51,14 @@ def label(tiles: Tiles) -> str:
     return " ".join([blocks, *(f"{k}{tiles[name]}" for k, name in parts.items() if name in tiles)])
 
 
-def neighbours(tiles: Tiles) -> Iterator[tuple[str, Tiles]]:
-    """(the part in which it differs, the configuration) of each that is one step away."""
-    for part, ladder in LADDERS.items():
-        if part not in tiles:
-            continue
-        below = [value for value in ladder if value < tiles[part]]
-        above = [value for value in ladder if value > tiles[part]]
-        for value in (*below[-1:], *above[:1]):
-            yield part, {**tiles, part: value}
+def neighbours(tiles: Tiles, part: str) -> Iterator[Tiles]:
+    """The configurations that are one step of this part away."""
+    if part not in tiles:
+        return
+    below = [value for value in LADDERS[part] if value < tiles[part]]
+    above = [value for value in LADDERS[part] if value > tiles[part]]
+    for value in (*below[-1:], *above[:1]):
+        yield {**tiles, part: value}
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,16 @@ class Chosen:
         us: how long a call takes, µs; None where it was not measured.
         own_us: the same with vLLM's own configuration.
         ratio: the second by the first, round by round; None where vLLM's own stays.
+        tried: how many others were tried, those that do not work among them.
+        cut_short: whether the seconds were over before all was tried.
     """
 
     tiles: Tiles
     us: float | None = None
     own_us: float | None = None
     ratio: float | None = None
+    tried: int = 0
+    cut_short: bool = False
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Search:
     Args:
         own: tokens -> vLLM's own configuration.
         measure: who measures.
-        seconds: after which no further steps are tried; what is left keeps vLLM's own.
+        seconds: after which nothing further is tried.
         clock: seconds.
     """
 
@@ -94,6 +98,7 @@ class Search:
     seconds: float
     clock: Callable[[], float] = time.monotonic
     chosen: dict[int, Chosen] = field(default_factory=dict, init=False)
+    _tried: dict[int, set[str]] = field(default_factory=dict, init=False)
 
     def run(self, largest: int) -> dict[int, Chosen]:
         """What shall be taken, by the number of tokens, in ascending order.
@@ -104,52 +109,47 @@ class Search:
         Every number of `SEARCHED` and `BETWEEN` up to it is there, at which vLLM's own stays as
         well: of a file vLLM takes the entry of the nearest number.
         """
-        end = self.clock() + self.seconds
-        for tokens in (n for n in SEARCHED if n <= largest):
-            if self.clock() < end:
-                self._step(tokens)
-        searched = sorted(self.chosen)
-        for tokens in (n for n in BETWEEN if n <= largest):
+        searched, between = ([n for n in of if n <= largest] for of in (SEARCHED, BETWEEN))
+        every = sorted((*searched, *between))
+        self.chosen = {n: Chosen(self.own(n)) for n in every}
+        self._tried = {n: {label(self.own(n))} for n in every}
+        start = self.clock()
+        self._search(searched, start + (1 - KEPT) * self.seconds)
+        searched.sort()
+        for tokens in between:
             near = [pair for pair in pairwise(searched) if pair[0] < tokens < pair[1]]
             beside = [n for pair in near for n in pair] or searched[-1:]
-            tried = {label(self.chosen[n].tiles): self.chosen[n].tiles for n in beside}
-            tried.pop(label(self.own(tokens)), None)
-            if tried and self.clock() < end:
-                self._decide(tokens, [*tried.values()])
-        every = (n for n in (*SEARCHED, *BETWEEN) if n <= largest)
-        return {n: self.chosen.get(n, Chosen(self.own(n))) for n in sorted(every)}
+            self._try(tokens, [self.chosen[n].tiles for n in beside], start + self.seconds)
+        return self.chosen
 
-    def _step(self, tokens: int) -> None:
-        """Try all steps from vLLM's own, then all together that gain by themselves."""
-        own = self.own(tokens)
-        steps = [*neighbours(own)]
-        known = [one.tiles for one in self.chosen.values()]
-        found = self._decide(tokens, [*(tiles for _, tiles in steps), *known])
-        gains: dict[str, tuple[float, int]] = {}
-        for part, tiles in steps:
-            ratio = found.ratio(label(tiles)) or 0.0
-            if ratio > max(STEP, gains.get(part, (0.0, 0))[0]):
-                gains[part] = ratio, tiles[part]
-        if not gains:
-            return
-        joined = {**own, **{part: value for part, (_, value) in gains.items()}}
-        best = max(gains, key=lambda part: gains[part][0])
-        further = [tiles for part, tiles in neighbours({**own, best: gains[best][1]})]
-        more = [joined, *further] if len(gains) > 1 else further
-        self._decide(tokens, [self.chosen[tokens].tiles, *more])
+    def _search(self, searched: Sequence[int], end: float) -> None:
+        """Steps of one part at all sizes, then of the next: what is compiled for one size serves
+        the others, and every size has had its share when the seconds are over."""
+        steps = True
+        while steps:
+            steps = False
+            for part in LADDERS:
+                for tokens in searched:
+                    best = self.chosen[tokens].tiles
+                    steps |= self._try(tokens, [*neighbours(best, part)], end)
 
-    def _decide(self, tokens: int, tiles: Sequence[Tiles]) -> Measured:
-        own = self.own(tokens)
-        named = {label(one): one for one in tiles}
-        named.pop(label(own), None)
+    def _try(self, tokens: int, tiles: Sequence[Tiles], end: float) -> bool:
+        """Measure those that are new at this size, beside the best so far; whether it was done."""
+        new = {label(one): one for one in tiles if label(one) not in self._tried[tokens]}
+        if not new:
+            return False
+        if self.clock() >= end:
+            self.chosen[tokens] = replace(self.chosen[tokens], cut_short=True)
+            return False
+        own, best = self.own(tokens), self.chosen[tokens].tiles
+        self._tried[tokens] |= new.keys()
+        named = new if label(best) == label(own) else {label(best): best, **new}
         found = self.measure(tokens, [*named.values()])
         took = {figure.impl: figure.us for figure in found.figures()}
-        winner, own_us = found.winner, took.get(OWN)
+        winner, own_us, tried = found.winner, took.get(OWN), len(self._tried[tokens]) - 1
         if winner in named:
-            chosen = Chosen(named[winner], took.get(winner), own_us, found.ratio(winner))
+            ratio = found.ratio(winner)
+            self.chosen[tokens] = Chosen(named[winner], took[winner], own_us, ratio, tried)
         else:
-            chosen = Chosen(own, own_us, own_us)
-        before = self.chosen.get(tokens)
-        if before is None or (chosen.ratio or 1.0) > (before.ratio or 1.0):
-            self.chosen[tokens] = chosen
-        return found
+            self.chosen[tokens] = Chosen(own, own_us, own_us, tried=tried)
+        return True

@@ -91,6 +91,8 @@ def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., 
 def _opaque(op: str, place: object, device: torch.device) -> OpImpl | None:
     """The form that is a kernel or a function of vLLM's, which no compiler looks into."""
     own: Callable[..., object] | None
+    if isinstance(place, OperatorPlace | FunctionPlace) and place.within:
+        return None
     if isinstance(place, OperatorPlace):
         own = operators.own(place, device)
     elif isinstance(place, FunctionPlace):
