@@ -213,6 +213,7 @@ OF_PLACES = {
     "RMSNorm",
     "TritonExperts",
     "chunk_gated_delta_rule",
+    "cutlass_scaled_mm",
     "grouped_topk",
     "is_deep_gemm_e8m0_used",
     "unquantized",
