@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -62,8 +63,9 @@ def call(impl: OpImpl, counts: Iterable[int]) -> int:
     dtype = "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
     for sample in spec.served(sizes, getattr(torch, dtype), torch.device("cpu")):
         if impl.supports is None or impl.supports(*sample.args) is True:
-            impl.fn(*sample.args)
-            called += 1
+            with suppress(NotImplementedError):  # a refusal
+                impl.fn(*sample.args)
+                called += 1
     return called
 
 

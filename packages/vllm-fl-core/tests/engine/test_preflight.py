@@ -718,6 +718,19 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
         assert len(find_faults(request).faults) == faults
 
 
+def test_the_host_computes_with_few_threads_beside_a_device() -> None:
+    """And with all of them where it is what serves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(12)
+    try:
+        for device, threads in (("cpu", 12), ("meta", 8)):
+            with preflight._host_threads(torch.device(device)):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 12
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_one_that_serves_many_tokens_is_tried_with_as_many() -> None:
     asked: list[int] = []
 

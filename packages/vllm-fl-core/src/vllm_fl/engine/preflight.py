@@ -14,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -76,6 +77,10 @@ ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
 """The batches of so many tokens that are tried one after the other in the same memory. Of more than
 64, only the first two are, and the third with one row less."""
 
+HOST_THREADS = 8
+"""How many threads of the host compute the oracle at most: with the 64 of a large one small sums take
+several times as long."""
+
 COMPILED_COUNTS = (5, 7, 33, 300)
 """Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
 which 0 and 1 would have, is not what serves."""
@@ -107,7 +112,8 @@ def find_faults(request: Request) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes."""
     log.debug("verifying with seed %d", request.seed)
     found = Findings()
-    with breadcrumb.Watchdog(log) as watch, request.trials() as trials:
+    threads = _host_threads(request.device)
+    with threads, breadcrumb.Watchdog(log) as watch, request.trials() as trials:
         start = _Start(request, watch)
         for role in request.roles:
             own = trials[role.impl.op_name]
@@ -130,6 +136,19 @@ def find_faults(request: Request) -> Findings:
     for phrase, names in start.left_out.items():
         found.remarks.append(f"{phrase}: {few(names)}")
     return found
+
+
+@contextmanager
+def _host_threads(device: torch.device) -> Iterator[None]:
+    """In the block the host computes with few threads. Where it serves itself, with as many as it
+    will then."""
+    before = torch.get_num_threads()
+    if device.type != "cpu":
+        torch.set_num_threads(min(before, HOST_THREADS))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _smaller(some: Iterable[Trials]) -> list[str]:
