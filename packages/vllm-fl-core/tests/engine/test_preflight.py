@@ -724,7 +724,7 @@ def test_the_host_computes_with_few_threads_beside_a_device() -> None:
     torch.set_num_threads(12)
     try:
         for device, threads in (("cpu", 12), ("meta", 8)):
-            with preflight._host_threads(torch.device(device)):
+            with preflight.host_threads(torch.device(device)):
                 assert torch.get_num_threads() == threads
             assert torch.get_num_threads() == 12
     finally:

@@ -112,7 +112,7 @@ def find_faults(request: Request) -> Findings:
     """Run each implementation on its contract's samples and on the model's own sizes."""
     log.debug("verifying with seed %d", request.seed)
     found = Findings()
-    threads = _host_threads(request.device)
+    threads = host_threads(request.device)
     with threads, breadcrumb.Watchdog(log) as watch, request.trials() as trials:
         start = _Start(request, watch)
         for role in request.roles:
@@ -139,7 +139,7 @@ def find_faults(request: Request) -> Findings:
 
 
 @contextmanager
-def _host_threads(device: torch.device) -> Iterator[None]:
+def host_threads(device: torch.device) -> Iterator[None]:
     """In the block the host computes with few threads. Where it serves itself, with as many as it
     will then."""
     before = torch.get_num_threads()

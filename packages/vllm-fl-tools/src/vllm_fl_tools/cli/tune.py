@@ -292,15 +292,19 @@ def _is_left_out(binding: Binding, sizes: ModelSizes) -> bool:
 
 @contextmanager
 def _threads_of_a_worker(device: torch.device) -> Iterator[None]:
-    """In the block, a CPU computes with as many threads as in an engine; says how many.
+    """In the block, a CPU computes with as many threads as in an engine, and says how many; the
+    host of another device with few.
 
     Raises:
         UsageError: vLLM cannot tell, since an engine would not start with these variables.
     """
     import torch
 
+    from vllm_fl.engine.preflight import host_threads
+
     if device.type != "cpu":
-        yield
+        with host_threads(device):
+            yield
         return
     own, why = torch.get_num_threads(), "as torch's default: vLLM binds no threads here"
     try:
