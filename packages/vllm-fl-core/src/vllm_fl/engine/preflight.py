@@ -78,8 +78,8 @@ ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
 64, only the first two are, and the third with one row less."""
 
 HOST_THREADS = 8
-"""How many threads of the host compute the oracle at most: with the 64 of a large one small sums take
-several times as long."""
+"""How many threads of the host compute the oracle at most: with the 64 of a large one small sums
+take several times as long."""
 
 COMPILED_COUNTS = (5, 7, 33, 300)
 """Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
