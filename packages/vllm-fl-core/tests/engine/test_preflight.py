@@ -718,6 +718,24 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
         assert len(find_faults(request).faults) == faults
 
 
+@pytest.mark.parametrize(("traceable", "compiled"), [(False, 1), (True, 4)])
+def test_what_a_compiler_takes_whole_is_compiled_once(
+    traceable: bool, compiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's four products have the same arguments, in other sizes."""
+    asked: list[str] = []
+    note = lambda run, form, backend: asked.append(form.name)  # noqa: E731
+    monkeypatch.setattr(preflight, "_in_one_graph", note)
+    impl = OpImpl(
+        "linear", "vendor.acme", BackendImplKind.VENDOR, F.linear, "acme", traceable=traceable
+    )
+    more = {"dense_intermediate": 96, "biased": 0}
+    sizes = ModelSizes(64, 96, 4, 2, 16, 16, tokens=(1, 8), more=more)
+    role = Role(impl, compiled=F.linear)
+    assert not find_faults(Request([role], torch.bfloat16, CPU, sizes, seconds=0.0)).faults
+    assert len(asked) == compiled
+
+
 def test_the_host_computes_with_few_threads_beside_a_device() -> None:
     """And with all of them where it is what serves."""
     before = torch.get_num_threads()

@@ -32,6 +32,7 @@ from ..text import few
 from . import graphs, launches, process_state
 from .determinism import variance
 from .guarded import Guarded, rows_of
+from .opaque import is_opaque
 from .phases import Phases
 from .trials import Form, Request, Role, Trials, lowered, token_counts
 from .verification import (
@@ -568,9 +569,20 @@ def _traced(run: _Run) -> None:
 
 
 def _compiled(run: _Run) -> None:
-    """The form that the compiler will get, in one graph for all batches."""
+    """The form that the compiler will get, in one graph for all batches.
+
+    Of an operator that it takes whole it sees which arguments there are and how they lie: to it
+    calls of contiguous ones are the same in all sizes.
+    """
     start, backend = run.start, run.request.backend
+    seen: set[tuple[bool, ...]] = set()
     for number, form in enumerate(run.forms_served if run.role.compiled else ()):
+        args = form.samples[0].args
+        given = tuple(arg is None for arg in args)
+        lies_plain = all(arg.is_contiguous() for arg in args if isinstance(arg, torch.Tensor))
+        if given in seen and lies_plain and is_opaque(run.impl):
+            continue
+        seen.add(given)
         form.switch(large=False)
         if not run.tries.stops(f"lowering {form.name}", not start.has_time(COMPILE_SECONDS)):
             _in_one_graph(run, form, backend)
