@@ -24,6 +24,7 @@ from vllm_fl.contracts import (
     Tolerance,
     Variant,
     Within,
+    contracts,
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded, in_place
@@ -417,6 +418,31 @@ def test_a_large_batch_of_a_whole_asks_the_oracle_about_the_pool_alone() -> None
     # five rows may have another largest number
     assert form.off(False, order[:5], quantise_tensor(x[order[:5]]))[1] == ""
     assert asked == [16, 5]
+
+
+def test_a_large_batch_of_cache_writes_asks_the_oracle_about_the_pool_alone() -> None:
+    asked: list[int] = []
+    spec = contracts()["reshape_and_cache"]
+
+    def counted(
+        key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> Any:
+        asked.append(len(key))
+        return spec.oracle(key, value, key_cache, value_cache, slot_mapping)
+
+    counting = replace(spec, oracle=counted)
+    sizes = ModelSizes(kv_heads=2, head_size=8, tokens=(16,), more={"block_size": 1})
+    pair = (next(iter(spec.served(sizes, torch.float32, CPU, large))) for large in (False, True))
+    form = Form(counting, *pair)
+    key, value, keys, values, slots = form.samples[False].args
+    blocks = len(keys)  # as many as one of the batches has tokens
+    for count in (16, 33, blocks):
+        rows = torch.randperm(16, generator=torch.Generator().manual_seed(1)).repeat(blocks)[:count]
+        got = spec.oracle(key[rows], value[rows], keys, values, slots[rows])
+        assert form.off(False, rows, got)[1] == ""
+        got[1][-1, 0, 0, 0] += 1
+        assert "result 1" in form.off(False, rows, got)[1]
+    assert asked == [16]
 
 
 def test_results_without_a_row_per_token_must_be_declared() -> None:

@@ -220,8 +220,8 @@ class OpSpec:
             oracle anew for each batch, which takes longer.
         ignores_repeats: with `whole_batch`: True where a batch that holds rows several times, in
             any order, gives each of them the same results, and the same numbers that belong to no
-            row (a maximum; not a sum, an order or a place). Large batches of the start repeat a few
-            hundred rows, and for those alone the oracle is then computed.
+            row (a maximum, a cache; not a sum, an order or a place). Large batches of the start
+            repeat a few hundred rows, and for those alone the oracle is then computed.
         stands: True where the tokens of a batch belong to sequences, or each has its own state, so
             that no batch can be made of other rows of a pool. The start then tries the served calls
             as they stand, at a few numbers of tokens.
@@ -383,6 +383,12 @@ class OpSpec:
             return tuple(arguments)
         given = zip(self.parameters, arguments, strict=True)
         return tuple([arg for name, arg in given if name not in self.from_layer])
+
+    @property
+    def gives_caches(self) -> bool:
+        """Whether results are what a call may write over beside its tokens: they have no row for
+        each of these."""
+        return not self.consumable <= self.by_token
 
     def has_rows(self, name: str, argument: Any) -> bool:
         """Whether an argument has a row per token: it is not None, nor one number for all."""

@@ -178,7 +178,7 @@ class _Measured:
         served = [form for form in forms if self.whole[form.name] is not None]
         if not served:
             return Determinism(None, None, "it refuses the model's own sizes")
-        by_rows = not spec.whole_batch or spec.ignores_repeats
+        by_rows = not spec.whole_batch or (spec.ignores_repeats and not spec.gives_caches)
         for form in served:
             if problem := self.other_run(form):
                 return Determinism(False, False if by_rows else None, problem)
