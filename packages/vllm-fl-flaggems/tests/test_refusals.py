@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -135,7 +134,7 @@ def test_products_of_eight_bits_are_left_to_vllm_where_its_kernel_is_needed_or_f
     (impl,) = (impl for impl in register_ops() if impl.op_name == "linear_fp8")
     eight = torch.float8_e4m3fn
 
-    def verdict(outputs: int = 32, features: int = 64, **change: Any) -> object:
+    def verdict(outputs: int = 32, features: int = 64, **change: object) -> object:
         good = {
             "x": torch.ones(2, features).to(eight),
             "weight": torch.ones(outputs, features).to(eight),
@@ -152,6 +151,9 @@ def test_products_of_eight_bits_are_left_to_vllm_where_its_kernel_is_needed_or_f
     assert "do not begin" in str(verdict(features=72))
     assert "float8_e5m2" in str(verdict(x=torch.ones(2, 64).to(torch.float8_e5m2)))
     assert "weight is" in str(verdict(weight=torch.ones(64, 32).to(eight).t()))
+    assert "x is (2, 64) and weight (32, 128)" in str(verdict(weight=torch.ones(32, 128).to(eight)))
+    assert "x is (2, 0)" in str(verdict(features=0))
+    assert "out_dtype is 'float32'" in str(verdict(out_dtype="float32", bias=None))
     assert "x_scale is" in str(verdict(x_scale=torch.ones(1, 2)))
     assert "weight_scale is" in str(verdict(weight_scale=torch.ones(32, 1).double()))
     assert "bias is torch.float16" in str(verdict(bias=torch.ones(32, dtype=torch.float16)))
