@@ -141,11 +141,16 @@ def find_faults(request: Request) -> Findings:
 
 @contextmanager
 def host_threads(device: torch.device) -> Iterator[None]:
-    """In the block the host computes with few threads. Where it serves itself, with as many as it
-    will then."""
+    """In the block the host of a device computes with few threads.
+
+    Where it serves itself, it does with as many as it will then: vLLM's worker on a CPU warns of
+    each setting.
+    """
     before = torch.get_num_threads()
-    if device.type != "cpu":
-        torch.set_num_threads(min(before, HOST_THREADS))
+    if device.type == "cpu" or before <= HOST_THREADS:
+        yield
+        return
+    torch.set_num_threads(HOST_THREADS)
     try:
         yield
     finally:
