@@ -117,7 +117,7 @@ def find_faults(request: Request) -> Findings:
     with threads, breadcrumb.Watchdog(log) as watch, request.trials() as trials:
         start = _Start(request, watch)
         for role in request.roles:
-            own = trials[role.impl.op_name]
+            own = trials[role.calls]
             try:
                 _look(start, role, own)
             except Refusal as refusal:
@@ -127,8 +127,11 @@ def find_faults(request: Request) -> Findings:
             else:
                 if request.invariant and (why := variance(request, role, own)):
                     found.variant[role.key] = why
-        found.smaller = {op: each for op, some in trials.items() if (each := _smaller(some))}
-        calls = {op: any(each.calls for each in some) for op, some in trials.items() if some}
+        ops = defaultdict[str, list[Trials]](list)
+        for (op, *_), some in trials.items():
+            ops[op] += some
+        found.smaller = {op: each for op, some in ops.items() if (each := _smaller(some))}
+        calls = {op: any(each.calls for each in some) for op, some in ops.items() if some}
     unknown = [op for op, has_some in calls.items() if request.sizes and not has_some]
     if found.smaller:
         found.remarks.append(f"smaller than served: {', '.join(found.smaller)}")
