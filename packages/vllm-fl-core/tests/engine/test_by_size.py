@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from builders import half, managing, planning, refusing, silu
 
-from vllm_fl.contracts import ModelSizes
+from vllm_fl.contracts import ModelSizes, Tolerance
+from vllm_fl.contracts.arguments import declared, tensor
+from vllm_fl.dispatch.guard import Chain, Record, call_guard
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.plan import Plan, PlanEntry, leave_place, take_place
 from vllm_fl.errors import AllFailedError, SettingsError
@@ -54,6 +57,25 @@ def stock(mark: float = 9) -> OpImpl:
 
 def marks(bound: Any, *tokens: int) -> list[int]:
     return [int(bound(x(n))[0, 0]) - 1 for n in tokens]
+
+
+def test_one_number_for_all_tokens_tells_no_count() -> None:
+    """It stands before the rows that do."""
+
+    def scaled(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x * scale."""
+        return x.double() * scale.double()
+
+    rows = {"scale": tensor("tokens, 1", "float32").or_one(), "x": tensor("tokens, d")}
+    more: Any = {"by_token": frozenset(rows), "tolerances": {"float32": Tolerance(0, 0, "exact")}}
+    spec = declared(scaled, rows, (tensor("tokens, d", "x"),), samples=lambda *_: (), **more)
+    few, many = (
+        OpImpl("scaled", f"vendor.{name}", BackendImplKind.VENDOR, lambda scale, x, n=name: n, name)
+        for name in ("few", "many")
+    )
+    record = Record(logging.getLogger())
+    bound = call_guard(Chain("scaled", ((16, (few,)), (None, (many,))), spec, True, record))
+    assert [bound(torch.ones(1), x(n)) for n in (16, 17)] == ["few", "many"]
 
 
 # What is planned.

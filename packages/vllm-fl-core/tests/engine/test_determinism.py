@@ -175,9 +175,7 @@ def test_where_rows_depend_on_each_other_only_runs_are_compared() -> None:
 def variant(request: Request) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why it may not serve."""
     with request.trials() as trials:
-        told = {
-            role.key: variance(request, role, trials[role.impl.op_name]) for role in request.roles
-        }
+        told = {role.key: variance(request, role, trials[role.calls]) for role in request.roles}
     return {key: why for key, why in told.items() if why}
 
 

@@ -736,6 +736,21 @@ def test_what_a_compiler_takes_whole_is_compiled_once(
     assert len(asked) == compiled
 
 
+def test_each_is_tried_with_batches_of_its_own_rows() -> None:
+    """What one may not serve is no fault of it because another one does."""
+
+    def fn(x: Tensor) -> Tensor:
+        return sound(x) * (len(x) <= 512)  # beyond the contract's own samples
+
+    small, large = (
+        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+        for name in ("acme", "other")
+    )
+    roles = [Role(small, most=512), Role(replace(large, fn=sound), least=513)]
+    request = Request(roles, torch.bfloat16, CPU, SIZES, seconds=0.0)
+    assert not find_faults(request).faults
+
+
 def test_the_host_computes_with_few_threads_beside_a_device() -> None:
     """And with all of them where it is what serves."""
     before = torch.get_num_threads()

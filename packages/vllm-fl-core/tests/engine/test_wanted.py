@@ -27,7 +27,7 @@ from vllm_fl.contracts import (
     contracts,
 )
 from vllm_fl.contracts.outputs import Output
-from vllm_fl.engine.guarded import guarded, in_place
+from vllm_fl.engine.guarded import guarded, in_place, rows_of
 from vllm_fl.engine.trials import Form, dtypes_of
 from vllm_fl.engine.wanted import promised, wanted_of, worst
 from vllm_fl.plugins.registry import known_contracts
@@ -472,6 +472,14 @@ def test_guarded_memory_of_every_dtype(dtype: torch.dtype) -> None:
     assert gap.isnan() if dtype.is_floating_point else not gap
     call.storages[0].memory.view(torch.int8)[-1] = 1
     assert call.disturbance(()) == ("", "'x'", 1)
+
+
+def test_the_one_row_of_a_pool_is_whole() -> None:
+    """Halves of one row may have its half for their step to the next."""
+    key, value = (half.view(1, 2, 4) for half in torch.arange(16.0).view(1, 16).chunk(2, dim=1))
+    pool = guarded({"key": key, "value": value}, ("key", "value"))
+    laid = rows_of(pool, torch.tensor([0])).args
+    assert torch.equal(laid[0], key) and torch.equal(laid[1], value)
 
 
 def test_what_is_written_into_live_memory_is_seen_where_it_is_known() -> None:

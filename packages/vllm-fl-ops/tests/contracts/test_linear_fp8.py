@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.engine.verification import compare
+from vllm_fl.engine.wanted import magnitudes
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SPEC = contracts()["linear_fp8"]
@@ -35,6 +36,7 @@ def product(
     bias_first: bool = False,
     scaled_bias: bool = False,
     by_output: bool = False,
+    swaps_square: bool = False,
     last: Callable[[Tensor], Tensor] = lambda result: result,
     skips: Callable[[int], int] = lambda features: 0,
 ) -> Tensor:
@@ -42,6 +44,8 @@ def product(
     features = x.shape[1] - skips(x.shape[1])
     result = read(x)[:, :features] @ read(weight)[:, :features].t()
     added: Any = 0 if bias is None else bias.float()
+    if swaps_square and len(x) == len(weight):
+        x_scale, weight_scale = weight_scale, x_scale
     scale = of_tokens(x_scale) * of_channels(weight_scale).t()
     if by_output:
         scale = torch.ones_like(result) * of_channels(weight_scale).t()
@@ -55,6 +59,11 @@ def product(
 
 def as_e5m2(numbers: Tensor) -> Tensor:
     return numbers.contiguous().view(torch.float8_e5m2).float()
+
+
+def normal_alone(numbers: Tensor) -> Tensor:
+    read = numbers.float()
+    return read.where(~(read.abs() < torch.finfo(numbers.dtype).smallest_normal), 0.0)
 
 
 def first(scale: Tensor) -> Tensor:
@@ -76,7 +85,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "the bias before the scales": {"bias_first": True},
     "the bias times the channel's scale": {"scaled_bias": True},
     "the result through fp8": {"last": lambda result: result.to(torch.float8_e4m3fn).float()},
+    "results of at most 4000": {"last": lambda result: result.clamp(-4000, 4000)},
+    "the scales changed for each other where there are as many": {"swaps_square": True},
     "reads e5m2": {"read": as_e5m2},
+    "reads numbers below the normal ones as 0": {"read": normal_alone},
     "NaN as 480": {"read": lambda of: of.float().nan_to_num(480.0)},
     "the last feature of an odd number left out": {"skips": lambda features: features % 2},
 }
@@ -178,3 +190,13 @@ def test_a_scale_is_a_row_for_each_token_or_one_number() -> None:
     assert [*SPEC.with_rows(rows)] == ["x", "x_scale"]
     halved = SPEC.with_changed_rows(rows, lambda arg: arg[: len(arg) // 2])
     assert SPEC.check(*halved) is None and SPEC.tokens(halved) == len(each) // 2
+
+
+@pytest.mark.parametrize("largest", [3.0, 1e5])
+def test_the_room_of_a_served_call_goes_by_its_scaled_numbers(largest: float) -> None:
+    """Each row has numbers up to 448, whatever its values are: a result of zeros would pass."""
+    values = torch.linspace(-largest, largest, 64).repeat(2, 1)
+    for scale in (torch.full((2, 1), largest / 448), torch.tensor(largest / 448)):
+        x, weight = ((of / of.max() * 448).to(torch.float8_e4m3fn) for of in (values, values))
+        found = magnitudes(SPEC, (x, weight, scale, torch.ones(1), "bfloat16", None))
+        assert torch.equal(torch.as_tensor(found).round(), torch.full((2,), largest).double())

@@ -288,7 +288,8 @@ def _by_size(
 def _tokens(spec: OpSpec) -> str:
     """The argument that tells a call's token count, as source: what `OpSpec.tokens` takes."""
     nullable = _nullable(spec)
-    names = [name for name in spec.parameters if name in spec.by_token]
+    rows = (name for name in spec.parameters if name in spec.by_token)
+    names = [n for n in rows if n not in spec.arguments or not spec.arguments[n].may_be_one]
     always = next((n for n, name in enumerate(names) if name not in nullable), len(names) - 1)
     source = names[always]
     for name in reversed(names[:always]):

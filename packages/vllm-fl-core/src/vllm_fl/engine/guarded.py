@@ -201,7 +201,8 @@ def rows_of(pool: Guarded, rows: torch.Tensor, into: Guarded | None = None) -> G
     laid: dict[str, torch.Tensor] = {}
     for source in pool.storages:
         first = next(iter(source.views.values()))
-        width = first.stride(0)
+        # The step to a next row that is not there may be any number.
+        width = first.stride(0) if len(first) > 1 else len(source.memory) - 2 * GUARD
         whole = source.memory.as_strided((len(first), width), (width, 1), GUARD)
         if written is None:
             memory = first.new_empty(2 * GUARD + len(rows) * width)

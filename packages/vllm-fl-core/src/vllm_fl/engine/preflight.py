@@ -117,7 +117,7 @@ def find_faults(request: Request) -> Findings:
     with threads, breadcrumb.Watchdog(log) as watch, request.trials() as trials:
         start = _Start(request, watch)
         for role in request.roles:
-            own = trials[role.impl.op_name]
+            own = trials[role.calls]
             try:
                 _look(start, role, own)
             except Refusal as refusal:
@@ -127,8 +127,11 @@ def find_faults(request: Request) -> Findings:
             else:
                 if request.invariant and (why := variance(request, role, own)):
                     found.variant[role.key] = why
-        found.smaller = {op: each for op, some in trials.items() if (each := _smaller(some))}
-        calls = {op: any(each.calls for each in some) for op, some in trials.items() if some}
+        ops = defaultdict[str, list[Trials]](list)
+        for (op, *_), some in trials.items():
+            ops[op] += some
+        found.smaller = {op: each for op, some in ops.items() if (each := _smaller(some))}
+        calls = {op: any(each.calls for each in some) for op, some in ops.items() if some}
     unknown = [op for op, has_some in calls.items() if request.sizes and not has_some]
     if found.smaller:
         found.remarks.append(f"smaller than served: {', '.join(found.smaller)}")
@@ -141,11 +144,16 @@ def find_faults(request: Request) -> Findings:
 
 @contextmanager
 def host_threads(device: torch.device) -> Iterator[None]:
-    """In the block the host computes with few threads. Where it serves itself, with as many as it
-    will then."""
+    """In the block the host of a device computes with few threads.
+
+    Where it serves itself, it does with as many as it will then: vLLM's worker on a CPU warns of
+    each setting.
+    """
     before = torch.get_num_threads()
-    if device.type != "cpu":
-        torch.set_num_threads(min(before, HOST_THREADS))
+    if device.type == "cpu" or before <= HOST_THREADS:
+        yield
+        return
+    torch.set_num_threads(HOST_THREADS)
     try:
         yield
     finally:

@@ -72,6 +72,11 @@ class Role:
         """(op, impl id)."""
         return self.impl.op_name, self.impl.impl_id
 
+    @property
+    def calls(self) -> tuple[str, int, float]:
+        """Of which op, and of how many tokens, the calls are that it may serve."""
+        return self.impl.op_name, self.least, self.most
+
     def running(self, what: str) -> AbstractContextManager[None]:
         """The block runs its code for `what`, which is noted for the next process."""
         whose = self.owner and f" of {self.owner}"
@@ -129,22 +134,17 @@ class Request:
         return self.seconds / max(1, len(self.roles))
 
     @contextmanager
-    def trials(self) -> Iterator[dict[str, list[Trials]]]:
-        """Inside the block, op -> what its implementations are tried with, in each dtype of its.
+    def trials(self) -> Iterator[dict[tuple[str, int, float], list[Trials]]]:
+        """Inside the block, `Role.calls` -> what is tried with them, in each dtype of the op.
 
         Nothing of them is left afterwards, nor of what was compiled.
         """
         made = {}
-        bounds: dict[str, tuple[int, float]] = {}
-        for role in self.roles:
-            op = role.impl.op_name
-            least, most = bounds.get(op, (role.least, role.most))
-            bounds[op] = min(role.least, least), max(role.most, most)
-        for op, (least, most) in bounds.items():
+        for op, least, most in dict.fromkeys(role.calls for role in self.roles):
             sizes = self.sizes and _within(least, most, self.sizes)
             fixed, given = (self.device, sizes, self.seed), self.provided.get(op, ())
             kinds = dtypes_of(self.specs[op], self.dtype)
-            made[op] = [Trials(self.specs[op], kind, *fixed, given) for kind in kinds]
+            made[op, least, most] = [Trials(self.specs[op], kind, *fixed, given) for kind in kinds]
         yield made
         if any(role.compiled for role in self.roles):
             torch._dynamo.reset()  # vLLM compiles the model afterwards, and finds nothing of this
@@ -293,7 +293,8 @@ class Form:
 
 @dataclass
 class Trials:
-    """What every implementation of one op is tried with. The oracle is asked once.
+    """What the implementations of one op are tried with that serve the same sizes. The oracle is
+    asked once.
 
     Args:
         spec: the op's contract.

@@ -548,13 +548,19 @@ def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
-    """The magnitude of the finite numbers in each row of a call's activations, at least 1."""
-    wide = [
-        arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(len(arg), -1).amax(1)
-        for arg in spec.with_rows(args).values()
-        if arg.is_floating_point() and arg.numel()
-    ]
-    return reduce(torch.maximum, wide).clamp(min=1.0) if wide else 1.0
+    """The magnitude of the finite numbers in each row of a call's activations, at least 1.
+
+    That of numbers in 8 bits is theirs times that of the other activations: their scales.
+    """
+    wide, is_scaled = [], False
+    for name, arg in spec.named(args).items():
+        is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.numel()
+        if name in spec.by_token and is_float:
+            rows = len(arg) if spec.has_rows(name, arg) else 1
+            wide.append(arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(rows, -1).amax(1))
+            is_scaled |= arg.itemsize == 1
+    by = torch.mul if is_scaled else torch.maximum
+    return reduce(by, wide).clamp(min=1.0) if wide else 1.0
 
 
 def _token(row: int, places: Tokens) -> int:

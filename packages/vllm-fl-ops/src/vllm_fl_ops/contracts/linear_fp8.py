@@ -176,6 +176,14 @@ def _samples(source: Source) -> Iterator[Sample]:
     bits = x.view(torch.uint8)
     bits[1, 7], bits[3, 200] = 0x7F, 0xFF  # the two that are no numbers
     yield Sample("NaN", (x, *more))
+    yield Sample("as many tokens as output features", call(_rows(source, 32, 192), 32))
+    most = peak(source.dtype) / (8 if source.dtype == torch.float16 else 1)  # results are finite
+    yield Sample("results as large as they get", call(_rows(source, 6, 256, most), 64), most)
+    x, weight = (source.normal(rows, 256, scale=2**-8, dtype=torch.float32) for rows in (6, 64))
+    eight = (of.to(torch.float8_e4m3fn) for of in (x, weight))
+    scales = x.new_full((1,), 2.0**8), x.new_full((1,), 2.0**4)
+    dtype = str(source.dtype).removeprefix("torch.")
+    yield Sample("numbers below fp8's normal ones", (*eight, *scales, dtype, source.normal(64)))
 
 
 def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
