@@ -185,9 +185,39 @@ def test_products_of_eight_bits_are_right_in_blocks_of_either_length(
         found = compare(implementation("linear_fp8"), spec, sample, dtype)
         assert found.status == "ok", found
     assert asked == [512, 256]
-    with pytest.raises(NotImplementedError, match="more than 32 tokens, and these are 33"):
-        x, *rest = sample.args
-        linear_fp8.linear_fp8(x[:1].expand(33, -1), *rest)
+
+
+def test_what_the_kernels_of_eight_bits_do_not_take_is_vllms_product(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def by_vllm(out: torch.Tensor, x: torch.Tensor, turned: torch.Tensor, *_: Any) -> None:
+        assert x.is_contiguous() and turned.stride(0) == 1
+        asked.append((*x.shape, turned.shape[1]))
+        out.zero_()
+
+    def run(tokens: int, features: int, outputs: int, offset: int = 0) -> torch.Tensor:
+        weight = torch.zeros(outputs * features + offset, device=device).to(torch.float8_e4m3fn)
+        weight = weight[offset:].view(outputs, features)
+        one = torch.ones(1, device=device)
+        x = torch.zeros(tokens, features, device=device).to(torch.float8_e4m3fn)
+        return linear_fp8.linear_fp8(x, weight, one, one, "bfloat16")
+
+    monkeypatch.setattr(linear_fp8, "_by_vllm", lambda: None)
+    for tokens, offset in ((33, 0), (2, 8)):
+        with pytest.raises(NotImplementedError, match="at most 32 tokens, and weights that begin"):
+            run(tokens, 64, 32, offset)
+    monkeypatch.setattr(linear_fp8, "_by_vllm", lambda: by_vllm)
+    assert run(33, 64, 32).shape == (33, 32)
+    run(2, 64, 32, offset=8)
+    assert asked == [(33, 64, 32), (2, 64, 32)]
+    monkeypatch.setattr(linear_fp8, "MANY_FEATURES", 63)  # as of a narrow layer
+    for tokens in (1, 2):
+        run(tokens, 64, 32)
+    assert asked[2:] == [(2, 64, 32)]
+    run(2, 64, 24)  # vLLM's takes multiples of 16 outputs
+    assert len(asked) == 3
 
 
 def test_products_of_rows_that_begin_anywhere_are_pytorchs(

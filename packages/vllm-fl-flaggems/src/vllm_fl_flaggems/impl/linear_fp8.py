@@ -1,10 +1,12 @@
 """Linear layers' products of numbers in 8 bits for few tokens, on this package's own kernels.
 
-They are those of `linear`, with scales. Calls of more tokens are refused, and layers at which
-vLLM's own product is the faster one: vLLM's serves them.
+They are those of `linear`, with scales. vLLM's own product, where it is there, is called for more
+tokens, and for two and more at layers where it is the faster one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -23,6 +25,10 @@ MOST_TOKENS = 32
 MANY_OUTPUTS = 10_240
 """From so many on each multiprocessor has more than one program at a time, of shorter blocks."""
 
+FEW_OUTPUTS, MANY_FEATURES = 3072, 4096
+"""Of fewer outputs and more features vLLM's product of several tokens is the faster one: it divides
+the features."""
+
 FP8 = torch.float8_e4m3fn
 
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,7 +46,7 @@ def linear_fp8(
 
     One token is summed in fp32, several on the tensor cores, whose sums of numbers in 8 bits have
     about 14 bits; those of vLLM's kernels have as many. The sizes of blocks are those that were the
-    fastest on an H100, at 16 shapes of eight models' layers (2026-11-27).
+    fastest on an H100 by the mean of 16 shapes of eight models' layers (2026-11-27).
 
     Args:
         x: (tokens, in_features), float8_e4m3fn, of any layout.
@@ -54,25 +60,39 @@ def linear_fp8(
         (tokens, out_features), contiguous, of out_dtype.
 
     Raises:
-        NotImplementedError: there are more than `MOST_TOKENS` tokens.
+        NotImplementedError: there are more than `MOST_TOKENS` tokens, or the weight begins
+            anywhere, and vLLM's operator is not there.
     """
-    tokens, outputs = x.shape[0], weight.shape[0]
-    if tokens > MOST_TOKENS:
-        raise NotImplementedError(
-            f"vLLM's product is as fast for more than {MOST_TOKENS} tokens, and these are {tokens}"
-        )
+    (tokens, features), outputs = x.shape, weight.shape[0]
     out = x.new_empty((tokens, outputs), dtype=RESULTS[out_dtype])
     if not out.numel():
         return out
-    x = x if x.stride(1) == 1 and is_aligned(x) else x.contiguous()
+    plain = x.stride(1) == 1 and is_aligned(x)
+    x = x if plain else x.clone(memory_format=torch.contiguous_format)
     bias = None if bias is None else bias.contiguous()
     scales = Scales(x_scale.contiguous(), weight_scale.contiguous())
-    if tokens == 1:
+    lacks = tokens > MOST_TOKENS or not is_aligned(weight)
+    is_slow = tokens > 1 and outputs < FEW_OUTPUTS and features > MANY_FEATURES
+    by_vllm = _by_vllm() if (lacks or is_slow) and outputs % ALIGNED == 0 else None
+    if by_vllm is not None:
+        by_vllm(out, x, weight.t(), *scales, bias)
+    elif lacks:
+        raise NotImplementedError(
+            f"the kernels take at most {MOST_TOKENS} tokens, and weights that begin at a multiple "
+            f"of {ALIGNED} bytes; vLLM's operator, which takes others, is not there"
+        )
+    elif tokens == 1:
         of_one_row(x, weight, bias, out, scales, warps=2)
     else:
         block = 256 if outputs >= MANY_OUTPUTS else 512
         of_rows(x, weight, bias, out, (64, 0, block, 4), scales)
     return out
+
+
+def _by_vllm() -> Callable[..., None] | None:
+    """vLLM's operator, which writes into its first argument; None where there is none."""
+    found: Callable[..., None] | None = getattr(torch.ops._C, "cutlass_scaled_mm", None)
+    return found
 
 
 def supports_linear_fp8(
@@ -83,7 +103,7 @@ def supports_linear_fp8(
     out_dtype: str,
     bias: torch.Tensor | None = None,
 ) -> Availability:
-    """True, or why the kernels would fail, read beyond a tensor, or lose."""
+    """True, or why the kernels would fail, or read beyond a tensor."""
     reason = unsuitable("x", x, {FP8}, own=True)
     if reason:
         return reason
@@ -94,10 +114,8 @@ def supports_linear_fp8(
     if weight.dtype != FP8 or weight.device != x.device or weight.stride(1) != 1:
         return f"weight is {weight.dtype} on {weight.device}, of strides {weight.stride()}"
     (tokens, features), outputs = x.shape, weight.shape[0]
-    if features % ALIGNED or not is_aligned(weight):
+    if features % ALIGNED or weight.stride(0) % ALIGNED:
         return f"rows of {features} features do not begin at multiples of {ALIGNED} bytes"
-    if outputs < 3072 and features > 4096:
-        return f"vLLM's product is the faster one for {features} -> {outputs} features"
     for name, scale, rows in (
         ("x_scale", x_scale, tokens),
         ("weight_scale", weight_scale, outputs),
