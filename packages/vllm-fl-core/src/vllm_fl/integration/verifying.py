@@ -17,7 +17,7 @@ from ..engine.facts import EngineFacts
 from ..engine.live import Live
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry
-from ..engine.preflight import find_faults
+from ..engine.preflight import find_faults, host_threads
 from ..engine.tables import Standing, standing
 from ..engine.trials import Request, Role, release
 from ..engine.tries import Tried, Tries
@@ -476,7 +476,7 @@ def _seen_live(serving: Serving, counts: frozenset[int], **limits: Any) -> tuple
     if "" not in models:
         return live, "the worker shows no model"
     try:
-        with calling(serving), live.watching():
+        with calling(serving), live.watching(), host_threads(serving.start.device):
             for tokens in sorted(counts, reverse=True):
                 not_run = probe.forward(serving.runner, models[""], serving.config, tokens)
                 if not_run:
