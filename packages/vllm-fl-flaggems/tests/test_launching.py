@@ -204,11 +204,11 @@ def test_what_the_kernels_of_eight_bits_do_not_take_is_vllms_product(
         x = torch.zeros(tokens, features, device=device).to(torch.float8_e4m3fn)
         return linear_fp8.linear_fp8(x, weight, one, one, "bfloat16")
 
-    monkeypatch.setattr(linear_fp8, "_by_vllm", lambda: None)
+    assert linear_fp8._by_vllm() is None
     for tokens, offset in ((33, 0), (2, 8)):
         with pytest.raises(NotImplementedError, match="at most 32 tokens, and weights that begin"):
             run(tokens, 64, 32, offset)
-    monkeypatch.setattr(linear_fp8, "_by_vllm", lambda: by_vllm)
+    monkeypatch.setattr(torch.ops._C, "cutlass_scaled_mm", by_vllm, raising=False)
     assert run(33, 64, 32).shape == (33, 32)
     run(2, 64, 32, offset=8)
     assert asked == [(33, 64, 32), (2, 64, 32)]
