@@ -191,6 +191,7 @@ def test_what_the_kernels_of_eight_bits_do_not_take_is_vllms_product(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, ...]] = []
+    name = "cutlass_scaled_mm"
 
     def by_vllm(out: torch.Tensor, x: torch.Tensor, turned: torch.Tensor, *_: Any) -> None:
         assert x.is_contiguous() and turned.stride(0) == 1
@@ -204,11 +205,17 @@ def test_what_the_kernels_of_eight_bits_do_not_take_is_vllms_product(
         x = torch.zeros(tokens, features, device=device).to(torch.float8_e4m3fn)
         return linear_fp8.linear_fp8(x, weight, one, one, "bfloat16")
 
-    assert linear_fp8._by_vllm() is None
+    assert device.type != "cpu" or linear_fp8._by_vllm(device) is None
+    monkeypatch.setattr(linear_fp8, "_by_vllm", lambda device: None)
     for tokens, offset in ((33, 0), (2, 8)):
         with pytest.raises(NotImplementedError, match="at most 32 tokens, and weights that begin"):
             run(tokens, 64, 32, offset)
-    monkeypatch.setattr(torch.ops._C, "cutlass_scaled_mm", by_vllm, raising=False)
+    monkeypatch.undo()
+    library = torch.library.Library("_C", "FRAGMENT")
+    if not hasattr(torch.ops._C, name):
+        tensors = ", ".join(f"Tensor {each}" for each in ("a", "b", "a_scales", "b_scales"))
+        library.define(f"{name}(Tensor! out, {tensors}, Tensor? bias) -> ()")
+    library.impl(name, by_vllm, torch._C._dispatch_key_for_device(device.type))
     assert run(33, 64, 32).shape == (33, 32)
     run(2, 64, 32, offset=8)
     assert asked == [(33, 64, 32), (2, 64, 32)]
@@ -218,6 +225,7 @@ def test_what_the_kernels_of_eight_bits_do_not_take_is_vllms_product(
     assert asked[2:] == [(2, 64, 32)]
     run(2, 64, 24)  # vLLM's takes multiples of 16 outputs
     assert len(asked) == 3
+    library._destroy()
 
 
 def test_products_of_rows_that_begin_anywhere_are_pytorchs(

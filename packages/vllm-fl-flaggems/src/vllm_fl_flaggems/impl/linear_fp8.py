@@ -73,7 +73,7 @@ def linear_fp8(
     scales = Scales(x_scale.contiguous(), weight_scale.contiguous())
     lacks = tokens > MOST_TOKENS or not is_aligned(weight)
     is_slow = tokens > 1 and outputs < FEW_OUTPUTS and features > MANY_FEATURES
-    by_vllm = _by_vllm() if (lacks or is_slow) and outputs % ALIGNED == 0 else None
+    by_vllm = _by_vllm(x.device) if (lacks or is_slow) and outputs % ALIGNED == 0 else None
     if by_vllm is not None:
         by_vllm(out, x, weight.t(), *scales, bias)
     elif lacks:
@@ -89,10 +89,15 @@ def linear_fp8(
     return out
 
 
-def _by_vllm() -> Callable[..., None] | None:
-    """vLLM's operator, which writes into its first argument; None where there is none."""
+def _by_vllm(device: torch.device) -> Callable[..., None] | None:
+    """vLLM's operator, which writes into its first argument; None where it has no kernel.
+
+    Without vLLM's extension FlagGems defines an operator of that name.
+    """
     found: Callable[..., None] | None = getattr(torch.ops._C, "cutlass_scaled_mm", None)
-    return found
+    key = torch._C._dispatch_key_for_device(device.type)
+    has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+    return found if found and has_kernel("_C::cutlass_scaled_mm", key) else None
 
 
 def supports_linear_fp8(
