@@ -17,6 +17,9 @@ from typing import Any
 __all__ = ["PAGE", "RUNS", "page"]
 
 ROOT = Path(__file__).resolve().parent.parent
+SHOWN = 10
+"""Samples that a cell names; the run's file has the others."""
+
 RUNS = ROOT / "docs" / "support"
 PAGE = ROOT / "docs" / "support-matrix.md"
 
@@ -145,8 +148,10 @@ def _refusals(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 found = samples.setdefault((result["impl_id"], result["op"]), {})
                 found[finding["sample"]] = None
     for (impl_id, op), found in sorted(samples.items()):
-        names = (name for name in found if LAYOUT.sub("", name) not in found.keys() - {name})
-        yield _row(f"`{op}`", f"`{impl_id}`", "; ".join(map(_text, names)))
+        names = [name for name in found if LAYOUT.sub("", name) not in found.keys() - {name}]
+        further = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        shown = "; ".join(map(_text, names[:SHOWN]))
+        yield _row(f"`{op}`", f"`{impl_id}`", shown + further)
 
 
 def _row(*cells: str) -> str:
