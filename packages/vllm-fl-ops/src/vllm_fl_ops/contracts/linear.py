@@ -14,7 +14,22 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SPEC", "projections"]
+__all__ = ["SHAPES", "SPEC", "projections"]
+
+SHAPES = (
+    ("1 token", 1, 1024, 768),
+    ("1 token, odd sizes beyond one block", 1, 2063, 259),
+    ("2 tokens", 2, 512, 512),
+    ("16 tokens", 16, 256, 96),
+    ("17 tokens, odd sizes", 17, 129, 259),
+    ("33 tokens", 33, 192, 37),
+    ("65 tokens", 65, 64, 64),
+    ("300 tokens", 300, 192, 64),
+    ("0 tokens", 0, 256, 96),
+    ("1 feature", 5, 1, 259),
+    ("1 output feature", 7, 2063, 1),
+)
+"""(name, tokens, in_features, out_features) of samples: where kernels of products change."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,17 +69,7 @@ def _by_features(
 
 def _samples(source: Source) -> Iterator[Sample]:
     for name, tokens, features, out in (
-        ("1 token", 1, 1024, 768),
-        ("1 token, odd sizes beyond one block", 1, 2063, 259),
-        ("2 tokens", 2, 512, 512),
-        ("16 tokens", 16, 256, 96),
-        ("17 tokens, odd sizes", 17, 129, 259),
-        ("33 tokens", 33, 192, 37),
-        ("65 tokens", 65, 64, 64),
-        ("300 tokens", 300, 192, 64),
-        ("0 tokens", 0, 256, 96),
-        ("1 feature", 5, 1, 259),
-        ("1 output feature", 7, 2063, 1),
+        *SHAPES,
         ("odd sizes beyond one block", 3, 2063, 37),
         ("many features", 40, 2184, 96),
     ):

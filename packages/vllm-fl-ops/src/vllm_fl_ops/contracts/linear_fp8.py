@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .linear import projections
+from .linear import SHAPES, projections
 
 if TYPE_CHECKING:
     import torch
@@ -125,20 +125,7 @@ def _of(
 def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
-    for name, tokens, features, out in (
-        ("1 token", 1, 1024, 768),
-        ("1 token, odd sizes beyond one block", 1, 2063, 259),
-        ("2 tokens", 2, 512, 512),
-        ("16 tokens", 16, 256, 96),
-        ("17 tokens, odd sizes", 17, 129, 259),
-        ("33 tokens", 33, 192, 37),
-        ("65 tokens", 65, 64, 64),
-        ("300 tokens", 300, 192, 64),
-        ("0 tokens", 0, 256, 96),
-        ("1 feature", 5, 1, 259),
-        ("1 output feature", 7, 2063, 1),
-        ("many features", 40, 4096, 96),
-    ):
+    for name, tokens, features, out in (*SHAPES, ("many features", 40, 4096, 96)):
         values = _rows(source, tokens, features)
         for token, channel, bias in ((True, True, True), (True, False, False), (False,) * 3):
             how = f"{'each token' if token else 'one'} and {'each channel' if channel else 'one'}"
@@ -180,10 +167,10 @@ def _samples(source: Source) -> Iterator[Sample]:
     most = peak(source.dtype) / (8 if source.dtype == torch.float16 else 1)  # results are finite
     yield Sample("results as large as they get", call(_rows(source, 6, 256, most), 64), most)
     x, weight = (source.normal(rows, 256, scale=2**-8, dtype=torch.float32) for rows in (6, 64))
-    eight = (of.to(torch.float8_e4m3fn) for of in (x, weight))
-    scales = x.new_full((1,), 2.0**8), x.new_full((1,), 2.0**4)
-    dtype = str(source.dtype).removeprefix("torch.")
-    yield Sample("numbers below fp8's normal ones", (*eight, *scales, dtype, source.normal(64)))
+    x_scale, weight_scale = (x.new_full((1,), 2.0**power) for power in (8, 4))
+    x, weight = (of.to(torch.float8_e4m3fn) for of in (x, weight))
+    args = _of(x, x_scale, weight, weight_scale, source, bias=True)
+    yield Sample("numbers below fp8's normal ones", args)
 
 
 def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
