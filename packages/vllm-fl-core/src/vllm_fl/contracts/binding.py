@@ -236,8 +236,9 @@ class GraphPlace:
     place; in all others, and in eager mode, the operator stays.
 
     Args:
-        operators: PyTorch's, as `aten.mm.default`, or vLLM's, as `_C.cutlass_scaled_mm.default`.
-            One that writes over its result, and returns nothing, is found in its functional form
+        operators: PyTorch's, as `aten.mm.default`, or vLLM's, as `_C.cutlass_scaled_mm.default`. Of
+            an op that takes several in, the last one, whose result is the op's. One that writes
+            over its result, and returns nothing, is found in its functional form
             (`auto_functionalized`), which has its arguments by name. One that this vLLM does not
             have is passed over.
         find: a node of a graph (`torch.fx.Node`) that calls one of them -> the op's arguments, by

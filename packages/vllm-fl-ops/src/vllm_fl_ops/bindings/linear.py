@@ -13,7 +13,7 @@ from ._models import is_quantised
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BINDING"]
+__all__ = ["BINDING", "DENSE_INTERMEDIATE", "OPERATORS", "may_have", "product_of"]
 
 OPERATORS = ("aten.mm.default", "aten.addmm.default", "aten.sum.dim_IntList")
 """The last one is what Inductor makes of one row's product where vLLM compiles for that size alone:
@@ -26,7 +26,7 @@ def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return linear(x, weight, bias)
 
 
-def _find(node: Any) -> tuple[Any, ...] | None:
+def product_of(node: Any) -> tuple[Any, ...] | None:
     """x, weight and bias of a product with a transposed weight that is an input of the graph."""
     if node.kwargs:  # factors of a sum, or another dtype of the result
         return None
@@ -75,6 +75,11 @@ def _dense_intermediate(config: Any) -> int:
     return 0 if may_have_experts(config) else int(INTERMEDIATE.ask(config))
 
 
+DENSE_INTERMEDIATE = SizeRule(
+    "dense_intermediate", _dense_intermediate, INTERMEDIATE.typical, in_kit=False
+)
+
+
 def _router_experts(config: Any) -> int:
     """Among how many experts a router chooses; 0 for a model without any."""
     return int(EXPERT_COUNT.ask(config)) if may_have_experts(config) else 0
@@ -95,7 +100,7 @@ def _biased(config: Any) -> int:
     return own + 2 * whole + 4 * told("mlp_bias", "use_bias")
 
 
-def _may_have(config: Any) -> bool:
+def may_have(config: Any) -> bool:
     """Whether the model has weights as they were loaded: vLLM's CPU platform packs them."""
     from vllm.platforms import current_platform
 
@@ -103,13 +108,13 @@ def _may_have(config: Any) -> bool:
 
 
 BINDING = Binding(
-    places=(GraphPlace(OPERATORS, _find, _native),),
+    places=(GraphPlace(OPERATORS, product_of, _native),),
     sizes=(
         HIDDEN,
         HEADS,
         KV_HEADS,
         HEAD_SIZE,
-        SizeRule("dense_intermediate", _dense_intermediate, INTERMEDIATE.typical, in_kit=False),
+        DENSE_INTERMEDIATE,
         SizeRule("router_experts", _router_experts, EXPERT_COUNT.typical, in_kit=False),
         SizeRule("biased", _biased, 1),
     ),
@@ -119,6 +124,6 @@ BINDING = Binding(
         "quantised layers, and kernels that compute more than a product (experts, attention)",
         "the logits' product, which is outside of the compiled model",
     ),
-    when=_may_have,
+    when=may_have,
     products=True,
 )

@@ -14,7 +14,7 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SHAPES", "SPEC", "projections"]
+__all__ = ["SHAPES", "SPEC", "broken_rows", "by_features", "layouts", "projections"]
 
 SHAPES = (
     ("1 token", 1, 1024, 768),
@@ -55,7 +55,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return result if bias is None else result + bias.double()
 
 
-def _by_features(
+def by_features(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """A sum over blocks of input features, of the products of each."""
@@ -75,11 +75,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     ):
         yield from _both(name, source, source.normal(tokens, features), out)
 
-    wide = source.normal(6, 129 + 32)
-    yield from _both("slice of a wider buffer", source, wide[:, 16 : 16 + 129], 37)
-    yield from _both("every other row", source, source.normal(8, 192)[::2], 64)
-    yield from _both("features apart", source, source.normal(6, 64, 2)[..., 0], 37)
-    yield from _both("x transposed", source, source.normal(129, 5).t(), 37)
+    for name, x, out in layouts(source):
+        yield from _both(name, source, x, out)
 
     x, bias = source.normal(5, 192), source.normal(64)
     weight = source.normal(64, 192 + 32, scale=192**-0.5)[:, 16 : 16 + 192]
@@ -91,9 +88,23 @@ def _samples(source: Source) -> Iterator[Sample]:
     weight = source.normal(64, 192, scale=192**-0.5)
     yield Sample("bias apart in memory", (x, weight, source.normal(64, 2)[:, 0]))
 
-    broken = source.normal(5, 256)
-    broken[1, 7], broken[3, 200] = float("nan"), float("inf")
-    yield from _both("NaN and infinity", source, broken, 37)
+    yield from _both("NaN and infinity", source, broken_rows(source), 37)
+
+
+def layouts(source: Source) -> Iterator[tuple[str, torch.Tensor, int]]:
+    """(name, x, out_features) of samples whose x lies otherwise in memory."""
+    wide = source.normal(6, 129 + 32)
+    yield "slice of a wider buffer", wide[:, 16 : 16 + 129], 37
+    yield "every other row", source.normal(8, 192)[::2], 64
+    yield "features apart", source.normal(6, 64, 2)[..., 0], 37
+    yield "x transposed", source.normal(129, 5).t(), 37
+
+
+def broken_rows(source: Source) -> torch.Tensor:
+    """x whose row 1 has a NaN, and row 3 an infinity."""
+    x = source.normal(5, 256)
+    x[1, 7], x[3, 200] = float("nan"), float("inf")
+    return x
 
 
 def _both(name: str, source: Source, x: torch.Tensor, out: int) -> Iterator[Sample]:
@@ -165,7 +176,7 @@ SPEC = contract(
     served=_served,
     by_token=frozenset({"x"}),
     read_whole=frozenset({"weight"}),
-    second_form=_by_features,
+    second_form=by_features,
     tolerances={
         "float32": Tolerance(
             1e-5,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from . import implementations
 
-__all__ = ["OPS", "linear", "linear_fp8"]
+__all__ = ["OPS", "linear", "linear_fp8", "linear_silu_and_mul"]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,4 +92,26 @@ def linear_fp8(
     return (result if bias is None else result + bias).to(dtype)
 
 
-OPS = implementations(linear, linear_fp8)
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T), by PyTorch's own product of matrices.
+
+    Args:
+        x: (tokens, in_features), floating.
+        weight: (2 * out_features, in_features), of x's dtype: the rows of gate, then those of up.
+
+    Returns:
+        (tokens, out_features), of x's dtype. The products, and silu, are rounded to it.
+
+    Raises:
+        TypeError: x is not floating.
+        ValueError: x or weight is not 2-D, or weight has an odd number of rows.
+        RuntimeError: the sizes or dtypes of x and weight differ.
+    """
+    _refuse_silent_mistakes(x, weight, None)
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight must have an even number of rows, got {weight.shape[0]}")
+    gate, up = F.linear(x, weight).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+OPS = implementations(linear, linear_fp8, linear_silu_and_mul)

@@ -39,7 +39,7 @@ LABEL = "vllm-fl"
 STEP = f"{LABEL}/step"
 """Marks the beginning of a step."""
 
-AMBIGUOUS = frozenset({"aten::sum"})
+AMBIGUOUS = frozenset({"aten::mul", "aten::sum"})
 """Operators of PyTorch's that a binding names for one form of theirs alone, and that many call."""
 
 _kernels: dict[str, dict[str, None]] = {}

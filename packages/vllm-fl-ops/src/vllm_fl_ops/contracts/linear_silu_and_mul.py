@@ -1,0 +1,132 @@
+"""The gate-and-up product of an MLP and its activation, SwiGLU's, in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.arguments import tensor
+from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
+
+from .common import contract
+from .linear import SHAPES, broken_rows, by_features, layouts
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SPEC"]
+
+
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T), where silu(g) = g * sigmoid(g).
+
+    Args:
+        x: (tokens, in_features), float32, float16 or bfloat16, of any layout. in_features is 1 or
+            more. NaN and infinity spoil their own row alone.
+        weight: (2 * out_features, in_features), of x's dtype and on its device, of any layout: the
+            rows of gate, then those of up.
+
+    Returns:
+        (tokens, out_features), contiguous, of x's dtype and on its device. Both products and silu
+        may be rounded to that dtype on the way, or be kept in a wider one. The inputs are left as
+        they were.
+
+    Raises:
+        CallError: an argument is not as said here.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU; of vLLM's layers
+    `MergedColumnParallelLinear` and `SiluAndMul` behind it.
+    """
+    gate, up = (x.double() @ half.t() for half in weight.double().chunk(2))
+    return gate * gate.sigmoid() * up
+
+
+def _by_features(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import silu
+
+    gate, up = by_features(x, weight).chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def _samples(source: Source) -> Iterator[Sample]:
+    for name, tokens, features, out in (*SHAPES, ("many features", 40, 2184, 96)):
+        yield _of(name, source, source.normal(tokens, features), out)
+    for name, x, out in layouts(source):
+        yield _of(name, source, x, out)
+
+    x = source.normal(5, 192)
+    weight = source.normal(64, 192 + 32, scale=192**-0.5)[:, 16 : 16 + 192]
+    yield Sample("weight out of a wider matrix", (x, weight))
+    weight = source.normal(192, 64, scale=192**-0.5).t()
+    yield Sample("weight transposed", (x, weight))
+    weight = source.normal(192, 192, scale=192**-0.5).t()
+    yield Sample("square weight, transposed", (x, weight))
+
+    far = _of("gates far from zero", source, source.normal(6, 256), 64, scale=300.0)
+    far.args[1][:64] *= 300.0  # silu(g) is g or 0 here; exp(g) overflows
+    yield far
+    yield _of("NaN and infinity", source, broken_rows(source), 37)
+
+
+def _of(name: str, source: Source, x: torch.Tensor, out: int, scale: float = 1.0) -> Sample:
+    features = x.shape[1]
+    return Sample(name, (x, source.normal(2 * out, features, scale=features**-0.5)), scale)
+
+
+def _served(
+    source: Source, sizes: ModelSizes, hidden: int, dense_intermediate: int
+) -> Iterator[Sample]:
+    if not dense_intermediate:
+        return
+    # Of float16 the products stay below 65504; in wider dtypes they go beyond it.
+    most = 320.0 if str(source.dtype) == "torch.float16" else peak(source.dtype)
+    for tokens in sizes.tokens:
+        x, scale = source.normal(tokens, hidden), 1.0
+        if source.large:
+            # As for `linear`, both products are of the magnitude of an eighth of `most`.
+            x = source.spiked(tokens, hidden, scale=most / 32, peak=most)
+            scale = (most / 8) ** 2
+        name = f"{tokens} x {hidden} -> 2*{dense_intermediate}{', large' * source.large}"
+        yield _of(name, source, x, dense_intermediate, scale)
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    weight = good["weight"]
+    yield "all of integers", {name: value.long() for name, value in good.items()}
+    yield "weight is 1-D", {"weight": weight[0]}
+    yield "an odd number of rows, which has no halves", {"weight": weight[:-1]}
+    yield "gate and up in a dimension of their own", {"weight": weight.unflatten(0, (2, -1))}
+
+
+SPEC = contract(
+    linear_silu_and_mul,
+    {
+        "x": tensor("tokens, in_features", where="in_features >= 1"),
+        "weight": tensor("2 * out_features, in_features", "x"),
+    },
+    (tensor("tokens, out_features"),),
+    bad=_bad,
+    samples=_samples,
+    served=_served,
+    by_token=frozenset({"x"}),
+    read_whole=frozenset({"weight"}),
+    second_form=_by_features,
+    tolerances={
+        "float32": Tolerance(
+            1e-5,
+            5e-5,
+            "as `linear`'s, and what one product is off counts as many times as the other is large",
+        ),
+        "float16": Tolerance(
+            2e-3,
+            6e-3,
+            "4 roundings of 2^-11: both products, silu and the result; atol because sums of parts "
+            "of the features may be rounded to float16 as `linear`'s may, and what that costs one "
+            "product counts as many times as the other is large",
+        ),
+        "bfloat16": Tolerance(
+            1.6e-2, 5e-2, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float16"
+        ),
+    },
+)
