@@ -10,57 +10,76 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import gelu, linear, silu
 
+from vllm_fl.contracts.binding import GraphPlace
 from vllm_fl.plugins.registry import known_contracts
 
 pytest.importorskip("vllm", reason="the binding asks for its platform")
 
 import vllm.platforms
-from transformers import CONFIG_MAPPING
-from vllm.transformers_utils.configs.chatglm import ChatGLMConfig
 
 BINDING = known_contracts().bindings["linear_silu_and_mul"]
-(PLACE,) = BINDING.places
+(PLACE,) = (place for place in BINDING.places if isinstance(place, GraphPlace))
 D = 32
 Function = Callable[..., Tensor]
 
 
+def made(rows: int = 5, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 48, dtype=dtype), torch.randn(2 * D, 48, dtype=dtype)
+
+
+def found_in(graph: torch.fx.Graph) -> list[Any]:
+    """What the place finds in a graph, which it leaves as it was."""
+    before = str(graph)
+    nodes = [node for node in graph.nodes if str(node.target) in PLACE.operators]
+    found = [args for args in map(PLACE.find, nodes) if args is not None]
+    assert str(graph) == before
+    return found
+
+
 class Finding(CustomGraphPass):
-    """A pass that notes what the place finds, and changes nothing."""
+    """A pass that notes what is found."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Any, ...]] = []
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        before = str(graph)
-        given = graph.find_nodes(op="placeholder")
-        for node in graph.nodes:
-            if str(node.target) in PLACE.operators:
-                args = PLACE.find(node)
-                if args is not None:
-                    assert all(arg in given for arg in args)
-                    self.found.append(tuple(arg.meta["val"].shape for arg in args))
-        assert str(graph) == before
+        inputs = graph.find_nodes(op="placeholder")
+        for args in found_in(graph):
+            assert all(arg in inputs for arg in args)
+            self.found.append(tuple(arg.meta["val"].shape for arg in args))
 
     def uuid(self) -> Any:
         return None
 
 
-def found(function: Function, *args: Tensor, dynamic: bool = False, **options: Any) -> list[Any]:
-    """The shapes of what is found in the graph of a function."""
+def found_by_inductor(function: Function, *args: Tensor, dynamic: bool = False) -> list[Any]:
+    """The shapes of x and weight where the op is found in a compiled function."""
     finding = Finding()
     torch._dynamo.reset()
     if dynamic:
         torch._dynamo.mark_dynamic(args[0], 0)
-    options |= {"force_disable_caches": True, "post_grad_custom_post_pass": finding}
+    options = {"force_disable_caches": True, "post_grad_custom_post_pass": finding}
     with torch._inductor.config.patch(**options), torch.no_grad():
         torch.compile(function, fullgraph=True)(*args)
     return finding.found
 
 
-def made(rows: int = 5, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, 48, dtype=dtype), torch.randn(2 * D, 48, dtype=dtype)
+def found(function: Function, *args: Tensor, whole: bool = False) -> list[Any]:
+    """The same in a graph that is traced alone, which takes no time.
+
+    Args:
+        function: what is traced.
+        args: what with.
+        whole: whether silu stays an operator.
+    """
+    table = {} if whole else select_decomp_table()
+    graph = make_fx(function, table, tracing_mode="fake")(*args).graph
+    graph.eliminate_dead_code()
+    return found_in(graph)
 
 
 def as_vllm(x: Tensor, weight: Tensor) -> Tensor:
@@ -72,7 +91,7 @@ def as_vllm(x: Tensor, weight: Tensor) -> Tensor:
 
 def other_order(x: Tensor, weight: Tensor) -> Tensor:
     y = linear(x, weight)
-    return y[:, D:] * silu(y[:, :D])
+    return y[..., D:] * silu(y[..., :D])
 
 
 def in_chunks(x: Tensor, weight: Tensor) -> Tensor:
@@ -85,38 +104,132 @@ def in_pieces(x: Tensor, weight: Tensor) -> Tensor:
     return up * silu(gate)
 
 
-def spelt(x: Tensor, weight: Tensor) -> Tensor:
-    """One row's product, as Inductor takes it apart for a single size on a GPU."""
+def one_row(x: Tensor, weight: Tensor) -> Tensor:
+    """One row's product, as Inductor takes it apart for a single size."""
     y = (x.unsqueeze(2) * weight.t().unsqueeze(0)).sum(dim=1)
-    return silu(y[:, :D]) * y[:, D:]
+    return silu(y[..., :D]) * y[..., D:]
 
 
-RIGHT = [as_vllm, other_order, in_chunks, in_pieces]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+RIGHT = pytest.mark.parametrize("function", [as_vllm, other_order, in_chunks, in_pieces])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("function", RIGHT)
-def test_it_is_found_in_the_graph_of_a_compiler(
-    function: Function, dynamic: bool, dtype: torch.dtype
+@RIGHT
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"), [(torch.bfloat16, True), (torch.float16, False), (torch.float32, True)]
+)
+def test_it_is_found_in_the_graphs_of_a_compiler(
+    function: Function, dtype: torch.dtype, dynamic: bool
 ) -> None:
     args = made(dtype=dtype)
-    ((of_x, of_weight),) = found(function, *args, dynamic=dynamic)
+    ((of_x, of_weight),) = found_by_inductor(function, *args, dynamic=dynamic)
     assert (of_x[1], of_weight) == (48, (2 * D, 48)) and isinstance(of_x[0], int) is not dynamic
     torch.testing.assert_close(PLACE.native(*args), function(*args))
 
 
-@pytest.mark.parametrize("function", [as_vllm, in_pieces, spelt])
+@pytest.mark.parametrize("function", [as_vllm, in_pieces, one_row])
 def test_it_is_found_where_a_graph_is_of_one_row(function: Function) -> None:
     args = made(1, torch.float32)
-    assert len(found(function, *args)) == 1
+    assert len(found_by_inductor(function, *args)) == len(found(function, *args)) == 1
     torch.testing.assert_close(PLACE.native(*args), function(*args))
 
 
-@pytest.mark.parametrize("function", RIGHT)
-def test_it_is_found_where_silu_is_one_operator(function: Function) -> None:
-    graph = torch.fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*made()).graph
-    graph.eliminate_dead_code()
-    nodes = [node for node in graph.nodes if str(node.target) in PLACE.operators]
-    assert [PLACE.find(node) is not None for node in nodes] == [True]
+@RIGHT
+@pytest.mark.parametrize("whole", [True, False])
+def test_it_is_found_where_silu_is_one_operator_too(function: Function, whole: bool) -> None:
+    assert len(found(function, *made(), whole=whole)) == 1
+
+
+def of(last: Callable[[Tensor], Any]) -> Function:
+    """What is made of a product."""
+    return lambda x, weight: last(linear(x, weight))
+
+
+def three(y: Tensor) -> Tensor:
+    return silu(y[..., :D]) * y[..., D:] + y[..., D - 1 : -1]
+
+
+def slow(y: Tensor) -> Tensor:
+    """What gates have as much of, and is not silu."""
+    gate = y[..., :D].float()
+    return (gate / ((-gate).exp() + 2)).to(y.dtype) * y[..., D:]
+
+
+WRONG: dict[str, Function] = {
+    "gelu": of(lambda y: gelu(y[..., :D]) * y[..., D:]),
+    "sigmoid": of(lambda y: y[..., :D].sigmoid() * y[..., D:]),
+    "a formula with another number": of(slow),
+    "silu of another formula": of(
+        lambda y: y[..., :D] / ((-y[..., D:]).exp() + 1) * y[..., D:].neg()
+    ),
+    "the halves swapped": of(lambda y: silu(y[..., D:]) * y[..., :D]),
+    "one half twice": of(lambda y: silu(y[..., :D]) * y[..., :D]),
+    "silu of both": of(lambda y: silu(y[..., :D]) * silu(y[..., D:])),
+    "parts that are not halves": of(lambda y: silu(y[..., : D - 2]) * y[..., D + 2 :]),
+    "every other feature": of(lambda y: silu(y[..., ::2]) * y[..., 1::2]),
+    "a half that does not begin at the first": of(lambda y: silu(y[..., 1 : D + 1]) * y[..., D:]),
+    "a half that does not end at the last": of(lambda y: silu(y[..., :D]) * y[..., 2 : D + 2]),
+    "rows": lambda x, weight: silu(linear(x, weight)[:D]) * linear(x, weight)[D:],
+    "rows in pieces": of(lambda y: silu(y.split(2)[0]) * y.split(2)[1]),
+    "the first and the third of three": of(
+        lambda y: silu(y.split([D, 0, D], -1)[0]) * y.split([D, 0, D], -1)[2]
+    ),
+    "a product that is read elsewhere": of(three),
+    "a gate that is read elsewhere": of(
+        lambda y: (silu(y[..., :D]) * y[..., D:], silu(y[..., :D]) + 1)
+    ),
+    "a number": of(lambda y: silu(y[..., :D]) * 2),
+    "a result in another dtype": of(lambda y: silu(y[..., :D].float()) * y[..., D:]),
+    "two products": lambda x, weight: (
+        silu(linear(x, weight)[..., :D]) * linear(x * 2, weight)[..., D:]
+    ),
+    "a bias": lambda x, weight: in_chunks_of(linear(x, weight, weight[:, 0])),
+    "a weight that is no input": lambda x, weight: in_chunks_of(linear(x, weight * 2)),
+    "no product": lambda x, weight: in_chunks_of(weight * 2),
+}
+
+
+def in_chunks_of(y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("function", WRONG.values(), ids=WRONG)
+def test_what_is_something_else_is_left_alone(function: Function, whole: bool) -> None:
+    dtype = torch.float32 if function is WRONG["silu of another formula"] else torch.bfloat16
+    rows = 2 * D if function is WRONG["rows"] else 4
+    assert not found(function, *made(rows, dtype), whole=whole)
+
+
+def config(quantization: str | None = None, **told: Any) -> Any:
+    hf = SimpleNamespace(to_dict=lambda: told, **({"intermediate_size": 96} | told))
+    return SimpleNamespace(
+        model_config=SimpleNamespace(quantization=quantization, hf_config=hf, hf_text_config=hf),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "has"),
+    [
+        ({"hidden_act": "silu"}, True),  # Llama, Qwen, Mistral, Phi 3 and 4, Cohere, Granite
+        ({"activation_type": "swiglu"}, True),
+        ({"hidden_act": "silu", "activation_function": "gelu"}, True),
+        ({"ffn_hidden_size": 96}, True),  # ChatGLM
+        ({"block_ff_dim": 96}, True),  # LFM2
+        ({"hidden_act": "gelu_pytorch_tanh"}, False),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, False),
+        ({"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, False),
+        ({"hidden_act": "silu", "quantization": "fp8"}, False),
+        ({"hidden_act": "silu", "num_experts": 8}, False),
+    ],
+    ids=str,
+)
+def test_models_with_swiglu_may_have_it(
+    told: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert BINDING.when is not None
+    engine = config(**told)
+    assert BINDING.when(engine) is False, "vLLM's CPU platform packs its weights"
+    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
+    assert BINDING.when(engine) is has

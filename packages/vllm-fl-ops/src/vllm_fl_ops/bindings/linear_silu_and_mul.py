@@ -40,13 +40,19 @@ def _find(node: Any) -> tuple[Any, ...] | None:
         product = _whole_of(gate, first=True)
         if product is None or product is not _whole_of(up, first=False):
             continue
-        taken_in = {gate, up, gate.args[0]}
-        is_alone = all(of.users.keys() <= taken_in | {node} for of in (product, activated, up))
         is_rounded = node.meta["val"].dtype == product.meta["val"].dtype
-        if is_alone and is_rounded and str(product.target) in OPERATORS:
+        if is_rounded and _target(product) in OPERATORS and _is_read_by(node, product):
             x, weight, bias = product_of(product) or (None, None, None)
             return None if x is None or bias is not None else (x, weight)
     return None
+
+
+def _is_read_by(node: Any, product: Any) -> bool:
+    """Whether what is made of a product on the way to a node is read there alone."""
+    between = [node]
+    for of in between:
+        between += [each for each in of.all_input_nodes if each not in (product, *between)]
+    return all(of.users.keys() <= {*between} for of in (product, *between[1:]))
 
 
 def _gate_of(activated: Any) -> Any:
@@ -79,30 +85,37 @@ def _whole_of(half: Any, first: bool) -> Any:
     """The matrix whose first or second half of columns a node is; None if it is none."""
     match _target(half):
         case "aten.slice.Tensor":
-            whole, dim, start, end, step = (*half.args, *(0, None, None, 1)[len(half.args) - 1 :])
-            width = _width(whole)
-            begins = start in (0, None) if first else end is None or _reaches(end, width)
-            begins = begins and step == 1
+            whole, dim, begins, ends = _sliced(*half.args)
         case "<built-in function getitem>":
-            split, at = half.args
-            if _target(split) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
-                return None
-            whole, _, dim = (*split.args, *(0,)[len(split.args) - 2 :])
-            width, begins = _width(whole), at == (0 if first else 1)
+            whole, dim, begins, ends = _split(*half.args)
         case _:
             return None
-    is_half = dim in (1, -1) and width and 2 * _width(half) == width
-    return whole if is_half and begins else None
+    is_half = dim in (1, -1) and 0 < 2 * _width(half) == _width(whole)
+    return whole if is_half and (begins if first else ends) else None
 
 
-def _reaches(end: Any, width: int) -> bool:
-    return isinstance(end, int) and end >= width
+def _sliced(
+    whole: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> tuple[Any, int, bool, bool]:
+    """(of what, along which dimension, whether from its beginning, whether to its end)."""
+    to_end = end is None or (isinstance(end, int) and end >= _width(whole))
+    return whole, dim, step == 1 and start in (0, None), step == 1 and to_end
+
+
+def _split(parts: Any, at: int) -> tuple[Any, int, bool, bool]:
+    """The same of a part."""
+    if _target(parts) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
+        return parts, 0, False, False
+    whole, dim = parts.args[0], parts.args[2] if len(parts.args) > 2 else 0
+    return whole, dim, at == 0, at == 1
 
 
 def _width(matrix: Any) -> int:
     """How many columns it has; 0 where that is not known, or it is no matrix."""
-    shape = matrix.meta["val"].shape
-    return shape[1] if len(shape) == 2 and isinstance(shape[1], int) else 0
+    match [*getattr(matrix.meta["val"], "shape", ())]:
+        case [_, int(columns)]:
+            return columns
+    return 0
 
 
 def _target(node: Any) -> str:
