@@ -28,6 +28,7 @@ from vllm_fl_flaggems.impl import (
     experts,
     linear,
     linear_fp8,
+    linear_silu_and_mul,
     normalization,
     paging,
     rotary,
@@ -107,7 +108,9 @@ def test_caches_in_rows_are_written_by_flag_gems(
         assert torch.equal(cache.flatten(0, 1)[slots], row)
 
 
-@pytest.mark.parametrize("op", ["linear", "linear_fp8", "qk_norm_rope", "reshape_and_cache"])
+@pytest.mark.parametrize(
+    "op", ["linear", "linear_fp8", "linear_silu_and_mul", "qk_norm_rope", "reshape_and_cache"]
+)
 def test_this_packages_own_kernels_serve_without_flag_gems(
     op: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,25 +147,24 @@ def test_of_nothing_comes_nothing(size: tuple[int, ...], device: torch.device) -
     assert q.shape == none.shape and k is not None and k.shape == none.shape
 
 
-@pytest.mark.parametrize(
-    ("tokens", "processors"), [(2, 1), (17, 1), (17, 2), (64, 1), (64, 2), (64, 3)]
-)
+@pytest.mark.parametrize("processors", [1, 2, 6])
+@pytest.mark.parametrize("tokens", [2, 17, 64])
 def test_products_are_right_on_tiles_of_every_size(
     tokens: int, processors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one, two and three pieces of 64 rows, which on a whole GPU only large weights have."""
-    monkeypatch.setattr(linear, "PROCESSORS", processors)
+    """On a whole GPU only large weights have all of them."""
+    for module in (linear, linear_silu_and_mul):
+        monkeypatch.setattr(module, "PROCESSORS", processors)
     monkeypatch.setattr(linear, "_is_faster", lambda *shape: True)  # which so small a one is not
-    outputs, features = 184, 200
-    assert linear._tile(outputs, 64)[:2] == {1: (128, 64), 2: (128, 0), 3: (64, 0)}[processors]
+    rows, features, dtype = 184, 264, torch.bfloat16
     torch.manual_seed(tokens)
-    x = torch.randn(tokens, features, dtype=torch.bfloat16, device=device)
-    weight = torch.randn(outputs, features, dtype=torch.bfloat16, device=device)
-    bias = torch.randn(outputs, dtype=torch.bfloat16, device=device)
-    spec = contracts()["linear"]
-    for args in ((x, weight, None), (x, weight, bias)):
-        found = compare(implementation("linear"), spec, Sample("tiles", args), torch.bfloat16)
-        assert found.status == "ok", found
+    x = torch.randn(tokens, features, dtype=dtype, device=device)
+    weight = torch.randn(rows, features, dtype=dtype, device=device) * features**-0.5
+    bias = torch.randn(rows, dtype=dtype, device=device)
+    for op, more in (("linear", (None,)), ("linear", (bias,)), ("linear_silu_and_mul", ())):
+        sample = Sample("tiles", (x, weight, *more))
+        found = compare(implementation(op), contracts()[op], sample, dtype)
+        assert found.status == "ok", (op, found)
 
 
 def test_products_of_eight_bits_are_right_in_blocks_of_either_length(
@@ -172,7 +174,7 @@ def test_products_of_eight_bits_are_right_in_blocks_of_either_length(
     run = linear.of_rows
 
     def of_rows(*args: Any) -> None:
-        asked.append(args[4][2])
+        asked.append(args[4].features)
         run(*args)
 
     monkeypatch.setattr(linear_fp8, "of_rows", of_rows)
@@ -241,12 +243,17 @@ def test_products_of_rows_that_begin_anywhere_are_pytorchs(
     assert not asked
     linear.linear(plain, apart)
     assert asked == ["PyTorch"]
+    monkeypatch.setattr(linear_silu_and_mul, "by_torch", lambda x, weight: asked.append("too") or x)
+    linear_silu_and_mul.linear_silu_and_mul(apart, plain[:4])
+    assert asked == ["PyTorch"]
+    linear_silu_and_mul.linear_silu_and_mul(plain, apart[:4])
+    assert asked == ["PyTorch", "too"]
 
 
 @pytest.mark.parametrize(
     ("outputs", "features", "tokens"),
     [
-        (4096, 4096, 32),  # Qwen3-8B's
+        (4096, 4096, 64),  # Qwen3-8B's
         (6144, 4096, 32),
         (4096, 12288, 64),
         (24576, 4096, 64),

@@ -43,7 +43,7 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
     assert not check_names(settings, ops=contracts()).warnings
     orders = settings.by_device
     brought = {impl.op_name for impl in plugin.register_ops()}
-    ordered = {"linear", "linear_fp8", "qk_norm_rope", "reshape_and_cache"}
+    ordered = {"linear", "linear_fp8", "linear_silu_and_mul", "qk_norm_rope", "reshape_and_cache"}
     assert set(orders) == ordered <= brought
     assert all(o.measured and o.measured.ratio > 1 for each in orders.values() for o in each)
     h200 = settings.with_devices(Device("NVIDIA H200", "9.0"), "compiled").policy
@@ -51,9 +51,11 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
     def first(op: str, tokens: int) -> str:
         return str(h200.order(op, "compiled", engine=True, tokens=tokens)[0])
 
-    sizes = {"linear": 64, "linear_fp8": 32, "qk_norm_rope": 16384, "reshape_and_cache": 2049}
+    sizes = {"linear": 64, "linear_fp8": 32, "linear_silu_and_mul": 64}
+    sizes |= {"qk_norm_rope": 16384, "reshape_and_cache": 2049}
     assert {first(op, tokens) for op, tokens in sizes.items()} == {"impl:default.flagos"}
     assert first("linear", 65) == first("linear_fp8", 33) == "stock"
+    assert first("linear_silu_and_mul", 65) == "stock"
     assert first("reshape_and_cache", 2048) == "stock"
 
 

@@ -10,8 +10,7 @@ from torch._inductor import config as inductor
 
 from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
-from vllm_fl_flaggems.impl import linear_fp8
-from vllm_fl_flaggems.impl.linear import _most_stages, _tile, begins_early
+from vllm_fl_flaggems.impl import linear, linear_fp8, linear_silu_and_mul
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
@@ -23,6 +22,7 @@ REFUSED = {
         "weights on the input, biases",
     },
     "linear": {"weight transposed", "square weight, transposed"},
+    "linear_silu_and_mul": {"weight transposed", "square weight, transposed"},
     "linear_fp8": {"features apart", "transposed in memory"}
     | {
         f"{name}, scales {scales}"
@@ -67,7 +67,7 @@ REFUSED = {
 }
 """What FlagGems has no kernel for."""
 
-HALVES_ALONE = {"fused_experts", "linear"}
+HALVES_ALONE = {"fused_experts", "linear", "linear_silu_and_mul"}
 """Ops whose kernels multiply float32 in TF32."""
 
 
@@ -160,24 +160,27 @@ def test_products_of_eight_bits_are_refused_where_the_kernels_would_read_beyond(
 
 
 @pytest.mark.parametrize(
-    ("outputs", "tokens", "tile"),
+    ("outputs", "tokens", "tile", "gated"),
     [
-        (4096, 16, (64, 0, 256, 4)),
-        (28672, 16, (64, 0, 256, 4)),
-        (4096, 64, (64, 0, 128, 6)),
-        (8448, 32, (64, 0, 128, 6)),
-        (8449, 32, (128, 0, 128, 4)),
-        (24576, 64, (128, 64, 128, 3)),
-        (28672, 32, (64, 0, 128, 4)),
-        (28672, 64, (64, 0, 128, 3)),
+        (4096, 16, (64, 256, 4), (32, 256, 3)),
+        (8448, 17, (64, 128, 6), (64, 128, 4)),
+        (8449, 32, (64, 128, 3), (64, 128, 4)),
+        (8449, 33, (64, 128, 6), (64, 128, 4)),
+        (12672, 16, (64, 256, 4), (32, 128, 4)),
+        (12673, 16, (64, 256, 4), (32, 256, 3)),
+        (4224, 64, (64, 128, 6), (32, 256, 3)),
     ],
 )
-def test_each_multiprocessor_has_one_program_where_it_can(
-    outputs: int, tokens: int, tile: tuple[int, int, int, int]
+def test_a_programs_tile_fits_into_the_memory_of_its_multiprocessor(
+    outputs: int, tokens: int, tile: tuple[int, int, int], gated: tuple[int, int, int]
 ) -> None:
-    assert _tile(outputs, tokens) == tile
-    rows, more, features, stages = tile
-    assert stages <= _most_stages(torch.device("cpu"), 2 * features * (rows + more + tokens))
+    assert (linear._tile(outputs, tokens), linear_silu_and_mul._tile(outputs, tokens)) == (
+        tile,
+        gated,
+    )
+    for parts, (rows, features, stages) in ((1, tile), (2, gated)):
+        size = 2 * features * (parts * rows + linear._held(tokens))
+        assert stages <= linear._most_stages(torch.device("cpu"), size)
 
 
 def test_fewer_blocks_are_in_flight_where_there_is_less_shared_memory(
@@ -185,7 +188,7 @@ def test_fewer_blocks_are_in_flight_where_there_is_less_shared_memory(
 ) -> None:
     held = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: held)
-    stages = _most_stages.__wrapped__
+    stages = linear._most_stages.__wrapped__
     assert stages(torch.device("cuda", 0), 2 * 128 * (64 + 64)) == 3
     assert stages(torch.device("cuda", 0), 2 * 128 * 4096) == 1
     assert stages(torch.device("cpu"), 2 * 128 * (64 + 64)) == 7
@@ -199,8 +202,8 @@ def test_products_begin_early_where_inductors_kernels_do(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     with inductor.patch("triton.enable_pdl", wanted):
-        assert begins_early(torch.device("cuda", capability)) is early
-        assert not begins_early(torch.device("cpu"))
+        assert linear.begins_early(torch.device("cuda", capability)) is early
+        assert not linear.begins_early(torch.device("cpu"))
 
 
 def test_heads_are_refused_beyond_one_program_and_where_cuda_launches_nothing(

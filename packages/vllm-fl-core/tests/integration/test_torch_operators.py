@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -255,6 +255,27 @@ def test_nothing_found_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         fusions.say(engine_of(plan))
     assert "found no place for it in 1 graph, so that 'vendor.acme' does not run" in caplog.text
+
+
+def test_an_op_of_several_operators_is_found_before_one_of_them_is() -> None:
+    def mlp(x: torch.Tensor, gate_and_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        gate, up = linear(x, gate_and_up).chunk(2, dim=-1)
+        return linear(silu(gate) * up, down)
+
+    def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear(x, weight)[:, : len(weight) // 2] + 2
+
+    kind, vendor = kind_of("vendor.acme")
+    both = managing(
+        product(),
+        OpImpl("linear_silu_and_mul", "vendor.acme", kind, whole, vendor),
+        per_op_order={OP: ["vendor"], "linear_silu_and_mul": ["vendor"]},
+    )
+    plan, down = planning(both, "compiled"), torch.randn(8, 16)
+    result, _ = passed(plan, mlp, X, WEIGHT, down)
+    torch.testing.assert_close(result, linear(whole(X, WEIGHT), down) + 1)
+    sites = engine_of(plan).sites
+    assert sites[OP].found == sites["linear_silu_and_mul"].found == 1
 
 
 def test_quantised_models_and_those_with_experts_have_other_products(

@@ -164,18 +164,25 @@ def linear_of_one_row_kernel(
     WHOLE_BLOCKS: tl.constexpr,
     PER_OUTPUT: tl.constexpr,
     EARLY: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """The next ROWS outputs of one token, by products of BLOCK features at a time.
+    """The product of one token and the next ROWS rows of the weight, BLOCK features at a time.
 
     Numbers in 8 bits have scales: one of the token, and one of the weight or, PER_OUTPUT, of each
     of its rows.
+
+    GATED, the weight has `outputs` rows of gates, then as many more. Half of the ROWS are of the
+    one part, half of the other, and the outputs are silu of the gates times the others.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < outputs
+    PARTS: tl.constexpr = 2 if GATED else 1
+    number = tl.arange(0, ROWS)
+    output = tl.program_id(0) * (ROWS // PARTS) + number // PARTS
+    is_row = output < outputs
+    row = output + (number % PARTS) * outputs
     feature = tl.arange(0, BLOCK)
     rows = weight_ptr + row.to(tl.int64)[:, None] * weight_step
     if EARLY > 0:
-        _begin_early(weight_ptr, tl.minimum(row, outputs - 1), weight_step, features, EARLY)
+        _begin_early(weight_ptr, tl.minimum(row, PARTS * outputs - 1), weight_step, features, EARLY)
     products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in tl.range(0, features, BLOCK, num_stages=3):
         at = start + feature
@@ -193,7 +200,17 @@ def linear_of_one_row_kernel(
         total *= tl.load(x_scale_ptr) * _scales(weight_scale_ptr, row, outputs, PER_OUTPUT)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.reshape(total, (ROWS // 2, 2)))
+        total = _silu_and_mul(gate, up)
+        row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        is_row = row < outputs
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _silu_and_mul(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -223,7 +240,6 @@ def _begin_early(weight_ptr, rows, weight_step, features, LINES: tl.constexpr):
 def linear_kernel(
     x,
     weight,
-    more_weight,
     weight_ptr,
     bias_ptr,
     x_scale_ptr,
@@ -235,62 +251,58 @@ def linear_kernel(
     weight_step,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
-    MORE: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     PER_OUTPUT: tl.constexpr,
     EARLY: tl.constexpr,
+    GATED: tl.constexpr,
 ):
-    """The next ROWS and MORE outputs of all tokens, of which there are at most TOKENS.
+    """The next ROWS outputs of all tokens, of which there are at most TOKENS.
 
-    x, weight and more_weight describe the same features in blocks of TOKENS, ROWS and MORE rows;
-    beyond the matrices they have zeros. MORE may be 0. weight_ptr is where the weight begins. The
-    weight is the left factor: it has the rows that a tensor core's instruction takes, and few
-    tokens have not.
+    x and weight describe the same features in blocks of TOKENS and ROWS rows; beyond the matrices
+    they have zeros. weight_ptr is where the weight begins. The weight is the left factor: it has
+    the rows that an instruction of the tensor cores takes, and few tokens have not.
 
     Numbers in 8 bits have scales: one of x or, PER_TOKEN, of each of its rows; one of the weight
     or, PER_OUTPUT, of each of its rows.
+
+    GATED, the weight has `outputs` rows of gates, then as many more, and the outputs are silu of
+    the gates times the others. The tokens are the left factor then: so half as many rows of each
+    part make a block.
     """
-    row = tl.program_id(0) * (ROWS + MORE)
-    if EARLY > 0:
-        rows = tl.minimum(row + tl.arange(0, ROWS), outputs - 1)
-        _begin_early(weight_ptr, rows, weight_step, features, EARLY)
-    total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
-    if MORE > 0:
-        more = tl.zeros((MORE, TOKENS), dtype=tl.float32)
-    for start in tl.range(0, features, BLOCK, num_stages=STAGES):
-        of_tokens = tl.trans(x.load([0, start]))
-        total = tl.dot(weight.load([row, start]), of_tokens, total)
-        if MORE > 0:
-            more = tl.dot(more_weight.load([row + ROWS, start]), of_tokens, more)
-    token = tl.arange(0, TOKENS)
+    row = tl.program_id(0) * ROWS
     rows = row + tl.arange(0, ROWS)
+    if EARLY > 0:
+        _begin_early(weight_ptr, tl.minimum(rows, outputs - 1), weight_step, features, EARLY)
+    if GATED:
+        total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
+        other = total
+    else:
+        total = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    for start in tl.range(0, features, BLOCK, num_stages=STAGES):
+        of_tokens = x.load([0, start])
+        of_rows = weight.load([row, start])
+        if GATED:
+            total = tl.dot(of_tokens, tl.trans(of_rows), total)
+            other = tl.dot(of_tokens, tl.trans(weight.load([outputs + row, start])), other)
+        else:
+            total = tl.dot(of_rows, tl.trans(of_tokens), total)
+    # Tokens come first, as in the result: stored the other way, each number is an access.
+    total = _silu_and_mul(total, other) if GATED else tl.trans(total)
+    token = tl.arange(0, TOKENS)
+    is_row = rows < outputs
     if x_scale_ptr is not None:
-        total *= _scales(weight_scale_ptr, rows, outputs, PER_OUTPUT)[:, None]
-        total *= _scales(x_scale_ptr, token, tokens, PER_TOKEN)[None, :]
-    _store_product(total, out_ptr, bias_ptr, rows, token, tokens, outputs)
-    if MORE > 0:
-        rows = row + ROWS + tl.arange(0, MORE)
-        if x_scale_ptr is not None:
-            more *= _scales(weight_scale_ptr, rows, outputs, PER_OUTPUT)[:, None]
-            more *= _scales(x_scale_ptr, token, tokens, PER_TOKEN)[None, :]
-        _store_product(more, out_ptr, bias_ptr, rows, token, tokens, outputs)
+        total *= _scales(weight_scale_ptr, rows, outputs, PER_OUTPUT)[None, :]
+        total *= _scales(x_scale_ptr, token, tokens, PER_TOKEN)[:, None]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    place = token.to(tl.int64)[:, None] * outputs + rows[None, :]
+    here = (token < tokens)[:, None] & is_row[None, :]
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def _scales(scale_ptr, at, count, EACH: tl.constexpr):
     """The scales of these rows of a matrix of `count`: EACH its own, or one for all of them."""
     return tl.load(scale_ptr + (at if EACH else at * 0), mask=at < count, other=0.0)
-
-
-@triton.jit
-def _store_product(total, out_ptr, bias_ptr, rows, token, tokens, outputs):
-    """(rows, token) sums, with the bias, as rows of tokens."""
-    is_row = rows < outputs
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
-        total += bias[:, None]
-    place = token.to(tl.int64)[None, :] * outputs + rows[:, None]
-    here = is_row[:, None] & (token < tokens)[None, :]
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=here)

@@ -53,17 +53,29 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
         self._said: set[tuple[str, str]] = set()
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Put the ops into one graph, as far as its range of sizes has them."""
+        """Put the ops into one graph, as far as its range of sizes has them.
+
+        From its end to its beginning: an op that takes several operators in is found at the last
+        of them, before another op is put in the place of one. What nothing reads then goes.
+        """
         sizes = ranges.now(self.config)
-        for each in self.replaced:
-            if choice(each.chain, sizes) is not None:
-                continue
+        planned = [each for each in self.replaced if choice(each.chain, sizes) is None]
+        for each in planned:
             each.sites.graphs += 1
-            for node in [*graph.nodes]:
-                called = node.args[0] if node.target is FUNCTIONAL else node.target
+        for node in reversed([*graph.nodes] if planned else []):
+            if node.op != "call_function":
+                continue
+            if not node.users and not node.is_impure():
+                graph.erase_node(node)
+                continue
+            called = node.args[0] if node.target is FUNCTIONAL else node.target
+            for each in planned:
                 if str(called) in each.place.operators:
                     with graph.inserting_before(node):
-                        each.sites.found += self._replace(graph, node, each)
+                        found = self._replace(graph, node, each)
+                    each.sites.found += found
+                    if found:
+                        break
 
     def _replace(self, graph: fx.Graph, node: fx.Node, each: Replaced) -> bool:
         """Put the op in the place of a call; whether that was done."""

@@ -25,12 +25,14 @@ __all__ = [
     "MOST_TOKENS",
     "OPS",
     "Scales",
+    "Tile",
     "begins_early",
     "copies_blocks",
     "is_aligned",
     "linear",
     "of_one_row",
     "of_rows",
+    "prepared",
     "supports_linear",
 ]
 
@@ -39,8 +41,8 @@ MOST_TOKENS = 64
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
-ROWS_OF_AN_INSTRUCTION = 64
-"""Rows of the weight that one instruction of Hopper's tensor cores takes."""
+ROWS = 64
+"""Of the weight, which one instruction of Hopper's tensor cores takes, and a program has."""
 
 FEWEST_TOKENS = 16
 """As few as an instruction of the tensor cores takes; blocks are longer for them."""
@@ -55,6 +57,20 @@ FEW_TOKENS = 32
 
 ALIGNED = 16
 """Bytes: where tensors and their rows must begin for Hopper's copies of blocks."""
+
+
+class Tile(NamedTuple):
+    """What a program of several tokens takes.
+
+    Args:
+        rows: of the weight; of a gated product, of each of its parts.
+        features: of a block.
+        stages: how many blocks are in flight.
+    """
+
+    rows: int
+    features: int
+    stages: int
 
 
 class Scales(NamedTuple):
@@ -85,20 +101,26 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Returns:
         (tokens, out_features), contiguous, of x's dtype.
     """
-    tokens = x.shape[0]
-    if not 0 < tokens <= MOST_TOKENS:
+    tokens, outputs = len(x), len(weight)
+    ready = prepared(x, weight)
+    if ready is None or (tokens > 1 and not _is_faster(tokens, *weight.shape)):
         return by_torch(x, weight, bias)
-    x = x if x.stride(1) == 1 and is_aligned(x) else x.contiguous()
-    in_blocks = copies_blocks(x.device) and is_aligned(x) and is_aligned(weight)
-    if tokens > 1 and not (in_blocks and _is_faster(tokens, *weight.shape)):
-        return by_torch(x, weight, bias)
-    out = x.new_empty((tokens, weight.shape[0]))
+    out = x.new_empty((tokens, outputs))
     bias = None if bias is None else bias.contiguous()
     if tokens == 1:
-        of_one_row(x, weight, bias, out)
+        of_one_row(ready, weight, bias, out)
     else:
-        of_rows(x, weight, bias, out, _tile(len(weight), _held(tokens)))
+        of_rows(ready, weight, bias, out, _tile(outputs, tokens))
     return out
+
+
+def prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """x as the kernels take it; None where they cannot compute the product."""
+    if not 0 < len(x) <= MOST_TOKENS:
+        return None
+    plain = x if x.stride(1) == 1 and is_aligned(x) else x.contiguous()
+    in_blocks = copies_blocks(x.device) and is_aligned(plain) and is_aligned(weight)
+    return plain if in_blocks or len(x) == 1 else None
 
 
 @cache
@@ -118,9 +140,10 @@ def _is_faster(tokens: int, outputs: int, features: int) -> bool:
     outputs are few and the way is long, and has smaller tiles where the tokens are many: then it
     wins.
     """
-    programs = -(-outputs // ROWS_OF_AN_INSTRUCTION)
+    programs = -(-outputs // ROWS)
     if tokens > FEW_TOKENS:
-        return programs >= 128 or (48 <= programs <= 64 and features >= 8192)
+        long = 4096 if programs <= 64 else 8192
+        return programs >= 112 or (programs >= 48 and features >= long)
     if programs < 40 and features > 4096:
         return False
     return tokens <= FEWEST_TOKENS or programs > 64 or features >= 4096
@@ -157,15 +180,17 @@ def of_one_row(
     out: torch.Tensor,
     scales: Scales | None = None,
     warps: int = 4,
+    gated: bool = False,
 ) -> None:
-    """Write the product of one token into `out`; of numbers in 8 bits, by their scales."""
+    """Write the product of one token into `out`; of numbers in 8 bits, by their scales; or, gated,
+    silu of its first half times the second."""
     from ..triton_kernels import linear_of_one_row_kernel as kernel
 
-    outputs, features = weight.shape
+    outputs, features = out.shape[1], weight.shape[1]
     rows, block = 2, 1024  # the fastest for every number of outputs
     of_x, of_weight = scales or (None, None)
     with torch.cuda.device(x.device):
-        kernel[(-(-outputs // rows),)](
+        kernel[(-(-len(weight) // rows),)](
             x,
             weight,
             bias,
@@ -177,9 +202,10 @@ def of_one_row(
             weight.stride(0),
             rows,
             block,
-            outputs % rows == 0,
+            len(weight) % rows == 0,
             features % block == 0,
             of_weight is not None and of_weight.numel() > 1,
+            GATED=gated,
             num_warps=warps,
             **_early(x.device),
         )
@@ -190,33 +216,30 @@ def of_rows(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    tile: tuple[int, int, int, int],
+    tile: Tile,
     scales: Scales | None = None,
+    gated: bool = False,
 ) -> None:
-    """Write the product of a few tokens into `out`; of numbers in 8 bits, by their scales.
+    """Write the product of a few tokens into `out`; of numbers in 8 bits, by their scales; or,
+    gated, silu of its first half times the second.
 
     Args:
         x, weight, bias, out, scales: rows of x and weight begin where copies of blocks may.
-        tile: (rows of the weight, further rows, features, blocks in flight) of a program.
+        tile: what a program takes.
+        gated: whether the weight has two parts.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from ..triton_kernels import linear_kernel
 
     (tokens, outputs), features = out.shape, weight.shape[1]
-    held = _held(tokens)
-    rows, more, size, stages = tile
+    held, size = _held(tokens), tile.features
     of_x, of_weight = scales or (None, None)
-    in_flight = size * (rows + more + held) * x.itemsize
-
-    def in_blocks(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(matrix, [rows, size])
-
+    in_flight = size * (tile.rows * (1 + gated) + held) * x.itemsize
     with torch.cuda.device(x.device):
-        linear_kernel[(-(-outputs // (rows + more)),)](
-            in_blocks(x, held),
-            in_blocks(weight, rows),
-            in_blocks(weight, more) if more else None,
+        linear_kernel[(-(-outputs // tile.rows),)](
+            TensorDescriptor.from_tensor(x, [held, size]),
+            TensorDescriptor.from_tensor(weight, [tile.rows, size]),
             weight,
             bias,
             of_x,
@@ -227,12 +250,12 @@ def of_rows(
             features,
             weight.stride(0),
             held,
-            rows,
-            more,
+            tile.rows,
             size,
-            min(stages, _most_stages(x.device, in_flight)),
+            min(tile.stages, _most_stages(x.device, in_flight)),
             of_x is not None and of_x.numel() > 1,
             of_weight is not None and of_weight.numel() > 1,
+            GATED=gated,
             num_warps=4,
             **_early(x.device),
         )
@@ -243,20 +266,17 @@ def _held(tokens: int) -> int:
     return max(FEWEST_TOKENS, power_of_two(tokens))
 
 
-def _tile(outputs: int, tokens: int) -> tuple[int, int, int, int]:
-    """(rows of the weight, further rows, features, blocks in flight) of a program, the fastest.
+def _tile(outputs: int, tokens: int) -> Tile:
+    """The fastest tile of a product, on an H100 (2026-11-27).
 
-    For few tokens blocks of 64 rows are twice as long. For more each multiprocessor has one
-    program, of up to three times 64 rows: so the tokens are read as few times as can be, and the
-    blocks in flight fill its shared memory. Rows are powers of two to Triton, so that the third 64
-    are a block of their own. Of larger weights several programs of 64 rows share a multiprocessor.
+    For few tokens blocks are twice as long. For more as many of them are in flight as a
+    multiprocessor's memory holds, or, where there are more programs than multiprocessors, three, so
+    that several programs share one.
     """
     if tokens <= FEWEST_TOKENS:
-        return 64, 0, 256, 4
-    pieces = -(-outputs // ROWS_OF_AN_INSTRUCTION)
-    whole = {1: (64, 0, 128, 6), 2: (128, 0, 128, 4), 3: (128, 64, 128, 3)}
-    many = (64, 0, 128, 4 if tokens <= FEW_TOKENS else 3)
-    return whole.get(-(-pieces // PROCESSORS), many)
+        return Tile(ROWS, 256, 4)
+    shares = tokens <= FEW_TOKENS and outputs > ROWS * PROCESSORS
+    return Tile(ROWS, 128, 3 if shares else 6)
 
 
 @cache

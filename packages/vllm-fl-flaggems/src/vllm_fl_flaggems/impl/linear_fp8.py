@@ -15,7 +15,7 @@ from vllm_fl import Availability, OpImpl
 from ..kernels import CUDA
 from ..loading import available, unsuitable
 from . import DEFAULT
-from .linear import ALIGNED, Scales, copies_blocks, is_aligned, of_one_row, of_rows
+from .linear import ALIGNED, ROWS, Scales, Tile, copies_blocks, is_aligned, of_one_row, of_rows
 
 __all__ = ["MOST_TOKENS", "OPS", "linear_fp8", "supports_linear_fp8"]
 
@@ -85,7 +85,7 @@ def linear_fp8(
         of_one_row(x, weight, bias, out, scales, warps=2)
     else:
         block = 256 if outputs >= MANY_OUTPUTS else 512
-        of_rows(x, weight, bias, out, (64, 0, block, 4), scales)
+        of_rows(x, weight, bias, out, Tile(ROWS, block, 4), scales)
     return out
 
 
