@@ -128,7 +128,14 @@ def runs_from_the_first(spec: OpSpec, right: Kernel) -> Kernel:
     return kernel
 
 
-WITH_WEIGHTS = ("rms_norm", "layer_norm", "rms_norm_gated", "linear", "linear_fp8")
+WITH_WEIGHTS = (
+    "rms_norm",
+    "layer_norm",
+    "rms_norm_gated",
+    "linear",
+    "linear_fp8",
+    "linear_silu_and_mul",
+)
 
 OF_ROWS = [spec for spec in contracts().values() if not spec.whole_batch]
 WITH_POSITIONS = [spec for spec in OF_ROWS if "position_ids" in spec.by_token]

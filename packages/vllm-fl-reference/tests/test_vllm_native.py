@@ -25,6 +25,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: there is no native fo
 
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -151,6 +152,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return result
 
 
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Such a product, and the layer behind it."""
+    result: torch.Tensor = SiluAndMul.forward_native(linear(x, weight, None))
+    return result
+
+
 def merge_attn_states(
     prefix_output: torch.Tensor,
     prefix_lse: torch.Tensor,
@@ -209,6 +216,7 @@ OWN = (
     grouped_topk,
     layer_norm,
     linear,
+    linear_silu_and_mul,
     merge_attn_states,
     moe_sum,
     moe_topk,

@@ -151,7 +151,7 @@ def test_places_are_those_of_the_bindings(worker: Worker) -> None:
     assert places["layers"]["RMSNorm"] == "rms_norm"
     assert places["operators"]["_C::silu_and_mul"] == "silu_and_mul"
     assert places["operators"]["aten::mm"] == "linear" and "linear" in places["graphs"]
-    assert "aten::sum" not in places["operators"], "many call it that multiply nothing"
+    assert not {"aten::mul", "aten::sum"} & {*places["operators"]}, "many call them otherwise"
     assert places["device"] == "cpu" and places["ranks"] == 1
 
 

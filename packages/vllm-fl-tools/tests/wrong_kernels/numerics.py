@@ -436,3 +436,91 @@ def last_odd_feature() -> Any:
             a["x"], a["weight"] = a["x"][:, :-1], a["weight"][:, :-1]
 
     return changed(FP8, change)
+
+
+GATED, NONSENSE = "linear_silu_and_mul", "models with SwiGLU answer nonsense"
+
+
+def _halves(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up of a call, exact."""
+    gate, up = (x.double() @ weight.double().t()).chunk(2, dim=-1)
+    return gate, up
+
+
+@wrong(GATED, "takes up for gate", NONSENSE, start=True, kit="values", sizes=MIXED)
+def up_for_gate() -> Any:
+    def change(a):
+        a["weight"] = a["weight"].roll(len(a["weight"]) // 2, 0)
+
+    return changed(GATED, change)
+
+
+@wrong(
+    GATED,
+    "takes the weight's rows for gate and up by turns",
+    NONSENSE,
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def gate_and_up_by_turns() -> Any:
+    def change(a):
+        a["weight"] = torch.cat((a["weight"][::2], a["weight"][1::2]))
+
+    return changed(GATED, change)
+
+
+@wrong(GATED, "up goes through silu, too", NONSENSE, start=True, kit="values", sizes=MIXED)
+def silu_of_up_too() -> Any:
+    def spoil(got, *args):
+        gate, up = _halves(*args)
+        return (F.silu(gate) * F.silu(up)).to(got.dtype)
+
+    return spoilt(GATED, spoil)
+
+
+@wrong(
+    GATED,
+    "quick GELU in the place of silu",
+    "a model answers worse",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def quick_gelu_of_the_gate() -> Any:
+    def spoil(got, *args):
+        gate, up = _halves(*args)
+        return (gate * torch.sigmoid(1.702 * gate) * up).to(got.dtype)
+
+    return spoilt(GATED, spoil)
+
+
+@wrong(
+    GATED,
+    "NaN where exp of the gate is beyond float32",
+    "a token with a massive activation ends a request in nonsense",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def far_gate_not_a_number() -> Any:
+    def spoil(got, *args):
+        return got.masked_fill(_halves(*args)[0] > 88.0, float("nan"))
+
+    return spoilt(GATED, spoil)
+
+
+@wrong(
+    GATED,
+    "output features beyond whole tiles of 32 are never written",
+    "a model cut among an odd number of GPUs answers a little worse",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def output_features_beyond_tiles() -> Any:
+    def spoil(got, *args):
+        got[:, got.shape[1] // 32 * 32 :] = 0
+        return got
+
+    return spoilt(GATED, spoil)
