@@ -99,7 +99,7 @@ def _whole_of(half: Any, first: bool) -> Any:
 def _sliced(
     whole: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> tuple[Any, bool, bool]:
-    """(of what, whether from its beginning, whether to its end) numbers are that lie together."""
+    """(of what, whether it begins where that begins, whether it ends where that ends)."""
     to_end = end is None or (isinstance(end, int) and end >= _width(whole))
     return whole, step == 1 and start in (0, None), step == 1 and to_end
 
