@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -148,24 +149,41 @@ def three(y: Tensor) -> Tensor:
     return silu(y[..., :D]) * y[..., D:] + y[..., D - 1 : -1]
 
 
-def slow(y: Tensor) -> Tensor:
-    """What gates have as much of, and is not silu."""
+def other_number(y: Tensor) -> Tensor:
     gate = y[..., :D].float()
     return (gate / ((-gate).exp() + 2)).to(y.dtype) * y[..., D:]
+
+
+def twice_the_number(y: Tensor) -> Tensor:
+    gate = y[..., :D].float()
+    return (gate / torch.add((-gate).exp(), 1, alpha=2)).to(y.dtype) * y[..., D:]
+
+
+def sigmoid_of_up(y: Tensor) -> Tensor:
+    up = y[..., D:]
+    return (y[..., :D].float() / ((-up.float()).exp() + 1)).to(y.dtype) * up
+
+
+def read_on_the_way(y: Tensor) -> tuple[Tensor, Tensor]:
+    activated = silu(y[..., :D])
+    return activated * y[..., D:], activated + 1
 
 
 WRONG: dict[str, Function] = {
     "gelu": of(lambda y: gelu(y[..., :D]) * y[..., D:]),
     "sigmoid": of(lambda y: y[..., :D].sigmoid() * y[..., D:]),
-    "a formula with another number": of(slow),
-    "silu of another formula": of(
-        lambda y: y[..., :D] / ((-y[..., D:]).exp() + 1) * y[..., D:].neg()
-    ),
+    "a formula with another number": of(other_number),
+    "a formula with another factor": of(twice_the_number),
+    "a formula of both halves": of(sigmoid_of_up),
     "the halves swapped": of(lambda y: silu(y[..., D:]) * y[..., :D]),
     "one half twice": of(lambda y: silu(y[..., :D]) * y[..., :D]),
+    "the other half twice": of(lambda y: silu(y.chunk(2, -1)[1]) * y.chunk(2, -1)[1]),
     "silu of both": of(lambda y: silu(y[..., :D]) * silu(y[..., D:])),
     "parts that are not halves": of(lambda y: silu(y[..., : D - 2]) * y[..., D + 2 :]),
     "every other feature": of(lambda y: silu(y[..., ::2]) * y[..., 1::2]),
+    "every other feature of the gate": of(lambda y: silu(y[..., ::2]) * y[..., D:]),
+    "every other feature of up": of(lambda y: silu(y[..., :D]) * y[..., ::2]),
+    "the largest half": of(lambda y: silu(y.topk(D).values) * y[..., D:]),
     "a half that does not begin at the first": of(lambda y: silu(y[..., 1 : D + 1]) * y[..., D:]),
     "a half that does not end at the last": of(lambda y: silu(y[..., :D]) * y[..., 2 : D + 2]),
     "rows": lambda x, weight: silu(linear(x, weight)[:D]) * linear(x, weight)[D:],
@@ -174,9 +192,7 @@ WRONG: dict[str, Function] = {
         lambda y: silu(y.split([D, 0, D], -1)[0]) * y.split([D, 0, D], -1)[2]
     ),
     "a product that is read elsewhere": of(three),
-    "a gate that is read elsewhere": of(
-        lambda y: (silu(y[..., :D]) * y[..., D:], silu(y[..., :D]) + 1)
-    ),
+    "silu that is read elsewhere": of(read_on_the_way),
     "a number": of(lambda y: silu(y[..., :D]) * 2),
     "a result in another dtype": of(lambda y: silu(y[..., :D].float()) * y[..., D:]),
     "two products": lambda x, weight: (
@@ -184,7 +200,7 @@ WRONG: dict[str, Function] = {
     ),
     "a bias": lambda x, weight: in_chunks_of(linear(x, weight, weight[:, 0])),
     "a weight that is no input": lambda x, weight: in_chunks_of(linear(x, weight * 2)),
-    "no product": lambda x, weight: in_chunks_of(weight * 2),
+    "no product": lambda x, weight: in_chunks_of(weight.exp()),
 }
 
 
@@ -196,9 +212,24 @@ def in_chunks_of(y: Tensor) -> Tensor:
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("function", WRONG.values(), ids=WRONG)
 def test_what_is_something_else_is_left_alone(function: Function, whole: bool) -> None:
-    dtype = torch.float32 if function is WRONG["silu of another formula"] else torch.bfloat16
     rows = 2 * D if function is WRONG["rows"] else 4
-    assert not found(function, *made(rows, dtype), whole=whole)
+    assert not found(function, *made(rows), whole=whole)
+
+
+def test_halves_of_two_products_are_left_alone() -> None:
+    def function(x: Tensor, weight: Tensor, other: Tensor, factors: Tensor) -> Tensor:
+        return silu(linear(x, weight)[..., :D]) * linear(other, factors)[..., D:]
+
+    assert not found(function, *made(), *made())
+
+
+def test_parts_of_what_nothing_computes_are_left_alone() -> None:
+    graph = torch.fx.Graph()
+    halves = graph.placeholder("halves")
+    gate, up = (graph.call_function(operator.getitem, (halves, at)) for at in (0, 1))
+    activated = graph.call_function(torch.ops.aten.silu.default, (gate,))
+    graph.call_function(torch.ops.aten.mul.Tensor, (activated, up))
+    assert not found_in(graph)
 
 
 def config(quantization: str | None = None, **told: Any) -> Any:

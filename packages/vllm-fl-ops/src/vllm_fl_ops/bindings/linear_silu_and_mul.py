@@ -85,29 +85,29 @@ def _whole_of(half: Any, first: bool) -> Any:
     """The matrix whose first or second half of columns a node is; None if it is none."""
     match _target(half):
         case "aten.slice.Tensor":
-            whole, dim, begins, ends = _sliced(*half.args)
+            whole, begins, ends = _sliced(*half.args)
         case "<built-in function getitem>":
-            whole, dim, begins, ends = _split(*half.args)
+            whole, begins, ends = _split(*half.args)
         case _:
             return None
-    is_half = dim in (1, -1) and 0 < 2 * _width(half) == _width(whole)
-    return whole if is_half and (begins if first else ends) else None
+    if not (begins if first else ends):
+        return None
+    # A part of the rows is as wide as the whole.
+    return whole if 0 < 2 * _width(half) == _width(whole) else None
 
 
 def _sliced(
     whole: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> tuple[Any, int, bool, bool]:
-    """(of what, along which dimension, whether from its beginning, whether to its end)."""
+) -> tuple[Any, bool, bool]:
+    """(of what, whether it begins where that begins, whether it ends where that ends)."""
     to_end = end is None or (isinstance(end, int) and end >= _width(whole))
-    return whole, dim, step == 1 and start in (0, None), step == 1 and to_end
+    return whole, step == 1 and start in (0, None), step == 1 and to_end
 
 
-def _split(parts: Any, at: int) -> tuple[Any, int, bool, bool]:
+def _split(parts: Any, at: int) -> tuple[Any, bool, bool]:
     """The same of a part."""
-    if _target(parts) not in ("aten.split.Tensor", "aten.split_with_sizes.default"):
-        return parts, 0, False, False
-    whole, dim = parts.args[0], parts.args[2] if len(parts.args) > 2 else 0
-    return whole, dim, at == 0, at == 1
+    is_split = _target(parts) in ("aten.split.Tensor", "aten.split_with_sizes.default")
+    return parts.args[0] if is_split else None, is_split and at == 0, is_split and at == 1
 
 
 def _width(matrix: Any) -> int:
