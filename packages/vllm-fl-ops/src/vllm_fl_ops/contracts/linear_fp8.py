@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .linear import SHAPES, projections
+from .linear import SHAPES, product, projections
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ def linear_fp8(
     Source: vLLM's `cutlass_scaled_mm`, with scales for a tensor, a token or an output channel;
     `torch._scaled_mm` with row-wise scales.
     """
-    result = (x.double() * x_scale.double()) @ (weight.double() * weight_scale.double()).t()
+    result = product(x.double() * x_scale.double(), weight, weight_scale.double())
     return result if bias is None else result + bias.double()
 
 

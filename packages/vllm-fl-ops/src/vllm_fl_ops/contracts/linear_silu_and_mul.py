@@ -10,7 +10,7 @@ from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .linear import SHAPES, broken_rows, by_features, layouts
+from .linear import SHAPES, broken_rows, by_features, layouts, product
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU; of vLLM's layers
     `MergedColumnParallelLinear` and `SiluAndMul` behind it.
     """
-    gate, up = (x.double() @ half.t() for half in weight.double().chunk(2))
+    gate, up = product(x, weight).chunk(2, dim=-1)
     return gate * gate.sigmoid() * up
 
 
