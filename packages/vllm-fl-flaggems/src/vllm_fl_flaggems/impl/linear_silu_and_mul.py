@@ -1,8 +1,8 @@
 """Gate and up product of an MLP with its activation for few tokens, on this package's own kernels.
 
 They are those of `linear`: each program has rows of both halves of the weight, and writes what they
-make. So the products do not go to memory and back, and one kernel less is launched. What
-`linear` leaves to PyTorch is PyTorch's here, too.
+make. So the products do not go to memory and back, and one kernel less is launched. For more
+tokens, and where the kernels cannot copy blocks, both are PyTorch's.
 """
 
 from __future__ import annotations
