@@ -115,13 +115,13 @@ def test_a_row_has_a_warp_for_each_512_elements() -> None:
 
 NUMBERS = dict.fromkeys(("outputs", "features", "weight_step"), "i32")
 ONE_ROW_SIZES = {"ROWS": 2, "BLOCK": 1024, "WHOLE_ROWS": False, "WHOLE_BLOCKS": False}
-ROWS_SIZES = {"more_weight": None, "TOKENS": 16, "ROWS": 64, "MORE": 0, "BLOCK": 256, "STAGES": 4}
+ROWS_SIZES = {"TOKENS": 16, "ROWS": 64, "BLOCK": 256, "STAGES": 4}
 
 
 @pytest.mark.parametrize("is_one_row", [True, False])
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize(("bits", "gated"), [(16, False), (8, False), (16, True)])
 def test_a_kernel_that_begins_early_touches_nothing_before_it_has_waited(
-    is_one_row: bool, bits: int
+    is_one_row: bool, bits: int, gated: bool
 ) -> None:
     """As compiled for a Hopper GPU, which it takes none for; without EARLY nothing waits."""
     from vllm_fl_flaggems import triton_kernels
@@ -142,7 +142,7 @@ def test_a_kernel_that_begins_early_touches_nothing_before_it_has_waited(
         sizes |= ROWS_SIZES | {"PER_TOKEN": bits == 8, "PER_OUTPUT": bits == 8}
 
     def instructions(early: int) -> list[str]:
-        constants = sizes | {"EARLY": early}
+        constants = sizes | {"EARLY": early, "GATED": gated}
         source = ASTSource(
             kernel,
             parameters | dict.fromkeys(constants, "constexpr"),
