@@ -202,7 +202,8 @@ def places_of(binding: Binding) -> list[str]:
             case AttentionPlace():
                 told.append("the attention layers, by class path")
             case GraphPlace():
-                told.append(f"{', '.join(place.operators)}, in compiled graphs")
+                where = ", ".join(place.operators)
+                told.append(f"compiled graphs, where the op is found at {where}")
             case FusionPlace():
                 ours = ", or one of ours on a plugin's device" * (place.own is not None)
                 told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it{ours}")
