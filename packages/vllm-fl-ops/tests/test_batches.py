@@ -119,9 +119,10 @@ def runs_from_the_first(spec: OpSpec, right: Kernel) -> Kernel:
     at = spec.parameters.index("position_ids")
 
     def kernel(*args: Any) -> Any:
-        positions = args[at]
-        if len(positions) > 1 and int(positions[1]) == int(positions[0]) + 1:
-            run = positions[0] + torch.arange(len(positions), device=positions.device)
+        positions = args[at]  # of a token, or three of it
+        if len(positions) > 1 and bool((positions[1] == positions[0] + 1).all()):
+            steps = torch.arange(len(positions), device=positions.device)
+            run = positions[0] + steps.view(-1, *[1] * (positions.ndim - 1))
             args = (*args[:at], (run % 4096).to(positions.dtype), *args[at + 1 :])
         return right(*args)
 
