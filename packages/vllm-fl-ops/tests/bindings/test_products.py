@@ -164,6 +164,16 @@ def sigmoid_of_up(y: Tensor) -> Tensor:
     return (y[..., :D].float() / ((-up.float()).exp() + 1)).to(y.dtype) * up
 
 
+def through(dtype: torch.dtype) -> Function:
+    """Gates of another dtype, whose silu is of the first again."""
+
+    def function(y: Tensor) -> Tensor:
+        gate = y[..., :D].to(dtype)
+        return (gate / ((-gate).exp() + 1)).to(y.dtype) * y[..., D:]
+
+    return of(function)
+
+
 def read_on_the_way(y: Tensor) -> tuple[Tensor, Tensor]:
     activated = silu(y[..., :D])
     return activated * y[..., D:], activated + 1
@@ -195,6 +205,8 @@ WRONG: dict[str, Function] = {
     "silu that is read elsewhere": of(read_on_the_way),
     "a number": of(lambda y: silu(y[..., :D]) * 2),
     "a result in another dtype": of(lambda y: silu(y[..., :D].float()) * y[..., D:]),
+    "gates cut to integers": through(torch.int32),
+    "gates rounded to fewer digits": through(torch.float8_e5m2),
     "two products": lambda x, weight: (
         silu(linear(x, weight)[..., :D]) * linear(x * 2, weight)[..., D:]
     ),
@@ -202,6 +214,13 @@ WRONG: dict[str, Function] = {
     "a weight that is no input": lambda x, weight: in_chunks_of(linear(x, weight * 2)),
     "no product": lambda x, weight: in_chunks_of(weight.exp()),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bfloat16, torch.float16], ids=str)
+def test_float32_that_loses_digits_on_the_way_is_left_alone(dtype: torch.dtype) -> None:
+    activated = of(lambda y: silu(y[..., :D]).to(dtype) * y[..., D:])
+    for function in (activated, through(dtype)):
+        assert not found(function, *made(dtype=torch.float32))
 
 
 def in_chunks_of(y: Tensor) -> Tensor:

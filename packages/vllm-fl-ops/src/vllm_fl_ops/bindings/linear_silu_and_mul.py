@@ -25,6 +25,8 @@ SILU = (
 )
 """What Inductor makes of it: an operator, and its arguments. Of halves, float32 goes through it."""
 
+CONVERTED = "prims.convert_element_type.default"
+
 
 def _native(x: Tensor, weight: Tensor) -> Tensor:
     from torch.nn.functional import linear, silu
@@ -40,8 +42,8 @@ def _find(node: Any) -> tuple[Any, ...] | None:
         product = _whole_of(gate, first=True)
         if product is None or product is not _whole_of(up, first=False):
             continue
-        is_rounded = node.meta["val"].dtype == product.meta["val"].dtype
-        if is_rounded and _target(product) in OPERATORS and _is_read_by(node, product):
+        dtypes = {of.meta["val"].dtype for of in (node, activated, product)}
+        if len(dtypes) == 1 and _target(product) in OPERATORS and _is_read_by(node, product):
             x, weight, bias = product_of(product) or (None, None, None)
             return None if x is None or bias is not None else (x, weight)
     return None
@@ -59,10 +61,12 @@ def _gate_of(activated: Any) -> Any:
     """What a node is silu of; None if it is of nothing."""
     if _target(activated) == "aten.silu.default":
         return activated.args[0]
-    quotient = _as_it_was(activated)
+    quotient = activated.args[0] if _target(activated) == CONVERTED else activated
     if _target(quotient) != SILU[0] or not _is(quotient, SILU, quotient.args[0]):
         return None
-    return _as_it_was(quotient.args[0])
+    gate = quotient.args[0]
+    is_widened = _target(gate) == CONVERTED and str(gate.args[1]) == "torch.float32"
+    return gate.args[0] if is_widened else gate
 
 
 def _is(part: Any, formula: Any, gate: Any) -> bool:
@@ -73,12 +77,6 @@ def _is(part: Any, formula: Any, gate: Any) -> bool:
     if _target(part) != name or part.kwargs or len(part.args) != len(factors):
         return False
     return all(_is(*each, gate) for each in zip(part.args, factors, strict=True))
-
-
-def _as_it_was(node: Any) -> Any:
-    """A node before it was made another dtype."""
-    is_converted = _target(node) == "prims.convert_element_type.default"
-    return node.args[0] if is_converted else node
 
 
 def _whole_of(half: Any, first: bool) -> Any:
