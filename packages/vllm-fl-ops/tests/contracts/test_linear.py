@@ -99,3 +99,18 @@ def test_projections_of_a_served_model(large: bool) -> None:
     assert names(hidden=96, **heads, more=more) == expected
     assert names(hidden=96, heads=6, head_size=16, more={"router_experts": None}) == expected[1:2]
     assert names(hidden=96, more={"dense_intermediate": 72.0})[0].startswith("3 x 96 -> 144")
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_fp8", "linear_silu_and_mul"])
+@pytest.mark.parametrize(
+    "tokens",
+    [range(1, 2), range(2, 17), range(17, 33), range(33, 65), range(65, 1000)],
+    ids=lambda tokens: f"{tokens[0]}-{tokens[-1]}",
+)
+def test_sizes_beyond_whole_tiles_are_tried_at_every_number_of_tokens(
+    op: str, tokens: range
+) -> None:
+    spec = contracts()[op]
+    calls = [s.args for s in spec.samples(torch.bfloat16, CPU) if len(s.args[0]) in tokens]
+    assert any(x.shape[1] % 16 for x, *_ in calls)
+    assert any(spec.oracle(*args).shape[1] % 32 for args in calls)

@@ -66,6 +66,16 @@ def _samples(source: Source) -> Iterator[Sample]:
     far = _of("gates far from zero", source, source.normal(6, 256), 64, scale=300.0)
     far.args[1][:64] *= 300.0  # silu(g) is g or 0 here; exp(g) overflows
     yield far
+    # Here are gates of 4 to 16, between which and zero a silu may be cut, and up beyond any limit.
+    far = _of("up far from zero", source, source.normal(6, 256), 64, scale=4 * 300.0)
+    far.args[1][:64] *= 4.0
+    far.args[1][64:] *= 300.0
+    yield far
+    # All results are 0, beside which it is seen what a limit of gate or of its sigmoid leaves.
+    below = _of("gates far below zero", source, source.normal(6, 256).abs(), 64)
+    below.args[1][:64] = -30.0 * below.args[1][:64].abs()
+    below.args[1][64:] *= 300.0
+    yield below
     yield _of("NaN and infinity", source, broken_rows(source), 37)
 
 
