@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -257,25 +258,95 @@ def test_nothing_found_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert "found no place for it in 1 graph, so that 'vendor.acme' does not run" in caplog.text
 
 
-def test_an_op_of_several_operators_is_found_before_one_of_them_is() -> None:
-    def mlp(x: torch.Tensor, gate_and_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        gate, up = linear(x, gate_and_up).chunk(2, dim=-1)
-        return linear(silu(gate) * up, down)
+GATED = "linear_silu_and_mul"
 
-    def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return linear(x, weight)[:, : len(weight) // 2] + 2
 
+def whole(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A `linear_silu_and_mul` that is another thing."""
+    return linear(x, weight)[:, : len(weight) // 2] + 2
+
+
+def first_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gate, up = linear(x, weight).chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def both_planned(strict: bool = False, **fields: Any) -> Plan:
+    """`linear`, and one that takes more operators in."""
     kind, vendor = kind_of("vendor.acme")
-    both = managing(
-        product(),
-        OpImpl("linear_silu_and_mul", "vendor.acme", kind, whole, vendor),
-        per_op_order={OP: ["vendor"], "linear_silu_and_mul": ["vendor"]},
-    )
-    plan, down = planning(both, "compiled"), torch.randn(8, 16)
-    result, _ = passed(plan, mlp, X, WEIGHT, down)
-    torch.testing.assert_close(result, linear(whole(X, WEIGHT), down) + 1)
+    gated = OpImpl(GATED, "vendor.acme", kind, whole, vendor, **fields)
+    order = {OP: ["vendor"], GATED: ["vendor"]}
+    return planning(managing(product(), gated, per_op_order=order, strict=strict), "compiled")
+
+
+def counts(plan: Plan) -> tuple[int, int]:
+    """How many places of `linear` and of the other op were found."""
     sites = engine_of(plan).sites
-    assert sites[OP].found == sites["linear_silu_and_mul"].found == 1
+    return sites[OP].found, sites[GATED].found
+
+
+def test_an_op_of_several_operators_is_found_before_one_of_them_is() -> None:
+    def two(x: torch.Tensor, weight: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = linear(first_of(x, weight), down)
+        return x
+
+    plan, down = both_planned(), torch.randn(24, 16)
+    result, _ = passed(plan, two, X, WEIGHT, down)
+    middle = linear(whole(X, WEIGHT), down) + 1
+    torch.testing.assert_close(result, linear(whole(middle, WEIGHT), down) + 1)
+    assert counts(plan) == (2, 2)
+
+
+def odd(x: torch.Tensor, weight: torch.Tensor) -> str:
+    return "odd"
+
+
+def test_where_it_is_refused_its_product_is_found() -> None:
+    plan = both_planned(supports=odd)
+    result, _ = passed(plan, first_of, X, WEIGHT)
+    gate, up = (linear(X, WEIGHT) + 1).chunk(2, dim=-1)
+    torch.testing.assert_close(result, silu(gate) * up)
+    assert counts(plan) == (1, 0)
+    with pytest.raises(AllFailedError, match=f"refused op '{GATED}': odd"):
+        passed(both_planned(strict=True, supports=odd), first_of, X, WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("last", "found"),
+    [
+        (lambda y, gate, up: (silu(gate) * up, y), (1, 0)),
+        (lambda y, gate, up: (silu(gate) * up, gate), (1, 0)),
+        (lambda y, gate, up: (silu(gate) * up, silu(gate) * up), (1, 0)),
+        (lambda y, gate, up: (silu(gate) * up, up.exp()), (1, 0)),
+        (lambda y, gate, up: [silu(gate) * up] * 2, (0, 1)),
+    ],
+)
+def test_what_else_is_read_of_a_product_stays(last: Any, found: tuple[int, int]) -> None:
+    def function(product_of: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        y = product_of(x, weight)
+        return last(y, *y.chunk(2, dim=-1))
+
+    plan = both_planned()
+    result, _ = passed(plan, partial(function, linear), X, WEIGHT)
+    assert counts(plan) == found
+    right = function(lambda *args: linear(*args) + 1, X, WEIGHT)
+    torch.testing.assert_close([*result], [whole(X, WEIGHT)] * 2 if found[1] else [*right])
+
+
+def test_what_has_an_effect_stays_though_nothing_reads_it() -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(cache.sum() == 0, "the cache is full")
+        result = first_of(x, weight)
+        cache.copy_(first_of(x, weight))
+        return result
+
+    cache = torch.zeros(5, 16)
+    plan = both_planned()
+    result, _ = passed(plan, function, X, WEIGHT, cache)
+    assert torch.equal(cache, result) and torch.equal(result, whole(X, WEIGHT))
+    with pytest.raises(RuntimeError, match="the cache is full"):
+        passed(both_planned(), function, X, WEIGHT, cache)
 
 
 def test_quantised_models_and_those_with_experts_have_other_products(
