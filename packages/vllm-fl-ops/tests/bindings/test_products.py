@@ -251,6 +251,10 @@ def test_parts_of_what_nothing_computes_are_left_alone() -> None:
     assert not found_in(graph)
 
 
+def test_no_product_of_a_layer_is_counted_twice() -> None:
+    assert known_contracts().bindings["linear"].products and not BINDING.products
+
+
 def config(quantization: str | None = None, **told: Any) -> Any:
     hf = SimpleNamespace(to_dict=lambda: told, **({"intermediate_size": 96} | told))
     return SimpleNamespace(

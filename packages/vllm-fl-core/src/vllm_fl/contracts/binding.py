@@ -311,7 +311,8 @@ class Binding:
             Each counts as needed, too.
         products: whether the op is the model's matrix products, which are most of what the device
             does in a large batch. Where they keep it busy for longer than the host takes for a
-            layer, `vllm-fl tune` counts no launches.
+            layer, `vllm-fl tune` counts no launches. An op that takes in a product of another op's
+            is none of them: that product would count twice.
         calls_operators: whether vLLM's own form of the op calls operators that are places of other
             ops: of a model that has it, those are not ordered by range of sizes.
     """

@@ -139,5 +139,4 @@ BINDING = Binding(
         "MLPs with a bias, or whose gate and up are two layers",
     ),
     when=_may_have,
-    products=True,
 )
