@@ -255,10 +255,15 @@ def test_no_product_of_a_layer_is_counted_twice() -> None:
     assert known_contracts().bindings["linear"].products and not BINDING.products
 
 
-def config(quantization: str | None = None, **told: Any) -> Any:
+def config(quantization: str | None = None, transformers: bool = False, **told: Any) -> Any:
     hf = SimpleNamespace(to_dict=lambda: told, **({"intermediate_size": 96} | told))
     return SimpleNamespace(
-        model_config=SimpleNamespace(quantization=quantization, hf_config=hf, hf_text_config=hf),
+        model_config=SimpleNamespace(
+            quantization=quantization,
+            hf_config=hf,
+            hf_text_config=hf,
+            using_transformers_backend=lambda: transformers,
+        ),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
 
@@ -276,6 +281,7 @@ def config(quantization: str | None = None, **told: Any) -> Any:
         ({"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, False),
         ({"hidden_act": "silu", "quantization": "fp8"}, False),
         ({"hidden_act": "silu", "num_experts": 8}, False),
+        ({"hidden_act": "silu", "transformers": True}, False),  # its tensors have three dimensions
     ],
     ids=str,
 )

@@ -125,7 +125,9 @@ def _may_have(config: Any) -> bool:
     ChatGLM's and LFM2's."""
     named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
     is_silu = not named or named[0] in ("silu", "swiglu")
-    return may_have(config) and is_silu and bool(DENSE_INTERMEDIATE.ask(config))
+    if not (may_have(config) and is_silu and DENSE_INTERMEDIATE.ask(config)):
+        return False
+    return not config.model_config.using_transformers_backend()
 
 
 BINDING = Binding(
@@ -136,6 +138,7 @@ BINDING = Binding(
         "mixtures of experts, beside which some layers have an MLP",
         "activations that are an operator in the graph: vLLM's with `+silu_and_mul`, or ours where "
         "`silu_and_mul` is planned",
+        "the Transformers backend, whose tensors have a third dimension",
         "MLPs with a bias, or whose gate and up are two layers",
     ),
     when=_may_have,
