@@ -250,6 +250,20 @@ def test_a_reference_is_what_the_graph_has_already() -> None:
     )
 
 
+def test_an_op_is_left_whose_part_is_planned_itself_and_no_code_of_vllms() -> None:
+    kind, vendor = kind_of("vendor.acme")
+
+    def left(**orders: Any) -> dict[str, str]:
+        impls = (OpImpl(op, "vendor.acme", kind, lambda *args: None, vendor) for op in orders)
+        return torch_operators.left(planning(managing(*impls, per_op_order=orders), "compiled"))
+
+    assert not left(linear_silu_and_mul=["vendor"], silu_and_mul=["stock"])
+    partly = {"<=16": "vendor", "rest": "stock"}
+    for order in (["vendor"], partly):
+        found = left(linear_silu_and_mul=["vendor"], silu_and_mul=order)
+        assert "silu_and_mul is planned itself" in found["linear_silu_and_mul"]
+
+
 def test_nothing_found_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     plan = planned(["vendor"])
     passed(plan, lambda x: x + 1, X)

@@ -245,11 +245,14 @@ class GraphPlace:
             the contract's parameters: nodes, numbers, words and None; None for a call that is not
             the op. It may make the nodes that it returns (`new_node`).
         native: what the operator computes, by the contract's parameters.
+        parts: the ops that `find` looks for in vLLM's own form. While one of them is planned, the
+            op is left to vLLM.
     """
 
     operators: tuple[str, ...]
     find: Callable[[Any], tuple[Any, ...] | None]
     native: Bound
+    parts: tuple[str, ...] = ()
 
 
 Place = (

@@ -131,7 +131,7 @@ def _may_have(config: Any) -> bool:
 
 
 BINDING = Binding(
-    places=(GraphPlace(("aten.mul.Tensor",), _find, _native),),
+    places=(GraphPlace(("aten.mul.Tensor",), _find, _native, parts=("silu_and_mul",)),),
     sizes=(HIDDEN, DENSE_INTERMEDIATE),
     not_reached=(
         *LINEAR.not_reached,

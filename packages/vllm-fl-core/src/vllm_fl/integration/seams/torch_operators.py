@@ -64,14 +64,17 @@ def operator(name: str) -> Any:
 
 
 def left(plan: Plan) -> dict[str, str]:
-    """Planned op -> why its operator stays all the same: a reference is no better than that."""
-    why = "its operator is in the graphs already"
-    reference = BackendImplKind.REFERENCE
-    return {
-        op: why
-        for op, _ in planned(plan, GraphPlace)
-        if all(impl.kind is reference for impl in plan.entries[op].firsts)
-    }
+    """Planned op -> why its operator stays all the same.
+
+    A reference is no better than that. And a part that is planned itself is an operator of ours.
+    """
+    found: dict[str, str] = {}
+    for op, place in planned(plan, GraphPlace):
+        if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
+            found[op] = "its operator is in the graphs already"
+        elif ours := [part for part in place.parts if not plan.is_stock(part)]:
+            found[op] = f"{ours[0]} is planned itself, and no vLLM's own code to be found"
+    return found
 
 
 def _chain(plan: Plan, op: str, place: GraphPlace) -> Chain:
