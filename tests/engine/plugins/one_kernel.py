@@ -30,8 +30,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result.to(x.dtype)
 
 
+def linear_silu_and_mul(x: Tensor, weight: Tensor) -> Tensor:
+    result: Tensor = contracts()["linear_silu_and_mul"].oracle(x, weight)
+    return result.to(x.dtype)
+
+
 @hookimpl
 def register_ops() -> list[OpImpl]:
-    ops = {"qk_norm_rope": qk_norm_rope, "linear": linear}
     kind = BackendImplKind.VENDOR
-    return [OpImpl(op, "vendor.one", kind, function, "one") for op, function in ops.items()]
+    return [
+        OpImpl(function.__name__, "vendor.one", kind, function, "one")
+        for function in (qk_norm_rope, linear, linear_silu_and_mul)
+    ]
