@@ -29,6 +29,8 @@ REFUSED = {
         for name in (
             "1 token, odd sizes beyond one block",
             "17 tokens, odd sizes",
+            "40 tokens, odd sizes",
+            "65 tokens, odd sizes",
             "1 feature",
             "1 output feature",  # of 2063
         )
