@@ -172,7 +172,8 @@ def linear_of_one_row_kernel(
     of its rows.
 
     GATED, the weight has `outputs` rows of gates, then as many more. Half of the ROWS are of the
-    one part, half of the other, and the outputs are silu of the gates times the others.
+    one part, half of the other, and the outputs are silu of the gates times the others. Such a
+    product has neither scales nor a bias.
     """
     PARTS: tl.constexpr = 2 if GATED else 1
     number = tl.arange(0, ROWS)
@@ -269,7 +270,7 @@ def linear_kernel(
 
     GATED, the weight has `outputs` rows of gates, then as many more, and the outputs are silu of
     the gates times the others. The tokens are the left factor then: so half as many rows of each
-    part make a block.
+    part make a block. Such a product has neither scales nor a bias.
     """
     row = tl.program_id(0) * ROWS
     rows = row + tl.arange(0, ROWS)

@@ -73,7 +73,7 @@ def left(plan: Plan) -> dict[str, str]:
         if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
             found[op] = "its operator is in the graphs already"
         elif ours := [part for part in place.parts if not plan.is_stock(part)]:
-            found[op] = f"{ours[0]} is planned itself, and no vLLM's own code to be found"
+            found[op] = f"{ours[0]} is planned itself: vLLM's own code is not there to be found"
     return found
 
 
