@@ -28,7 +28,7 @@ from vllm_fl.contracts import (
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded, in_place, rows_of
-from vllm_fl.engine.trials import Form, dtypes_of
+from vllm_fl.engine.trials import Form, as_provided, dtypes_of
 from vllm_fl.engine.wanted import promised, wanted_of, worst
 from vllm_fl.plugins.registry import known_contracts
 
@@ -379,6 +379,32 @@ def form_of(spec: OpSpec, tokens: int) -> Form:
     sizes = ModelSizes(None, None, None, None, None, None, tokens=(tokens,))
     kinds = (list(spec.served(sizes, torch.float32, CPU, large)) for large in (False, True))
     return [Form(spec, *pair) for pair in zip(*kinds, strict=True)][-1]
+
+
+def test_the_oracle_is_asked_about_the_smaller_call() -> None:
+    """Of weights that repeat their rows, whatever layers provide of them."""
+    spec, columns = contracts()["linear"], torch.tensor([2, 0, 0, 1])
+    x, weight, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3)
+    args = (x, weight[columns], bias[columns])
+    call = Sample("rows that repeat", args, repeats=((x, weight, bias), columns))
+    asked = []
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        asked.append(len(weight))
+        result: Tensor = spec.oracle(x, weight, bias)
+        return result
+
+    exact = spec.oracle(*args).float()
+    assert not worst(exact, wanted_of(replace(spec, oracle=linear), call))[1]
+    assert asked == [3]
+    wrong = exact.clone()
+    wrong[1, 2] += 1.0
+    assert "1 of 12 elements are off" in worst(wrong, wanted_of(spec, call))[1]
+    provided = as_provided(spec, call, {"bias": torch.bfloat16})
+    assert provided.repeats is not None
+    assert [a.dtype for a in provided.repeats[0]] == [a.dtype for a in provided.args]
+    assert provided.args[2].dtype == torch.bfloat16
+
 
 
 @pytest.mark.parametrize("op_fn", [("quantise", quantise), ("quantise_tensor", quantise_tensor)])

@@ -269,3 +269,19 @@ def test_what_is_smaller_than_served_is_told_by_op() -> None:
     told = smaller(contracts())
     assert {"fused_experts", "chunk_gated_delta_rule"} <= told.keys() <= contracts().keys()
     assert all("of" in phrase for phrase in told.values())
+
+
+@pytest.mark.parametrize("op", ["linear", "linear_fp8", "linear_silu_and_mul"])
+@pytest.mark.parametrize("large", [False, True], ids=["ordinary", "large"])
+def test_a_smaller_call_tells_what_weights_give_that_repeat_their_rows(
+    op: str, large: bool
+) -> None:
+    sizes = replace(SIZES, tokens=(3,), more={**SIZES.more, "dense_intermediate": 320})
+    spec, repeated = contracts()[op], 0
+    for sample in spec.served(sizes, torch.bfloat16, CPU, large):
+        assert sample.repeats is not None
+        args, columns = sample.repeats
+        few, all_of_it = spec.oracle(*args), spec.oracle(*sample.args)
+        torch.testing.assert_close(few[:, columns], all_of_it, rtol=1e-12, atol=0)
+        repeated += len(columns) > few.shape[1]
+    assert repeated

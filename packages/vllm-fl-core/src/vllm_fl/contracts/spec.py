@@ -52,6 +52,9 @@ class Sample:
         kit_only: the conformance kit makes the call and a start does not: vLLM makes none of the
             kind, and a kernel of its own gets it wrong.
         relaid: whether an activation lies as no layer of vLLM's has it (`contracts/layouts.py`).
+        repeats: (the arguments of a smaller call, columns), where column j of every result is that
+            call's column `columns[j]`, (n,), int64. Large weights that repeat their rows are made
+            so, and the oracle is asked about the smaller call. None: it is asked about `args`.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Sample:
     open_rows: tuple[int, ...] = ()
     kit_only: bool = False
     relaid: bool = False
+    repeats: tuple[tuple[Any, ...], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -282,7 +282,7 @@ class Form:
         """The call with these rows of the pool."""
         sample = self.samples[large]
         given = self.spec.with_changed_rows(sample.args, partial(taken, rows=rows))
-        return dataclasses.replace(sample, args=given)
+        return dataclasses.replace(sample, args=given, repeats=None)
 
     def call(self, activations: Guarded) -> Guarded:
         """The whole call: activations, weights and tables, in the contract's order."""
@@ -401,15 +401,21 @@ class Trials:
 
 def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype]) -> Sample:
     """A call with what layers provide in the dtypes that theirs has."""
-    told, args = [], []
-    for name, arg in spec.named(sample.args).items():
-        dtype = dtypes.get(name)
-        if isinstance(arg, torch.Tensor) and dtype is not None and arg.dtype != dtype:
-            args.append(arg.to(dtype))
-            told.append(f", {name} {dtype_name(dtype)}")
-        else:
-            args.append(arg)
-    return dataclasses.replace(sample, name=sample.name + "".join(told), args=tuple(args))
+    others = {
+        name: dtypes[name]
+        for name, arg in spec.named(sample.args).items()
+        if isinstance(arg, torch.Tensor) and dtypes.get(name, arg.dtype) != arg.dtype
+    }
+
+    def changed(args: Sequence[Any]) -> tuple[Any, ...]:
+        given = spec.named(args).items()
+        return tuple(arg.to(others[name]) if name in others else arg for name, arg in given)
+
+    told = "".join(f", {name} {dtype_name(dtype)}" for name, dtype in others.items())
+    repeats = sample.repeats and (changed(sample.repeats[0]), sample.repeats[1])
+    return dataclasses.replace(
+        sample, name=sample.name + told, args=changed(sample.args), repeats=repeats
+    )
 
 
 def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:

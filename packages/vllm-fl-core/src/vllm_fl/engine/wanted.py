@@ -69,6 +69,10 @@ class Wanted:
         """What a batch of these rows must be; a number that belongs to all rows stays."""
         return self._each(lambda tensor: tensor if tensor.numel() == 1 else taken(tensor, order))
 
+    def columns(self, order: torch.Tensor) -> Self:
+        """What results must be whose last dimension has these columns."""
+        return self._each(lambda tensor: tensor.index_select(-1, order))
+
     def on(self, device: torch.device) -> Self:
         """The same on `device`, in a dtype that is fast there and exact enough."""
         wide = torch.float64 if device.type == "cpu" and self._is_fine() else torch.float32
@@ -394,7 +398,8 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
     Raises:
         ValueError: the contract contradicts itself; the message says which part of it.
     """
-    on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in sample.args]
+    args, columns = sample.repeats or (sample.args, None)
+    on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in args]
     where = f"the contract of {spec.name}, sample {sample.name!r}"
     exact, wanted = _each_wanted(spec, on_host, sample.scale, where)
     for index, part in enumerate(exact if tokens is not None else ()):
@@ -403,6 +408,8 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
                 f"{where}: result {index} has the shape {_shape(part)} for {tokens} tokens, "
                 "not one row for each: such a contract says whole_batch=True"
             )
+    if columns is not None:
+        wanted = [want and want.columns(columns.cpu()) for want in wanted]
     if not sample.open_rows:
         return wanted
     kept = _kept(sample, max(len(part) for part in exact if part is not None))

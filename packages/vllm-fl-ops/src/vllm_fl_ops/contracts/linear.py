@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import tensor
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
@@ -142,16 +142,19 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     most = peak(source.dtype)
     for tokens in sizes.tokens:
         for features, out, biased in projections(sizes):
-            weight = source.normal(out, features, scale=features**-0.5)
+            columns = source.rows(out)
+            weight = source.normal(min(out, UNIQUE_ROWS), features, scale=features**-0.5)
             x, scale = source.normal(tokens, features), 1.0
             if source.large:
                 # One feature of 61 is `most`, so that sums are of the magnitude of an eighth of
                 # it, and the largest of them within fp16's 65504.
                 x, scale = source.spiked(tokens, features, scale=most / 32, peak=most), most / 8
             # A bias of magnitude 1 would not be seen beside such sums.
-            bias = source.normal(out, scale=scale / 4 if source.large else 1.0) if biased else None
+            spread = scale / 4 if source.large else 1.0
+            bias = source.normal(len(weight), scale=spread) if biased else None
             name = f"{tokens} x {features} -> {out}{', bias' * biased}{', large' * source.large}"
-            yield Sample(name, (x, weight, bias), scale)
+            args = x, weight[columns], None if bias is None else bias[columns]
+            yield Sample(name, args, scale, repeats=((x, weight, bias), columns))
 
 
 def projections(sizes: ModelSizes, router: bool = True) -> Iterator[tuple[int, int, bool]]:

@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import tensor, word
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
@@ -174,6 +174,8 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
+    import torch
+
     most = peak(source.dtype)
     # As vLLM quantises an unquantised checkpoint; as a checkpoint of scales for whole tensors has
     # them; and one of scales for channels.
@@ -189,11 +191,22 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
             if source.large:  # as for `linear`
                 values = source.spiked(tokens, features, scale=most / 32, peak=most)
                 values, scale = _uneven(values.float()), most / 8
-            args = _call(source, values, out, token=token, channel=channel, bias=bias)
-            if bias and source.large:
-                args = (*args[:-1], args[-1] * (scale / 4))
+            columns = source.rows(out)
+            few = min(out, UNIQUE_ROWS)
+            args = _call(source, values, few, token=token, channel=channel, bias=bias)
+            x, weight, x_scale, weight_scale, out_dtype, added = args
+            if added is not None and source.large:
+                added = added * (scale / 4)
+            scales = weight_scale[columns] if channel else weight_scale
+            biases = None if added is None else added[columns]
+            weights = weight.view(torch.uint8)[columns].view(weight.dtype)
             name = f"{tokens} x {features} -> {out}, scales {how}"
-            yield Sample(f"{name}{', bias' * bias}{', large' * source.large}", args, scale)
+            yield Sample(
+                f"{name}{', bias' * bias}{', large' * source.large}",
+                (x, weights, x_scale, scales, out_dtype, biases),
+                scale,
+                repeats=((x, weight, x_scale, weight_scale, out_dtype, added), columns),
+            )
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import tensor
-from vllm_fl.contracts.sampling import Source, peak
+from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
@@ -98,7 +99,10 @@ def _served(
             x = source.spiked(tokens, hidden, scale=most / 32, peak=most)
             scale = (most / 8) ** 2
         name = f"{tokens} x {hidden} -> 2*{dense_intermediate}{', large' * source.large}"
-        yield _of(name, source, x, dense_intermediate, scale)
+        columns = source.rows(dense_intermediate)
+        few = _of(name, source, x, min(dense_intermediate, UNIQUE_ROWS), scale)
+        weight = few.args[1].unflatten(0, (2, -1))[:, columns].flatten(0, 1)
+        yield replace(few, args=(x, weight), repeats=(few.args, columns))
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
