@@ -580,15 +580,19 @@ def _compiled(run: _Run) -> None:
     """The form that the compiler will get, in one graph for all batches.
 
     Of an operator that it takes whole it sees which arguments there are and how they lie: to it
-    calls of contiguous ones are the same in all sizes.
+    calls of contiguous ones are the same in all sizes. One that writes over none of them is traced:
+    Inductor lowers such a call to itself.
     """
     start, backend = run.start, run.request.backend
+    is_operator = is_opaque(run.impl)
+    if is_operator and not run.impl.consumes:
+        backend = "aot_eager"
     seen: set[tuple[bool, ...]] = set()
     for number, form in enumerate(run.forms_served if run.role.compiled else ()):
         args = form.samples[0].args
         given = tuple(arg is None for arg in args)
         lies_plain = all(arg.is_contiguous() for arg in args if isinstance(arg, torch.Tensor))
-        if given in seen and lies_plain and is_opaque(run.impl):
+        if given in seen and lies_plain and is_operator:
             continue
         seen.add(given)
         form.switch(large=False)
