@@ -81,6 +81,7 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "stock-again": (STOCK, False),
     "stock-fusion": (STOCK, False),
     "shipped": ({}, True),
+    "shipped-early": ({"TORCHINDUCTOR_ENABLE_PDL": "1"}, True),
     "flagos": (ONLY_LAYERS, True),
     "flagos-shadow-0": ({**ONLY_LAYERS, "VLLM_FL_SHADOW": "0"}, True),
     "flagos-shadow-1": ({**ONLY_LAYERS, "VLLM_FL_SHADOW": "0.01"}, True),
@@ -95,7 +96,8 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
 }
 """Name -> (what the environment says, whether vllm-fl takes part).
 
-`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names.
+`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names. In
+`shipped-early` kernels begin while the one before them ends.
 
 `stock-again` shows what two engines of one code differ by; `stock-fusion` is stock with its pass
 for norms of heads and rope. `flagos` is FlagGems for every layer but attention, `experts` for the

@@ -406,7 +406,6 @@ def test_the_oracle_is_asked_about_the_smaller_call() -> None:
     assert provided.args[2].dtype == torch.bfloat16
 
 
-
 @pytest.mark.parametrize("op_fn", [("quantise", quantise), ("quantise_tensor", quantise_tensor)])
 def test_a_batch_that_repeats_the_pools_rows(op_fn: tuple[str, Callable[..., Any]]) -> None:
     op, fn = op_fn
