@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["SHAPES", "SPEC", "broken_rows", "by_features", "layouts", "product", "projections"]
 
 SHAPES = (
+    ("16 tokens", 16, 256, 96),
     ("1 token", 1, 1024, 768),
     ("1 token, odd sizes beyond one block", 1, 2063, 259),
     ("2 tokens", 2, 512, 512),
-    ("16 tokens", 16, 256, 96),
     ("17 tokens, odd sizes", 17, 129, 259),
     ("33 tokens", 33, 192, 37),
     ("40 tokens, odd sizes", 40, 129, 37),
@@ -31,7 +31,8 @@ SHAPES = (
     ("1 feature", 5, 1, 259),
     ("1 output feature", 7, 2063, 1),
 )
-"""(name, tokens, in_features, out_features) of samples: where kernels of products change."""
+"""(name, tokens, in_features, out_features) of samples: where kernels of products change. The first
+is small: checks that take one call of each kind take that one."""
 
 ROWS_AT_ONCE = 256
 """Of a weight, which the oracle makes float64."""

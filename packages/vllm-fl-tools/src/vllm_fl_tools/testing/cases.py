@@ -59,8 +59,8 @@ CHECKS: dict[str, Check] = {
     "families": Check(checks.families, "family"),
     "opcheck": Check(compiling.opcheck, "dtype"),
     "tracing": Check(compiling.tracing, "dtype"),
-    "fork": Check(processes.fork, "op"),
-    "spawn": Check(processes.spawn, "op"),
+    "fork": Check(processes.fork, "dtype"),
+    "spawn": Check(processes.spawn, "dtype"),
     "engine": Check(engine.engine, "op"),
 }
 """Every check by name, the quick ones first."""

@@ -87,15 +87,16 @@ def fork(subject: Subject, dtype: str, sample: str) -> None:
     """A forked child gives the same bits."""
     if subject.device.type != "cpu":
         raise Refused(f"{subject.device.type} cannot be used in a fork of a process that used it")
-    _compare("fork", subject, _run("fork", _answers, (subject,), subject.deadline))
+    _compare("fork", subject, dtype, _run("fork", _answers, (subject, dtype), subject.deadline))
 
 
 def spawn(subject: Subject, dtype: str, sample: str) -> None:
     """A fresh process that finds the installed backend gives the same bits."""
     found = installed_with(subject.impl)
-    place = (subject.impl.impl_id, str(subject.device), subject.sizes, subject.left_out)
+    place = (subject.impl.impl_id, str(subject.device), subject.sizes, subject.left_out, dtype)
     there = _spawned(place, subject.deadline * len(found))
-    _compare("spawn", subject, there if isinstance(there, str) else there[subject.impl.op_name])
+    mine = there if isinstance(there, str) else there[subject.impl.op_name]
+    _compare("spawn", subject, dtype, mine)
 
 
 def apart(
@@ -129,16 +130,17 @@ def _outcome(
 def _spawned(place: tuple[Any, ...], deadline: float) -> dict[str, Answers | str] | str:
     """By op, the answers of one fresh process for all of them, or how the op failed there.
 
-    One process, since its start takes seconds. Where it ended early, that is the answer for all.
+    One process for a dtype, since a start takes seconds. Where it ended early, that is the answer
+    for all.
     """
     return _run("spawn", _answer_installed, place, deadline)
 
 
-def _compare(method: str, subject: Subject, there: Answers | str) -> None:
+def _compare(method: str, subject: Subject, dtype: str, there: Answers | str) -> None:
     if isinstance(there, str):
         raise AssertionError(f"a child process ({method}) {there}")
     with _one_thread():  # as in the child
-        here = _answers(subject)
+        here = _answers(subject, dtype)
     other = [name for name in here if here[name] != there.get(name)]
     expect(not other, f"a child process ({method}) gives other bits for: {'; '.join(other)}")
 
@@ -183,7 +185,7 @@ def _child(out: Connection, target: Callable[..., object], args: tuple[Any, ...]
 
 
 def _answer_installed(
-    backend: str, device: str, sizes: ModelSizes, left_out: Any
+    backend: str, device: str, sizes: ModelSizes, left_out: Any, dtype: str
 ) -> dict[str, Answers | str]:
     answers: dict[str, Answers | str] = {}
     for impl in installed(backend):
@@ -191,17 +193,18 @@ def _answer_installed(
             answers[impl.op_name] = "finds it not available"
             continue
         try:
-            answers[impl.op_name] = _answers(Subject(impl, torch.device(device), sizes, left_out))
+            subject = Subject(impl, torch.device(device), sizes, left_out)
+            answers[impl.op_name] = _answers(subject, dtype)
         except Exception as error:  # it is this op's alone: the others are asked all the same
             answers[impl.op_name] = f"raised {quote(error)}"
     return answers
 
 
-def _answers(subject: Subject) -> Answers:
+def _answers(subject: Subject, dtype: str) -> Answers:
+    samples = subject.patterns(dtype) if dtype in subject.dtypes else ()
     return {
         f"{subject.impl.op_name}, {dtype}, {sample.name}": subject.bits(sample)
-        for dtype in subject.dtypes
-        for sample in subject.patterns(dtype)
+        for sample in samples
     }
 
 
