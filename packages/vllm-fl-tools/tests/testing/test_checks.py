@@ -247,9 +247,12 @@ def test_a_fresh_process_holds_no_op_to_account_for_another(
     right = sound("gelu_and_mul")
     wrong = dataclasses.replace(sound("silu_and_mul"), fn=fails)
     monkeypatch.setattr(processes, "installed", lambda backend: (wrong, right))
-    there = processes._answer_installed(right.impl_id, "cpu", ModelSizes(), frozenset())
+    place = (right.impl_id, "cpu", ModelSizes(), frozenset())
+    there = processes._answer_installed(*place, "bfloat16")
     assert "no luck" in there["silu_and_mul"]
-    assert isinstance(there["gelu_and_mul"], dict) and there["gelu_and_mul"]
+    answers = there["gelu_and_mul"]
+    assert isinstance(answers, dict) and answers
+    assert all(name.startswith("gelu_and_mul, bfloat16, ") for name in answers)
 
 
 def reading(op: str, *names: str, **fields: Any) -> OpImpl:
