@@ -400,6 +400,8 @@ def test_the_oracle_is_asked_about_the_smaller_call() -> None:
     wrong = exact.clone()
     wrong[1, 2] += 1.0
     assert "1 of 12 elements are off" in worst(wrong, wanted_of(spec, call))[1]
+    with pytest.raises(ValueError, match=r"the smaller call that it repeats .*\(3, 3\).*\(3, 4\)"):
+        wanted_of(spec, replace(call, repeats=((x, weight, bias), columns[:3])))
     provided = as_provided(spec, call, {"bias": torch.bfloat16})
     assert provided.repeats is not None
     assert [a.dtype for a in provided.repeats[0]] == [a.dtype for a in provided.args]

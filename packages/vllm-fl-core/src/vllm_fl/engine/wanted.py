@@ -409,6 +409,12 @@ def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> lis
                 "not one row for each: such a contract says whole_batch=True"
             )
     if columns is not None:
+        given = [part if part is None else (*part.shape[:-1], len(columns)) for part in exact]
+        if given != (shapes := [*map(_shape, parts(spec.fake(*sample.args)))]):
+            raise ValueError(
+                f"{where}: by the smaller call that it repeats its results have the shapes "
+                f"{given}, by the fake {shapes}"
+            )
         wanted = [want and want.columns(columns.cpu()) for want in wanted]
     if not sample.open_rows:
         return wanted
