@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import tensor
@@ -14,7 +15,16 @@ from .common import contract
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SHAPES", "SPEC", "broken_rows", "by_features", "layouts", "product", "projections"]
+__all__ = [
+    "SHAPES",
+    "SPEC",
+    "broken_rows",
+    "by_features",
+    "layouts",
+    "product",
+    "projections",
+    "repeated",
+]
 
 SHAPES = (
     ("16 tokens", 16, 256, 96),
@@ -143,19 +153,40 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
     most = peak(source.dtype)
     for tokens in sizes.tokens:
         for features, out, biased in projections(sizes):
-            columns = source.rows(out)
-            weight = source.normal(min(out, UNIQUE_ROWS), features, scale=features**-0.5)
+            columns, few = source.rows(out), min(out, UNIQUE_ROWS)
+            weight = source.normal(few, features, scale=features**-0.5)
             x, scale = source.normal(tokens, features), 1.0
             if source.large:
                 # One feature of 61 is `most`, so that sums are of the magnitude of an eighth of
                 # it, and the largest of them within fp16's 65504.
                 x, scale = source.spiked(tokens, features, scale=most / 32, peak=most), most / 8
             # A bias of magnitude 1 would not be seen beside such sums.
-            spread = scale / 4 if source.large else 1.0
-            bias = source.normal(len(weight), scale=spread) if biased else None
+            bias = source.normal(few, scale=scale / 4 if source.large else 1.0) if biased else None
             name = f"{tokens} x {features} -> {out}{', bias' * biased}{', large' * source.large}"
-            args = x, weight[columns], None if bias is None else bias[columns]
-            yield Sample(name, args, scale, repeats=((x, weight, bias), columns))
+            yield repeated(Sample(name, (x, weight, bias), scale), columns, 1, 2)
+
+
+def repeated(few: Sample, columns: torch.Tensor, *places: int, parts: int = 1) -> Sample:
+    """The call whose weights have these rows of a smaller call's, which tells what it gives.
+
+    Args:
+        few: the smaller call.
+        columns: which of its output features each of the call's is.
+        places: those of its arguments that have a row for each output feature, or for each of every
+            part. None, and one number for all rows, stay.
+        parts: of the weights.
+    """
+    import torch
+
+    def rows(arg: torch.Tensor | None) -> torch.Tensor | None:
+        if arg is None or arg.numel() == 1:
+            return arg
+        plain = arg.view(torch.uint8) if arg.itemsize == 1 else arg  # no device indexes every fp8
+        taken: torch.Tensor = plain.unflatten(0, (parts, -1)).index_select(1, columns).flatten(0, 1)
+        return taken.view(arg.dtype)
+
+    args = tuple(rows(arg) if at in places else arg for at, arg in enumerate(few.args))
+    return replace(few, args=args, repeats=(few.args, columns))
 
 
 def projections(sizes: ModelSizes, router: bool = True) -> Iterator[tuple[int, int, bool]]:

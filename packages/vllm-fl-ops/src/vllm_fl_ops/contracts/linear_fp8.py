@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .linear import SHAPES, product, projections
+from .linear import SHAPES, product, projections, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -174,8 +174,6 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
-    import torch
-
     most = peak(source.dtype)
     # As vLLM quantises an unquantised checkpoint; as a checkpoint of scales for whole tensors has
     # them; and one of scales for channels.
@@ -191,22 +189,13 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
             if source.large:  # as for `linear`
                 values = source.spiked(tokens, features, scale=most / 32, peak=most)
                 values, scale = _uneven(values.float()), most / 8
-            columns = source.rows(out)
-            few = min(out, UNIQUE_ROWS)
+            columns, few = source.rows(out), min(out, UNIQUE_ROWS)
             args = _call(source, values, few, token=token, channel=channel, bias=bias)
-            x, weight, x_scale, weight_scale, out_dtype, added = args
-            if added is not None and source.large:
-                added = added * (scale / 4)
-            scales = weight_scale[columns] if channel else weight_scale
-            biases = None if added is None else added[columns]
-            weights = weight.view(torch.uint8)[columns].view(weight.dtype)
+            if bias and source.large:
+                args = (*args[:-1], args[-1] * (scale / 4))
             name = f"{tokens} x {features} -> {out}, scales {how}"
-            yield Sample(
-                f"{name}{', bias' * bias}{', large' * source.large}",
-                (x, weights, x_scale, scales, out_dtype, biases),
-                scale,
-                repeats=((x, weight, x_scale, weight_scale, out_dtype, added), columns),
-            )
+            name = f"{name}{', bias' * bias}{', large' * source.large}"
+            yield repeated(Sample(name, args, scale), columns, 1, 3, 5)
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import tensor
@@ -11,7 +10,7 @@ from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
 from .common import contract
-from .linear import SHAPES, broken_rows, by_features, layouts, product
+from .linear import SHAPES, broken_rows, by_features, layouts, product, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -101,8 +100,7 @@ def _served(
         name = f"{tokens} x {hidden} -> 2*{dense_intermediate}{', large' * source.large}"
         columns = source.rows(dense_intermediate)
         few = _of(name, source, x, min(dense_intermediate, UNIQUE_ROWS), scale)
-        weight = few.args[1].unflatten(0, (2, -1))[:, columns].flatten(0, 1)
-        yield replace(few, args=(x, weight), repeats=(few.args, columns))
+        yield repeated(few, columns, 1, parts=2)
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
