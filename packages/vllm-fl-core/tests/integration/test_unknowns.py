@@ -39,16 +39,51 @@ class Graph:
         return self.mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(sizes))
 
 
+def given_to(values: list[Any], results: Any) -> list[Any]:
+    """What code in an operator's place gets; it returns what the operator returns."""
+    got: list[Any] = []
+    under_one(lambda given: got.extend(given) or results, values, results)
+    return got
+
+
 def test_arguments_with_two_unknowns_are_given_one_and_none_is_joined() -> None:
     graph = Graph()
     x, positions = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(3, TOKENS), 1)
     table = graph.input(torch.zeros(40, 4))
     assert x.shape[0].node.expr != positions.shape[1].node.expr
     with graph.mode:
-        same, rows, whole, number = under_one([x, positions, table, 5])
+        same, rows, whole, number = given_to([x, positions, table, 5], x)
         (rows[0].unsqueeze(1) * same).sum()
     assert same is x and whole is table and number == 5
     assert rows.shape == (3, x.shape[0]) and rows.stride() == (x.shape[0], 1)
+    assert not graph.unknowns.guards and not graph.unknowns.replacements
+
+
+@pytest.mark.parametrize("first", ["x", "positions"])
+def test_results_keep_the_unknown_that_they_have_in_the_graph(first: str) -> None:
+    """What follows there has it: a view of a result by another one would join the two."""
+    graph = Graph()
+    x, positions = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(TOKENS), 0)
+    values = [x, positions] if first == "x" else [positions, x]
+
+    def code(given: list[Any]) -> tuple[None, Any]:
+        a, b = given if first == "x" else given[::-1]
+        return None, a * b.unsqueeze(1)
+
+    with graph.mode:
+        _, result = under_one(code, values, (None, x))
+        result.view(x.shape[0], 2, 2)
+    assert result.shape[0].node.expr == x.shape[0].node.expr
+    assert not graph.unknowns.guards and not graph.unknowns.replacements
+
+
+def test_results_of_two_unknowns_have_them_again() -> None:
+    graph = Graph()
+    x, residual = (graph.input(torch.zeros(TOKENS, 4), 0) for _ in "ab")
+    with graph.mode:
+        sums = under_one(lambda given: [given[0] + given[1]] * 2, [x, residual], (x, residual))
+        for result, was in zip(sums, (x, residual), strict=True):
+            result.view(was.shape[0], 2, 2)
     assert not graph.unknowns.guards and not graph.unknowns.replacements
 
 
@@ -56,21 +91,27 @@ def test_one_unknown_is_left_as_it_is() -> None:
     graph = Graph()
     x = graph.input(torch.zeros(TOKENS, 4), 0)
     doubled = x.new_zeros(2 * x.shape[0])
-    assert all(
-        a is b for a, b in zip(under_one([x, doubled, None]), [x, doubled, None], strict=True)
-    )
+    values = [x, doubled, None]
+    assert all(a is b for a, b in zip(given_to(values, x), values, strict=True))
 
 
 def test_the_values_are_those_of_the_memory_as_it_is() -> None:
-    positions = torch.arange(2 * TOKENS).reshape(2, TOKENS)
-    assert torch.equal(under_one([torch.zeros(TOKENS, 4), positions])[1], positions)
+    x, positions = torch.zeros(TOKENS, 4), torch.arange(2 * TOKENS).reshape(2, TOKENS)
+    assert torch.equal(given_to([x, positions], x)[1], positions)
 
 
 def test_a_stride_of_two_unknowns_together_is_refused() -> None:
     graph = Graph()
     x, many = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(2, 5, 7), 0, 1, 2)
     with graph.mode, pytest.raises(ValueError, match="which is no unknown of its own"):
-        under_one([x, many])
+        given_to([x, many], x)
+
+
+def test_a_result_of_an_unknown_that_no_argument_has_is_refused() -> None:
+    graph = Graph()
+    x, positions, other = (graph.input(torch.zeros(TOKENS), 0) for _ in "abc")
+    with graph.mode, pytest.raises(ValueError, match="of unknowns that no argument has"):
+        given_to([x, positions], other)
 
 
 def test_supports_is_asked_of_tensors_with_numbers() -> None:

@@ -17,6 +17,7 @@ from builders import engine_of, managing, planning
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch._inductor.virtualized import V
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from vllm_fl.contracts import contracts
 from vllm_fl.engine.plan import Plan
@@ -287,7 +288,11 @@ def main() -> None:
                     # is joined in it is one input to who loads them, and two in what was compiled.
                     if known != (len(unknowns.guards), dict(unknowns.replacements)):
                         joined.add(type(each).__name__)
-            gm.recompile()
+                gm.recompile()
+                # Inductor traces the graph again behind all passes.
+                FakeTensorProp(gm, detect_fake_mode(values)).propagate_dont_convert_inputs(*values)
+                if known != (len(unknowns.guards), dict(unknowns.replacements)):
+                    joined.add("Inductor")
             codes.append(gm.code)
             return gm.forward
 

@@ -96,8 +96,9 @@ def put_in_place(match: Match, code: Callable[[Mapping[str, Any]], Sequence[Any]
     (node,) = match.nodes
     (_, *flat), structure = pytree.tree_flatten((node.args, node.kwargs))
 
-    def whole(*values: Any) -> tuple[Any, ...]:
-        _, given = pytree.tree_unflatten([None, *under_one(values)], structure)
+    def whole(values: list[Any]) -> tuple[Any, ...]:
+        _, given = pytree.tree_unflatten([None, *values], structure)
         return (None, *code(given))
 
-    match.replace_by_example(functional(whole), flat)
+    results = node.meta["val"]
+    match.replace_by_example(functional(lambda *values: under_one(whole, values, results)), flat)

@@ -8,45 +8,68 @@ graph later, which then ends in an IndexError. Code that we put into a graph mus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 
 SOME = 16
 """How many tokens `as_numbers` takes: more than one, since a single row is always contiguous."""
 
 
-def under_one(values: Sequence[Any]) -> list[Any]:
-    """The arguments of code that takes an operator's place, all with the first one's unknown.
+def under_one(code: Callable[[list[Any]], Any], values: Sequence[Any], results: Any) -> Any:
+    """What code in an operator's place returns, in whose arguments one unknown stands for all.
+
+    That is one of the operator's results, which keep the unknowns that they have in the graph: what
+    follows there, and is traced again when the graph is compiled, would join others with them.
 
     Args:
-        values: tensors of a graph, and others.
+        code: takes the arguments, and returns tensors and others in the structure of `results`.
+        values: the operator's arguments: tensors of a graph, and others.
+        results: what the operator returns, as the graph has it.
 
     Raises:
-        ValueError: a stride is no unknown and no number, as of two unknowns together.
+        ValueError: a size or a stride is no unknown and no number, as of two unknowns together.
     """
-    sizes = [size for value in values for size in _sizes(value) if _symbol(size) is not None]
-    if len({_symbol(size) for size in sizes}) < 2:
-        return list(values)
-    first = sizes[0]
+    known = {_symbol(size): size for value in values for size in _sizes(value)}
+    known.pop(None, None)
+    if len(known) < 2:
+        return code([*values])
+    before = pytree.tree_leaves(results)
+    kept = [_symbol(size) for result in before for size in _sizes(result)]
+    one = next((symbol for symbol in kept if symbol in known), next(iter(known)))
 
-    def known(number: Any) -> Any:
-        if not isinstance(number, torch.SymInt) or number.node.expr.is_Integer:
-            return number
-        if number.node.expr.free_symbols == {_symbol(first)}:
+    def sized(value: Any, number: Callable[[Any], Any]) -> Any:
+        """The tensor's memory in the sizes of which `number` makes its own."""
+        sizes, strides = ([*map(number, of)] for of in (value.shape, value.stride()))
+        return torch.as_strided(value, sizes, strides)
+
+    def to_one(number: Any) -> Any:
+        if not isinstance(number, torch.SymInt) or number.node.expr.free_symbols <= {one}:
             return number
         if _symbol(number) is None:
             raise ValueError(f"a stride of {number}, which is no unknown of its own")
-        return first
+        return known[one]
 
-    return [
-        torch.as_strided(value, [*map(known, value.shape)], [*map(known, value.stride())])
-        if {_symbol(size) for size in _sizes(value)} - {None, _symbol(first)}
-        else value
+    def as_before(result: Any, was: Any) -> Any:
+        others = {_symbol(size) for size in _sizes(was)} - {None, one}
+        if not others:
+            return result
+        if len(others) > 1 or not others <= {*known}:
+            raise ValueError(f"a result of {[*was.shape]}, of unknowns that no argument has")
+        (other,) = others
+        return sized(result, lambda n: known[other] if _symbol(n) == one else n)
+
+    given = [
+        sized(value, to_one) if {_symbol(size) for size in _sizes(value)} - {None, one} else value
         for value in values
     ]
+    found, structure = pytree.tree_flatten(code(given))
+    return pytree.tree_unflatten(
+        [as_before(*pair) for pair in zip(found, before, strict=True)], structure
+    )
 
 
 def as_numbers(values: Iterable[Any]) -> list[Any]:
