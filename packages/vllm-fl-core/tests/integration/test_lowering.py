@@ -29,7 +29,7 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.plan import Plan, leave_place, take_place
-from vllm_fl.engine.ranges import Range
+from vllm_fl.engine.ranges import Range, edges
 from vllm_fl.integration import lowering, passes, ranges
 from vllm_fl.integration.functional_operators import OWNER
 from vllm_fl.integration.planning import Carried
@@ -73,6 +73,7 @@ def config(
     endpoints: list[int] | None = None, sizes: list[int] | None = None, **fields: Any
 ) -> Any:
     fields = {"mode": CompilationMode.VLLM_COMPILE, "backend": "inductor", **fields}
+    fields.setdefault("cudagraph_capture_sizes", [])
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
             compile_ranges_endpoints=endpoints, compile_sizes=sizes, **fields
@@ -445,7 +446,7 @@ def split(plan: Plan, entry: dict[str, Any] | None = None, **fields: Any) -> Any
 @pytest.mark.parametrize(
     ("order", "endpoints", "sizes"),
     [
-        (ROWS, [16, 64], []),
+        (ROWS, [4, 64], []),
         ({"<=4": "vendor", "rest": "flagos"}, [4, 64], []),
         ({"<=1": "vendor", "rest": "flagos"}, [64], [1]),
         ({"<=1": "vendor", "<=8": "reference", "rest": "flagos"}, [8, 64], []),
@@ -464,7 +465,7 @@ def test_vllms_ranges_are_split_at_the_edges_of_rows(
 def test_a_size_that_the_user_has_compiled_apart_is_no_end_of_a_range(planned: Planned) -> None:
     """vLLM's range goes on beyond it, and no row would hold for all of that."""
     found = split(planned(ROWS, *three()), endpoints=[64], sizes=[4, 1])
-    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([16, 64], [4, 1])
+    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([4, 64], [4, 1])
 
 
 def test_where_encoders_are_compiled_no_size_is_compiled_apart_for_us(planned: Planned) -> None:
@@ -491,6 +492,29 @@ def test_of_more_rows_that_of_the_largest_calls_is_split_off(planned: Planned) -
         ("17-64", "vendor.acme"),
     ]
     assert ranges.told(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
+
+
+def whole() -> tuple[OpImpl, ...]:
+    """One whose code may be inlined, and one that a compiler takes whole."""
+    return three()[0], silu("default.flagos", 3, traceable=False)
+
+
+@pytest.mark.parametrize(("captured", "edge"), [([], 4), ([1, 4], 16)])
+def test_what_the_host_launches_counts_before_what_graphs_replay(
+    planned: Planned, captured: list[int], edge: int
+) -> None:
+    plan = planned({"<=4": "vendor", "<=16": "flagos", "rest": "vendor"}, *whole())
+    found = split(plan, endpoints=[64], sizes=[], cudagraph_capture_sizes=captured)
+    assert found.compile_ranges_endpoints == [edge, 64]
+
+
+def test_sizes_count_by_doublings(planned: Planned) -> None:
+    """As where a table ends before the largest batch: its last row is no reason to lose the rest."""
+    two, another = (planned({f"<={n}": "flagos", "rest": "vendor"}, *whole()) for n in (4, 32))
+    chains = [ranges._chains(plan)[OP] for plan in (two, two, another)]
+    assert edges(chains, LARGEST) == (4,)
+    assert edges(chains[1:], LARGEST) == (4,)
+    assert edges(chains[2:], LARGEST) == (32,)
 
 
 def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(

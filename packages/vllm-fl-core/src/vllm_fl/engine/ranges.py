@@ -7,6 +7,7 @@ first choice needs no operator: that implementation's own code can stand in its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -75,40 +76,38 @@ def sole(chain: Chain, sizes: Range) -> OpImpl | None:
     return next(iter(firsts.values())) if len(firsts) == 1 else None
 
 
-def edges(chains: Iterable[Chain], largest: int) -> tuple[int, ...]:
+def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:
     """Where to split the token counts, so that the most can be inlined: at most `MOST` ranges.
 
-    Of all ways to split at ceilings of rows that way is taken by which the most ops are inlined in
-    the largest calls, whose operators a host launches one by one. Of equal ones that by which the
-    most rows are inlined, those of each op between all neighbouring ceilings counted; then the one
-    with the fewest ranges, then with the smallest edges.
+    What an op gains where it is inlined is counted in doublings of the token count: as much from 64
+    to 128 as from 4096 to 8192. Of all ways to split at ceilings of rows that way is taken by which
+    the ops gain the most beyond the captured graphs, where a host launches operators one by one. Of
+    equal ones that by which they gain the most at all sizes; then the one with the fewest ranges,
+    then with the largest edges.
 
     Args:
         chains: one for each op that is ordered by size.
         largest: the largest batch, in tokens.
+        captured: the largest batch of which a graph is captured, in tokens; 0 where none is.
 
     Returns:
         The last token count of each range but the last; empty where nothing can be inlined.
     """
     able = [chain for chain in chains if any(is_inlined(first) for _, (first, *_) in chain.rows)]
     ceilings = sorted({n for chain in able for n, _ in chain.rows if n and n < largest})
-    rows = [Range(low + 1, high) for low, high in pairwise([0, *ceilings, largest])]
 
-    def inlined(split: tuple[int, ...]) -> tuple[int, int]:
-        ranges = [Range(low + 1, high) for low, high in pairwise([0, *split, largest])]
-        found = [
-            [row for row in rows if whole.first <= row.first and row.last <= whole.last]
-            for chain in able
-            for whole in ranges
-            if choice(chain, whole) is not None
-        ]
-        reaching = (each for each in found if each[-1].last == largest)
-        return len([*reaching]), sum(map(len, found))
+    def gained(split: tuple[int, ...], beyond: int) -> float:
+        return round(
+            sum(
+                math.log2(high / max(low, beyond, 0.5))
+                for low, high in pairwise([0, *split, largest])
+                for chain in able
+                if high > beyond and choice(chain, Range(low + 1, high)) is not None
+            ),
+            6,
+        )
 
     ways = [way for count in range(MOST) for way in combinations(ceilings, count)]
-
-    def cost(way: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
-        largest_calls, all_rows = inlined(way)
-        return -largest_calls, -all_rows, len(way), way
-
-    return min(ways, key=cost, default=())
+    return max(
+        ways, key=lambda way: (gained(way, captured), gained(way, 0), -len(way), way), default=()
+    )

@@ -78,10 +78,11 @@ def split(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]) 
     if not chains:
         return
     largest = vllm_config.scheduler_config.max_num_batched_tokens
+    captured = max(compilation.cudagraph_capture_sizes or (), default=0)
     ends = compilation.compile_ranges_endpoints
     added = [
         n
-        for n in edges(chains.values(), largest)
+        for n in edges(chains.values(), largest, captured)
         if (_can_be_alone(compilation) if n == 1 else n not in (ends or ()))
     ]
     if not added:
