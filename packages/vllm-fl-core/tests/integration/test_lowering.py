@@ -509,7 +509,7 @@ def test_what_the_host_launches_counts_before_what_graphs_replay(
 
 
 def test_sizes_count_by_doublings(planned: Planned) -> None:
-    """As where a table ends before the largest batch: its last row is no reason to lose the rest."""
+    """As where a table ends before the largest batch: that row is no reason to lose the others."""
     two, another = (planned({f"<={n}": "flagos", "rest": "vendor"}, *whole()) for n in (4, 32))
     chains = [ranges._chains(plan)[OP] for plan in (two, two, another)]
     assert edges(chains, LARGEST) == (4,)

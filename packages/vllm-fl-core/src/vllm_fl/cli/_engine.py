@@ -70,10 +70,14 @@ def takes_vllms(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def asked_of(arguments: argparse.Namespace) -> list[Described]:
+def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[Described]:
     """The engines that a verb's `--mode`, `--model` and other arguments ask for.
 
     None for a script's; of any model one for each mode.
+
+    Args:
+        arguments: the verb's.
+        offline: as for `engine_of`.
 
     Raises:
         UsageError, VllmFLError: as below.
@@ -86,7 +90,7 @@ def asked_of(arguments: argparse.Namespace) -> list[Described]:
         return any_engines([mode] if mode else MODES)
     is_told = any(word.replace("_", "-") == "--enforce-eager" for word in arguments.more)
     eager = ["--enforce-eager"] * (mode == "eager" and not is_told)
-    engine = engine_of(model, [*arguments.more, *eager])
+    engine = engine_of(model, [*arguments.more, *eager], offline=offline)
     if mode not in (None, engine.facts.mode):
         raise UsageError(f"--mode {mode}: with these arguments the engine is {engine.facts.mode}")
     return [engine]
@@ -105,12 +109,13 @@ def check_words(arguments: argparse.Namespace) -> None:
         raise UsageError(f"unrecognized arguments: {words} (vLLM's need --model DIR)")
 
 
-def engine_of(model: str, words: Sequence[str]) -> Described:
+def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Described:
     """What an engine of these arguments would run on this machine.
 
     Args:
         model: the model's folder, or what else vLLM takes for a model.
         words: the other arguments, as `vllm serve` takes them.
+        offline: whether it is one of `vllm.LLM`, whose largest batch is the larger one by default.
 
     Raises:
         UsageError: vLLM is not here, finds no device, or cannot serve this model so.
@@ -133,7 +138,8 @@ def engine_of(model: str, words: Sequence[str]) -> Described:
                 )
             from ..integration.describing import describe
 
-            return describe(arguments_of(model, words), UsageContext.OPENAI_API_SERVER)
+            usage = UsageContext.LLM_CLASS if offline else UsageContext.OPENAI_API_SERVER
+            return describe(arguments_of(model, words), usage)
     except VllmFLError:
         raise
     except WrongArguments as error:

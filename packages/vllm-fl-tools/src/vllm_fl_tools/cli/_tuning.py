@@ -89,6 +89,7 @@ class Subject:
         vocabulary: how many tokens it knows; 0 where that is not known.
         quantised: whether its weights are.
         largest: the engine's largest batch, in tokens; 0 where that is not known.
+        ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Subject:
     vocabulary: int = 0
     quantised: bool = False
     largest: int = 0
+    ordered: tuple[str, ...] = ()
 
     @property
     def told(self) -> dict[str, float]:

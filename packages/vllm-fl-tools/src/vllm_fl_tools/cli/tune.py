@@ -46,6 +46,8 @@ from ._tuning import STOCK, Subject, Work
 if TYPE_CHECKING:
     import torch
 
+    from vllm_fl.engine.facts import EngineFacts
+
     from ..engine.tiles import Chosen
 
 DEFAULT_FILE = "vllm-fl-table.json"
@@ -176,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(
             path=str(out),
             taken_over=work.taken_over,
-            remarks=work.remarks,
+            remarks=[*work.remarks, *_of_device(work.subject, table)],
             measurements=work.done,
             phases=work.phases,
             estimate=work.estimates(table),
@@ -184,7 +186,8 @@ def run(arguments: argparse.Namespace) -> int:
             table=json.loads(table.text),
         )
     else:
-        worth = [*work.estimates(table), *_spent(work.done, work.phases)]
+        worth = [*work.estimates(table), *_of_device(work.subject, table)]
+        worth += _spent(work.done, work.phases)
         _show(out, table, [*work.remarks, *worth])
         if tiles is not None:
             _tiles.shown(*tiles)
@@ -244,10 +247,12 @@ def _subject(
         dtype = named or torch.bfloat16
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
         captured, plan, layers, vocabulary, quantised, largest = None, None, 0, 0, False, 0
+        ordered: tuple[str, ...] = ()
     else:
         if arguments.dtype is not None:
             arguments.more += ["--dtype", arguments.dtype]
-        (engine,) = asked_of(arguments)
+        # Its sizes reach what either way of serving takes at once.
+        (engine,) = asked_of(arguments, offline=True)
         if engine.aside:
             raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
         from vllm_fl.integration.planning import plan_for
@@ -262,7 +267,7 @@ def _subject(
         quantised, largest = is_quantised(engine), sizes.tokens[-1]
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
-        captured = max(batches, default=0)
+        captured, ordered = max(batches, default=0), _ordered_for_device(engine.facts)
     return Subject(
         arguments.model or arguments.sizes,
         replace(sizes, tokens=(1, max(tokens))),
@@ -279,7 +284,26 @@ def _subject(
         vocabulary=vocabulary,
         quantised=quantised,
         largest=largest,
+        ordered=ordered,
     )
+
+
+def _ordered_for_device(facts: EngineFacts) -> tuple[str, ...]:
+    """The ops whose order an engine without a table has for its device alone."""
+    settings, mode = facts.settings, facts.mode
+    over = settings.with_devices(facts.device, mode).policy
+    return tuple(
+        op for op in settings.by_device if over.listed(op, mode) != settings.policy.listed(op, mode)
+    )
+
+
+def _of_device(subject: Subject, table: Table) -> Iterator[str]:
+    """What the reader must know of a default that an engine on this device does not have."""
+    if ops := [op for op in subject.ordered if op in table.ops]:
+        yield (
+            f"Without a table, engines on this device run orders that are shipped for it, of "
+            f"{', '.join(ops)}. The default here is without these, and so is what a table saves."
+        )
 
 
 def _is_left_out(binding: Binding, sizes: ModelSizes) -> bool:
