@@ -170,6 +170,20 @@ def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
     return found
 
 
+@pytest.mark.parametrize(("fast_up_to", "of_part"), [(8, FOR_ALL), (0, BY_RANGE)])
+def test_a_part_of_an_op_that_wins_is_left_to_vllm(fast_up_to: int, of_part: Any) -> None:
+    """While its part is planned, graphs have the op nowhere, which saves a product's time."""
+    whole = graphs("cuda", "compiled", "linear_silu_and_mul", default="stock")
+    part = graphs("cuda", "compiled", OP)
+    found = [
+        (part, measured(part, *TOKENS, fast_up_to=8)),
+        (whole, measured(whole, *TOKENS, fast_up_to=fast_up_to)),
+    ]
+    of_part_now, of_whole = ([(r.up_to, r.impl) for r in rows] for rows in rows_by_op(found))
+    assert of_part_now == of_part
+    assert of_whole == (BY_RANGE if fast_up_to else FOR_ALL)
+
+
 def test_sizes_between_two_winners_are_measured_where_a_row_may_end_there() -> None:
     graph = graphs("cuda", "compiled", OP)
     found = measured(graph, 1, 512, fast_up_to=1)

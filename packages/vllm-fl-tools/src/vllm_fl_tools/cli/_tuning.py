@@ -33,7 +33,7 @@ from vllm_fl.plugins.calling import rejections
 from vllm_fl.plugins.registry import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
-from vllm_fl.settings.table import Row, Table, TunedOp
+from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
 from vllm_fl.text import quote
 
 from ._estimate import estimates
@@ -206,6 +206,11 @@ class InGraphs:
         return bool(layers) and not any(impl.consumes & granted for impl in impls)
 
     @property
+    def parts(self) -> frozenset[str]:
+        """The ops that it takes in: while one of them is planned, a graph has this one nowhere."""
+        return frozenset(part for place in self._places(GraphPlace) for part in place.parts)
+
+    @property
     def _is_found_by_range(self) -> bool:
         from vllm_fl.integration.seams import fusions
 
@@ -233,11 +238,17 @@ def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
 
 
 def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
-    """The rows of each op."""
+    """The rows of each op. One that another takes in has the default, where that one wins."""
     from ..engine.timing import rows_of
 
-    for (op, measured), edges in zip(found, edges_by_op(found), strict=True):
-        yield rows_of(measured, op.bound_to_all, edges)
+    every = [
+        (op, rows_of(measured, op.bound_to_all, edges))
+        for (op, measured), edges in zip(found, edges_by_op(found), strict=True)
+    ]
+    won = [op for op, rows in every if any(row.impl != DEFAULT for row in rows)]
+    parts = frozenset[str]().union(*(op.parts for op in won))
+    for op, rows in every:
+        yield (Row(rows[-1].up_to, DEFAULT),) if op.op in parts else rows
 
 
 def between(graphs: InGraphs, found: Sequence[Measured]) -> int | None:
