@@ -46,6 +46,14 @@ def test_an_op_without_a_layer_is_none_of_the_models(op: str) -> None:
     assert not found & {*LLAMA, "linear", "reshape_and_cache"}
 
 
+def test_what_takes_in_an_op_that_it_has_not_it_has_not_either() -> None:
+    bindings = known_contracts().bindings
+    of_gelu = {**LLAMA, "gelu_and_mul": {"GeluAndMul": 4}}
+    del of_gelu["silu_and_mul"]
+    assert "linear_silu_and_mul" in without(engine(of_gelu), bindings)
+    assert "linear_silu_and_mul" not in without(engine(LLAMA), bindings)
+
+
 def test_experts_may_call_what_no_layer_has() -> None:
     bindings = known_contracts().bindings
     assert "gelu_and_mul" not in without(engine(LLAMA, absent=()), bindings)

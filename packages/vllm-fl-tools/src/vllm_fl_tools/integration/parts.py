@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, LayerPlace, OperatorPlace
+from vllm_fl.contracts.binding import (
+    Binding,
+    FunctionPlace,
+    GraphPlace,
+    LayerPlace,
+    OperatorPlace,
+)
 
 if TYPE_CHECKING:
     from vllm_fl.engine.described import Described
@@ -31,7 +37,8 @@ def is_quantised(engine: Described) -> bool:
 
 def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
     """The ops of layers of which the model makes none, but the activation that its experts call
-    (`Binding.calls_operators`). None where it is not known which layers it makes.
+    (`Binding.calls_operators`); and what takes in one of these. None where it is not known which
+    layers it makes.
 
     Args:
         engine: its engine.
@@ -47,7 +54,12 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
         of_experts = is_called and has_operators and op.startswith(_activation(engine))
         return has_layers and op not in layers and not of_experts
 
-    return frozenset(op for op, b in bindings.items() if layers and is_without(op, b))
+    found = frozenset(op for op, b in bindings.items() if layers and is_without(op, b))
+
+    def takes_in_one(binding: Binding) -> bool:
+        return any(isinstance(p, GraphPlace) and found & {*p.parts} for p in binding.places)
+
+    return found | {op for op, binding in bindings.items() if takes_in_one(binding)}
 
 
 def _activation(engine: Described) -> str:
