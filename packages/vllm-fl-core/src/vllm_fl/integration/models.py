@@ -123,7 +123,10 @@ def _skeleton(made: Sequence[Any], vllm_config: VllmConfig) -> Skeleton:
 def _forget(made: Iterable[Any]) -> None:
     """Take layers out of vLLM's own tables (as of its ropes), by which all models share them."""
     built = {id(layer) for layer in made}
-    of_vllm = [module for name, module in sys.modules.items() if name.startswith("vllm.")]
+    # None stands for a module that must not be imported.
+    of_vllm = [
+        module for name, module in sys.modules.items() if module and name.startswith("vllm.")
+    ]
     for table in (value for module in of_vllm for value in vars(module).values()):
         if isinstance(table, dict):
             for key in [key for key, value in table.items() if id(value) in built]:
