@@ -131,6 +131,8 @@ for mode, more in {"eager": ["--enforce-eager"], "compiled": []}.items():
     scheduler = engine.config.scheduler_config
     told[mode] += [sizes.tokens[-1] == scheduler.max_num_batched_tokens >= 512]
     told[mode] += [list(facts.captured)]
+offline = engine_of(sys.argv[1], [], offline=True).facts.sizes.tokens[-1]
+told["offline"] = offline / sizes.tokens[-1]
 print(json.dumps(told))
 """
 
@@ -158,3 +160,4 @@ def test_a_models_configuration_is_enough(tmp_path: Path) -> None:
     expected = [64, 4, 2, 32, 1e-5, "torch.bfloat16", True, False, True, []]
     assert told["eager"] == expected
     assert told["compiled"][:9] == expected[:9]
+    assert told["offline"] >= 2, "vllm.LLM takes larger batches than vllm serve"
