@@ -22,8 +22,15 @@ VARIANTS = {
 }
 """Name -> (variables, the implementation that silu_and_mul must be planned with)."""
 
-ROWS = {"op_backends": {"qk_norm_rope": {"<=64": ["flagos"], "rest": ["stock"]}}}
-"""Settings that leave an op to vLLM in the graphs of a range of sizes."""
+FILES = {
+    "rows": {
+        "extends": "platform",
+        "op_backends": {"qk_norm_rope": {"<=64": ["flagos"], "rest": ["stock"]}},
+    },
+    "override": {"prefer": "flagos"},
+}
+"""Name -> settings in a file: `rows` leaves one op to vLLM in the graphs of a range of sizes, and
+`override` gives FlagGems everything, attention too, since it drops the platform's own policy."""
 
 OPTIONS = {
     # Given, not measured: engines that start side by side see each other's memory come and go.
@@ -65,17 +72,19 @@ def second_start(job: Job, cache: Path, **variables: str) -> dict[str, Any]:
 def cases(folder: Path) -> Iterator[tuple[str, str]]:
     """(variant and mode, what is wrong or empty)."""
     model = str(tiny_model.make(folder, "qwen3"))
-    (folder / "rows.json").write_text(json.dumps(ROWS))
-    again = {
-        "flagos": {"VLLM_FL_PREFER": "flagos"},
-        "rows": {"VLLM_FL_CONFIG": str(folder / "rows.json")},
-    }
+    by_file = {}
+    for name, settings in FILES.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(settings))
+        by_file[name] = {"VLLM_FL_CONFIG": str(file)}
+    variants = {**VARIANTS, "override": (by_file["override"], "default.flagos")}
+    again = {"flagos": VARIANTS["flagos"][0], "rows": by_file["rows"]}
     with side_by_side() as pool:
         started = {}
         for eager in (False, True):
             job = Job(model, batches(5, 33, 100), eager=eager, options=OPTIONS)
             stock = pool.submit(run, job, **STOCK)
-            for name, (variables, planned) in VARIANTS.items():
+            for name, (variables, planned) in variants.items():
                 case = f"{'eager' if eager else 'compiled'}, {name}"
                 started[case] = stock, pool.submit(run, job, **variables), planned
             for name, variables in again.items() if not eager else ():
