@@ -65,6 +65,7 @@ def config(ends: list[int] | None = None) -> Any:
         compilation_config=SimpleNamespace(
             compile_ranges_endpoints=ends,
             compile_sizes=None,
+            cudagraph_capture_sizes=[],
             mode=CompilationMode.VLLM_COMPILE,
             backend="inductor",
         ),
