@@ -42,7 +42,7 @@ class Graph:
 def given_to(values: list[Any], results: Any) -> list[Any]:
     """What code in an operator's place gets; it returns what the operator returns."""
     got: list[Any] = []
-    under_one(lambda given: got.extend(given) or results, values, results)
+    under_one(lambda *given: got.extend(given) or results, values, results)
     return got
 
 
@@ -66,7 +66,7 @@ def test_results_keep_the_unknown_that_they_have_in_the_graph(first: str) -> Non
     x, positions = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(TOKENS), 0)
     values = [x, positions] if first == "x" else [positions, x]
 
-    def code(given: list[Any]) -> tuple[None, Any]:
+    def code(*given: Any) -> tuple[None, Any]:
         a, b = given if first == "x" else given[::-1]
         return None, a * b.unsqueeze(1)
 
@@ -81,7 +81,7 @@ def test_results_of_two_unknowns_have_them_again() -> None:
     graph = Graph()
     x, residual = (graph.input(torch.zeros(TOKENS, 4), 0) for _ in "ab")
     with graph.mode:
-        sums = under_one(lambda given: [given[0] + given[1]] * 2, [x, residual], (x, residual))
+        sums = under_one(lambda a, b: [a + b] * 2, [x, residual], (x, residual))
         for result, was in zip(sums, (x, residual), strict=True):
             result.view(was.shape[0], 2, 2)
     assert not graph.unknowns.guards and not graph.unknowns.replacements

@@ -96,7 +96,7 @@ def put_in_place(match: Match, code: Callable[[Mapping[str, Any]], Sequence[Any]
     (node,) = match.nodes
     (_, *flat), structure = pytree.tree_flatten((node.args, node.kwargs))
 
-    def whole(values: list[Any]) -> tuple[Any, ...]:
+    def whole(*values: Any) -> tuple[Any, ...]:
         _, given = pytree.tree_unflatten([None, *values], structure)
         return (None, *code(given))
 

@@ -119,9 +119,7 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
             # The passes that torch runs on what takes its place remove copies, and with them what
             # keeps an argument from what the implementation writes into its copy.
             run = site.inlined(impl)
-            pure = functional(
-                lambda *args: under_one(lambda given: run(*given), args, node.meta["val"])
-            )
+            pure = functional(lambda *args: under_one(run, args, node.meta["val"]))
             own(node, site.chain.op, impl.impl_id)
             match.replace_by_example(pure, node.args)
         except Exception as error:  # it may raise anything; the operator serves as well

@@ -19,7 +19,7 @@ SOME = 16
 """How many tokens `as_numbers` takes: more than one, since a single row is always contiguous."""
 
 
-def under_one(code: Callable[[list[Any]], Any], values: Sequence[Any], results: Any) -> Any:
+def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> Any:
     """What code in an operator's place returns, in whose arguments one unknown stands for all.
 
     That is one of the operator's results, which keep the unknowns that they have in the graph: what
@@ -31,15 +31,19 @@ def under_one(code: Callable[[list[Any]], Any], values: Sequence[Any], results: 
         results: what the operator returns, as the graph has it.
 
     Raises:
-        ValueError: a size or a stride is no unknown and no number, as of two unknowns together.
+        ValueError: a size or a stride is no unknown and no number, as of two unknowns together; or
+            a result has an unknown that no argument has.
     """
     known = {_symbol(size): size for value in values for size in _sizes(value)}
     known.pop(None, None)
     if len(known) < 2:
-        return code([*values])
+        return code(*values)
     before = pytree.tree_leaves(results)
     kept = [_symbol(size) for result in before for size in _sizes(result)]
     one = next((symbol for symbol in kept if symbol in known), next(iter(known)))
+
+    def others(value: Any) -> set[Any]:
+        return {_symbol(size) for size in _sizes(value)} - {None, one}
 
     def sized(value: Any, number: Callable[[Any], Any]) -> Any:
         """The tensor's memory in the sizes of which `number` makes its own."""
@@ -54,19 +58,16 @@ def under_one(code: Callable[[list[Any]], Any], values: Sequence[Any], results: 
         return known[one]
 
     def as_before(result: Any, was: Any) -> Any:
-        others = {_symbol(size) for size in _sizes(was)} - {None, one}
-        if not others:
+        apart = others(was)
+        if not apart:
             return result
-        if len(others) > 1 or not others <= {*known}:
+        if len(apart) > 1 or not apart <= {*known}:
             raise ValueError(f"a result of {[*was.shape]}, of unknowns that no argument has")
-        (other,) = others
+        (other,) = apart
         return sized(result, lambda n: known[other] if _symbol(n) == one else n)
 
-    given = [
-        sized(value, to_one) if {_symbol(size) for size in _sizes(value)} - {None, one} else value
-        for value in values
-    ]
-    found, structure = pytree.tree_flatten(code(given))
+    given = (sized(value, to_one) if others(value) else value for value in values)
+    found, structure = pytree.tree_flatten(code(*given))
     return pytree.tree_unflatten(
         [as_before(*pair) for pair in zip(found, before, strict=True)], structure
     )
