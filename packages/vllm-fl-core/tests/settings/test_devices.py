@@ -13,6 +13,7 @@ import yaml
 from vllm_fl.errors import SettingsError
 from vllm_fl.settings.devices import Device
 from vllm_fl.settings.loading import Settings, check_names, load_settings
+from vllm_fl.settings.policy import Mode
 
 H100 = Device("NVIDIA H100 80GB HBM3", "9.0")
 A100 = Device("NVIDIA A100-SXM4-80GB", "8.0")
@@ -53,6 +54,25 @@ def order(settings: Settings, device: Device = H100, **more: Any) -> str:
     policy = settings.with_devices(device, "compiled", **more).policy
     listed = policy.listed("linear", "compiled")
     return "" if listed is None else str(listed).partition("compiled ")[2] or str(listed)
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "ops"),
+    [
+        (H100, "compiled", ["linear", "rms_norm"]),
+        (A100, "compiled", []),
+        (None, "compiled", []),
+        (H100, "eager", []),
+    ],
+)
+def test_those_in_force_are_told_with_their_figures(
+    read: Read, device: Device | None, mode: Mode, ops: list[str]
+) -> None:
+    orders = {"linear": ORDER, "rms_norm": {**ORDER, "compiled": "stock"}, "silu_and_mul": ORDER}
+    sections = [{"capability": 9.0, "op_backends": orders}]
+    settings = read(sections, VLLM_FL_PER_OP="silu_and_mul=stock").with_devices(device, mode)
+    assert [*settings.held_by_device] == ops
+    assert all("1.09 times as fast" in why for why in settings.held_by_device.values())
 
 
 def test_it_holds_on_its_devices_in_its_mode_before_the_lists_for_all(

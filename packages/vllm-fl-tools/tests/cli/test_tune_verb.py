@@ -14,12 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from commands import HEAD, Command, Plugin
 
 from vllm_fl.cli.common import ReportFile, UsageError
-from vllm_fl.settings.devices import Device
-from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.table import Row, Table, read_table
 from vllm_fl_tools.cli import _part, _tuning, tune
 from vllm_fl_tools.engine import bench, tuning
@@ -251,33 +248,6 @@ class TestWithoutSizesOfTheUser:
 
 class TestOrdersForTheDevice:
     """What an engine without a table has already, and the default here has not."""
-
-    @pytest.fixture
-    def facts(self, tmp_path: Path) -> Any:
-        measured = {"date": "2026-11-25", "device": "NVIDIA H100", "ratio": 1.09, "what": "steps"}
-        said = {"compiled": "impl:default.flagos", "measured": measured}
-        orders = {"linear": said, "rms_norm": {**said, "compiled": "stock"}, "silu_and_mul": said}
-        file = tmp_path / "cuda.yaml"
-        section = {"capability": 9.0, "op_backends": orders}
-        file.write_text(yaml.safe_dump({"devices": [section]}))
-        users = {"VLLM_FL_PER_OP": "silu_and_mul=stock"}
-        settings = load_settings(users, platform="cuda", platform_files=[("fl-a", str(file))])
-        return lambda mode, capability: SimpleNamespace(
-            settings=settings, mode=mode, device=Device("NVIDIA H100", capability)
-        )
-
-    @pytest.mark.parametrize(
-        ("mode", "capability", "ops"),
-        [
-            ("compiled", "9.0", ("linear", "rms_norm")),
-            ("compiled", "8.0", ()),
-            ("eager", "9.0", ()),
-        ],
-    )
-    def test_they_are_those_that_hold(
-        self, facts: Any, mode: str, capability: str, ops: tuple[str, ...]
-    ) -> None:
-        assert tune._ordered_for_device(facts(mode, capability)) == ops
 
     def test_those_that_were_measured_are_named(self) -> None:
         subject: Any = SimpleNamespace(ordered=("linear", "qk_norm_rope"))

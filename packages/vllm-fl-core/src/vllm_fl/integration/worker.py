@@ -23,7 +23,6 @@ from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
-from ..settings.values import ORDER_PREFIX
 from ..text import quote
 from . import after, incident, locking, probe, ranges
 from .models import model_facts
@@ -488,10 +487,7 @@ def _of_device(start: Start) -> list[str]:
 
 def _orders_by_device(start: Start) -> dict[str, str]:
     """Op -> where its order for this device stands and for which figure, of those in force."""
-    settings = under(start.facts, start.table).settings
-    whys = {op: {o.why for o in orders} for op, orders in settings.by_device.items()}
-    held = {op: settings.get(f"{ORDER_PREFIX}{op}") for op in whys}
-    return {op: own.origin for op, own in held.items() if own and own.origin in whys[op]}
+    return under(start.facts, start.table).settings.held_by_device
 
 
 def _of_invariance(start: Start, plan: Plan) -> list[str]:

@@ -288,6 +288,14 @@ class Settings(Mapping[str, Setting]):
             if key.startswith(DEVICES)
         }
 
+    @property
+    def held_by_device(self) -> dict[str, str]:
+        """Op -> where its order for a device stands and for which figure, of those in force here:
+        of settings that `with_devices` has given."""
+        whys = {op: {order.why for order in orders} for op, orders in self.by_device.items()}
+        held = {op: self.get(f"{ORDER_PREFIX}{op}") for op in whys}
+        return {op: own.origin for op, own in held.items() if own and own.origin in whys[op]}
+
     def _over(self, orders: Mapping[str, tuple[OpOrder, str]]) -> Settings:
         """These settings with other orders of some ops, each with its origin."""
         if not orders:

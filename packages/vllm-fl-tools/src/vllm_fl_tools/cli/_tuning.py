@@ -36,6 +36,7 @@ from vllm_fl.settings.policy import Mode
 from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
 from vllm_fl.text import quote
 
+from ..integration.parts import taken_in
 from ._estimate import estimates
 from ._part import PartFile
 from ._watch import TookTooLong, Watch
@@ -206,11 +207,6 @@ class InGraphs:
         return bool(layers) and not any(impl.consumes & granted for impl in impls)
 
     @property
-    def parts(self) -> frozenset[str]:
-        """The ops that it takes in: while one of them is planned, a graph has this one nowhere."""
-        return frozenset(part for place in self._places(GraphPlace) for part in place.parts)
-
-    @property
     def _is_found_by_range(self) -> bool:
         from vllm_fl.integration.seams import fusions
 
@@ -245,8 +241,8 @@ def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
         (op, rows_of(measured, op.bound_to_all, edges))
         for (op, measured), edges in zip(found, edges_by_op(found), strict=True)
     ]
-    won = [op for op, rows in every if any(row.impl != DEFAULT for row in rows)]
-    parts = frozenset[str]().union(*(op.parts for op in won))
+    won = [op.binding for op, rows in every if any(row.impl != DEFAULT for row in rows)]
+    parts = frozenset[str]().union(*map(taken_in, won))
     for op, rows in every:
         yield (Row(rows[-1].up_to, DEFAULT),) if op.op in parts else rows
 

@@ -28,7 +28,7 @@ from vllm_fl.cli.common import (
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.tables import Standing
+from vllm_fl.engine.tables import Standing, under
 from vllm_fl.integration.places import all_bindings
 from vllm_fl.settings.policy import closest
 from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
@@ -45,8 +45,6 @@ from ._tuning import STOCK, Subject, Work
 
 if TYPE_CHECKING:
     import torch
-
-    from vllm_fl.engine.facts import EngineFacts
 
     from ..engine.tiles import Chosen
 
@@ -267,7 +265,8 @@ def _subject(
         quantised, largest = is_quantised(engine), sizes.tokens[-1]
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
-        captured, ordered = max(batches, default=0), _ordered_for_device(engine.facts)
+        captured = max(batches, default=0)
+        ordered = (*under(engine.facts, Standing()).settings.held_by_device,)
     return Subject(
         arguments.model or arguments.sizes,
         replace(sizes, tokens=(1, max(tokens))),
@@ -285,15 +284,6 @@ def _subject(
         quantised=quantised,
         largest=largest,
         ordered=ordered,
-    )
-
-
-def _ordered_for_device(facts: EngineFacts) -> tuple[str, ...]:
-    """The ops whose order an engine without a table has for its device alone."""
-    settings, mode = facts.settings, facts.mode
-    over = settings.with_devices(facts.device, mode).policy
-    return tuple(
-        op for op in settings.by_device if over.listed(op, mode) != settings.policy.listed(op, mode)
     )
 
 

@@ -16,7 +16,7 @@ from vllm_fl.contracts.binding import (
 if TYPE_CHECKING:
     from vllm_fl.engine.described import Described
 
-__all__ = ["hidden_layers", "is_quantised", "vocabulary_of", "without"]
+__all__ = ["hidden_layers", "is_quantised", "taken_in", "vocabulary_of", "without"]
 
 
 def hidden_layers(engine: Described) -> int:
@@ -55,11 +55,13 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
         return has_layers and op not in layers and not of_experts
 
     found = frozenset(op for op, b in bindings.items() if layers and is_without(op, b))
+    return found | {op for op, binding in bindings.items() if found & taken_in(binding)}
 
-    def takes_in_one(binding: Binding) -> bool:
-        return any(isinstance(p, GraphPlace) and found & {*p.parts} for p in binding.places)
 
-    return found | {op for op, binding in bindings.items() if takes_in_one(binding)}
+def taken_in(binding: Binding) -> frozenset[str]:
+    """The ops that an op takes in: while one of them is planned, a graph has that op nowhere."""
+    places = (place for place in binding.places if isinstance(place, GraphPlace))
+    return frozenset(part for place in places for part in place.parts)
 
 
 def _activation(engine: Described) -> str:
