@@ -17,6 +17,8 @@ from vllm_fl.settings.loading import load_settings
 from vllm_fl_flaggems import aten, loading, plugin
 from vllm_fl_flaggems.settings import SETTINGS
 
+ALL_BUT = {"VLLM_FL_FLAGOS_BLACKLIST": "copy_,mul"}
+
 
 class Gems(types.ModuleType):
     """FlagGems's registration, with its own names and nothing behind them."""
@@ -62,9 +64,15 @@ def test_a_whitelist_is_all_that_is_enabled(gems: Gems, tmp_path: Path) -> None:
     assert (tmp_path / "list.txt").read_text() == "mul.Tensor\nsoftmax.int\n"
 
 
-def test_the_list_of_what_is_left_out_says_which_operators_it_takes(gems: Gems) -> None:
+def test_the_list_of_what_is_left_out_says_which_operators_it_takes(
+    gems: Gems, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (blacklist,) = [spec for spec in plugin.settings() if spec.key == "flagos_blacklist"]
-    assert blacklist.known is not None and {*blacklist.known()} == {*gems.FULL_CONFIG_BY_FUNC}
+    assert blacklist.known is not None
+    for variables, known in ((ALL_BUT, {*gems.FULL_CONFIG_BY_FUNC}), ({}, set())):
+        of_engine = types.SimpleNamespace(settings=context(tmp_path, **variables).settings)
+        monkeypatch.setattr(aten, "get_default_manager", lambda of_engine=of_engine: of_engine)
+        assert {*blacklist.known()} == known
 
 
 def test_a_whitelist_of_contracts_alone_touches_nothing(
@@ -84,18 +92,34 @@ def test_nothing_is_replaced_where_only_what_is_measured_may_serve(
     assert report is not None and report.facts == {"aten": []}
     assert "VLLM_BATCH_INVARIANT=1, and nothing measures them" in report.lines[0]
     assert gems.calls == [] and not (tmp_path / "list.txt").exists()
-    aten.start(context(tmp_path))
+    aten.start(context(tmp_path, **ALL_BUT))
     with pytest.raises(RuntimeError, match="a process of its own"):
         aten.start(asking)
 
 
 def test_a_blacklist_is_left_out(gems: Gems, tmp_path: Path) -> None:
-    aten.start(context(tmp_path, VLLM_FL_FLAGOS_BLACKLIST="copy_,mul"))
+    aten.start(context(tmp_path, **ALL_BUT))
     assert gems.calls == [("enable", ["copy_", "mul"])]
 
 
-def test_without_a_list_all_are_enabled(gems: Gems, tmp_path: Path) -> None:
-    aten.start(context(tmp_path))
+def test_without_a_list_none_is_enabled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
+    report = aten.start(context(tmp_path))
+    assert report is not None and report.facts == {"aten": []}
+    assert "no list says which (VLLM_FL_FLAGOS_WHITELIST, " in report.lines[0]
+
+
+def test_a_file_that_replaces_the_platforms_lists_enables_none(gems: Gems, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("prefer: flagos\n")
+    aten.start(context(tmp_path, VLLM_FL_CONFIG=str(file)))
+    assert gems.calls == []
+
+
+def test_an_empty_blacklist_enables_all(gems: Gems, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("flagos_blacklist: []\n")
+    aten.start(context(tmp_path, VLLM_FL_CONFIG=str(file)))
     assert gems.calls == [("enable", [])]
 
 
@@ -129,28 +153,29 @@ def test_a_flaggems_that_does_not_load_is_a_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(loading, "loaded", ["FlagGems does not import: RuntimeError: no device"])
-    report = aten.start(context(tmp_path))
+    report = aten.start(context(tmp_path, **ALL_BUT))
     assert report is not None
     assert "no device" in report.lines[0]
     assert report.facts == {"aten": []}
 
 
 def test_a_second_engine_keeps_what_the_first_set(gems: Gems, tmp_path: Path) -> None:
-    aten.start(context(tmp_path))
-    report = aten.start(context(tmp_path, VLLM_FL_FLAGOS_WHITELIST="softmax"))
-    assert len(gems.calls) == 1
-    assert report is not None
-    assert "first engine" in report.lines[0]
+    aten.start(context(tmp_path, **ALL_BUT))
+    for variables in ({"VLLM_FL_FLAGOS_WHITELIST": "softmax"}, {}):
+        report = aten.start(context(tmp_path, **variables))
+        assert len(gems.calls) == 1
+        assert report is not None
+        assert "first engine" in report.lines[0]
 
 
 def test_only_the_first_rank_writes_the_list(gems: Gems, tmp_path: Path) -> None:
-    aten.start(context(tmp_path, rank=1))
+    aten.start(context(tmp_path, rank=1, **ALL_BUT))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_list_that_cannot_be_written_is_a_line(gems: Gems, tmp_path: Path) -> None:
     path = str(tmp_path / "missing" / "list.txt")
-    report = aten.start(context(tmp_path, FLAGGEMS_ENABLE_OPLIST_PATH=path))
+    report = aten.start(context(tmp_path, FLAGGEMS_ENABLE_OPLIST_PATH=path, **ALL_BUT))
     assert report is not None
     assert any(path in line and "not written" in line for line in report.lines)
 

@@ -17,6 +17,8 @@ from .settings import BLACKLIST, OPLIST, USE, WHITELIST, check_names, value
 
 __all__ = ["known_names", "replaceable", "start", "write_list"]
 
+LISTS = (WHITELIST.key, BLACKLIST.key)
+
 _replaced: list[tuple[str, ...]] = []
 """The replaced operators of this process, once there are any: there is no way back."""
 
@@ -24,8 +26,9 @@ _replaced: list[tuple[str, ...]] = []
 def start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch's operators as the settings say, once per process.
 
-    A whitelist names FlagGems's functions to use; without one all are used but those of the
-    blacklist. Rank 0 writes the list of what was replaced to `oplist_path`.
+    A whitelist names FlagGems's functions to use; a blacklist those that are not used, of all.
+    Where nobody set a list, none is: no contract says what they compute, and vLLM does not start
+    with all of them on every device. Rank 0 writes the list of what was replaced to `oplist_path`.
 
     Args:
         context: the worker, its device and its settings.
@@ -53,7 +56,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
             )
         why = f"{context.wants_invariance}, and nothing measures them"
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {why}",), {"aten": []})
-    reason = problem()
+    reason = ("" if _replaced else _missing(settings)) or problem()
     if reason:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
     gems = flag_gems()
@@ -73,6 +76,13 @@ def start(context: WorkerContext) -> WorkerReport | None:
     return WorkerReport(tuple(lines), {"flag_gems": str(gems.__version__), "aten": list(keys)})
 
 
+def _missing(settings: Any) -> str:
+    """Why no operator is meant, where nobody set a list; else empty."""
+    if any(key in settings and settings[key].origin != "default" for key in LISTS):
+        return ""
+    return f"no list says which ({WHITELIST.variable}, {BLACKLIST.variable})"
+
+
 def _ops_of_the_plan() -> frozenset[str]:
     """Names in the lists that mean an op of the plan, not one of PyTorch's."""
     return frozenset({*get_default_manager().registry.snapshot().ops, "attention_backend"})
@@ -87,8 +97,11 @@ def known_names(gems: Any) -> frozenset[str]:
 
 
 def replaceable() -> Collection[str]:
-    """The names by which FlagGems's lists select PyTorch's operators; none where it cannot run."""
-    return () if available() is not True or problem() else tuple(_by_function(flag_gems()))
+    """The names by which FlagGems's lists select PyTorch's operators; none where it cannot run, or
+    where nobody set a list."""
+    if _missing(get_default_manager().settings or {}) or available() is not True or problem():
+        return ()
+    return tuple(_by_function(flag_gems()))
 
 
 def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
