@@ -191,6 +191,24 @@ class TestChoosing:
         assert default.slower == ""
         assert found.promoted == found.winner == "default"
 
+    def test_of_calls_that_a_layer_makes_once_each_the_sum_decides(self, machine: Machine) -> None:
+        oracle = contracts()["linear"].oracle
+
+        def slow_with_one_weight(x: Any, weight: Any, *rest: Any) -> Any:
+            machine.now += 25e-6 if len(weight) == first else 0
+            return oracle(x, weight, *rest)
+
+        contenders = (
+            machine.kernel("vendor.default", 30, op="linear"),
+            machine.kernel("vendor.fast", 10, slow_with_one_weight, op="linear"),
+        )
+        for once, winner in ((False, "default"), (True, "vendor.fast")):
+            op = machine.tuning(*contenders, once=once)
+            first = int(op.forms[0].name.rpartition(" -> ")[2])
+            (found,) = everything(op, 8)
+            assert len(op.forms) > 1 and found.winner == winner
+            assert bool(found.slower) is not once
+
     @pytest.mark.parametrize(
         ("us", "captured", "between", "where"),
         [

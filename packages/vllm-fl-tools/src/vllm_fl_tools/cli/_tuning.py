@@ -410,6 +410,7 @@ class Work:
                 traced=graphs.traced,
                 launched=graphs.launched,
                 between_graphs=graphs.binding.between_graphs,
+                once=graphs.binding.products,
                 # Their own launches count, since something must keep the device busy before them.
                 products=(lambda _: 0.0) if graphs.binding.products else self._products,
                 thorough=subject.thorough,

@@ -129,6 +129,8 @@ class OpTuning:
             (`OpImpl.traced`), wherever they are called here.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise graphs
             (`Binding.between_graphs`).
+        once: whether a layer makes each of the op's calls once: what they take together decides
+            then, and otherwise each of them, too.
         products: the tokens of a step -> how long the device takes for the matrix products of a
             layer, µs; 0 where that is not known.
         thorough: whether everybody comes into the finals, and every winner into second ones;
@@ -149,6 +151,7 @@ class OpTuning:
     traced: frozenset[str] | None = None
     launched: frozenset[str] = frozenset()
     between_graphs: bool = False
+    once: bool = False
     products: Callable[[int], float] = field(default=lambda tokens: 0.0)
     thorough: bool = True
     phases: Phases = field(default_factory=Phases, init=False)
@@ -197,7 +200,7 @@ class OpTuning:
             found.copied = found.finals.pop("", [])
             dropped.pop("", None)
             found.rejected |= dropped
-            found.slower = self._slower(bench.parts)
+            found.slower = {} if self.once else self._slower(bench.parts)
             by_host = self.between_graphs or self._beyond_graphs(tokens)
             if bench.captures and by_host and self.products(tokens) < HOST_OF_A_LAYER:
                 with self.phases.of("timing launches"):
