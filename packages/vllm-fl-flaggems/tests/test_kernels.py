@@ -119,9 +119,9 @@ ROWS_SIZES = {"TOKENS": 16, "ROWS": 64, "BLOCK": 256, "STAGES": 4}
 
 
 @pytest.mark.parametrize("is_one_row", [True, False])
-@pytest.mark.parametrize(("bits", "gated"), [(16, False), (8, False), (16, True)])
+@pytest.mark.parametrize(("bits", "gated"), [(16, ""), (8, ""), (16, "silu"), (16, "gelu_tanh")])
 def test_a_kernel_that_begins_early_touches_nothing_before_it_has_waited(
-    is_one_row: bool, bits: int, gated: bool
+    is_one_row: bool, bits: int, gated: str
 ) -> None:
     """As compiled for a Hopper GPU, which it takes none for; without EARLY nothing waits."""
     from vllm_fl_flaggems import triton_kernels

@@ -26,15 +26,17 @@ from vllm_fl_flaggems import kernels, loading
 from vllm_fl_flaggems.impl import (
     activation,
     experts,
+    gated_linear,
     linear,
     linear_fp8,
-    linear_silu_and_mul,
     normalization,
     paging,
     rotary,
 )
 from vllm_fl_flaggems.loading import flag_gems, problem
 from vllm_fl_flaggems.plugin import register_ops
+
+GATED = ("linear_gelu_tanh_and_mul", "linear_silu_and_mul")
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ def test_caches_in_rows_are_written_by_flag_gems(
 
 
 @pytest.mark.parametrize(
-    "op", ["linear", "linear_fp8", "linear_silu_and_mul", "qk_norm_rope", "reshape_and_cache"]
+    "op", ["linear", "linear_fp8", *GATED, "qk_norm_rope", "reshape_and_cache"]
 )
 def test_this_packages_own_kernels_serve_without_flag_gems(
     op: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +155,7 @@ def test_products_are_right_on_tiles_of_every_size(
     tokens: int, processors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a whole GPU only large weights have all of them."""
-    for module in (linear, linear_silu_and_mul):
+    for module in (linear, gated_linear):
         monkeypatch.setattr(module, "PROCESSORS", processors)
     monkeypatch.setattr(linear, "_is_faster", lambda *shape: True)  # which so small a one is not
     rows, features, dtype = 184, 264, torch.bfloat16
@@ -161,7 +163,7 @@ def test_products_are_right_on_tiles_of_every_size(
     x = torch.randn(tokens, features, dtype=dtype, device=device)
     weight = torch.randn(rows, features, dtype=dtype, device=device) * features**-0.5
     bias = torch.randn(rows, dtype=dtype, device=device)
-    for op, more in (("linear", (None,)), ("linear", (bias,)), ("linear_silu_and_mul", ())):
+    for op, more in (("linear", (None,)), ("linear", (bias,)), *((op, ()) for op in GATED)):
         sample = Sample("tiles", (x, weight, *more))
         found = compare(implementation(op), contracts()[op], sample, dtype)
         assert found.status == "ok", (op, found)
@@ -243,11 +245,13 @@ def test_products_of_rows_that_begin_anywhere_are_pytorchs(
     assert not asked
     linear.linear(plain, apart)
     assert asked == ["PyTorch"]
-    monkeypatch.setattr(linear_silu_and_mul, "by_torch", lambda x, weight: asked.append("too") or x)
-    linear_silu_and_mul.linear_silu_and_mul(apart, plain[:4])
-    assert asked == ["PyTorch"]
-    linear_silu_and_mul.linear_silu_and_mul(plain, apart[:4])
-    assert asked == ["PyTorch", "too"]
+    monkeypatch.setattr(gated_linear, "by_torch", lambda x, weight: asked.append("too") or x)
+    for op in GATED:
+        asked.clear()
+        implementation(op).fn(apart, plain[:4])
+        assert not asked
+        implementation(op).fn(plain, apart[:4])
+        assert asked == ["too"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from importlib.metadata import distribution
 
+from vllm_fl import SelectionPolicy
 from vllm_fl.contracts import contracts
 from vllm_fl.settings.devices import Device
 from vllm_fl.settings.loading import check_names, load_settings
@@ -43,20 +44,21 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
     assert not check_names(settings, ops=contracts()).warnings
     orders = settings.by_device
     brought = {impl.op_name for impl in plugin.register_ops()}
-    ordered = {"linear", "linear_fp8", "linear_silu_and_mul", "qk_norm_rope", "reshape_and_cache"}
+    gated = {"linear_gelu_tanh_and_mul", "linear_silu_and_mul"}
+    ordered = {"linear", "linear_fp8", *gated, "qk_norm_rope", "reshape_and_cache"}
     assert set(orders) == ordered <= brought
     assert all(o.measured and o.measured.ratio > 1 for each in orders.values() for o in each)
-    h200 = settings.with_devices(Device("NVIDIA H200", "9.0"), "compiled").policy
+    for device, most in (("NVIDIA H100 80GB HBM3", 64), ("NVIDIA H200", 16)):
+        policy_there = settings.with_devices(Device(device, "9.0"), "compiled").policy
 
-    def first(op: str, tokens: int) -> str:
-        return str(h200.order(op, "compiled", engine=True, tokens=tokens)[0])
+        def first(op: str, tokens: int, policy: SelectionPolicy = policy_there) -> str:
+            return str(policy.order(op, "compiled", engine=True, tokens=tokens)[0])
 
-    sizes = {"linear": 64, "linear_fp8": 32, "linear_silu_and_mul": 64}
-    sizes |= {"qk_norm_rope": 16384, "reshape_and_cache": 2049}
-    assert {first(op, tokens) for op, tokens in sizes.items()} == {"impl:default.flagos"}
-    assert first("linear", 65) == first("linear_fp8", 33) == "stock"
-    assert first("linear_silu_and_mul", 65) == "stock"
-    assert first("reshape_and_cache", 2048) == "stock"
+        sizes = {"linear_fp8": 32, "qk_norm_rope": 16384, "reshape_and_cache": 2049}
+        sizes |= dict.fromkeys(("linear", *gated), most)
+        assert {first(op, tokens) for op, tokens in sizes.items()} == {"impl:default.flagos"}
+        assert {first(op, most + 1) for op in ("linear", *gated)} == {"stock"}
+        assert first("linear_fp8", 33) == first("reshape_and_cache", 2048) == "stock"
 
 
 def test_the_attention_backend_is_where_its_path_says() -> None:

@@ -10,7 +10,7 @@ from torch._inductor import config as inductor
 
 from vllm_fl.contracts import contracts
 from vllm_fl_flaggems import loading
-from vllm_fl_flaggems.impl import linear, linear_fp8, linear_silu_and_mul
+from vllm_fl_flaggems.impl import gated_linear, linear, linear_fp8
 from vllm_fl_flaggems.plugin import register_ops
 
 REFUSED = {
@@ -22,6 +22,7 @@ REFUSED = {
         "weights on the input, biases",
     },
     "linear": {"weight transposed", "square weight, transposed"},
+    "linear_gelu_tanh_and_mul": {"weight transposed", "square weight, transposed"},
     "linear_silu_and_mul": {"weight transposed", "square weight, transposed"},
     "linear_fp8": {"features apart", "transposed in memory"}
     | {
@@ -69,7 +70,7 @@ REFUSED = {
 }
 """What FlagGems has no kernel for."""
 
-HALVES_ALONE = {"fused_experts", "linear", "linear_silu_and_mul"}
+HALVES_ALONE = {"fused_experts", "linear", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"}
 """Ops whose kernels multiply float32 in TF32."""
 
 
@@ -176,10 +177,7 @@ def test_products_of_eight_bits_are_refused_where_the_kernels_would_read_beyond(
 def test_a_programs_tile_fits_into_the_memory_of_its_multiprocessor(
     outputs: int, tokens: int, tile: tuple[int, int, int], gated: tuple[int, int, int]
 ) -> None:
-    assert (linear._tile(outputs, tokens), linear_silu_and_mul._tile(outputs, tokens)) == (
-        tile,
-        gated,
-    )
+    assert (linear._tile(outputs, tokens), gated_linear._tile(outputs, tokens)) == (tile, gated)
     for parts, (rows, features, stages) in ((1, tile), (2, gated)):
         size = 2 * features * (parts * rows + linear._held(tokens))
         assert stages <= linear._most_stages(torch.device("cpu"), size)

@@ -135,6 +135,7 @@ WITH_WEIGHTS = (
     "rms_norm_gated",
     "linear",
     "linear_fp8",
+    "linear_gelu_tanh_and_mul",
     "linear_silu_and_mul",
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ pytest.importorskip("vllm", reason="vllm is not installed: there is no native fo
 
 from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
@@ -152,8 +153,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return result
 
 
-def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Such a product, and the layer behind it."""
+    layer = SimpleNamespace(approximate="tanh")
+    result: torch.Tensor = GeluAndMul.forward_native(layer, linear(x, weight, None))
+    return result
+
+
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The same of another activation."""
     result: torch.Tensor = SiluAndMul.forward_native(linear(x, weight, None))
     return result
 
@@ -216,6 +224,7 @@ OWN = (
     grouped_topk,
     layer_norm,
     linear,
+    linear_gelu_tanh_and_mul,
     linear_silu_and_mul,
     merge_attn_states,
     moe_sum,

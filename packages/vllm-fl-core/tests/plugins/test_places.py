@@ -56,6 +56,10 @@ TWICE = {
         GraphPlace(("aten.mm.default",), same, same),
         GraphPlace(("aten.add.Tensor", "aten.mm.default"), same, same),
     ),
+    "operator aten.mul.Tensor behind silu_and_mul in graphs": (
+        GraphPlace(("aten.mul.Tensor",), same, same, parts=("silu_and_mul",)),
+        GraphPlace(("aten.mul.Tensor",), same, same, parts=("silu_and_mul",)),
+    ),
 }
 
 

@@ -171,11 +171,11 @@ def linear_of_one_row_kernel(
     Numbers in 8 bits have scales: one of the token, and one of the weight or, PER_OUTPUT, of each
     of its rows.
 
-    GATED, the weight has `outputs` rows of gates, then as many more. Half of the ROWS are of the
-    one part, half of the other, and the outputs are silu of the gates times the others. Such a
-    product has neither scales nor a bias.
+    GATED by an activation, the weight has `outputs` rows of gates, then as many more. Half of the
+    ROWS are of the one part, half of the other, and the outputs are the gates' activations times
+    the others. Such a product has neither scales nor a bias.
     """
-    PARTS: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = 2 if GATED != "" else 1
     number = tl.arange(0, ROWS)
     output = tl.program_id(0) * (ROWS // PARTS) + number // PARTS
     is_row = output < outputs
@@ -201,17 +201,21 @@ def linear_of_one_row_kernel(
         total *= tl.load(x_scale_ptr) * _scales(weight_scale_ptr, row, outputs, PER_OUTPUT)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-    if GATED:
+    if GATED != "":
         gate, up = tl.split(tl.reshape(total, (ROWS // 2, 2)))
-        total = _silu_and_mul(gate, up)
+        total = _activated(gate, up, GATED)
         row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
         is_row = row < outputs
     tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 @triton.jit
-def _silu_and_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
+def _activated(gate, up, ACTIVATION: tl.constexpr):
+    """The gate by a sigmoid, times up. (1 + tanh(z)) / 2 is the sigmoid of 2 * z."""
+    inner = gate
+    if ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    return gate / (1.0 + tl.exp(-inner)) * up
 
 
 @triton.jit
@@ -268,15 +272,15 @@ def linear_kernel(
     Numbers in 8 bits have scales: one of x or, PER_TOKEN, of each of its rows; one of the weight
     or, PER_OUTPUT, of each of its rows.
 
-    GATED, the weight has `outputs` rows of gates, then as many more, and the outputs are silu of
-    the gates times the others. The tokens are the left factor then: so half as many rows of each
-    part make a block. Such a product has neither scales nor a bias.
+    GATED by an activation, the weight has `outputs` rows of gates, then as many more, and the
+    outputs are the gates' activations times the others. The tokens are the left factor then: so
+    half as many rows of each part make a block. Such a product has neither scales nor a bias.
     """
     row = tl.program_id(0) * ROWS
     rows = row + tl.arange(0, ROWS)
     if EARLY > 0:
         _begin_early(weight_ptr, tl.minimum(rows, outputs - 1), weight_step, features, EARLY)
-    if GATED:
+    if GATED != "":
         total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
         other = total
     else:
@@ -284,13 +288,13 @@ def linear_kernel(
     for start in tl.range(0, features, BLOCK, num_stages=STAGES):
         of_tokens = x.load([0, start])
         of_rows = weight.load([row, start])
-        if GATED:
+        if GATED != "":
             total = tl.dot(of_tokens, tl.trans(of_rows), total)
             other = tl.dot(of_tokens, tl.trans(weight.load([outputs + row, start])), other)
         else:
             total = tl.dot(of_rows, tl.trans(of_tokens), total)
     # Tokens come first, as in the result: stored the other way, each number is an access.
-    total = _silu_and_mul(total, other) if GATED else tl.trans(total)
+    total = _activated(total, other, GATED) if GATED != "" else tl.trans(total)
     token = tl.arange(0, TOKENS)
     is_row = rows < outputs
     if x_scale_ptr is not None:

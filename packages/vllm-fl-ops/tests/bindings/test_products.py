@@ -23,7 +23,10 @@ pytest.importorskip("vllm", reason="the binding asks for its platform")
 import vllm.platforms
 
 BINDING = known_contracts().bindings["linear_silu_and_mul"]
-(PLACE,) = (place for place in BINDING.places if isinstance(place, GraphPlace))
+OF_GELU = known_contracts().bindings["linear_gelu_tanh_and_mul"]
+PLACE, GELU = (
+    place for each in (BINDING, OF_GELU) for place in each.places if isinstance(place, GraphPlace)
+)
 D = 32
 Function = Callable[..., Tensor]
 
@@ -32,11 +35,11 @@ def made(rows: int = 5, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Te
     return torch.randn(rows, 48, dtype=dtype), torch.randn(2 * D, 48, dtype=dtype)
 
 
-def found_in(graph: torch.fx.Graph) -> list[Any]:
+def found_in(graph: torch.fx.Graph, place: GraphPlace = PLACE) -> list[Any]:
     """What the place finds in a graph, which it leaves as it was."""
     before = str(graph)
-    nodes = [node for node in graph.nodes if str(node.target) in PLACE.operators]
-    found = [args for args in map(PLACE.find, nodes) if args is not None]
+    nodes = [node for node in graph.nodes if str(node.target) in place.operators]
+    found = [args for args in map(place.find, nodes) if args is not None]
     assert str(graph) == before
     return found
 
@@ -44,12 +47,13 @@ def found_in(graph: torch.fx.Graph) -> list[Any]:
 class Finding(CustomGraphPass):
     """A pass that notes what is found."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: GraphPlace) -> None:
+        self.place = place
         self.found: list[tuple[Any, ...]] = []
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         inputs = graph.find_nodes(op="placeholder")
-        for args in found_in(graph):
+        for args in found_in(graph, self.place):
             assert all(arg in inputs for arg in args)
             self.found.append(tuple(arg.meta["val"].shape for arg in args))
 
@@ -57,9 +61,11 @@ class Finding(CustomGraphPass):
         return None
 
 
-def found_by_inductor(function: Function, *args: Tensor, dynamic: bool = False) -> list[Any]:
+def found_by_inductor(
+    function: Function, *args: Tensor, dynamic: bool = False, place: GraphPlace = PLACE
+) -> list[Any]:
     """The shapes of x and weight where the op is found in a compiled function."""
-    finding = Finding()
+    finding = Finding(place)
     torch._dynamo.reset()
     if dynamic:
         torch._dynamo.mark_dynamic(args[0], 0)
@@ -69,18 +75,21 @@ def found_by_inductor(function: Function, *args: Tensor, dynamic: bool = False) 
     return finding.found
 
 
-def found(function: Function, *args: Tensor, whole: bool = False) -> list[Any]:
+def found(
+    function: Function, *args: Tensor, whole: bool = False, place: GraphPlace = PLACE
+) -> list[Any]:
     """The same in a graph that is traced alone, which takes no time.
 
     Args:
         function: what is traced.
         args: what with.
         whole: whether silu stays an operator.
+        place: of which op.
     """
     table = {} if whole else select_decomp_table()
     graph = make_fx(function, table, tracing_mode="fake")(*args).graph
     graph.eliminate_dead_code()
-    return found_in(graph)
+    return found_in(graph, place)
 
 
 def as_vllm(x: Tensor, weight: Tensor) -> Tensor:
@@ -251,6 +260,59 @@ def test_parts_of_what_nothing_computes_are_left_alone() -> None:
     assert not found_in(graph)
 
 
+def gelu_first(x: Tensor, weight: Tensor) -> Tensor:
+    """`MergedColumnParallelLinear`, and `GeluAndMul.forward_native`."""
+    y = linear(x, weight)
+    d = y.shape[-1] // 2
+    return gelu(y[..., :d], approximate="tanh") * y[..., d:]
+
+
+def gelu_behind(x: Tensor, weight: Tensor) -> Tensor:
+    gate, up = linear(x, weight).chunk(2, dim=-1)
+    return up * gelu(gate, approximate="tanh")
+
+
+@pytest.mark.parametrize("function", [gelu_first, gelu_behind])
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"), [(torch.bfloat16, True), (torch.float16, False), (torch.float32, True)]
+)
+def test_gelu_is_found_by_the_op_that_has_it(
+    function: Function, dtype: torch.dtype, dynamic: bool
+) -> None:
+    args = made(dtype=dtype)
+    ((of_x, of_weight),) = found_by_inductor(function, *args, dynamic=dynamic, place=GELU)
+    assert (of_x[1], of_weight) == (48, (2 * D, 48)) and isinstance(of_x[0], int) is not dynamic
+    torch.testing.assert_close(GELU.native(*args), function(*args))
+    assert not found(function, *args) and len(found(function, *args, place=GELU)) == 1
+
+
+def other_power(y: Tensor) -> Tensor:
+    gate = y[..., :D].float()
+    inner = (gate + gate * gate * gate * 0.0447) * 0.7978845608028654
+    return (gate * 0.5 * (inner.tanh() + 1)).to(y.dtype) * y[..., D:]
+
+
+def two_gates(y: Tensor) -> Tensor:
+    gate, up = y[..., :D].float(), y[..., D:].float()
+    inner = (gate + gate * gate * up * 0.044715) * 0.7978845608028654
+    return (gate * 0.5 * (inner.tanh() + 1)).to(y.dtype) * y[..., D:]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        as_vllm,
+        of(lambda y: gelu(y[..., :D]) * y[..., D:]),
+        of(lambda y: gelu(y[..., D:], approximate="tanh") * y[..., :D]),
+        of(other_power),
+        of(two_gates),
+    ],
+    ids=["silu", "by the error function", "the halves swapped", "another number", "two gates"],
+)
+def test_what_is_not_gelu_of_the_gate_is_left_alone(function: Function) -> None:
+    assert not found(function, *made(), place=GELU)
+
+
 def test_no_product_of_a_layer_is_counted_twice() -> None:
     assert known_contracts().bindings["linear"].products and not BINDING.products
 
@@ -288,8 +350,9 @@ def config(quantization: str | None = None, transformers: bool = False, **told: 
 def test_models_with_swiglu_may_have_it(
     told: dict[str, Any], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert BINDING.when is not None
+    assert BINDING.when is not None and OF_GELU.when is not None
     engine = config(**told)
     assert BINDING.when(engine) is False, "vLLM's CPU platform packs its weights"
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
     assert BINDING.when(engine) is has
+    assert OF_GELU.when(engine) is ("gelu_pytorch_tanh" in told.values())

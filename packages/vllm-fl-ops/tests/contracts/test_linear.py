@@ -101,7 +101,9 @@ def test_projections_of_a_served_model(large: bool) -> None:
     assert names(hidden=96, more={"dense_intermediate": 72.0})[0].startswith("3 x 96 -> 144")
 
 
-@pytest.mark.parametrize("op", ["linear", "linear_fp8", "linear_silu_and_mul"])
+@pytest.mark.parametrize(
+    "op", ["linear", "linear_fp8", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"]
+)
 @pytest.mark.parametrize(
     "tokens",
     [range(1, 2), range(2, 17), range(17, 33), range(33, 65), range(65, 1000)],

@@ -271,7 +271,9 @@ def test_what_is_smaller_than_served_is_told_by_op() -> None:
     assert all("of" in phrase for phrase in told.values())
 
 
-@pytest.mark.parametrize("op", ["linear", "linear_fp8", "linear_silu_and_mul"])
+@pytest.mark.parametrize(
+    "op", ["linear", "linear_fp8", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"]
+)
 @pytest.mark.parametrize("large", [False, True], ids=["ordinary", "large"])
 def test_a_smaller_call_tells_what_weights_give_that_repeat_their_rows(
     op: str, large: bool

@@ -524,3 +524,53 @@ def output_features_beyond_tiles() -> Any:
         return got
 
     return spoilt(GATED, spoil)
+
+
+OF_GELU = "linear_gelu_tanh_and_mul"
+
+
+@wrong(
+    OF_GELU,
+    "silu in the place of gelu",
+    "models with GeGLU answer nonsense",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def silu_of_the_gate() -> Any:
+    def spoil(got, *args):
+        gate, up = _halves(*args)
+        return (F.silu(gate) * up).to(got.dtype)
+
+    return spoilt(OF_GELU, spoil)
+
+
+@wrong(
+    OF_GELU,
+    "leaves the cube of the gate out",
+    "a model answers worse",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def gelu_without_the_cube() -> Any:
+    def spoil(got, *args):
+        gate, up = _halves(*args)
+        return (0.5 * gate * (1 + (gate * (2 / torch.pi) ** 0.5).tanh()) * up).to(got.dtype)
+
+    return spoilt(OF_GELU, spoil)
+
+
+@wrong(
+    OF_GELU,
+    "NaN where exp of the gate's cube is beyond float32",
+    "a token with a massive activation ends a request in nonsense",
+    start=True,
+    kit="values",
+    sizes=MIXED,
+)
+def far_cube_not_a_number() -> Any:
+    def spoil(got, *args):
+        return got.masked_fill(_halves(*args)[0] > 11.0, float("nan"))
+
+    return spoilt(OF_GELU, spoil)

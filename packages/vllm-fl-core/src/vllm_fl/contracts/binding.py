@@ -246,7 +246,7 @@ class GraphPlace:
             the op. It may make the nodes that it returns (`new_node`).
         native: what the operator computes, by the contract's parameters.
         parts: the ops that `find` looks for in vLLM's own form. While one of them is planned, the
-            op is left to vLLM.
+            op is left to vLLM. Ops with other parts may share an operator.
     """
 
     operators: tuple[str, ...]
@@ -376,7 +376,8 @@ def _claims(place: Place) -> list[str]:
         case FusionPlace():
             return [f"pass {place.path}", f"pass_config.{place.flag}"]
         case GraphPlace():
-            return [f"operator {name} in graphs" for name in place.operators]
+            behind = f" behind {', '.join(place.parts)}" if place.parts else ""
+            return [f"operator {name}{behind} in graphs" for name in place.operators]
         case AttentionPlace():
             return [ATTENTION_BACKEND]
 

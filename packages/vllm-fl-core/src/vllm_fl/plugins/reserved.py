@@ -37,6 +37,7 @@ RESERVED_OPS = frozenset(
         "layer_norm",
         "linear",
         "linear_fp8",
+        "linear_gelu_tanh_and_mul",
         "linear_silu_and_mul",
         "merge_attn_states",
         "moe_align_block_size",

@@ -180,10 +180,10 @@ def of_one_row(
     out: torch.Tensor,
     scales: Scales | None = None,
     warps: int = 4,
-    gated: bool = False,
+    gated: str = "",
 ) -> None:
     """Write the product of one token into `out`; of numbers in 8 bits, by their scales; or, gated,
-    silu of its first half times the second."""
+    the activation of its first half times the second: `silu` or `gelu_tanh`."""
     from ..triton_kernels import linear_of_one_row_kernel as kernel
 
     outputs, features = out.shape[1], weight.shape[1]
@@ -218,15 +218,15 @@ def of_rows(
     out: torch.Tensor,
     tile: Tile,
     scales: Scales | None = None,
-    gated: bool = False,
+    gated: str = "",
 ) -> None:
     """Write the product of a few tokens into `out`; of numbers in 8 bits, by their scales; or,
-    gated, silu of its first half times the second.
+    gated, the activation of its first half times the second.
 
     Args:
         x, weight, bias, out, scales: rows of x and weight begin where copies of blocks may.
         tile: what a program takes.
-        gated: whether the weight has two parts.
+        gated: the activation, `silu` or `gelu_tanh`, of a weight that has two parts.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -235,7 +235,7 @@ def of_rows(
     (tokens, outputs), features = out.shape, weight.shape[1]
     held, size = _held(tokens), tile.features
     of_x, of_weight = scales or (None, None)
-    in_flight = size * (tile.rows * (1 + gated) + held) * x.itemsize
+    in_flight = size * (tile.rows * (2 if gated else 1) + held) * x.itemsize
     with torch.cuda.device(x.device):
         linear_kernel[(-(-outputs // tile.rows),)](
             TensorDescriptor.from_tensor(x, [held, size]),

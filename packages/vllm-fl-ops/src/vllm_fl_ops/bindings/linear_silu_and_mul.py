@@ -5,141 +5,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, GraphPlace
-
-from ..contracts.rules import HIDDEN
+from ._gated_products import GATE, gated_product
 from ._models import mentions
-from .linear import BINDING as LINEAR
-from .linear import DENSE_INTERMEDIATE, OPERATORS, may_have, product_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["BINDING"]
 
-GATE = "gate"
-SILU = (
-    "aten.div.Tensor",
-    GATE,
-    ("aten.add.Tensor", ("aten.exp.default", ("aten.neg.default", GATE)), 1),
-)
-"""What Inductor makes of it: an operator, and its arguments. Of halves, float32 goes through it."""
-
-CONVERTED = "prims.convert_element_type.default"
-
-
-def _native(x: Tensor, weight: Tensor) -> Tensor:
-    from torch.nn.functional import linear, silu
-
-    gate, up = linear(x, weight).chunk(2, dim=-1)
-    return silu(gate) * up
-
-
-def _find(node: Any) -> tuple[Any, ...] | None:
-    """x and weight of silu(gate) * up, the halves of one product, of which nothing else is read."""
-    for activated, up in (node.args, node.args[::-1]):
-        gate = _gate_of(activated)
-        product = _whole_of(gate, first=True)
-        if product is None or product is not _whole_of(up, first=False):
-            continue
-        dtypes = {of.meta["val"].dtype for of in (node, activated, product)}
-        if len(dtypes) == 1 and _target(product) in OPERATORS and _is_read_by(node, product):
-            x, weight, bias = product_of(product) or (None, None, None)
-            return None if x is None or bias is not None else (x, weight)
-    return None
-
-
-def _is_read_by(node: Any, product: Any) -> bool:
-    """Whether what is made of a product on the way to a node is read there alone."""
-    between = [node]
-    for of in between:
-        between += [each for each in of.all_input_nodes if each not in (product, *between)]
-    return all(of.users.keys() <= {*between} for of in (product, *between[1:]))
-
-
-def _gate_of(activated: Any) -> Any:
-    """What a node is silu of; None if it is of nothing."""
-    if _target(activated) == "aten.silu.default":
-        return activated.args[0]
-    quotient = activated.args[0] if _target(activated) == CONVERTED else activated
-    if _target(quotient) != SILU[0] or not _is(quotient, SILU, quotient.args[0]):
-        return None
-    gate = quotient.args[0]
-    is_widened = _target(gate) == CONVERTED and str(gate.args[1]) == "torch.float32"
-    return gate.args[0] if is_widened else gate
-
-
-def _is(part: Any, formula: Any, gate: Any) -> bool:
-    """Whether a node computes a formula of `gate`, or a number is its."""
-    if not isinstance(formula, tuple):
-        return part is gate if formula is GATE else bool(part == formula)
-    name, *factors = formula
-    if _target(part) != name or part.kwargs or len(part.args) != len(factors):
-        return False
-    return all(_is(*each, gate) for each in zip(part.args, factors, strict=True))
-
-
-def _whole_of(half: Any, first: bool) -> Any:
-    """The matrix whose first or second half of columns a node is; None if it is none."""
-    match _target(half):
-        case "aten.slice.Tensor":
-            whole, begins, ends = _sliced(*half.args)
-        case "<built-in function getitem>":
-            whole, begins, ends = _split(*half.args)
-        case _:
-            return None
-    if not (begins if first else ends):
-        return None
-    # A part of the rows is as wide as the whole.
-    return whole if 0 < 2 * _width(half) == _width(whole) else None
-
-
-def _sliced(
-    whole: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> tuple[Any, bool, bool]:
-    """(of what, whether it begins where that begins, whether it ends where that ends)."""
-    to_end = end is None or (isinstance(end, int) and end >= _width(whole))
-    return whole, step == 1 and start in (0, None), step == 1 and to_end
-
-
-def _split(parts: Any, at: int) -> tuple[Any, bool, bool]:
-    """The same of a part."""
-    is_split = _target(parts) in ("aten.split.Tensor", "aten.split_with_sizes.default")
-    return parts.args[0] if is_split else None, is_split and at == 0, is_split and at == 1
-
-
-def _width(matrix: Any) -> int:
-    """How many columns it has; 0 where that is not known, or it is no matrix."""
-    match [*getattr(matrix.meta["val"], "shape", ())]:
-        case [_, int(columns)]:
-            return columns
-    return 0
-
-
-def _target(node: Any) -> str:
-    return str(getattr(node, "target", ""))
-
-
-def _may_have(config: Any) -> bool:
-    """Whether the model has an MLP with silu: its configuration says so, or names no activation, as
-    ChatGLM's and LFM2's."""
-    named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
-    is_silu = not named or named[0] in ("silu", "swiglu")
-    if not (may_have(config) and is_silu and DENSE_INTERMEDIATE.ask(config)):
-        return False
-    return not config.model_config.using_transformers_backend()
-
-
-BINDING = Binding(
-    places=(GraphPlace(("aten.mul.Tensor",), _find, _native, parts=("silu_and_mul",)),),
-    sizes=(HIDDEN, DENSE_INTERMEDIATE),
-    not_reached=(
-        *LINEAR.not_reached,
-        "mixtures of experts, beside which some layers have an MLP",
-        "activations that are an operator in the graph: vLLM's with `+silu_and_mul`, or ours where "
-        "`silu_and_mul` is planned",
-        "the Transformers backend, whose tensors have a third dimension",
-        "MLPs with a bias, or whose gate and up are two layers",
+FORMULAS = (
+    (
+        "aten.div.Tensor",
+        GATE,
+        ("aten.add.Tensor", ("aten.exp.default", ("aten.neg.default", GATE)), 1),
     ),
-    when=_may_have,
+    ("aten.silu.default", GATE),
 )
+
+
+def _silu(gate: Tensor) -> Tensor:
+    from torch.nn.functional import silu
+
+    return silu(gate)
+
+
+def _has_silu(config: Any) -> bool:
+    """Whether the configuration says so, or names no activation, as ChatGLM's and LFM2's."""
+    named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
+    return not named or named[0] in ("silu", "swiglu")
+
+
+BINDING = gated_product("silu_and_mul", _silu, FORMULAS, _has_silu)

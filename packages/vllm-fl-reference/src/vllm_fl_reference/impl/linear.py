@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from . import implementations
 
-__all__ = ["OPS", "linear", "linear_fp8", "linear_silu_and_mul"]
+__all__ = ["OPS", "linear", "linear_fp8", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,11 +107,23 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ValueError: x or weight is not 2-D, or weight has an odd number of rows.
         RuntimeError: the sizes or dtypes of x and weight differ.
     """
+    gate, up = _halves(x, weight)
+    return F.silu(gate) * up
+
+
+def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """gelu(x @ gate.T) * (x @ up.T), with gelu's approximation by tanh; all else is as for silu."""
+    gate, up = _halves(x, weight)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _halves(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The products of a weight's two parts."""
     _refuse_silent_mistakes(x, weight, None)
     if weight.shape[0] % 2:
         raise ValueError(f"weight must have an even number of rows, got {weight.shape[0]}")
     gate, up = F.linear(x, weight).chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return gate, up
 
 
-OPS = implementations(linear, linear_fp8, linear_silu_and_mul)
+OPS = implementations(linear, linear_fp8, linear_gelu_tanh_and_mul, linear_silu_and_mul)

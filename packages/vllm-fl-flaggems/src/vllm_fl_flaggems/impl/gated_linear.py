@@ -7,9 +7,11 @@ tokens, and where the kernels cannot copy blocks, both are PyTorch's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch.nn.functional import gelu, silu
 from torch.nn.functional import linear as by_torch
-from torch.nn.functional import silu
 
 from vllm_fl import Availability, OpImpl
 
@@ -25,7 +27,7 @@ from .linear import (
     supports_linear,
 )
 
-__all__ = ["OPS", "linear_silu_and_mul", "supports_linear_silu_and_mul"]
+__all__ = ["OPS", "linear_gelu_tanh_and_mul", "linear_silu_and_mul", "supports_gated_linear"]
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -40,16 +42,31 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         (tokens, out_features), contiguous, of x's dtype.
     """
+    return _gated(x, weight, "silu", silu)
+
+
+def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """gelu(x @ gate.T) * (x @ up.T), with gelu's approximation by tanh; all else is as for silu."""
+    return _gated(x, weight, "gelu_tanh", lambda gate: gelu(gate, approximate="tanh"))
+
+
+def _gated(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    name: str,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The op of an activation, which the kernels know by its name."""
     tokens, outputs = len(x), len(weight) // 2
     ready = prepared(x, weight)
     if ready is None:
         gate, up = by_torch(x, weight).chunk(2, dim=1)
-        return silu(gate) * up
+        return activation(gate) * up
     out = x.new_empty((tokens, outputs))
     if tokens == 1:
-        of_one_row(ready, weight, None, out, gated=True)
+        of_one_row(ready, weight, None, out, gated=name)
     else:
-        of_rows(ready, weight, None, out, _tile(outputs, tokens), gated=True)
+        of_rows(ready, weight, None, out, _tile(outputs, tokens), gated=name)
     return out
 
 
@@ -66,7 +83,7 @@ def _tile(outputs: int, tokens: int) -> Tile:
     return Tile(32, 128, 4) if programs <= 3 * PROCESSORS else Tile(32, 256, 3)
 
 
-def supports_linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> Availability:
+def supports_gated_linear(x: torch.Tensor, weight: torch.Tensor) -> Availability:
     """True, or why the kernels would fail, or read beyond a tensor."""
     verdict = supports_linear(x, weight)
     if verdict is True and len(weight) % 2:
@@ -74,12 +91,7 @@ def supports_linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> Avail
     return verdict
 
 
-OPS = (
-    OpImpl(
-        "linear_silu_and_mul",
-        *DEFAULT,
-        linear_silu_and_mul,
-        available=available,
-        supports=supports_linear_silu_and_mul,
-    ),
+OPS = tuple(
+    OpImpl(fn.__name__, *DEFAULT, fn, available=available, supports=supports_gated_linear)
+    for fn in (linear_silu_and_mul, linear_gelu_tanh_and_mul)
 )

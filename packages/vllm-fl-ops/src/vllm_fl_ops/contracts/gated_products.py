@@ -1,0 +1,132 @@
+"""The contract of an MLP's first product with its activation, whichever that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.contracts.arguments import tensor
+from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
+from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
+
+from .common import contract
+from .linear import SHAPES, broken_rows, by_features, layouts, repeated
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["gated_product"]
+
+
+def gated_product(
+    oracle: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> OpSpec:
+    """The contract of such a product, of which the weight has gate's rows and then up's.
+
+    Args:
+        oracle: the op, in fp64.
+        activation: of the gate, by another formula than the oracle's.
+    """
+
+    def by_other_formulas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        gate, up = by_features(x, weight).chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return contract(
+        oracle,
+        {
+            "x": tensor("tokens, in_features", where="in_features >= 1"),
+            "weight": tensor("2 * out_features, in_features", "x"),
+        },
+        (tensor("tokens, out_features"),),
+        bad=_bad,
+        samples=_samples,
+        served=_served,
+        by_token=frozenset({"x"}),
+        read_whole=frozenset({"weight"}),
+        second_form=by_other_formulas,
+        tolerances=TOLERANCES,
+    )
+
+
+def _samples(source: Source) -> Iterator[Sample]:
+    for name, tokens, features, out in (*SHAPES, ("many features", 40, 2184, 96)):
+        yield _of(name, source, source.normal(tokens, features), out)
+    for name, x, out in layouts(source):
+        yield _of(name, source, x, out)
+
+    x = source.normal(5, 192)
+    weight = source.normal(64, 192 + 32, scale=192**-0.5)[:, 16 : 16 + 192]
+    yield Sample("weight out of a wider matrix", (x, weight))
+    weight = source.normal(192, 64, scale=192**-0.5).t()
+    yield Sample("weight transposed", (x, weight))
+    weight = source.normal(192, 192, scale=192**-0.5).t()
+    yield Sample("square weight, transposed", (x, weight))
+
+    far = _of("gates far from zero", source, source.normal(6, 256), 64, scale=300.0)
+    far.args[1][:64] *= 300.0  # an activation is g or 0 here; exp(g) overflows
+    yield far
+    # Here are gates of 4 to 16, between which and zero an activation may be cut, and up beyond any
+    # limit.
+    far = _of("up far from zero", source, source.normal(6, 256), 64, scale=4 * 300.0)
+    far.args[1][:64] *= 4.0
+    far.args[1][64:] *= 300.0
+    yield far
+    # All results are 0, beside which it is seen what a limit of gate or of its sigmoid leaves.
+    below = _of("gates far below zero", source, source.normal(6, 256).abs(), 64)
+    below.args[1][:64] = -30.0 * below.args[1][:64].abs()
+    below.args[1][64:] *= 300.0
+    yield below
+    yield _of("NaN and infinity", source, broken_rows(source), 37)
+
+
+def _of(name: str, source: Source, x: torch.Tensor, out: int, scale: float = 1.0) -> Sample:
+    features = x.shape[1]
+    return Sample(name, (x, source.normal(2 * out, features, scale=features**-0.5)), scale)
+
+
+def _served(
+    source: Source, sizes: ModelSizes, hidden: int, dense_intermediate: int
+) -> Iterator[Sample]:
+    if not dense_intermediate:
+        return
+    # Of float16 the products stay below 65504; in wider dtypes they go beyond it.
+    most = 320.0 if str(source.dtype) == "torch.float16" else peak(source.dtype)
+    for tokens in sizes.tokens:
+        x, scale = source.normal(tokens, hidden), 1.0
+        if source.large:
+            # As for `linear`, both products are of the magnitude of an eighth of `most`.
+            x = source.spiked(tokens, hidden, scale=most / 32, peak=most)
+            scale = (most / 8) ** 2
+        name = f"{tokens} x {hidden} -> 2*{dense_intermediate}{', large' * source.large}"
+        columns = source.rows(dense_intermediate)
+        few = _of(name, source, x, min(dense_intermediate, UNIQUE_ROWS), scale)
+        yield repeated(few, columns, 1, parts=2)
+
+
+def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    weight = good["weight"]
+    yield "all of integers", {name: value.long() for name, value in good.items()}
+    yield "weight is 1-D", {"weight": weight[0]}
+    yield "an odd number of rows, which has no halves", {"weight": weight[:-1]}
+    yield "gate and up in a dimension of their own", {"weight": weight.unflatten(0, (2, -1))}
+
+
+TOLERANCES = {
+    "float32": Tolerance(
+        1e-5,
+        5e-5,
+        "as `linear`'s, and what one product is off counts as many times as the other is large",
+    ),
+    "float16": Tolerance(
+        2e-3,
+        6e-3,
+        "4 roundings of 2^-11: both products, the activation and the result; atol because sums of "
+        "parts of the features may be rounded to float16 as `linear`'s may, and what that costs "
+        "one product counts as many times as the other is large",
+    ),
+    "bfloat16": Tolerance(
+        1.6e-2, 5e-2, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float16"
+    ),
+}
