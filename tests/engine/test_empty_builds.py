@@ -123,16 +123,19 @@ def test_this_vllm_has_no_compiled_operator() -> None:
     assert list(Path(spec.origin).parent.rglob("*.so")) == []
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+GATED = {"qwen3": "linear_silu_and_mul", "gemma3": "linear_gelu_tanh_and_mul"}
+"""A model's family -> the op that is its MLP's first product with the activation."""
+
+
+@pytest.mark.parametrize("family", GATED)
 def test_a_model_is_served_as_stock_serves_it(family: str, start: Runner) -> None:
     ours, stock = start(family), start(family, stock=True)
 
     (report,) = ours["report"]
     impls = {op: told["impl"] for op, told in report["ops"].items()}
     assert impls.pop("attention_backend") == "vendor.bare_cpu"
-    # What passes put into graphs, of which eager code has none. Gemma 3 has another activation.
-    assert impls.pop("qk_norm_rope") == impls.pop("linear") == "stock"
-    assert (impls.pop("linear_silu_and_mul", None) is None) is (family == "gemma3")
+    # What passes put into graphs, of which eager code has none.
+    assert impls.pop("qk_norm_rope") == impls.pop("linear") == impls.pop(GATED[family]) == "stock"
     assert set(impls.values()) == {"reference.torch"}
     assert "attention_backend=vendor.bare_cpu " in ours["log"] and report["mode"] == "eager"
     assert "Cannot access accelerator" not in ours["log"]  # at shutdown
@@ -221,16 +224,21 @@ def test_in_breakable_graphs_a_choice_is_made_when_a_batch_is_captured(start: Ru
     assert shadowed["tokens"] == stock["tokens"]
 
 
-def test_passes_of_ours_put_kernels_in_the_place_of_what_they_find(start: Runner) -> None:
-    one = "qk_norm_rope=vendor:one;linear=vendor:one;linear_silu_and_mul=vendor:one"
-    one += ";silu_and_mul=stock"  # or its operator is there, and no code of vLLM's to be found
-    ours = start("qwen3", eager=False, VLLM_FL_PER_OP=one, **one_kernel())
+@pytest.mark.parametrize("family", GATED)
+def test_passes_of_ours_put_kernels_in_the_place_of_what_they_find(
+    family: str, start: Runner
+) -> None:
+    gated = GATED[family]
+    one = f"qk_norm_rope=vendor:one;linear=vendor:one;{gated}=vendor:one"
+    # Or its operator is there, and no code of vLLM's to be found.
+    one += f";{gated.removeprefix('linear_').replace('_tanh', '')}=stock"
+    ours = start(family, eager=False, VLLM_FL_PER_OP=one, **one_kernel())
     assert "attention_backend=vendor.bare_cpu " in ours["log"]
-    assert_the_same(start("qwen3", stock=True), ours, {"rms_norm"})
+    assert_the_same(start(family, stock=True), ours, {"rms_norm"})
 
     (report,) = ours["report"]
     # Two layers; of products each has those of q, k and v, of the output, and down.
-    for op, found in (("qk_norm_rope", 2), ("linear", 6), ("linear_silu_and_mul", 2)):
+    for op, found in (("qk_norm_rope", 2), ("linear", 6), (gated, 2)):
         assert report["ops"][op]["impl"] == "vendor.one"
         assert report["fusions"][op]["found"] == found
         assert f"Op '{op}': {found} places, by 'vendor.one'" in ours["log"]

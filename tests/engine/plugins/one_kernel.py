@@ -35,10 +35,15 @@ def linear_silu_and_mul(x: Tensor, weight: Tensor) -> Tensor:
     return result.to(x.dtype)
 
 
+def linear_gelu_tanh_and_mul(x: Tensor, weight: Tensor) -> Tensor:
+    result: Tensor = contracts()["linear_gelu_tanh_and_mul"].oracle(x, weight)
+    return result.to(x.dtype)
+
+
 @hookimpl
 def register_ops() -> list[OpImpl]:
     kind = BackendImplKind.VENDOR
     return [
         OpImpl(function.__name__, "vendor.one", kind, function, "one")
-        for function in (qk_norm_rope, linear, linear_silu_and_mul)
+        for function in (qk_norm_rope, linear, linear_silu_and_mul, linear_gelu_tanh_and_mul)
     ]
