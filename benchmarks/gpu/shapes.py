@@ -83,6 +83,7 @@ GEMMA: Config = {
     "head_dim": 256,
     "vocab_size": 262_208,
     "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "rope_local_base_freq": 10_000.0,

@@ -30,7 +30,8 @@ FILES = {
     "override": {"prefer": "flagos"},
 }
 """Name -> settings in a file: `rows` leaves one op to vLLM in the graphs of a range of sizes, and
-`override` gives FlagGems everything, attention too, since it drops the platform's own policy."""
+`override` gives FlagGems every op of the plan and attention, since it drops the platform's own
+policy, and none of PyTorch's operators, since no list names one."""
 
 OPTIONS = {
     # Given, not measured: engines that start side by side see each other's memory come and go.

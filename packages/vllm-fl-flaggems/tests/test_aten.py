@@ -106,7 +106,7 @@ def test_without_a_list_none_is_enabled(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
     report = aten.start(context(tmp_path))
     assert report is not None and report.facts == {"aten": []}
-    assert "no list says which (VLLM_FL_FLAGOS_WHITELIST, " in report.lines[0]
+    assert "no list names one (VLLM_FL_FLAGOS_WHITELIST, " in report.lines[0]
 
 
 def test_a_file_that_replaces_the_platforms_lists_enables_none(gems: Gems, tmp_path: Path) -> None:
@@ -116,11 +116,14 @@ def test_a_file_that_replaces_the_platforms_lists_enables_none(gems: Gems, tmp_p
     assert gems.calls == []
 
 
-def test_an_empty_blacklist_enables_all(gems: Gems, tmp_path: Path) -> None:
+@pytest.mark.parametrize("listed", ["", "silu_and_mul, attention_backend"])
+def test_a_blacklist_of_the_plans_ops_alone_enables_none(
+    gems: Gems, listed: str, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("flagos_blacklist: []\n")
+    file.write_text(f"flagos_blacklist: [{listed}]\n")
     aten.start(context(tmp_path, VLLM_FL_CONFIG=str(file)))
-    assert gems.calls == [("enable", [])]
+    assert gems.calls == []
 
 
 @pytest.mark.parametrize(

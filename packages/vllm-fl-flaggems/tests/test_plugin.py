@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from importlib.metadata import distribution
 
-from vllm_fl import SelectionPolicy
 from vllm_fl.contracts import contracts
 from vllm_fl.settings.devices import Device
 from vllm_fl.settings.loading import check_names, load_settings
@@ -48,17 +48,19 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
     ordered = {"linear", "linear_fp8", *gated, "qk_norm_rope", "reshape_and_cache"}
     assert set(orders) == ordered <= brought
     assert all(o.measured and o.measured.ratio > 1 for each in orders.values() for o in each)
+
+    def first(device: str, op: str, tokens: int) -> str:
+        there = settings.with_devices(Device(device, "9.0"), "compiled").policy
+        return str(there.order(op, "compiled", engine=True, tokens=tokens)[0])
+
     for device, most in (("NVIDIA H100 80GB HBM3", 64), ("NVIDIA H200", 16)):
-        policy_there = settings.with_devices(Device(device, "9.0"), "compiled").policy
-
-        def first(op: str, tokens: int, policy: SelectionPolicy = policy_there) -> str:
-            return str(policy.order(op, "compiled", engine=True, tokens=tokens)[0])
-
-        sizes = {"linear_fp8": 32, "qk_norm_rope": 16384, "reshape_and_cache": 2049}
-        sizes |= dict.fromkeys(("linear", *gated), most)
-        assert {first(op, tokens) for op, tokens in sizes.items()} == {"impl:default.flagos"}
-        assert {first(op, most + 1) for op in ("linear", *gated)} == {"stock"}
-        assert first("linear_fp8", 33) == first("reshape_and_cache", 2048) == "stock"
+        ends = dict.fromkeys(("linear", *gated), most) | {"linear_fp8": 32}
+        first_there = partial(first, device)
+        assert {first_there(op, end) for op, end in ends.items()} == {"impl:default.flagos"}
+        assert {first_there(op, end + 1) for op, end in ends.items()} == {"stock"}
+        assert first_there("qk_norm_rope", 16384) == "impl:default.flagos"
+        assert first_there("reshape_and_cache", 2049) == "impl:default.flagos"
+        assert first_there("reshape_and_cache", 2048) == "stock"
 
 
 def test_the_attention_backend_is_where_its_path_says() -> None:

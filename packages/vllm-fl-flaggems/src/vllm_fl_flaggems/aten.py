@@ -17,7 +17,7 @@ from .settings import BLACKLIST, OPLIST, USE, WHITELIST, check_names, value
 
 __all__ = ["known_names", "replaceable", "start", "write_list"]
 
-LISTS = (WHITELIST.key, BLACKLIST.key)
+NO_LIST = f"no list names one ({WHITELIST.variable}, {BLACKLIST.variable})"
 
 _replaced: list[tuple[str, ...]] = []
 """The replaced operators of this process, once there are any: there is no way back."""
@@ -27,8 +27,9 @@ def start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch's operators as the settings say, once per process.
 
     A whitelist names FlagGems's functions to use; a blacklist those that are not used, of all.
-    Where nobody set a list, none is: no contract says what they compute, and vLLM does not start
-    with all of them on every device. Rank 0 writes the list of what was replaced to `oplist_path`.
+    Where neither names one, none is used: no contract says what they compute, and vLLM does not
+    start with all of them on every device. Rank 0 writes the list of what was replaced to
+    `oplist_path`.
 
     Args:
         context: the worker, its device and its settings.
@@ -42,10 +43,8 @@ def start(context: WorkerContext) -> WorkerReport | None:
             operators for an engine before.
     """
     settings = context.settings
-    listed = value(settings, WHITELIST)
-    planned = _ops_of_the_plan()
-    wanted = None if listed is None else tuple(n for n in listed if n not in planned)
-    if not value(settings, USE) or wanted == () or context.device.type == "cpu":
+    wanted, is_listed = _wanted(settings), value(settings, WHITELIST) is not None
+    if not value(settings, USE) or context.device.type == "cpu" or (is_listed and not wanted):
         return None
     if context.wants_invariance:
         if _replaced and _replaced[0]:
@@ -56,11 +55,11 @@ def start(context: WorkerContext) -> WorkerReport | None:
             )
         why = f"{context.wants_invariance}, and nothing measures them"
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {why}",), {"aten": []})
-    reason = ("" if _replaced else _missing(settings)) or problem()
+    reason = problem() if wanted is None or wanted or _replaced else NO_LIST
     if reason:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
     gems = flag_gems()
-    check_names(settings, known_names(gems) | planned)
+    check_names(settings, known_names(gems) | _ops_of_the_plan())
     lines = []
     if _replaced:
         lines.append("FlagGems: PyTorch's operators stay as this process's first engine set them")
@@ -76,11 +75,12 @@ def start(context: WorkerContext) -> WorkerReport | None:
     return WorkerReport(tuple(lines), {"flag_gems": str(gems.__version__), "aten": list(keys)})
 
 
-def _missing(settings: Any) -> str:
-    """Why no operator is meant, where nobody set a list; else empty."""
-    if any(key in settings and settings[key].origin != "default" for key in LISTS):
-        return ""
-    return f"no list says which ({WHITELIST.variable}, {BLACKLIST.variable})"
+def _wanted(settings: Any) -> tuple[str, ...] | None:
+    """The names that are to be used; None for all but those of the blacklist."""
+    planned, listed = _ops_of_the_plan(), value(settings, WHITELIST)
+    if listed is not None:
+        return tuple(name for name in listed if name not in planned)
+    return None if {*value(settings, BLACKLIST)} - planned else ()
 
 
 def _ops_of_the_plan() -> frozenset[str]:
@@ -98,8 +98,8 @@ def known_names(gems: Any) -> frozenset[str]:
 
 def replaceable() -> Collection[str]:
     """The names by which FlagGems's lists select PyTorch's operators; none where it cannot run, or
-    where nobody set a list."""
-    if _missing(get_default_manager().settings or {}) or available() is not True or problem():
+    where the lists name none."""
+    if _wanted(get_default_manager().settings or {}) == () or available() is not True or problem():
         return ()
     return tuple(_by_function(flag_gems()))
 

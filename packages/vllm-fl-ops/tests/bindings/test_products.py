@@ -83,7 +83,7 @@ def found(
     Args:
         function: what is traced.
         args: what with.
-        whole: whether silu stays an operator.
+        whole: whether the activation stays an operator.
         place: of which op.
     """
     table = {} if whole else select_decomp_table()
@@ -283,7 +283,9 @@ def test_gelu_is_found_by_the_op_that_has_it(
     ((of_x, of_weight),) = found_by_inductor(function, *args, dynamic=dynamic, place=GELU)
     assert (of_x[1], of_weight) == (48, (2 * D, 48)) and isinstance(of_x[0], int) is not dynamic
     torch.testing.assert_close(GELU.native(*args), function(*args))
-    assert not found(function, *args) and len(found(function, *args, place=GELU)) == 1
+    for whole in (True, False):
+        assert not found(function, *args, whole=whole)
+        assert len(found(function, *args, whole=whole, place=GELU)) == 1
 
 
 def other_power(y: Tensor) -> Tensor:
@@ -298,6 +300,7 @@ def two_gates(y: Tensor) -> Tensor:
     return (gate * 0.5 * (inner.tanh() + 1)).to(y.dtype) * y[..., D:]
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
     "function",
     [
@@ -309,8 +312,8 @@ def two_gates(y: Tensor) -> Tensor:
     ],
     ids=["silu", "by the error function", "the halves swapped", "another number", "two gates"],
 )
-def test_what_is_not_gelu_of_the_gate_is_left_alone(function: Function) -> None:
-    assert not found(function, *made(), place=GELU)
+def test_what_is_not_gelu_of_the_gate_is_left_alone(function: Function, whole: bool) -> None:
+    assert not found(function, *made(), whole=whole, place=GELU)
 
 
 def test_no_product_of_a_layer_is_counted_twice() -> None:

@@ -336,7 +336,8 @@ class Binding:
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """Its places by name, as `operator _C::silu_and_mul`: each can be one op's alone."""
+        """Its places by name, as `operator _C::silu_and_mul`: each can be one op's alone. Operators
+        of graphs are told apart by the part that is looked for behind them."""
         return tuple(dict.fromkeys(name for place in self.places for name in _claims(place)))
 
     def routed(self, spec: OpSpec) -> Binding:
@@ -376,8 +377,8 @@ def _claims(place: Place) -> list[str]:
         case FusionPlace():
             return [f"pass {place.path}", f"pass_config.{place.flag}"]
         case GraphPlace():
-            behind = f" behind {', '.join(place.parts)}" if place.parts else ""
-            return [f"operator {name}{behind} in graphs" for name in place.operators]
+            behind = [f" behind {part}" for part in place.parts] or [""]
+            return [f"operator {n}{part} in graphs" for n in place.operators for part in behind]
         case AttentionPlace():
             return [ATTENTION_BACKEND]
 

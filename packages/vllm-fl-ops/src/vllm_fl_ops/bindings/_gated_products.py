@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["GATE", "gated_product"]
 
 GATE = "gate"
-"""What an activation is of, in its formula: an operator and its arguments, which may be others."""
+"""Stands for the gate in a formula. That is an operator and its arguments, each a number, the gate
+or a formula, and last those by name, if there are some."""
 
 CONVERTED = "prims.convert_element_type.default"
 
@@ -34,7 +35,8 @@ def gated_product(
     Args:
         part: the op of its activation, which is left to vLLM where this one is planned.
         activation: of the gate, by PyTorch.
-        formulas: what Inductor makes of it, or what it is before. Of halves, float32 goes through.
+        formulas: the forms that graphs have of it: as Inductor decomposes it, and as one operator.
+            Of half precision, the first is computed in float32 and converted back.
         has_it: whether the model has an MLP with this activation, by vLLM's VllmConfig.
     """
 
@@ -107,7 +109,8 @@ def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
     if not isinstance(formula, tuple):
         return bool(part == formula)
     name, *factors = formula
-    if _target(part) != name or part.kwargs or len(part.args) != len(factors):
+    named = factors.pop() if isinstance(factors[-1], dict) else {}
+    if _target(part) != name or part.kwargs != named or len(part.args) != len(factors):
         return False
     return all(_is(*each, gates) for each in zip(part.args, factors, strict=True))
 

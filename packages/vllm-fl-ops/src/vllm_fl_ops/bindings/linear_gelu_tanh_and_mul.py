@@ -16,7 +16,10 @@ __all__ = ["BINDING"]
 CUBE = ("aten.mul.Tensor", ("aten.mul.Tensor", GATE, GATE), GATE)
 INNER = ("aten.add.Tensor", GATE, ("aten.mul.Tensor", CUBE, 0.044715))
 TANH = ("aten.tanh.default", ("aten.mul.Tensor", INNER, 0.7978845608028654))
-FORMULAS = (("aten.mul.Tensor", ("aten.mul.Tensor", GATE, 0.5), ("aten.add.Tensor", TANH, 1)),)
+FORMULAS = (
+    ("aten.mul.Tensor", ("aten.mul.Tensor", GATE, 0.5), ("aten.add.Tensor", TANH, 1)),
+    ("aten.gelu.default", GATE, {"approximate": "tanh"}),
+)
 
 
 def _gelu(gate: Tensor) -> Tensor:

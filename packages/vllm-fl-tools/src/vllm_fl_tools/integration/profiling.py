@@ -39,8 +39,9 @@ LABEL = "vllm-fl"
 STEP = f"{LABEL}/step"
 """Marks the beginning of a step."""
 
-AMBIGUOUS = frozenset({"aten::mul", "aten::sum"})
-"""Operators of PyTorch's that a binding names for one form of theirs alone, and that many call."""
+AMBIGUOUS = frozenset({"aten::sum"})
+"""Operators of PyTorch's that a binding names for one form of theirs alone, and that many call. So
+are those of ops that take in other parts."""
 
 _kernels: dict[str, dict[str, None]] = {}
 """A kernel that Inductor wrote -> what is fused in it: classes of layers, and `op/impl id` where a
@@ -155,7 +156,8 @@ class Profiling:
         operators = {place.name: op for op, place in places(table, OperatorPlace)}
         operators |= {f"vllm_ir::{place.name}": op for op, place in places(table, IrPlace)}
         for op, place in places(table, GraphPlace):
-            named = ("::".join(name.split(".")[:2]) for name in place.operators)
+            own = () if place.parts else place.operators
+            named = ("::".join(name.split(".")[:2]) for name in own)
             operators |= {name: op for name in named if name not in AMBIGUOUS}
         plan = worker.vllm_fl_serving.plan
         foreign, taken = layers.foreign_layers(), layers.taken_layers(plan)
