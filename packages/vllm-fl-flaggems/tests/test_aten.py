@@ -69,8 +69,10 @@ def test_the_list_of_what_is_left_out_says_which_operators_it_takes(
 ) -> None:
     (blacklist,) = [spec for spec in plugin.settings() if spec.key == "flagos_blacklist"]
     assert blacklist.known is not None
+    manager = aten.get_default_manager()
     for variables, known in ((ALL_BUT, {*gems.FULL_CONFIG_BY_FUNC}), ({}, set())):
-        of_engine = types.SimpleNamespace(settings=context(tmp_path, **variables).settings)
+        settings, registry = context(tmp_path, **variables).settings, manager.registry
+        of_engine = types.SimpleNamespace(settings=settings, registry=registry)
         monkeypatch.setattr(aten, "get_default_manager", lambda of_engine=of_engine: of_engine)
         assert {*blacklist.known()} == known
 
