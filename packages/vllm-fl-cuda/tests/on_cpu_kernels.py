@@ -290,11 +290,11 @@ def _concat_mla(
     _reads_packed(slot_mapping)
     assert kind == "auto" and scale.dtype == torch.float32, "of a cache without quantisation"
     assert kv_c.stride(1) == k_pe.stride(1) == kv_cache.stride(2) == 1, "rows in one piece"
-    # The CPU kernel minds no gaps between blocks, and moves 16 bits at a time.
-    whole = kv_cache.contiguous()
-    parts = (x.contiguous().view(torch.bfloat16) for x in (kv_c, k_pe))
-    torch.ops._C.concat_and_cache_mla_cpu(*parts, whole.view(torch.bfloat16), slot_mapping)
-    kv_cache.copy_(whole)
+    # In PyTorch, since the CPU build has a kernel for processors with AVX-512 alone.
+    held = slot_mapping >= 0
+    rows = torch.cat((kv_c, k_pe), dim=1)[: len(slot_mapping)]
+    slots, size = slot_mapping[held], kv_cache.shape[1]
+    kv_cache[slots // size, slots % size] = rows[held]
 
 
 def _reshape(
@@ -314,7 +314,7 @@ def _reshape(
         assert rows.stride()[1:] == (rows.shape[2], 1), "the kernel reads heads side by side"
         sizes = (held.data_ptr(), *(step * held.itemsize for step in held.stride()[:3]))
         assert not any(size % 16 for size in sizes), "the kernel stores 16 bytes"
-        # A row in two pieces, as the CPU build's kernel for latents has it.
+        # A row in two pieces, as latents have it.
         whole, half = held.contiguous().flatten(2), rows.shape[1] * rows.shape[2] // 2
         pieces = rows.flatten(1)[:, :half], rows.flatten(1)[:, half:]
         _concat_mla(*pieces, whole, slot_mapping, kind, k_scale)
