@@ -33,7 +33,8 @@ def test_one_backend_is_seen_and_no_other(install: Install, backend: str) -> Non
 
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) - ELSEWHERE - WITHOUT_OPS))
 def test_every_candidate_is_from_the_one_backend(install: Install, backend: str) -> None:
-    ops = install(backend, engine=True).ops(status=0)
+    # Of other ops one may have nobody here: vLLM's CPU build has some kernels for AVX-512 alone.
+    ops = install(backend, engine=True).ops()
     assert set(OPS) <= set(ops)
     for op in OPS:
         (candidate,) = ops[op]["candidates"]
