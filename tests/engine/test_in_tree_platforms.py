@@ -21,8 +21,11 @@ def module(name, **names):
     made.__dict__.update(names)
 
 def rocm():
+    import torch
     class AmdSmiException(Exception):
         pass
+    if not torch.cpu._is_avx512_supported():
+        module("vllm._C")  # which ends the process there, and a ROCm build has another one
     info = {"target_graphics_version": "gfx942", "device_id": "0x74a1", "market_name": "MI300X"}
     handles = lambda: [1]
     names = (
