@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import vllm_fl_cpu.impl as shared
@@ -103,7 +104,7 @@ def test_a_missing_kernel_is_named() -> None:
 def test_asking_does_not_settle_vllms_platform() -> None:
     printed = python(
         "from vllm_fl_cpu.plugin import register_ops\n"
-        "assert all(impl.is_available() for impl in register_ops())\n"
+        "assert any([impl.is_available() for impl in register_ops()])\n"
         "import vllm.platforms; print(vllm.platforms._current_platform)"
     )
     assert printed.split()[-1] == "None"
@@ -111,7 +112,8 @@ def test_asking_does_not_settle_vllms_platform() -> None:
 
 def test_identity(impl: OpImpl) -> None:
     assert (impl.impl_id, impl.vendor, impl.kind) == ("vendor.cpu", "cpu", BackendImplKind.VENDOR)
-    assert impl.availability() is True
+    # Some kernels vLLM has for AVX-512 alone.
+    assert impl.availability() is True or not torch.cpu._is_avx512_supported()
     assert impl.traceable is False
 
 
