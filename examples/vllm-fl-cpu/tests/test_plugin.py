@@ -103,8 +103,10 @@ def test_a_missing_kernel_is_named() -> None:
 
 def test_asking_does_not_settle_vllms_platform() -> None:
     printed = python(
+        "import torch\n"
         "from vllm_fl_cpu.plugin import register_ops\n"
-        "assert any([impl.is_available() for impl in register_ops()])\n"
+        "asked = [impl.is_available() for impl in register_ops()]\n"
+        "assert all(asked) or (any(asked) and not torch.cpu._is_avx512_supported())\n"
         "import vllm.platforms; print(vllm.platforms._current_platform)"
     )
     assert printed.split()[-1] == "None"
