@@ -55,7 +55,7 @@ def start(context: WorkerContext) -> WorkerReport | None:
             )
         why = f"{context.wants_invariance}, and nothing measures them"
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {why}",), {"aten": []})
-    reason = problem() if wanted is None or wanted or _replaced else NO_LIST
+    reason = NO_LIST if wanted == () and not _replaced else problem()
     if reason:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
     gems = flag_gems()

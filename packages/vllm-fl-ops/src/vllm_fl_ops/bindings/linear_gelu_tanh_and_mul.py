@@ -3,13 +3,9 @@ graphs that it compiles."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ..contracts.gated_products import gelu_tanh
 from ._gated_products import GATE, gated_product
 from ._models import mentions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["BINDING"]
 
@@ -21,11 +17,4 @@ FORMULAS = (
     ("aten.gelu.default", GATE, {"approximate": "tanh"}),
 )
 
-
-def _gelu(gate: Tensor) -> Tensor:
-    from torch.nn.functional import gelu
-
-    return gelu(gate, approximate="tanh")
-
-
-BINDING = gated_product("gelu_and_mul", _gelu, FORMULAS, mentions("gelu_pytorch_tanh"))
+BINDING = gated_product("gelu_and_mul", gelu_tanh, FORMULAS, mentions("gelu_pytorch_tanh"))

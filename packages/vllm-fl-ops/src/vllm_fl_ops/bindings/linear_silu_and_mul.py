@@ -3,13 +3,11 @@ that it compiles."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..contracts.gated_products import silu
 from ._gated_products import GATE, gated_product
 from ._models import mentions
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["BINDING"]
 
@@ -23,16 +21,10 @@ FORMULAS = (
 )
 
 
-def _silu(gate: Tensor) -> Tensor:
-    from torch.nn.functional import silu
-
-    return silu(gate)
-
-
 def _has_silu(config: Any) -> bool:
     """Whether the configuration says so, or names no activation, as ChatGLM's and LFM2's."""
     named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
     return not named or named[0] in ("silu", "swiglu")
 
 
-BINDING = gated_product("silu_and_mul", _silu, FORMULAS, _has_silu)
+BINDING = gated_product("silu_and_mul", silu, FORMULAS, _has_silu)

@@ -15,7 +15,21 @@ from .linear import SHAPES, broken_rows, by_features, layouts, repeated
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["gated_product"]
+__all__ = ["gated_product", "gelu_tanh", "silu"]
+
+
+def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
+    """gelu's approximation by tanh, as PyTorch has it."""
+    from torch.nn.functional import gelu
+
+    return gelu(gate, approximate="tanh")
+
+
+def silu(gate: torch.Tensor) -> torch.Tensor:
+    """silu, as PyTorch has it."""
+    from torch.nn.functional import silu as by_torch
+
+    return by_torch(gate)
 
 
 def gated_product(

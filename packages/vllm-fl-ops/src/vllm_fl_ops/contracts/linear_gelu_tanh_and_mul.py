@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .gated_products import gated_product
+from .gated_products import gated_product, gelu_tanh
 from .linear import product
 
 if TYPE_CHECKING:
@@ -42,10 +42,4 @@ def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     return 0.5 * gate * (1 + inner.tanh()) * up
 
 
-def _gelu(gate: torch.Tensor) -> torch.Tensor:
-    from torch.nn.functional import gelu
-
-    return gelu(gate, approximate="tanh")
-
-
-SPEC = gated_product(linear_gelu_tanh_and_mul, _gelu)
+SPEC = gated_product(linear_gelu_tanh_and_mul, gelu_tanh)

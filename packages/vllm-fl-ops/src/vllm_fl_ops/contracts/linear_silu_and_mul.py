@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .gated_products import gated_product
+from .gated_products import gated_product, silu
 from .linear import product
 
 if TYPE_CHECKING:
@@ -37,10 +37,4 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return gate * gate.sigmoid() * up
 
 
-def _silu(gate: torch.Tensor) -> torch.Tensor:
-    from torch.nn.functional import silu
-
-    return silu(gate)
-
-
-SPEC = gated_product(linear_silu_and_mul, _silu)
+SPEC = gated_product(linear_silu_and_mul, silu)
