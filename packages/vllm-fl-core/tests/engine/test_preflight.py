@@ -79,6 +79,17 @@ def wrong_in_the_last_row_of_a_large_batch(x: Tensor) -> Tensor:
     return result
 
 
+def cuts_off(x: Tensor) -> Tensor:
+    """Each result is within a step of the right one: towards zero."""
+    return (sound(x.float()).view(torch.int32) & -(1 << 16)).view(torch.float32).to(x.dtype)
+
+
+def rounds_up(x: Tensor) -> Tensor:
+    """Away from zero."""
+    bits = sound(x.float()).view(torch.int32)
+    return ((bits + 0xFFFF) & -(1 << 16)).view(torch.float32).to(x.dtype)
+
+
 def overwrites_its_input(x: Tensor) -> Tensor:
     result = sound(x)
     x.zero_()
@@ -103,6 +114,9 @@ def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> s
         (wrong_above_64_tokens, " x 2*512, bfloat16)"),  # at 100, or where one is drawn below
         (wrong_in_the_last_row_of_a_large_batch, " x 2*512, bfloat16)"),
         (overwrites_its_input, "overwrote 'x'"),
+        (cuts_off, "the result errs to one side in each of"),
+        (cuts_off, "too small by 0.5"),
+        (rounds_up, "too large by 0.5"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

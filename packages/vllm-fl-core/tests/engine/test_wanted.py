@@ -29,7 +29,7 @@ from vllm_fl.contracts import (
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.engine.guarded import guarded, in_place, rows_of
 from vllm_fl.engine.trials import Form, as_provided, dtypes_of
-from vllm_fl.engine.wanted import promised, wanted_of, worst
+from vllm_fl.engine.wanted import leans, promised, wanted_of, worst
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
@@ -44,6 +44,16 @@ def ops() -> Iterator[None]:
 
 def judged(got: Any, exact: Any, *outputs: Output, **options: Any) -> tuple[float, str]:
     """What is made of `got`, where the oracle gives `exact`."""
+    return worst(got, wants(got, exact, *outputs, **options))
+
+
+def lean_of(got: Any, exact: Any) -> dict[str, float]:
+    """How `got` leans, where the oracle gives `exact`."""
+    return leans(got, wants(got, exact, Within({str(got.dtype)[6:]: Tolerance(1.0, 1.0, "any")})))
+
+
+def wants(got: Any, exact: Any, *outputs: Output, **options: Any) -> Any:
+    """What is wanted of results like `got`, where the oracle gives `exact`."""
 
     def op(x: object) -> Any:
         return exact
@@ -55,7 +65,7 @@ def judged(got: Any, exact: Any, *outputs: Output, **options: Any) -> tuple[floa
     spec = replace(
         silu, oracle=op, fake=fake, outputs=outputs, variants=(), tolerances=TIGHT, **options
     )
-    return worst(got, wanted_of(spec, Sample("a call", (None,))))
+    return wanted_of(spec, Sample("a call", (None,)))
 
 
 NAN, INF = math.nan, math.inf
@@ -85,6 +95,39 @@ NAN, INF = math.nan, math.inf
 def test_exact(got: Tensor, exact: Tensor, share: float) -> None:
     found, problem = judged(got, exact, Exact())
     assert found == share and bool(problem) == bool(share)
+
+
+LEANS = torch.linspace(-3, 5, 1000, dtype=torch.float64)
+"""Few of them are numbers of 16 bits."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_how_results_lean(dtype: torch.dtype) -> None:
+    nearest = LEANS.to(dtype)
+    below = torch.where(
+        nearest.double().abs() > LEANS.abs(), nearest.nextafter(0 * nearest), nearest
+    )
+    above = below.nextafter(torch.inf * below.sign())
+    for got, lean in ((nearest, 0.0), (below, -0.5), (above, 0.5)):
+        assert lean_of(got, LEANS) == {"the result": pytest.approx(lean, abs=0.05)}
+    far = nearest.clone()
+    far[500] = 1e4  # one that is far off counts as one
+    assert lean_of(far, LEANS) == {"the result": pytest.approx(0.0, abs=0.05)}
+
+
+@pytest.mark.parametrize(
+    ("got", "exact"),
+    [
+        (LEANS.float(), LEANS),
+        (LEANS[:60].bfloat16(), LEANS[:60]),
+        (torch.ones(1000).bfloat16(), torch.ones(1000).double()),
+        (torch.zeros(1000).half(), LEANS * 1e-6),
+        (LEANS.bfloat16(), LEANS * NAN),
+    ],
+    ids=["float32", "few", "numbers of the dtype", "below its smallest", "NaN"],
+)
+def test_what_tells_nothing_of_it(got: Tensor, exact: Tensor) -> None:
+    assert lean_of(got, exact) == {}
 
 
 def test_what_differs_is_named_with_its_place() -> None:

@@ -609,3 +609,25 @@ def by_itself(
         check=False,
         timeout=300,
     )
+
+
+def test_what_errs_to_one_side_is_wrong_in_all_samples(fl: Command, plugin: Plugin) -> None:
+    plugin(
+        """
+        import torch
+
+        def cut_off(x):
+            bits = silu_and_mul(x.float()).view(torch.int32) & -(1 << 16)
+            return bits.view(torch.float32).to(x.dtype)
+
+        @hookimpl
+        def register_ops():
+            return [OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, cut_off, "acme")]
+        """
+    )
+    done = fl("verify", "--json", "--device", "cpu", "--dtype", "bfloat16", "--no-times")
+    assert done.status == 1
+    (result,) = done.json()["results"]
+    (finding,) = result["findings"]
+    assert (finding["sample"], finding["status"]) == ("(all samples)", "wrong")
+    assert "too small by 0.5" in finding["reason"]

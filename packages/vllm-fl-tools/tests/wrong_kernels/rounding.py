@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from vllm_fl.contracts import contracts
+
 from . import right
 from .corpus import MIXED, wrong, wrong_for
 from .faults import changed, spoilt
@@ -348,3 +350,24 @@ def powers_of_two() -> Any:
 )
 def three_percent_too_large(op: str) -> Any:
     return spoilt(op, lambda got, *_: (got.float() * 1.03).to(got.dtype))
+
+
+@wrong_for(
+    *("rms_norm", "silu_and_mul", "linear", "fused_experts", "merge_attn_states"),
+    fault="bfloat16 results are cut off instead of rounded: each is within a step of the right one",
+    sees="every layer shrinks its values a little: worse answers everywhere",
+)
+def cut_off(op: str) -> Any:
+    def cut(part: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+        if part.dtype != torch.bfloat16:
+            return part
+        upper = exact.float().view(torch.int32) & -(1 << 16)
+        return upper.view(torch.float32).bfloat16().contiguous()
+
+    def spoil(got, *args):
+        exact = contracts()[op].oracle(*args)
+        if isinstance(got, tuple):
+            return tuple(map(cut, got, exact))
+        return cut(got, exact)
+
+    return spoilt(op, spoil)

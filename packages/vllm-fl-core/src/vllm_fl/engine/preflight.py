@@ -47,10 +47,11 @@ from .verification import (
     called,
     compare,
     dtype_name,
+    leaning,
     misuse,
     shares,
 )
-from .wanted import each_part, worst
+from .wanted import each_part
 
 log = get_logger("engine")
 
@@ -423,19 +424,22 @@ class _Run:
 
 def _samples(run: _Run) -> None:
     """The contract's own samples, edges that every caller may bring, and calls that stand."""
-    trials, refused = run.trials, []
+    trials, refused, compared = run.trials, [], []
     memories = trials.shared()
     for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
         if not run.tries.takes("samples", sample.name):
             continue
-        off, memory = partial(worst, wanted=wanted), memories.get(index)
-        look = partial(run.compared, run.impl, sample, off=off, memory=memory)
+        memory = memories.get(index)
+        look = partial(run.compared, run.impl, sample, wanted=wanted, memory=memory)
         result = run.at(sample.name, look)
         run.judge(result)
+        compared.append(result)
         if result.status == "refused" and memory is not None:
             refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
     if refused and len(refused) == len(trials.standing):
         raise Refusal(refused[0])
+    if run.request.compares and (problem := leaning(compared)):
+        raise Fault(f"it is wrong: {problem} ({dtype_name(trials.dtype)})")
 
 
 def _process(run: _Run) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +19,7 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
-from .wanted import Off, closed, parts, wanted_of, worst
+from .wanted import Off, Wanted, closed, leans, parts, wanted_of, worst
 
 T = TypeVar("T")
 
@@ -36,6 +38,11 @@ COMPARING = "comparing its result raised"
 
 BY_CHAIN = (NotImplementedError, AllFailedError)
 """By which exceptions a chain of candidates refuses a call, as which a form is compiled."""
+
+
+LEANING, SAMPLES = 0.25, 5
+"""By how many steps of its dtype a result may err to one side, in each of so many samples or more.
+Of right kernels one sample or another errs by less than 0.02."""
 
 
 class Fault(Exception):
@@ -99,6 +106,8 @@ class Comparison:
             a wrong id or another number that has no tolerance. NaN unless compared.
         reason: why it is not `ok`, or empty.
         error: the exception, when it raised.
+        leans: result -> how many steps of its dtype it errs away from zero on average; of those
+            that are right, and tell.
     """
 
     op: str
@@ -109,6 +118,30 @@ class Comparison:
     share: float = math.nan
     reason: str = ""
     error: BaseException | None = None
+    leans: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+
+def leaning(compared: Iterable[Comparison]) -> str:
+    """Why results that are each right are wrong together: all err to one side. Else nothing.
+
+    A model adds such errors up, layer by layer, where those of rounding to nearest cancel.
+
+    Args:
+        compared: the samples of one implementation in one dtype.
+    """
+    found = defaultdict[str, list[float]](list)
+    for each in compared:
+        for name, lean in each.leans.items():
+            found[name].append(lean)
+    for name, some in found.items():
+        if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
+            return (
+                f"{name} errs to one side in each of {len(some)} samples: it is too "
+                f"{'small' if some[0] < 0 else 'large'} by {abs(statistics.fmean(some)):.2f} steps "
+                "of its dtype on average, which adds up over the layers of a model. Round to "
+                "nearest"
+            )
+    return ""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -155,6 +188,7 @@ def compare(
     dtype: torch.dtype,
     *,
     off: Callable[[Any], Off] | None = None,
+    wanted: Sequence[Wanted | None] | None = None,
     layer_for: LayerFactory | None = None,
     packed: bool | None = None,
     memory: Guarded | None = None,
@@ -169,7 +203,8 @@ def compare(
         spec: its op's contract.
         sample: the arguments, on the implementation's device. They are left as they are.
         dtype: the dtype that the sample was made for.
-        off: how far off results are; None asks the oracle.
+        off: how far off results are; None compares them with `wanted`.
+        wanted: what each output must be; None asks the oracle.
         layer_for: as for `as_call`.
         packed: whether results must be contiguous. None: not of a sample whose activations lie as
             no layer of vLLM's has them, since plain PyTorch often keeps their layout.
@@ -177,15 +212,21 @@ def compare(
             takes new memory.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
-    if off is None:
-        off = partial(worst, wanted=wanted_of(spec, sample))
+    if off is None and wanted is None:
+        wanted = wanted_of(spec, sample)
+    judged = partial(worst, wanted=wanted or ()) if off is None else off
     given = spec.named(sample.args)
     call = guarded(given, spec.by_token) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
     share = math.nan
     try:
         got = called(as_call(impl, spec, layer_for), impl, spec, call, packed=packed)
-        share, problem = attempt(COMPARING, lambda: off(closed(got, sample)), refuses=())
+
+        def look() -> tuple[Off, Mapping[str, float]]:
+            results = closed(got, sample)
+            return judged(results), leans(results, wanted or ())
+
+        (share, problem), leant = attempt(COMPARING, look, refuses=())
         if problem:
             raise Fault(problem)
     except Refusal as refusal:
@@ -193,7 +234,7 @@ def compare(
     except Fault as fault:
         raised = fault.error is not None
         return Comparison(*fixed, "raised" if raised else "wrong", share, fault.why, fault.error)
-    return Comparison(*fixed, "ok", share)
+    return Comparison(*fixed, "ok", share, leans=leant)
 
 
 def called(

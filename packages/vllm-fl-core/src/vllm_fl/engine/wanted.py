@@ -21,6 +21,12 @@ Off = tuple[float, str]
 Results = Sequence[torch.Tensor]
 """Those of one output."""
 
+COARSE = frozenset({torch.float16, torch.bfloat16})
+"""The dtypes whose rounding stands out from the errors of computing in float32."""
+
+TELLING = 64
+"""How many elements that had to be rounded tell to which side they were."""
+
 Tokens = torch.Tensor | None
 """Which tokens of a batch some rows are; None for all."""
 
@@ -60,6 +66,18 @@ class Wanted:
             NotImplementedError: results of this kind cannot be compared so (`MEASURED`).
         """
         raise NotImplementedError
+
+    def leans(self, results: Results) -> float:
+        """How far results lie beyond the exact numbers, away from zero, on average.
+
+        Args:
+            results: as for `off`.
+
+        Returns:
+            Steps of their dtype: about 0 where they are rounded to nearest, and -0.5 where they are
+            cut off. NaN where too few of them tell.
+        """
+        return math.nan
 
     def is_empty(self, results: Results) -> bool:
         """Whether there is nothing to compare in results of these sizes."""
@@ -120,6 +138,18 @@ class _Near(Wanted):
         off = self.share(mine)
         problem = _problem(names[0], *off, mine.numel())
         return off[0], problem and f"{problem}, which is {self._farthest(mine, tokens)}"
+
+    def leans(self, results: Results) -> float:
+        mine, exact = results[0].to(self.exact.device), self.exact
+        if self.dtype not in COARSE:
+            return math.nan
+        told = exact.isfinite() & mine.isfinite() & (exact.to(self.dtype) != exact)
+        told &= exact.abs() >= torch.finfo(self.dtype).smallest_normal
+        if int(told.sum()) < TELLING:
+            return math.nan
+        beyond = (mine.to(exact.dtype) - exact) * exact.sign()
+        steps = beyond / _step(exact, exact.new_ones(()), self.dtype)
+        return float(steps[told].clamp(-1, 1).mean())  # a sum that cancels is many steps off
 
     def _farthest(self, mine: torch.Tensor, tokens: Tokens) -> str:
         """The element that is farthest off, in words."""
@@ -531,6 +561,12 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
             return share, problem
         largest = max(largest, share)
     return largest, ""
+
+
+def leans(got: Any, wanted: Iterable[Wanted | None]) -> dict[str, float]:
+    """Name -> how a result leans, of those that tell; the arguments are as for `worst`."""
+    found = {names[0]: want.leans(mine) for want, mine, names in paired(got, wanted)}
+    return {name: lean for name, lean in found.items() if not math.isnan(lean)}
 
 
 def paired(

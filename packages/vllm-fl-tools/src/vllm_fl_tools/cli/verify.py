@@ -330,7 +330,7 @@ class _Work:
         """Every sample; what breaks around one is that sample's result, and the rest goes on."""
         import torch
 
-        from vllm_fl.engine.verification import Comparison, compare, tried
+        from vllm_fl.engine.verification import Comparison, compare, leaning, tried
 
         spec = self.specs[impl.op_name]
         dtype = getattr(torch, dtype_name)
@@ -340,6 +340,7 @@ class _Work:
             return Comparison(*key, sample, dtype_name, "raised", reason=reason, error=error)
 
         samples = tried(spec, dtype, self.device)
+        compared = []
         while True:
             if self._given_up[key] >= GIVEN_UP:
                 yield raised("(the rest)", f"not run, after {GIVEN_UP} samples that were given up")
@@ -363,7 +364,11 @@ class _Work:
                 comparison = raised(sample.name, quote(error), error)
             if comparison.status in ("wrong", "raised"):
                 watch.found(comparison.reason)
+            compared.append(comparison)
             yield comparison
+        if problem := leaning(compared):
+            watch.found(problem)
+            yield Comparison(*key, "(all samples)", dtype_name, "wrong", reason=problem)
         try:
             _ = trials.forms
         except Exception as error:  # the contract's own: what follows calls these
