@@ -11,7 +11,7 @@ EAGER = pytest.param(True, id="eager", marks=pytest.mark.slow)  # quickstart sho
 
 VENDOR_SHARE = 0.05
 """Largest difference of logits, as a share of the largest logit, between two right plans: bf16
-has 8 bits, and the CPU kernels truncate where torch rounds (2 % seen after two layers)."""
+has 8 bits, and sums are rounded in another order (2 % seen after two layers)."""
 
 
 @pytest.mark.parametrize("eager", [EAGER, COMPILED])

@@ -3,11 +3,13 @@ get wrong or end the process with."""
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
 import torch
 
+import vllm_fl_cpu.impl as shared
 from vllm_fl import OpImpl
 from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.engine.verification import compare
@@ -70,6 +72,52 @@ NEVER_REFUSED = {
     "quant_int8": {"1 token", "0 tokens", "16 tokens, odd hidden size", "strided rows", "static",
                    "static, azp", "static, 0 tokens", "asymmetric"},
 }  # fmt: skip
+
+
+ROUNDED = {"gelu_and_mul", "gelu_fast", "gelu_new", "quick_gelu", "rms_norm", "silu_and_mul"}
+"""The ops whose kernels get float32 where they would cut bfloat16 off."""
+
+CUTS_OFF = shared.cuts_off(torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _as_where_kernels_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any processor: those that do not round are as the others but for the last bit."""
+    monkeypatch.setattr(shared, "_cuts_bfloat16_off", lambda: False)
+
+
+def leans(op: str) -> float:
+    """The median over the contract's samples in bfloat16, each of which is right."""
+    spec = contracts()[op]
+    samples = spec.samples(torch.bfloat16, CPU)
+    compared = [compare(IMPLS[op], spec, sample, torch.bfloat16) for sample in samples]
+    assert {each.status for each in compared} <= {"ok", "refused"}
+    return statistics.median(lean for each in compared for lean in each.leans.values())
+
+
+@pytest.mark.parametrize("op", sorted({*ROUNDED, "fused_experts"}))
+def test_one_number_tells_which_processors_kernels_do_not_round(op: str) -> None:
+    assert (leans(op) < -0.25) == CUTS_OFF
+
+
+@pytest.mark.parametrize("op", sorted(ROUNDED))
+def test_results_are_rounded_where_the_kernels_do_not(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_cuts_bfloat16_off", lambda: True)
+    assert abs(leans(op)) < 0.05
+
+
+def test_experts_that_are_not_rounded_are_refused(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_cuts_bfloat16_off", lambda: True)
+    sample = next(contracts()["fused_experts"].samples(dtype, CPU))
+    verdict = IMPLS["fused_experts"].supports(*sample.args)
+    if dtype == torch.bfloat16:
+        assert "cuts torch.bfloat16 off" in verdict
+    else:
+        assert verdict is True
 
 
 def skip_what_no_kernel_takes(impl: OpImpl, dtype: torch.dtype) -> None:

@@ -11,7 +11,16 @@ import torch
 
 from vllm_fl import Availability, BackendImplKind
 
-__all__ = ["LANES", "VENDOR", "kernel", "provides", "unsuitable", "writable"]
+__all__ = [
+    "LANES",
+    "VENDOR",
+    "cuts_off",
+    "kernel",
+    "provides",
+    "rounded",
+    "unsuitable",
+    "writable",
+]
 
 VENDOR = ("vendor.cpu", BackendImplKind.VENDOR)
 """Identity and kind of every implementation here."""
@@ -78,6 +87,29 @@ def _not_a_cpu_build() -> str | None:
 def unsuitable(name: str, x: torch.Tensor) -> str | None:
     """Why no kernel may read `x`; None if one may. Other dtypes the kernels refuse themselves."""
     return None if x.is_cpu else f"{name} is on {x.device}, not on the CPU"
+
+
+def cuts_off(dtype: torch.dtype) -> bool:
+    """Whether the kernels cut results of this dtype off, where they should round to nearest.
+
+    Each such result is within a step of the right one. But all err towards zero, which adds up over
+    the layers of a model.
+    """
+    return dtype == torch.bfloat16 and _cuts_bfloat16_off()
+
+
+@cache
+def _cuts_bfloat16_off() -> bool:
+    x = torch.ones(1, LANES, dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    kernel("rms_norm")(out, x, None, 1e-6)
+    return bool((out != 1).any())  # 1 / sqrt(1 + 1e-6) is nearest to 1
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or where the kernels would cut results off a copy in float32, whose results PyTorch
+    rounds."""
+    return x.float() if cuts_off(x.dtype) else x
 
 
 def writable(x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from . import LANES, VENDOR, kernel, provides, unsuitable
+from . import LANES, VENDOR, kernel, provides, rounded, unsuitable
 
 __all__ = [
     "OPS",
@@ -37,7 +37,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: the kernel refuses d.
     """
-    return _gated("silu_and_mul", x)
+    return _filled("silu_and_mul", x, x.shape[-1] // 2)
 
 
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -54,7 +54,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         KeyError: `approximate` is another word.
         RuntimeError: the kernel refuses d.
     """
-    return _gated(GELU[approximate], x)
+    return _filled(GELU[approximate], x, x.shape[-1] // 2)
 
 
 def supports_silu_and_mul(x: torch.Tensor) -> Availability:
@@ -84,7 +84,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: the kernel refuses d.
     """
-    return _elementwise("gelu_new", x)
+    return _filled("gelu_new", x, x.shape[-1])
 
 
 def supports_gelu_new(x: torch.Tensor) -> Availability:
@@ -109,7 +109,7 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: the kernel refuses d.
     """
-    return _elementwise("gelu_fast", x)
+    return _filled("gelu_fast", x, x.shape[-1])
 
 
 def supports_gelu_fast(x: torch.Tensor) -> Availability:
@@ -129,7 +129,7 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError: the kernel refuses d.
     """
-    return _elementwise("gelu_quick", x)
+    return _filled("gelu_quick", x, x.shape[-1])
 
 
 def supports_quick_gelu(x: torch.Tensor) -> Availability:
@@ -137,20 +137,12 @@ def supports_quick_gelu(x: torch.Tensor) -> Availability:
     return supports_gelu_new(x)
 
 
-def _gated(name: str, x: torch.Tensor) -> torch.Tensor:
+def _filled(name: str, x: torch.Tensor, features: int) -> torch.Tensor:
     # The kernels read x as if it were contiguous, whatever its strides.
-    x = x.contiguous()
-    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-    kernel(name)(out, x)
-    return out
-
-
-def _elementwise(name: str, x: torch.Tensor) -> torch.Tensor:
-    # The kernels read x as if it were contiguous, whatever its strides.
-    x = x.contiguous()
-    out = x.new_empty(x.shape)
-    kernel(name)(out, x)
-    return out
+    read = rounded(x).contiguous()
+    out = read.new_empty((*x.shape[:-1], features))
+    kernel(name)(out, read)
+    return out.to(x.dtype)
 
 
 OPS = (

@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from . import VENDOR, kernel, provides, unsuitable
+from . import VENDOR, cuts_off, kernel, provides, unsuitable
 
 __all__ = ["OPS", "fused_experts", "supports_fused_experts"]
 
@@ -107,6 +107,11 @@ def supports_fused_experts(
     reason = unsuitable("hidden_states", x) or unsuitable("w13", w13)
     if reason:
         return reason
+    if cuts_off(x.dtype):
+        return (
+            f"the kernel cuts {x.dtype} off on this processor, where it should round, and a copy "
+            "of all weights in float32 would cost more than it"
+        )
     if expert_map is not None:
         return "the kernel knows no expert_map: it would take another rank's expert for its own"
     experts, inner, hidden = w13.shape

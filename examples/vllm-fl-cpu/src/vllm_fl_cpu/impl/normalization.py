@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import Availability, OpImpl
 
-from . import LANES, VENDOR, kernel, provides, unsuitable, writable
+from . import LANES, VENDOR, kernel, provides, rounded, unsuitable, writable
 
 __all__ = ["OPS", "rms_norm", "supports_rms_norm"]
 
@@ -38,14 +38,15 @@ def rms_norm(
     """
     # The kernels take x and residual for contiguous, whatever their strides: the heads of a qkv
     # buffer would come out wrong without an error. Copy and kernel beat PyTorch all the same.
+    scale = None if weight is None else rounded(weight)
     if residual is None:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        kernel("rms_norm")(out, x, weight, epsilon)
-        return out
-    normed, total = writable(x), writable(residual)
-    kernel("fused_add_rms_norm")(normed, total, weight, epsilon)
-    return normed, total
+        read = rounded(x).contiguous()
+        out = torch.empty_like(read)
+        kernel("rms_norm")(out, read, scale, epsilon)
+        return out.to(x.dtype)
+    normed, total = (writable(rounded(each)) for each in (x, residual))
+    kernel("fused_add_rms_norm")(normed, total, scale, epsilon)
+    return normed.to(x.dtype), total.to(x.dtype)
 
 
 def supports_rms_norm(
