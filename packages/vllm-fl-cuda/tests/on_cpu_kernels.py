@@ -150,11 +150,14 @@ def _quant_fp8(static: bool, shape: tuple[int, int], ue8m0: bool = False) -> Cal
     return partial(QuantFP8.forward_native, layer)
 
 
+# All in fp32, as the CUDA kernels compute: some CPUs' kernels cut bfloat16 off, and do not round.
+
+
 def _gated(overload: Any) -> Callable[..., None]:
     def call(out: torch.Tensor, x: torch.Tensor) -> None:
         _reads_packed(x)
         size = out.shape[-1]
-        whole = F.pad(x.unflatten(-1, (2, size)), (0, -size % LANES)).flatten(-2)
+        whole = F.pad(x.float().unflatten(-1, (2, size)), (0, -size % LANES)).flatten(-2)
         result = whole.new_empty((*whole.shape[:-1], whole.shape[-1] // 2))
         overload(result, whole)
         out.copy_(result[..., :size])
@@ -165,7 +168,7 @@ def _gated(overload: Any) -> Callable[..., None]:
 def _elementwise(overload: Any) -> Callable[..., None]:
     def call(out: torch.Tensor, x: torch.Tensor) -> None:
         _reads_packed(x)
-        whole = F.pad(x, (0, -x.shape[-1] % LANES))
+        whole = F.pad(x.float(), (0, -x.shape[-1] % LANES))
         result = torch.empty_like(whole)
         overload(result, whole)
         out.copy_(result[..., : x.shape[-1]])
@@ -178,7 +181,10 @@ def _norm(overload: Any) -> Callable[..., None]:
         assert 2 <= x.ndim <= 4, "the CUDA kernel takes two to four dimensions"
         assert x.stride(-1) == 1, "the CUDA kernel reads rows without gaps"
         _whole_vectors(x)
-        overload(out, x.contiguous(), weight, epsilon)  # the CUDA kernel minds the rows' strides
+        wide = x.float().contiguous()  # the CUDA kernel minds the rows' strides
+        result = torch.empty_like(wide)
+        overload(result, wide, _wide(weight, x), epsilon)
+        out.copy_(result)
 
     return call
 
@@ -187,9 +193,17 @@ def _add_norm(overload: Any) -> Callable[..., None]:
     def call(x: torch.Tensor, residual: torch.Tensor, weight: Any, epsilon: float) -> None:
         _reads_packed(x, residual)
         _whole_vectors(x)
-        overload(x, residual, weight, epsilon)
+        wide = [each.float() for each in (x, residual)]
+        overload(*wide, _wide(weight, x), epsilon)
+        for each, result in zip((x, residual), wide, strict=True):
+            each.copy_(result)
 
     return call
+
+
+def _wide(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    assert weight is None or weight.dtype == x.dtype, "the CUDA kernel reads it as x's dtype"
+    return None if weight is None else weight.float()
 
 
 def _int8(overload: Any) -> Callable[..., None]:
@@ -214,7 +228,7 @@ def _rotary(overload: Any) -> Callable[..., None]:
         _reads_packed(positions, cache)
         if not all(0 <= position < len(cache) for position in positions.tolist()):
             raise IndexError("a position outside the tables, which on a GPU is undefined")
-        # In fp32, as the CUDA kernel computes: there the CPU's takes any size, and any tables.
+        # There the CPU's kernel also takes any size, and any tables.
         wide = [None if x is None else x.float() for x in (query, key)]
         overload(positions, *wide, head_size, cache.float(), neox)
         for x, turned in zip((query, key), wide, strict=True):

@@ -120,10 +120,13 @@ def test_what_was_seen_is_of_these_kernels() -> None:
         assert columns.keys() & served == (served if judging.serves(wrong) else set()), name
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
+PAGES = pages()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_pages_say_what_is_true(page: Path) -> None:
-    assert pages()[page] == page.read_text(), "run python -m wrong_kernels --write"
+    assert PAGES[page] == page.read_text(), "run python -m wrong_kernels --write"
 
 
 def test_no_page_is_of_a_kind_that_is_gone() -> None:
-    assert {*FOLDER.glob("*.md")} <= pages().keys()
+    assert {*FOLDER.glob("*.md")} <= PAGES.keys()
