@@ -104,14 +104,9 @@ def supports_fused_experts(
 ) -> Availability:
     """True, or why the kernel would fail, or read memory that is not there."""
     x = hidden_states
-    reason = unsuitable("hidden_states", x) or unsuitable("w13", w13)
+    reason = unsuitable("hidden_states", x) or unsuitable("w13", w13) or _unrounded(x)
     if reason:
         return reason
-    if cuts_off(x.dtype):
-        return (
-            f"the kernel cuts {x.dtype} off on this processor, where it should round, and a copy "
-            "of all weights in float32 would cost more than it"
-        )
     if expert_map is not None:
         return "the kernel knows no expert_map: it would take another rank's expert for its own"
     experts, inner, hidden = w13.shape
@@ -130,6 +125,16 @@ def supports_fused_experts(
         and (w2_bias is None or w2_bias.shape == (experts, hidden))
     )
     return True if fitting else "the arguments do not fit each other, which the kernel does not see"
+
+
+def _unrounded(x: torch.Tensor) -> str | None:
+    """Why results in x's dtype would not be rounded; None where they are."""
+    if not cuts_off(x.dtype):
+        return None
+    return (
+        f"the kernel cuts {x.dtype} off on this processor, where it should round, and copies of "
+        "all weights in float32 would cost more than it"
+    )
 
 
 OPS = (
