@@ -631,3 +631,4 @@ def test_what_errs_to_one_side_is_wrong_in_all_samples(fl: Command, plugin: Plug
     (finding,) = result["findings"]
     assert (finding["sample"], finding["status"]) == ("(all samples)", "wrong")
     assert "too small by 0.5" in finding["reason"]
+    assert 0 < result["worst"] == finding["share"] < 1, "each of them is right"

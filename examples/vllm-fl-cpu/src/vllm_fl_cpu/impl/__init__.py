@@ -92,15 +92,14 @@ def unsuitable(name: str, x: torch.Tensor) -> str | None:
 def cuts_off(dtype: torch.dtype) -> bool:
     """Whether the kernels cut results of this dtype off, where they should round to nearest.
 
-    Each such result is within a step of the right one. But all err towards zero, which adds up over
-    the layers of a model.
+    All err towards zero then, which adds up over the layers of a model.
     """
     return dtype == torch.bfloat16 and _cuts_bfloat16_off()
 
 
 @cache
 def _cuts_bfloat16_off() -> bool:
-    x = torch.ones(1, LANES, dtype=torch.bfloat16)
+    x = torch.ones(1, LANES, dtype=torch.bfloat16, device="cpu")
     out = torch.empty_like(x)
     kernel("rms_norm")(out, x, None, 1e-6)
     return bool((out != 1).any())  # 1 / sqrt(1 + 1e-6) is nearest to 1

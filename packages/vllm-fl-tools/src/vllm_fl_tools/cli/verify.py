@@ -368,7 +368,8 @@ class _Work:
             yield comparison
         if problem := leaning(compared):
             watch.found(problem)
-            yield Comparison(*key, "(all samples)", dtype_name, "wrong", reason=problem)
+            share = max(each.share for each in compared if each.status == "ok")
+            yield Comparison(*key, "(all samples)", dtype_name, "wrong", share, problem)
         try:
             _ = trials.forms
         except Exception as error:  # the contract's own: what follows calls these
