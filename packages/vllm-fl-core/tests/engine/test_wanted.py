@@ -100,6 +100,9 @@ def test_exact(got: Tensor, exact: Tensor, share: float) -> None:
 LEANS = torch.linspace(-3, 5, 1000, dtype=torch.float64)
 """Few of them are numbers of 16 bits."""
 
+TIES = 1 + (2 * torch.arange(100, dtype=torch.float64) + 1) / 256
+"""Each lies halfway between two numbers of bfloat16."""
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_how_results_lean(dtype: torch.dtype) -> None:
@@ -123,8 +126,10 @@ def test_how_results_lean(dtype: torch.dtype) -> None:
         (torch.ones(1000).bfloat16(), torch.ones(1000).double()),
         (torch.zeros(1000).half(), LEANS * 1e-6),
         (LEANS.bfloat16(), LEANS * NAN),
+        ((LEANS * 1.02).bfloat16(), LEANS),
+        ((TIES + 1 / 256).bfloat16(), TIES),
     ],
-    ids=["float32", "few", "numbers of the dtype", "below its smallest", "NaN"],
+    ids=["float32", "few", "its own numbers", "below its smallest", "NaN", "steps off", "ties"],
 )
 def test_what_tells_nothing_of_it(got: Tensor, exact: Tensor) -> None:
     assert lean_of(got, exact) == {}
