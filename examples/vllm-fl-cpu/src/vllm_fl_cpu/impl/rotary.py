@@ -21,7 +21,8 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Turn the first 2 * cos.shape[-1] features of each head in fp32, rounded once.
 
-    The kernel works in place: query and key may be overwritten.
+    Where `cuts_off` says so, bfloat16 is cut off instead, as stock vLLM has it there. The kernel
+    works in place: query and key may be overwritten.
 
     Args:
         query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout.
