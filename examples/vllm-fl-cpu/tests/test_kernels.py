@@ -87,15 +87,16 @@ def _as_where_kernels_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leans(op: str) -> float:
-    """The median over the contract's samples in bfloat16, each of which is right."""
+    """The median over the contract's samples in bfloat16, each of which is right; 0 where none
+    tells."""
     spec = contracts()[op]
     samples = spec.samples(torch.bfloat16, CPU)
     compared = [compare(IMPLS[op], spec, sample, torch.bfloat16) for sample in samples]
     assert {each.status for each in compared} <= {"ok", "refused"}
-    return statistics.median(lean for each in compared for lean in each.leans.values())
+    return statistics.median([lean for each in compared for lean in each.leans.values()] or [0.0])
 
 
-@pytest.mark.parametrize("op", sorted({*ROUNDED, "fused_experts"}))
+@pytest.mark.parametrize("op", sorted(ROUNDED))
 def test_one_number_tells_which_processors_kernels_do_not_round(op: str) -> None:
     assert (leans(op) < -0.25) == CUTS_OFF
 
