@@ -150,9 +150,6 @@ def _quant_fp8(static: bool, shape: tuple[int, int], ue8m0: bool = False) -> Cal
     return partial(QuantFP8.forward_native, layer)
 
 
-# All in fp32, as the CUDA kernels compute: some CPUs' kernels cut bfloat16 off, and do not round.
-
-
 def _gated(overload: Any) -> Callable[..., None]:
     def call(out: torch.Tensor, x: torch.Tensor) -> None:
         _reads_packed(x)
@@ -290,7 +287,8 @@ BEHIND = {
     "static_scaled_int8_quant": _int8,
     "dynamic_scaled_int8_quant": _int8,
 }
-"""CUDA kernel -> what stands behind it; every other one is a gated activation."""
+"""CUDA kernel -> what stands behind it; every other one is a gated activation. All but int8's
+get fp32, in which CUDA's compute: some CPUs' kernels cut bfloat16 off, and do not round."""
 
 
 def _concat_mla(

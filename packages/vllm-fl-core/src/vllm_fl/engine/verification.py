@@ -204,7 +204,8 @@ def compare(
         sample: the arguments, on the implementation's device. They are left as they are.
         dtype: the dtype that the sample was made for.
         off: how far off results are; None compares them with `wanted`.
-        wanted: what each output must be; None asks the oracle.
+        wanted: what each output must be; none of them (`()`) compares nothing, and None asks the
+            oracle.
         layer_for: as for `as_call`.
         packed: whether results must be contiguous. None: not of a sample whose activations lie as
             no layer of vLLM's has them, since plain PyTorch often keeps their layout.
@@ -212,9 +213,9 @@ def compare(
             takes new memory.
     """
     fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
-    if off is None and wanted is None:
-        wanted = wanted_of(spec, sample)
-    judged = partial(worst, wanted=wanted or ()) if off is None else off
+    if wanted is None:
+        wanted = () if off else wanted_of(spec, sample)
+    judged = off or partial(worst, wanted=wanted)
     given = spec.named(sample.args)
     call = guarded(given, spec.by_token) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
@@ -226,7 +227,7 @@ def compare(
             results = closed(got, sample)
             share, problem = judged(results)
             tells = not problem and not sample.relaid  # which has the numbers of another sample
-            return share, problem, leans(results, wanted or ()) if tells else {}
+            return share, problem, leans(results, wanted) if tells else {}
 
         share, problem, leant = attempt(COMPARING, look, refuses=())
         if problem:

@@ -70,7 +70,7 @@ def values(subject: Subject, dtype: str, sample: str) -> None:
     torch.rand((), device=subject.device)  # earlier calls of a kernel that seeds left its own state
     before = process_state.state_of(subject.device)
     judge(run(packed=True))
-    again = partial(run, off=lambda _: (0.0, ""))
+    again = partial(run, wanted=())
     problem = process_state.changed(before, subject.device, again)
     expect(problem is None, f"it changed {problem} of the whole process")
 
