@@ -17,8 +17,9 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parent
 
 # No example has a deadline: how long one takes says how busy the machine is.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+settings.register_profile("daily", deadline=None, max_examples=30)
+settings.register_profile("nightly", deadline=None, max_examples=1000)
+settings.load_profile("daily")
 
 
 class LeftOut(pytest.Collector):
@@ -61,7 +62,7 @@ def reason_against(path: Path) -> str | None:
             if path.name == "nodes" and find_spec("ray") is None:
                 return "Ray is not installed"
             if path.name == "real" and not (ROOT / "build/models/SmolLM2-135M-Instruct").is_dir():
-                return "no real model is here: nox -s real-short fetches two"
+                return "no real model is here: nox -s real fetches them"
     return None
 
 

