@@ -319,7 +319,7 @@ def tests_empty(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """Run a part of the engine's tests on the oldest release, and on its oldest empty build."""
     env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), CORE, OPS, TOOLS, REFERENCE, CPU)
-    engines_in_parallel(session, env, "-m", "oldest and not slow")
+    engines_in_parallel(session, env, "-m", "oldest")
     chosen = ("-m", "not slow", "-k", "not gemma3 and not one_kernel and not second")
     empty_builds(session, envs.EMPTY_RANGE[0], *chosen)
 

@@ -190,7 +190,10 @@ class Env:
         return done
 
     def install(self, *arguments: str) -> None:
-        """Install requirements or wheels by uv, or else by pip; the options are ones that both have.
+        """Install requirements or wheels by uv, or else by pip.
+
+        Args:
+            arguments: requirements, paths of wheels, and options that both programs have.
 
         Raises:
             EnvironmentFailed: pip fails, too.
