@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
+from children import run_each
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -19,7 +19,7 @@ COUNTS = [256, 17, 16, 1]
 
 ENABLED = ["+gelu_and_mul", "+silu_and_mul"]
 
-START = """
+HEAD = """
 import json, os, pickle, sys
 from dataclasses import replace
 sys.path.insert(0, os.environ["CONFIGS"])
@@ -39,6 +39,9 @@ from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
+"""
+
+START = """
 contract, gelu = contracts()["silu_and_mul"], contracts()["gelu_and_mul"]
 
 
@@ -112,7 +115,6 @@ class Worker:
 
 
 
-
 def agree(mine):
     key = "silu_and_mul", "vendor.wrong"
     # The other rank finds it on its own shard, once.
@@ -160,18 +162,36 @@ print(json.dumps(told))
 """
 
 
+REFUSES_ALL = "[0, 1000]"
+CASES = {
+    "wrong": {},
+    "off": {"HOW": "off"},
+    "found there": {"THEIRS": "1"},
+    "strict": {"STRICT": "1"},
+    "refuses all": {"REFUSED": REFUSES_ALL},
+    "takes the largest batch": {"REFUSED": "[0, 400]"},
+    "serves on another rank": {"REFUSED": REFUSES_ALL, "SERVES_THERE": "1"},
+    "not known of another": {"REFUSED": REFUSES_ALL, "RAN_NOT_THERE": "1"},
+}
+"""Name of a start -> the variables that its kernels and its other rank go by."""
+
+
 @cache
-def start(how: str = "verify", **variables: str) -> tuple[Any, str]:
-    """(what a worker's start in a process of its own prints, its log)."""
+def starts() -> dict[str, tuple[str, str]]:
     tests = str(Path(__file__).parents[1])
-    here = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops", "HOW": how}
-    done = forked.run(START, env={**os.environ, **here, **variables})
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr + done.stdout
+    env = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops"}
+    bodies = {name: (START, {"HOW": "verify", **variables}) for name, variables in CASES.items()}
+    return run_each(HEAD, bodies, {**os.environ, **env})
+
+
+def start(name: str) -> tuple[Any, str]:
+    """(what a worker's start prints in a process of its own, its log)."""
+    told, log = starts()[name]
+    return json.loads(told), log
 
 
 def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None:
-    told, log = start()
+    told, log = start("wrong")
     report = told["report"]
     assert "blocks.0, x (256, 1280) bfloat16" in report["demotions"]["silu_and_mul"]["vendor.wrong"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
@@ -186,14 +206,13 @@ def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None
     assert not report["calls"] and not report["fallbacks"]
 
 
-@pytest.mark.slow
 def test_without_preflight_nobody_looks() -> None:
     told, _ = start("off")
     assert told["calls"] == [] and not told["right"]
 
 
 def test_what_another_rank_finds_is_off_on_this_one() -> None:
-    told, log = start(THEIRS="1")
+    told, log = start("found there")
     report = told["report"]
     why = report["demotions"]["silu_and_mul"]["vendor.wrong"]
     assert why == "failed at start on rank 1: wrong in layer blocks.1"
@@ -202,9 +221,8 @@ def test_what_another_rank_finds_is_off_on_this_one() -> None:
     assert "found at start, on rank 1; off on all" in log
 
 
-@pytest.mark.slow
 def test_strict_mode_ends_the_start() -> None:
-    told, log = start(STRICT="1")
+    told, log = start("strict")
     assert "rank 0: strict mode, and implementation 'vendor.wrong'" in told["raised"]
     assert "in layer blocks.0" in told["raised"]
     assert " planned" in log, "the plan is told all the same"
@@ -213,7 +231,7 @@ def test_strict_mode_ends_the_start() -> None:
 def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_says_its_name() -> (
     None
 ):
-    told, log = start(REFUSED="[0, 1000]")
+    told, log = start("refuses all")
     report = told["report"]
     assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
     (why,) = report["rejections"]["silu_and_mul"].values()
@@ -229,22 +247,15 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     assert "is rejected for op 'silu_and_mul': it refuses every call of this model" in log
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        pytest.param({"REFUSED": "[0, 400]"}, id="takes the largest batch"),
-        pytest.param({"REFUSED": "[0, 1000]", "SERVES_THERE": "1"}, id="serves on another rank"),
-        pytest.param({"REFUSED": "[0, 1000]", "RAN_NOT_THERE": "1"}, id="not known of another"),
-    ],
-)
-def test_what_takes_some_calls_somewhere_stays(variables: dict[str, str]) -> None:
-    told, log = start(**variables)
+@pytest.mark.parametrize("name", [*CASES][-3:])
+def test_what_takes_some_calls_somewhere_stays(name: str) -> None:
+    told, log = start(name)
     assert told["report"]["ops"]["silu_and_mul"]["impl"] == "vendor.wrong"
     assert told["report"]["rejections"] == {} == told["report"]["refusals"] and "FL412" not in log
 
 
 def test_what_the_model_does_not_call_is_named_and_not_counted() -> None:
-    told, log = start(REFUSED="[0, 400]")
+    told, log = start("takes the largest batch")
     assert set(told["report"]["not_reached"]) == {"gelu_and_mul"}
     assert told["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
     (line,) = [line for line in log.splitlines() if " planned: " in line]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -26,22 +24,25 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.layers import rotary_embedding
 from vllm_fl.integration.models import skeleton_of
 
-config = EngineArgs(model=sys.argv[1], dtype="bfloat16", enforce_eager=True,
-                    skip_tokenizer_init=True, **json.loads(sys.argv[2])).create_engine_config()
-if sys.argv[3]:
-    config.model_config.hf_config.architectures = [sys.argv[3]]
+def built(model, arguments, architecture=None):
+    config = EngineArgs(model=model, dtype="bfloat16", enforce_eager=True,
+                        skip_tokenizer_init=True, **arguments).create_engine_config()
+    if architecture:
+        config.model_config.hf_config.architectures = [architecture]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    found = skeleton_of(config)
+    told = found and {
+        "layers": found.layers, "absent": sorted(found.absent),
+        "provided": {op: [{n: str(d) for n, d in kind.items()} for kind in kinds]
+                     for op, kinds in found.provided.items()}}
+    left = [parallel_state._TP, config.compilation_config.static_forward_context,
+            torch.equal(state, torch.get_rng_state()), str(torch.get_default_dtype()),
+            [*map(str, rotary_embedding._ROPE_DICT)]]
+    return told, left
+
 sys.modules["vllm.left_out"] = None  # so that it is not imported
-torch.manual_seed(5)
-state = torch.get_rng_state()
-found = skeleton_of(config)
-told = found and {
-    "layers": found.layers, "absent": sorted(found.absent),
-    "provided": {op: [{n: str(d) for n, d in kind.items()} for kind in kinds]
-                 for op, kinds in found.provided.items()}}
-left = [parallel_state._TP, config.compilation_config.static_forward_context,
-        torch.equal(state, torch.get_rng_state()), str(torch.get_default_dtype()),
-        [*map(str, rotary_embedding._ROPE_DICT)]]
-print(json.dumps([told, left]))
+print(json.dumps({name: built(*case) for name, case in json.loads(sys.argv[1]).items()}))
 """
 
 COMMON = {
@@ -76,29 +77,29 @@ OURS_ALONE = {"VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops", "HF_HUB_OF
 """Ops without a backend."""
 
 
-def built(
-    folder: Path,
-    own: dict[str, Any],
-    architecture: str = "",
-    variables: Mapping[str, str] = MappingProxyType({}),
-    **arguments: Any,
-) -> Any:
-    (folder / "config.json").write_text(json.dumps(COMMON | own))
-    done = forked.run(
-        BUILT,
-        str(folder),
-        json.dumps(arguments),
-        architecture,
-        env={**os.environ, **OURS_ALONE, **variables},
-    )
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Name of a case -> what is told of its model; all are built in one process."""
+    cases: dict[str, list[Any]] = {}
+    for name, own, *more in (
+        ("gemma", GEMMA, {}),
+        ("llama on four ranks", LLAMA, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("bert", BERT, {"runner": "pooling"}),
+        ("nobody's", LLAMA, {}, "NobodysForCausalLM"),
+    ):
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps(COMMON | own))  # type: ignore[operator]
+        cases[name] = [str(folder), *more]
+    done = forked.run(BUILT, json.dumps(cases), env={**os.environ, **OURS_ALONE})
     assert done.returncode == 0, done.stderr[-5000:]
-    told, left = json.loads(done.stdout.splitlines()[-1])
-    assert left == [None, {}, True, "torch.float32", []], "nothing of it is left"
-    return told
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, (_, left) in found.items():
+        assert left == [None, {}, True, "torch.float32", []], f"of {name} nothing is left"
+    return {name: told for name, (told, _) in found.items()}
 
 
-def test_gemmas_norms_provide_a_float32_weight(tmp_path: Path) -> None:
-    told = built(tmp_path, GEMMA)
+def test_gemmas_norms_provide_a_float32_weight(built: Any) -> None:
+    told = built["gemma"]
     assert told["layers"]["rms_norm"]["GemmaRMSNorm"] == 13 and "silu_and_mul" not in told["layers"]
     assert told["provided"]["rms_norm"] == [{"weight": "torch.float32"}]
     assert "layer_norm" in told["absent"] and "rms_norm" not in told["absent"]
@@ -106,28 +107,24 @@ def test_gemmas_norms_provide_a_float32_weight(tmp_path: Path) -> None:
     assert "qk_norm_rope" not in told["absent"], "its queries and keys are normed by heads"
 
 
-def test_a_llamas_norms_provide_one_of_the_models_dtype(tmp_path: Path) -> None:
+def test_a_llamas_norms_provide_one_of_the_models_dtype(built: Any) -> None:
     """Of four ranks the whole model is known, as on one."""
-    told = built(tmp_path, LLAMA, tensor_parallel_size=2, pipeline_parallel_size=2)
+    told = built["llama on four ranks"]
     assert told["provided"]["rms_norm"] == [{"weight": "torch.bfloat16"}]
     layers = told["layers"]
     assert layers["rms_norm"]["RMSNorm"] == 5 and layers["silu_and_mul"]["SiluAndMul"] >= 1
     assert "qk_norm_rope" in told["absent"], "it norms no heads"
 
 
-def test_what_only_layers_run_and_the_model_has_none_of_is_absent(tmp_path: Path) -> None:
-    told = built(tmp_path, BERT, runner="pooling")
+def test_what_only_layers_run_and_the_model_has_none_of_is_absent(built: Any) -> None:
+    told = built["bert"]
     assert "layer_norm" in told["absent"], "its norms are PyTorch's"
     # What operators reach, too, is not told by layers.
     assert "silu_and_mul" not in told["absent"]
 
 
-def test_a_model_that_cannot_be_built_so_is_not_known(tmp_path: Path) -> None:
-    assert built(tmp_path, LLAMA, "NobodysForCausalLM") is None
-
-
-def test_where_no_op_has_a_layer_nothing_is_built(tmp_path: Path) -> None:
-    assert built(tmp_path, LLAMA, variables={"VLLM_FL_PLUGINS": ""}) is None
+def test_a_model_that_cannot_be_built_so_is_not_known(built: Any) -> None:
+    assert built["nobody's"] is None
 
 
 def test_an_op_is_the_models_where_it_makes_layers_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

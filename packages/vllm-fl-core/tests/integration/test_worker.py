@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import forked
 import pytest
 from builders import managing, planning, silu
+from children import run_each
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
-START = """
+HEAD = """
 import json, os, pickle, sys, time
 sys.path.insert(0, os.environ["CONFIGS"])
 import torch
@@ -24,8 +23,11 @@ from configs import engine_config
 from vllm_fl.integration.entry import general_plugin
 general_plugin()
 from vllm.config.kernel import IrOpPriorityConfig
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.platforms import current_platform
-from vllm_fl.dispatch import reset_global_policy
+from vllm_fl.dispatch import reset_default_manager, reset_global_policy
+from vllm_fl.engine.state_file import StateFile
+from vllm_fl.errors import PolicySealedError
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import load_settings
@@ -53,6 +55,15 @@ class Worker:
         pass
 
 
+class Failing(Worker):
+    def load_model(self, **options):
+        raise MemoryError
+
+
+class TheirNorm(GemmaRMSNorm):
+    pass
+
+
 def kept(whose, *states):
     # As soon as it is so: whoever closes it waits only so long.
     while True:
@@ -63,36 +74,46 @@ def kept(whose, *states):
         time.sleep(0.01)
 
 
+def planned(cls):
+    return type("Planned", (PlannedWorker, cls), {})(config)
+
+
 asked = {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": "off"}
-asked |= {"VLLM_FL_METRICS": os.environ.get("METRICS", "")}
-asked |= {"VLLM_FL_REPORT": os.environ["REPORT"] + ".json"} if "REPORT" in os.environ else {}
-asked |= {"VLLM_FL_SHADOW": os.environ["SHADOW"]} if "SHADOW" in os.environ else {}
-settings = load_settings(asked, platform="cpu")
-carried = pickle.loads(pickle.dumps(Carried(settings)))
-config = engine_config(carried)
+"""
+
+START = """
+for name in ("METRICS", "SHADOW", "REPORT"):
+    if name in os.environ:
+        asked["VLLM_FL_" + name] = os.environ[name] + ".json" * (name == "REPORT")
+if "FOREIGN" in os.environ:
+    GemmaRMSNorm.register_oot(TheirNorm)
+config = engine_config(pickle.loads(pickle.dumps(Carried(load_settings(asked, platform="cpu")))))
 config.kernel_config.ir_op_priority = IrOpPriorityConfig()
-
-
-class Failing(Worker):
-    def load_model(self, **options):
-        raise MemoryError
-
-
 try:
-    type("PlannedFailing", (PlannedWorker, Failing), {})(config).load_model(load_dummy_weights=True)
+    planned(Failing).load_model(load_dummy_weights=True)
 except MemoryError:
+    failed = kept("") if "REPORT" in os.environ else None
     reset_global_policy()  # which is open, as the configuration is
 assert "plan" not in config.additional_config["vllm_fl"]
-worker = type("Planned", (PlannedWorker, Worker), {})(config)
+if "METRICS" in os.environ:
+    config.parallel_config.data_parallel_index = 2
+    StateFile.__init__.__kwdefaults__["every"] = 3600.0
+worker = planned(Worker)
 assert worker.load_model(load_dummy_weights=True) == "loaded"
 told = {
+    "failed": failed,
     "report": worker.vllm_fl_report(),
     "entry": config.additional_config["vllm_fl"],
     "reset": [],
 }
-from vllm_fl.dispatch import reset_default_manager
-from vllm_fl.errors import PolicySealedError
-
+if "METRICS" in os.environ:
+    file = worker.vllm_fl_serving.metrics
+    while not file.path.exists():
+        assert file._thread.is_alive()
+        time.sleep(0.01)
+    told["metrics"] = file.path.read_text()
+    assert worker.compile_or_warm_up_model() == "warm"
+    told["served"] = kept(".dp2.rank0", "serving")
 for _ in range(2):
     try:
         reset_default_manager()
@@ -100,63 +121,46 @@ for _ in range(2):
     except PolicySealedError:
         told["reset"].append("sealed")
     worker.shutdown()
+if "METRICS" in os.environ:
+    file._thread.join()
+    told["left"] = os.listdir(file.path.parent)
+    told["kept"] = kept(".dp2.rank0")
 print(json.dumps(told))
 """
 
-METERED = START.replace(
-    '["vllm_fl"]\nworker = ',
-    '["vllm_fl"]\nconfig.parallel_config.data_parallel_index = 2\n'
-    "from vllm_fl.engine.state_file import StateFile\n"
-    'StateFile.__init__.__kwdefaults__["every"] = 3600.0\nworker = ',
-).replace(
-    "\nfor _ in range(2):",
-    """
-file = worker.vllm_fl_serving.metrics
-while not file.path.exists():
-    assert file._thread.is_alive()
-    time.sleep(0.01)
-told["metrics"] = file.path.read_text()
-assert worker.compile_or_warm_up_model() == "warm"
-told["served"] = kept(".dp2.rank0", "serving")
 
-for _ in range(2):""",
-)
-METERED = METERED.replace(
-    "print(",
-    'file._thread.join()\ntold["left"] = os.listdir(file.path.parent)\n'
-    'told["kept"] = kept(".dp2.rank0")\nprint(',
-)
-
-
-@cache
-def start(code: str = START, **variables: str) -> Any:
-    """What a worker's start in a process of its own prints."""
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Name -> what a worker tells of its start; "metered" has all that is seen and written."""
+    metrics = tmp_path_factory.mktemp("m") / "chat.prom"
+    report = tmp_path_factory.mktemp("r") / "chat"
+    metered = {"METRICS": str(metrics), "REPORT": str(report), "SHADOW": "0.01"}
+    cases = {"plain": {}, "metered": metered, "foreign": {"FOREIGN": "1"}}
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
     here["VLLM_FL_PLUGINS"] = "vllm-fl-ops"  # as the engine's settings say
-    done = forked.run(code, env={**os.environ, **here, **variables})
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    bodies = {name: (START, variables) for name, variables in cases.items()}
+    told = run_each(HEAD, bodies, {**os.environ, **here})
+    return {name: json.loads(last) for name, (last, _) in told.items()}
 
 
-def test_a_start_seals_its_plan() -> None:
-    told = start()
+@pytest.fixture
+def metered(starts: dict[str, Any]) -> Any:
+    return starts["metered"]
+
+
+def test_a_start_seals_its_plan(starts: Any) -> None:
+    told = starts["plain"]
     assert told["entry"] == {"plan": told["report"]["digest"]}
     assert told["reset"] == ["sealed", "done"], "the seal ends with the engine"
 
 
-@pytest.fixture(scope="module")
-def metered(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A worker with everything that is seen and written while it serves."""
-    metrics = tmp_path_factory.mktemp("m") / "chat.prom"
-    report = tmp_path_factory.mktemp("r") / "chat"
-    return start(METERED, METRICS=str(metrics), REPORT=str(report), SHADOW="0.01")
-
-
-def test_what_watches_changes_neither_plan_nor_digest(metered: Any) -> None:
-    watched, plain = dict(metered["report"]), start()["report"]
+def test_what_watches_changes_neither_plan_nor_digest(metered: Any, starts: Any) -> None:
+    watched, plain = dict(metered["report"]), dict(starts["plain"]["report"])
     assert watched.pop("start").keys() == plain.pop("start").keys()
     assert watched == plain and plain["ops"]
-    assert metered["entry"] == start()["entry"], "that is what vLLM's compile-cache key has of us"
+    assert metered["entry"] == starts["plain"]["entry"], (
+        "that is what vLLM's compile-cache key has of us"
+    )
 
 
 def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
@@ -167,6 +171,7 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
     assert all('engine="chat",dp="2",rank="0"' in line for line in plan)
     assert all(told["report"]["digest"] in line for line in plan)
     assert told["left"] == [], "it ends with the worker"
+    assert told["served"]["state"] == "serving", "at once: it is written every hour in this test"
 
 
 def test_a_worker_leaves_its_report(metered: Any) -> None:
@@ -181,42 +186,18 @@ def test_a_worker_leaves_its_report(metered: Any) -> None:
     assert not any("op_backends" in line for line in kept["settings"]), "plugins' are in the plan"
 
 
-def test_a_report_says_that_it_serves_as_soon_as_the_start_has_ended(metered: Any) -> None:
-    assert metered["served"]["state"] == "serving", "it is written every hour in this test"
-
-
-LEFT = START.replace(
-    "reset_global_policy()  # which",
-    """
-    told_of_failing = kept("")
-    reset_global_policy()  # which""",
-).replace("print(json.dumps(told))", "print(json.dumps(told_of_failing))")
-
-
-def test_a_start_that_fails_leaves_what_it_failed_of(tmp_path: Path) -> None:
-    kept = start(LEFT, REPORT=str(tmp_path / "chat"))
+def test_a_start_that_fails_leaves_what_it_failed_of(metered: Any) -> None:
+    kept = metered["failed"]
     assert kept["state"] == "failed" and kept["report"]["ops"]
     assert kept["error"]["method"] == "load_model" and kept["error"]["why"] == "MemoryError"
 
 
-FOREIGN = """
-import sys
-from vllm.model_executor.layers.layernorm import GemmaRMSNorm
-
-class TheirNorm(GemmaRMSNorm):
-    pass
-
-GemmaRMSNorm.register_oot(TheirNorm)
-"""
-
-
-def test_a_layer_of_another_plugins_is_in_the_plan_and_the_digest() -> None:
-    first, rest = START.split("\nfrom vllm_fl.dispatch import reset_global", 1)
-    theirs = start(f"{first}{FOREIGN}\nfrom vllm_fl.dispatch import reset_global{rest}")["report"]
-    plain = start()["report"]
-    assert theirs["ops"].pop("rms_norm")["impl"] == "foreign"
-    assert plain["ops"].pop("rms_norm")["impl"] == "stock"
-    assert theirs["ops"] == plain["ops"]
+def test_a_layer_of_another_plugins_is_in_the_plan_and_the_digest(starts: Any) -> None:
+    theirs, plain = starts["foreign"]["report"], starts["plain"]["report"]
+    theirs_ops, plain_ops = dict(theirs["ops"]), dict(plain["ops"])
+    assert theirs_ops.pop("rms_norm")["impl"] == "foreign"
+    assert plain_ops.pop("rms_norm")["impl"] == "stock"
+    assert theirs_ops == plain_ops
     assert theirs["digest"] != plain["digest"]
 
 
