@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 
 if find_spec("vllm") is None:
@@ -158,12 +156,6 @@ def test_without_an_implementation_there_is_none_for_vllm_to_find(bare: None) ->
         assert names() == set() and chosen.schemas == {}
 
 
-def test_nothing_is_defined_for_an_engine_that_could_not_start(bare: None) -> None:
-    plan = plan_of(silu("vendor.a"))
-    operators.choose(plan, binding(), CPU, torch.float32)
-    assert names() == set()
-
-
 @pytest.mark.parametrize("reason", ["compiled", "brought", "release"])
 def test_only_an_empty_build_of_a_known_release_is_given_operators(
     reason: str, monkeypatch: pytest.MonkeyPatch
@@ -271,16 +263,6 @@ def test_the_last_of_two_engines_takes_the_definition_away(bare: None) -> None:
         assert alone == second
 
 
-def test_an_engine_of_another_plan_gets_the_error_and_not_the_others_kernel(bare: None) -> None:
-    stock = planning(managing())
-    with (
-        serving(plan_of(silu("vendor.a"))),
-        calling(engine_of(stock)),
-        pytest.raises(NoKernelError),
-    ):
-        call()
-
-
 def test_it_returns_nothing_on_tensors_without_data(bare: None) -> None:
     with serving(plan_of(silu("vendor.a"))):
         out, x = torch.empty(4, 4, device="meta"), torch.empty(4, 8, device="meta")
@@ -330,100 +312,6 @@ def test_who_overrode_after_us_keeps_it_until_the_next_engine_ends(
         assert names() == set()
 
 
-# Compilers and forks.
-
-
-def model(x: Tensor) -> Tensor:
-    y = x * 2
-    out = y.new_empty((x.shape[0], x.shape[1] // 2))
-    torch.ops.fl_test_bare.gated(out, y)
-    return out + 1
-
-
-def test_compiled_code_calls_it_and_so_does_that_of_the_next_engine(bare: None) -> None:
-    for more in (10.0, 20.0):
-        compiled = torch.compile(model, fullgraph=True, backend="inductor")
-        plan = plan_of(silu("vendor.a", more), mode="compiled", counts_calls=True)
-        with serving(plan):
-            assert torch.equal(compiled(X), 2 * FIRST + more + 1)
-            assert torch.equal(compiled(X), 2 * FIRST + more + 1)
-        assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
-
-
-def in_a_process(code: str) -> str:
-    """What a script prints that may import this file."""
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    done = forked.run(code, env={**os.environ, "PYTHONPATH": paths})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_an_artefact_compiled_ahead_of_time_finds_it_in_another_process(tmp_path: Path) -> None:
-    file = str(tmp_path / "model.bin")
-    head = "import torch, test_empty as t\n"
-    made = head + (
-        "with t.bare_vllm(), t.serving(t.plan_of(t.silu('vendor.a', 10.0))):\n"
-        "    done = torch.compile(t.model, fullgraph=True).aot_compile(((t.X,), {}))\n"
-        f"    done.save_compiled_function({file!r})\n"
-    )
-    in_a_process(made)
-    loaded = head + (
-        "with t.bare_vllm(), t.serving(t.plan_of(t.silu('vendor.b', 20.0))):\n"
-        f"    with open({file!r}, 'rb') as f:\n"
-        "        model = torch.compiler.load_compiled_function(f)\n"
-        "    assert torch.equal(model(t.X), 2 * t.FIRST + 21)\n"
-        "print('reloaded')\n"
-    )
-    assert in_a_process(loaded).endswith("reloaded\n")
-
-
-FORKED = """
-import os, sys, torch
-import test_empty as t
-torch.set_num_threads(1)
-
-def child(run):
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            run()
-            os._exit(0)
-        except BaseException as error:
-            print("child:", repr(error), file=sys.stderr, flush=True)
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-def with_its_parents():
-    assert torch.equal(t.call(), t.FIRST + 1)
-
-def with_its_own():
-    with t.serving(t.plan_of(t.silu('vendor.b', 2.0))):
-        assert torch.equal(t.call(), t.FIRST + 2)
-    t.engine_of(parents).leave()
-    assert t.names() == set()
-    with t.serving(t.plan_of(t.silu('vendor.c', 3.0))):
-        assert torch.equal(t.call(), t.FIRST + 3)
-    assert t.names() == set()
-
-parents = t.plan_of(t.silu('vendor.a', 1.0))
-with t.bare_vllm():
-    with t.serving(parents):
-        child(with_its_parents)
-        child(with_its_own)
-        assert torch.equal(t.call(), t.FIRST + 1)
-    assert t.names() == set()
-print("forked")
-"""
-
-
-@pytest.mark.slow
-def test_a_child_that_is_forked_meanwhile_works_with_and_without_its_own_engine() -> None:
-    assert in_a_process(FORKED).endswith("forked\n")
-
-
 # The table of the releases.
 
 ENTRIES: list[dict[str, Any]] = json.loads(empty.TABLE.read_text())["operators"]
@@ -464,14 +352,6 @@ def test_the_table_has_each_operator_of_cores_bindings_in_every_release(release:
 def test_a_release_beside_those_of_the_table_has_nothing() -> None:
     for version in ("0.25.3", "0.34.0", "0.1.dev1+g0123abc", "unknown"):
         assert not empty._table(version)
-
-
-def test_operators_of_the_table_write_to_what_they_are_given_and_return_nothing() -> None:
-    for entry in ENTRIES:
-        schema = torch._C.parse_schema(entry["schema"])
-        assert schema.returns == [], entry
-        assert any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-        assert all(source.startswith("csrc/") for source in entry["sources"])
 
 
 OTHERWISE_ON_CPUS = {

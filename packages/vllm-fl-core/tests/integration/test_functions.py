@@ -18,7 +18,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import engine_of, half, managing, planning, refusing, silu
+from builders import engine_of, half, managing, planning, silu
 from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, FunctionPlace
@@ -173,50 +173,6 @@ def test_who_is_no_engine_of_ours_gets_vllms_function(home: ModuleType) -> None:
         assert torch.equal(home.gated(X), STOCK)
 
 
-def test_each_of_two_engines_has_its_own(home: ModuleType) -> None:
-    one, other = plan_of(silu("vendor.a")), plan_of(silu("vendor.b", 5.0))
-    with serving(one):
-        with serving(other):
-            assert torch.equal(home.gated(X), FIRST + 5)
-            with calling(engine_of(one)):
-                assert torch.equal(home.gated(X), FIRST)
-        assert torch.equal(home.gated(X), FIRST)
-
-
-def test_a_refused_call_falls_to_the_next_candidate_and_last_to_vllm(home: ModuleType) -> None:
-    plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
-    with serving(plan):
-        assert torch.equal(home.gated(X), STOCK)
-    assert plan.fallbacks == {("silu_and_mul", "stock.vllm"): 1}
-
-
-def test_an_implementation_that_calls_the_function_itself_gets_vllms(home: ModuleType) -> None:
-    plan = plan_of(replace(silu("vendor.a"), fn=lambda x: home.gated(x) + 1))
-    with serving(plan):
-        assert torch.equal(home.gated(X), STOCK + 1)
-
-
-def test_an_exception_is_raised_and_the_next_call_is_served(home: ModuleType) -> None:
-    broken = [True]
-
-    def sometimes(x: Tensor) -> Tensor:
-        if broken.pop() if broken else False:
-            raise RuntimeError("the device is lost")
-        return half(x)
-
-    with serving(plan_of(replace(silu("vendor.a"), fn=sometimes))):
-        with pytest.raises(Exception, match="the device is lost"):
-            home.gated(X)
-        assert torch.equal(home.gated(X), FIRST)
-
-
-def test_calls_are_counted_where_the_user_asked_for_it(home: ModuleType) -> None:
-    plan = plan_of(silu("vendor.a"), counts_calls=True)
-    with serving(plan):
-        home.gated(X)
-    assert plan.calls == {("silu_and_mul", "vendor.a"): 1}
-
-
 SMALL = {"<=2": "stock", "rest": "vendor"}
 
 
@@ -254,15 +210,6 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_function_as_it_came(
     assert not plan.fallbacks
 
 
-def test_and_so_does_a_methods(home: ModuleType) -> None:
-    method = replace(METHOD, tokens="input", native=never)
-    static = replace(STATIC, tokens="input", native=never)
-    with serving(by_size(SMALL, silu("vendor.a")), binding(method, static)):
-        for call in (home.Layer().apply, home.Heir().apply, home.Layer.plain):
-            assert torch.equal(call(X[:2]), STOCK[:2])
-            assert torch.equal(call(X), FIRST)
-
-
 def test_a_place_that_tells_no_tokens_has_such_calls_converted(home: ModuleType) -> None:
     plan = by_size(SMALL, silu("vendor.a"))
     plain = replace(DIRECT, tokens="", native=lambda own: lambda x: own(x, False) + 1)
@@ -276,12 +223,6 @@ def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:
         compiled = torch.compile(lambda x: home.gated(x) * 2, backend="eager", fullgraph=True)
         assert torch.equal(compiled(X), STOCK * 2)
         assert torch.equal(home.gated(X), FIRST)
-
-
-def test_an_op_that_is_stock_replaces_nothing(home: ModuleType) -> None:
-    before = home.gated
-    with serving(planning(managing())) as chosen:
-        assert home.gated is before and chosen.names == {}
 
 
 @pytest.mark.parametrize(
