@@ -16,7 +16,6 @@ if find_spec("vllm") is None:
 import vllm.platforms
 from builders import silu
 from configs import engine_config
-from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
 from vllm_fl.contracts.binding import Binding, Contract, LayerPlace, OperatorPlace
@@ -87,25 +86,6 @@ def test_an_op_without_a_place_is_no_fault_of_this_vllm(entries: Entries) -> Non
     assert entries(places=())[OP].note == "vLLM has no place for it"
     absent = LayerPlace("vllm.no_such.Layer", lambda layer: layer)
     assert entries(places=(absent,))[OP].note == "this vLLM has no place for it"
-
-
-def test_what_vllms_passes_take_is_left_to_them(entries: Entries) -> None:
-    config = engine_config(mode=CompilationMode.VLLM_COMPILE, pass_config={"fuse_act_quant": True})
-    note = "vLLM's own fusions of it are on (fuse_act_quant)"
-    assert entries(config, fused_by=("fuse_norm_quant", "fuse_act_quant"))[OP].note == note
-    assert entries(config, fused_by=("fuse_norm_quant",))[OP].label == "vendor.acme"
-    eager = engine_config(pass_config={"fuse_act_quant": True})
-    assert entries(eager, fused_by=("fuse_act_quant",))[OP].label == "vendor.acme"
-
-
-def test_what_batch_invariance_asks_for_is_vllms(
-    entries: Entries, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert entries(batch_invariant="vLLM's own sampling")[OP].note == (
-        "VLLM_BATCH_INVARIANT asks for vLLM's own sampling"
-    )
-    assert entries()[OP].note == ""
 
 
 def test_layers_that_models_share_are_forgotten(

@@ -48,30 +48,12 @@ def test_one_line_each() -> None:
     ]
 
 
-def test_where_a_setting_stands_does_not_count() -> None:
-    assert told(setting_prefer=["vendor", "/etc/fl.yaml:1"]) == []
-
-
 def test_a_whole_configuration_is_one_line() -> None:
     (line,) = told(model_configuration={"head_dim": 16})
     assert line.startswith("model configuration: a is nothing, not 1; b is nothing, not 1; ")
     assert line.endswith("hidden_size is nothing, not 64") and line.count(";") == 3
     (line,) = told(model_configuration={})
     assert line.endswith("; and 1 more")
-
-
-def test_what_follows_from_another_difference_is_none() -> None:
-    other = {"rms_norm": "stock", "silu_and_mul": "vendor.acme"}
-    assert told(plan=other) == [
-        "rms_norm is stock; the lock has vendor.acme",
-        "silu_and_mul is vendor.acme; the lock has nothing",
-    ]
-    assert len(told(plan=other, torch="2.14.0")) == 1
-
-
-def test_of_an_engine_of_any_model_its_own_facts_alone_count() -> None:
-    lacking = dict.fromkeys(("engine_arguments", "model_configuration", "plan"))
-    assert told(**lacking) == [] and len(told(**lacking, torch="2.14.0")) == 1
 
 
 @pytest.fixture

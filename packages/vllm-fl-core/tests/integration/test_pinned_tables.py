@@ -98,20 +98,6 @@ def start(process: OpManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     yield started
 
 
-def order(plan: Plan) -> str:
-    return "|".join(map(str, plan.entries[OP].rows[-1][1].order))
-
-
-def test_it_is_in_the_plans_digest(start: Start) -> None:
-    mine = table()
-    _, contents, _, standing = start(mine, Standing(mine.digest))
-    assert contents["table"] == mine.digest == standing.digest
-    slower = replace(mine, seconds=2.0)
-    _, other, _, _ = start(slower)
-    assert other["table"] != contents["table"]
-    assert "table" not in start(None)[1]
-
-
 def test_another_identity_is_one_warning_and_no_table(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,19 +128,3 @@ def test_two_ranks_with_two_tables_have_none(
         assert f"rank 0 has {mine.digest}" in line and words in line
         with pytest.raises(VllmFLError, match="strict mode, and The ranks have different tables"):
             start(mine, other, VLLM_FL_STRICT="1")
-
-
-def test_what_one_rank_leaves_out_all_leave_out(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    mine = table()
-    lacking = Standing(mine.digest, left_out={OP: "'vendor.zeta' is not installed"})
-    plan, contents, _, standing = start(mine, lacking)
-    assert contents["table"] == mine.digest and standing == lacking
-    assert order(plan) == "flagos|vendor|stock|reference"
-    (line,) = [r.getMessage() for r in caplog.records if "rows of op" in r.getMessage()]
-    assert line == (
-        f"The table's rows of op '{OP}' have no effect: 'vendor.zeta' is not installed [FL610]"
-    )
-    with pytest.raises(VllmFLError, match="strict mode, and the table's rows of op"):
-        start(mine, lacking, VLLM_FL_STRICT="1")

@@ -27,10 +27,6 @@ def found(rank: int, **changed: Any) -> Verdict:
     return Verdict(rank, facts={"mode": "eager", "ops": {"rms_norm": [impl]}})
 
 
-def test_ranks_that_agree_are_not_named() -> None:
-    assert differences([found(0), found(1)]) == []
-
-
 def test_the_difference_is_in_the_sentence() -> None:
     for changed, words in (
         ({"version": "1.1"}, "fl-acme 1.1"),
@@ -46,15 +42,6 @@ def test_a_rank_without_the_plugin() -> None:
     other = Verdict(1, facts={"mode": "eager", "ops": {"rms_norm": []}})
     (line,) = differences([found(0), other])
     assert line.endswith("rank 1 has none")
-
-
-def test_a_row_that_one_rank_has_alone_is_named() -> None:
-    facts = found(1).facts
-    rows = {**facts["ops"], "rms_norm(<=16)": facts["ops"]["rms_norm"]}
-    other = Verdict(1, facts={**facts, "ops": rows})
-    for one, two, words in ((found(0), other, "rank 0 has none"), (other, found(0), "none")):
-        (line,) = differences([one, two])
-        assert line.startswith("rms_norm(<=16): ") and words in line
 
 
 def test_what_one_rank_lacks_is_found_on_every_rank() -> None:
@@ -73,13 +60,6 @@ def test_a_row_of_an_order_by_size_is_its_ops() -> None:
     one = Verdict(0, facts={"ops": ops}, installed=frozenset({("rms_norm", "vendor.acme")}))
     assert lacking([one, Verdict(1)]) == {("rms_norm", "vendor.acme"): (LACKED, 1, "fl-acme 1.0")}
     assert lacking([one, replace(one, rank=1)]) == {}
-
-
-def test_what_is_installed_and_left_out_on_one_rank_is_not_lacking() -> None:
-    """The machine of one rank may reject what another one runs: that is a difference."""
-    has = frozenset({("rms_norm", "vendor.acme")})
-    other = Verdict(1, facts={"ops": {"rms_norm": []}}, installed=has)
-    assert lacking([replace(found(0), installed=has), other]) == {}
 
 
 def test_a_verdict_has_the_number_of_its_rank_in_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
