@@ -239,18 +239,6 @@ def test_where_the_model_cannot_be_run_one_line_says_why(
     assert caplog.text.count("After the weights were updated nothing was verified") == 1
 
 
-def test_where_nothing_is_verified_nothing_is_said(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = engine()
-    worker.vllm_fl_serving.start.live_counts = frozenset()
-    worker.reload_weights()
-    with pytest.raises(OSError):
-        worker.reload_weights(fails=True)
-    assert worker.model_runner.runs == 0 and "update" not in caplog.text
-    assert "nothing is planned" in worker.vllm_fl_verify()
-
-
 def short_of_memory(cache: list[object]) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: right(x) * (1.5 if cache else 1.0)
 
@@ -287,9 +275,3 @@ def test_what_is_compiled_with_it_does_not_start(engine: Engine) -> None:
         failed.value
     )
     assert "The model is compiled with it. VLLM_FL_PER_OP='silu_and_mul=stock'" in str(failed.value)
-
-
-def test_the_names_of_updates_are_those_of_vllms_worker() -> None:
-    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
-
-    assert [name for name in after.FOLLOWS if not hasattr(GpuWorker, name)] == []

@@ -182,10 +182,6 @@ def test_a_rate_that_is_none_is_refused(text: str) -> None:
         load_settings({"VLLM_FL_SHADOW": text})
 
 
-def test_a_rate_of_nothing_is_off() -> None:
-    assert load_settings({"VLLM_FL_SHADOW": "0.0"}).shadow is None
-
-
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -222,21 +218,6 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     assert first["compared"][0]["wrong"] == 1 and first["compared"][0]["impl"] == "vendor.acme"
     assert first["digest"] == "f00d" and (first["sampled"], second["sampled"]) == (1, 4)
     assert last["compared"][0]["calls"] == 1, "what is not said yet is said at the end"
-
-
-def test_where_all_is_well_one_line_says_how_well(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", logger="vllm_fl")
-    worker = Worker(VLLM_FL_SHADOW="1")
-    canary = watched(worker)
-    step(worker)
-    canary.shadow.report()
-    canary.say()
-    canary.say()
-    (line,) = said(caplog)
-    assert "1 of 1 steps sampled; 1 of 1 calls in them compared" in line
-    assert f"({OP} of vendor.acme, up to 4 tokens)" in line
 
 
 def test_a_file_that_cannot_be_written_is_one_line_and_no_step_waits(

@@ -231,17 +231,6 @@ def test_a_class_that_cannot_be_used_says_why(
     assert why in _problem(groups)
 
 
-def test_where_vllm_captures_graphs_the_class_must_be_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
-
-    monkeypatch.setattr(communicator, "stock_class", lambda: CudaCommunicator)
-    groups = communicator.Groups(use(monkeypatch, acme(Sound)))
-    why = _problem(groups)
-    assert why.endswith("is no subclass of vLLM's CudaCommunicator")
-
-
 def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[CommunicatorRequest] = []
     found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
@@ -277,9 +266,3 @@ def test_the_plan_has_it_where_there_are_ranks() -> None:
     off = make_plan(manager, found, demoted={KEY: "failed at start on rank 1: wrong"})
     assert off.entries["communicator"].label == "stock"
     assert "failed at start on rank 1" in off.entries["communicator"].reason
-
-
-def test_without_groups_vllm_makes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "stock_class", lambda: lambda **given: given)
-    assert communicator.make(unique_name="tp:0") == {"unique_name": "tp:0"}
-    assert communicator.groups_now() is None

@@ -29,7 +29,7 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.plan import Plan, leave_place, take_place
-from vllm_fl.engine.ranges import Range, edges
+from vllm_fl.engine.ranges import Range
 from vllm_fl.integration import lowering, passes, ranges
 from vllm_fl.integration.functional_operators import OWNER
 from vllm_fl.integration.planning import Carried
@@ -226,16 +226,6 @@ def test_where_the_token_count_cannot_be_told_the_operator_stays_and_is_named(
     assert (first["places"], first["operators"]) == (0, 2)
 
 
-def test_inputs_that_nothing_joins_have_each_vllms_number_of_tokens(planned: Planned) -> None:
-    """As positions beside hidden states, where what takes both is an operator."""
-    plan = planned(ROWS, *three())
-    bound = plan.bind(OP, object(), NOTHING)
-    x, y = torch.randn(3, 8), torch.randn(3, 8)
-    (one, other), left = lowered(plan, (1, 4), lambda x, y: (bound(x), bound(y)), x, y)
-    assert not left
-    assert torch.equal(one, half(x) + 1) and torch.equal(other, half(y) + 1)
-
-
 def test_what_cannot_be_traced_stays_an_operator_and_is_named(
     planned: Planned, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,14 +244,6 @@ def test_what_cannot_be_traced_stays_an_operator_and_is_named(
     (said,) = [r.getMessage() for r in caplog.records]
     assert said.startswith(f"Op '{OP}': 'vendor.acme' cannot be traced for 1 to 4 tokens")
     assert left and torch.equal(result, half(x))
-
-
-@pytest.mark.parametrize("fields", [{"traceable": False}, {"supports": lambda x: True}])
-def test_what_a_compiler_must_take_whole_stays_whole(planned: Planned, fields: Any) -> None:
-    first = silu("vendor.acme", 1, **{"traceable": True, **fields})
-    plan = planned({"<=4": "vendor", "rest": "flagos"}, first, three()[2])
-    bound = plan.bind(OP, object(), NOTHING)
-    assert lowered(plan, (1, 4), bound, torch.randn(3, 8))[1]
 
 
 def test_a_result_that_is_a_view_of_an_argument_becomes_a_tensor_of_its_own(
@@ -300,46 +282,6 @@ def test_what_writes_into_a_copy_of_its_own_leaves_the_argument_alone(planned: P
     assert not left
     torch.testing.assert_close(result, torch.nn.functional.silu(before[:, :4]) * before[:, 4:])
     assert torch.equal(x, before) and torch.equal(read, before)
-
-
-@pytest.mark.usefixtures("our_provider")
-def test_nor_does_a_norm_that_vllm_lowers_itself(planned: Planned) -> None:
-    def half_of_it(
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Any:
-        own = x.clone()
-        own[..., :4].mul_(2)
-        return own + 1 if residual is None else (own + 1, residual * 1)
-
-    kind, vendor = kind_of("vendor.acme")
-    first = OpImpl("rms_norm", "vendor.acme", kind, half_of_it, vendor, traceable=True)
-    plan = planned("vendor", first)
-    seams.bind_provider(engine_of(plan), by_range=True)
-    passes = [each(VllmConfig()) for each in (VllmIRLoweringPass, UnsafeCloneEliminationPass)]
-    x = torch.randn(3, 8)
-    before = x.clone()
-
-    def model(x: torch.Tensor) -> Any:
-        return ir.ops.rms_norm(x, None, 1e-6), x + 0
-
-    (result, read), _ = lowered(plan, (1, 4), model, x, afterwards=passes)
-    expected = before.clone()
-    expected[:, :4] *= 2
-    torch.testing.assert_close(result, expected + 1)
-    assert torch.equal(x, before) and torch.equal(read, before)
-
-
-def test_vllms_own_form_is_inlined_where_a_row_is_stock(planned: Planned) -> None:
-    plan = planned({"<=4": "stock", "rest": "flagos"}, three()[2])
-    own = OpImpl(OP, "stock.vllm", three()[1].kind, lambda x: half(x) + 9, traceable=True)
-    bound = plan.bind(OP, object(), NOTHING, last=own)
-    x = torch.randn(3, 8)
-    result, left = lowered(plan, (1, 4), bound, x)
-    assert not left and torch.equal(result, half(x) + 9)
 
 
 @pytest.mark.parametrize(("sizes", "tokens", "mark"), [((1, 4), 3, 1), ((5, 64), 8, 3)])
@@ -418,22 +360,6 @@ def in_its_schema(operator: str) -> bool:
     return bool(found._schema.is_mutable)
 
 
-def test_calls_are_counted_as_they_are_traced(planned: Planned) -> None:
-    manager = managing(*three(), per_op_order={OP: ROWS})
-    plan = planning(manager, "compiled")
-    plan.record.counts = "tracings"
-    bound = plan.bind(OP, object(), NOTHING)
-    lowered(plan, (1, 4), lambda x: bound(bound(x).repeat(1, 2)), torch.randn(3, 8))
-    assert plan.calls == {(OP, "vendor.acme"): 2}
-
-
-def test_another_plans_operators_are_left_alone(planned: Planned) -> None:
-    bound = planned(ROWS, *three()).bind(OP, object(), NOTHING)
-    other = planned(ROWS, *three())
-    other.bind(OP, object(), NOTHING)
-    assert lowered(other, (1, 4), bound, torch.randn(3, 8))[1]
-
-
 # Where vLLM's ranges are split.
 
 
@@ -466,13 +392,6 @@ def test_a_size_that_the_user_has_compiled_apart_is_no_end_of_a_range(planned: P
     """vLLM's range goes on beyond it, and no row would hold for all of that."""
     found = split(planned(ROWS, *three()), endpoints=[64], sizes=[4, 1])
     assert (found.compile_ranges_endpoints, found.compile_sizes) == ([4, 64], [4, 1])
-
-
-def test_where_encoders_are_compiled_no_size_is_compiled_apart_for_us(planned: Planned) -> None:
-    """vLLM would put 1 in the place of each of their sizes, which not every shape allows."""
-    plan = planned({"<=1": "vendor", "rest": "flagos"}, *three())
-    found = split(plan, endpoints=[64], sizes=[], compile_mm_encoder=True)
-    assert (found.compile_ranges_endpoints, found.compile_sizes) == ([64], [])
 
 
 def test_of_more_rows_that_of_the_largest_calls_is_split_off(planned: Planned) -> None:
@@ -508,15 +427,6 @@ def test_what_the_host_launches_counts_before_what_graphs_replay(
     assert found.compile_ranges_endpoints == [edge, 64]
 
 
-def test_sizes_count_by_doublings(planned: Planned) -> None:
-    """As where a table ends before the largest batch: that row is no reason to lose the others."""
-    two, another = (planned({f"<={n}": "flagos", "rest": "vendor"}, *whole()) for n in (4, 32))
-    chains = [ranges._chains(plan)[OP] for plan in (two, two, another)]
-    assert edges(chains, LARGEST) == (4,)
-    assert edges(chains[1:], LARGEST) == (4,)
-    assert edges(chains[2:], LARGEST) == (32,)
-
-
 def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(
     planned: Planned,
 ) -> None:
@@ -543,32 +453,6 @@ def test_where_vllm_does_not_compile_by_range_nothing_is_split(
     plan = planned(ROWS, *three())
     assert split(plan, endpoints=None, **fields).compile_ranges_endpoints is None
     assert ranges.planned(plan, config([4, 16, 64], [], **fields)) == {}
-
-
-def test_an_operator_that_writes_over_its_arguments_is_not_inlined_and_splits_nothing() -> None:
-    """Of a rope in place the graph has no results, but its arguments."""
-    from vllm_fl.contracts import contracts
-
-    def rope(*args: Any) -> Any:
-        return args[1], args[2]
-
-    rope.__signature__ = contracts()["rotary_embedding"].signature  # type: ignore[attr-defined]
-    kinds = {"vendor.acme": kind_of("vendor.acme"), "default.flagos": kind_of("default.flagos")}
-    impls = [
-        OpImpl(
-            "rotary_embedding",
-            impl_id,
-            kind,
-            rope,
-            vendor,
-            consumes=frozenset({"query", "key"}) if impl_id == "default.flagos" else frozenset(),
-            traceable=impl_id == "vendor.acme",
-        )
-        for impl_id, (kind, vendor) in kinds.items()
-    ]
-    order = {"<=4": "vendor", "rest": "flagos"}
-    plan = planning(managing(*impls, per_op_order={"rotary_embedding": order}), "compiled")
-    assert split(plan, endpoints=[64]).compile_ranges_endpoints == [64]
 
 
 def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Planned) -> None:

@@ -113,25 +113,6 @@ def test_a_device_brings_its_name_communicator_and_collectives(device: Callable[
     assert made.get_device_communicator_cls() == "acme.Communicator"
 
 
-def test_what_a_device_does_not_bring_is_the_platforms(device: Callable[..., Any]) -> None:
-    made = device()
-    assert made.dist_backend == "gloo"
-    assert made.get_device_communicator_cls() == "stock.Communicator"
-
-
-@needs_vllm
-def test_passes_of_ours_are_behind_the_platforms_own_manager(
-    device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_fl.integration.passes import manager_path
-
-    own = manager_path("acme.PassManager")
-    assert device().get_pass_manager_cls() == own, "a manager of the device's own"
-    vllms = "vllm.compilation.passes.pass_manager.PostGradPassManager"
-    monkeypatch.setattr(CpuPlatform, "manager", vllms)
-    assert device().get_pass_manager_cls() == manager_path(vllms)
-
-
 def test_a_platform_class_that_cannot_be_imported_names_the_device(
     device: Callable[..., Any],
 ) -> None:

@@ -136,13 +136,11 @@ def table(rows: int, **told: int) -> torch.nn.Module:
     ("layers", "positions"),
     [
         ({}, 512),
-        ({"rope": Rope(4096)}, 512),
         ({"rope": Rope(128), "other": Rope(256)}, 128),
         ({"rope": Rope(160, "long_short_cos_sin_cache", original_max_position_embeddings=64)}, 96),
         ({"chunked": Rope(8, "cos_sin_q_cache")}, 512),
         ({"wpe": table(100)}, 100),
         ({"embed_positions": table(102, offset=2)}, 100),
-        ({"embed_tokens": table(100)}, 512),
         ({"rope": Rope(0)}, 1),
     ],
 )
@@ -232,12 +230,10 @@ def engine_with(runner: Drafting, config: Any) -> Any:
 @pytest.mark.parametrize(
     ("draft", "line"),
     [
-        (Model(), "0 calls on live tensors in"),
         (Model(fails=True), "not on live tensors: the forward failed: ZeroDivisionError"),
-        (object(), "0 calls on live tensors in"),
         (None, "0 calls on live tensors in"),
     ],
-    ids=["model", "failing", "n-grams", "none"],
+    ids=["failing", "none"],
 )
 def test_with_speculative_decoding_the_start_goes_on(
     draft: Any, line: str, config: Any, monkeypatch: pytest.MonkeyPatch

@@ -11,14 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from builders import managing, planning, silu
 
-from vllm_fl.engine.metrics import exposition
-from vllm_fl.engine.shadow import Shadow
 from vllm_fl.integration import scraping
 from vllm_fl.integration.scraping import Scraped
-
-OP = "silu_and_mul"
 
 needs_client = pytest.mark.skipif(
     find_spec("prometheus_client") is None, reason="prometheus_client is not installed"
@@ -103,23 +98,6 @@ def test_a_folder_that_is_not_there_or_does_not_answer_costs_no_scrape(
         answers.set()
 
 
-@needs_client
-@pytest.mark.parametrize(
-    "odd", ['a "quoted" name', "back\\slash\\n", "two\nlines", "{a,b=c} # 1\x85"]
-)
-def test_a_label_may_hold_anything(tmp_path: Path, odd: str) -> None:
-    from prometheus_client.core import CollectorRegistry
-
-    plan = planning(managing(silu("vendor.acme"), per_op_order={OP: ["vendor"]}), "eager")
-    whose = {"engine": odd, "dp": "0", "rank": "0"}
-    scraped = Scraped(str(tmp_path / "chat.prom"))
-    (tmp_path / "chat.rank0.prom").write_text(exposition(plan, odd, whose, Shadow(plan, 1.0)))
-    registry = CollectorRegistry()
-    registry.register(scraped)
-    labels = {"op": OP, "impl": "vendor.acme", "mode": "eager", "digest": odd}
-    assert registry.get_sample_value("vllm_fl_plan_info", {**whose, **labels}) == 1
-
-
 BOTH = """
 import os, sys
 from vllm_fl.integration.scraping import show
@@ -152,10 +130,3 @@ def test_both_of_the_registries_that_vllm_shows_have_them_once(tmp_path: Path) -
     for shown in (single, several):
         assert shown.count('vllm_fl_refusals_total{engine="chat",rank="0"} 1.0') == 1
         assert "their 3.0" in shown
-
-
-def test_without_prometheus_client_nothing_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    scraping.show(str(tmp_path / "nobody.prom"))

@@ -42,10 +42,6 @@ def forward(config: Any) -> Any:
     return override_forward_context(ForwardContext(layers, attn_metadata=None, slot_mapping={}))
 
 
-def test_nobody_is_calling() -> None:
-    assert serving.now() is None
-
-
 def test_the_forward_context_tells_two_engines_apart(engines: Any) -> None:
     (first, one), (second, other) = engines
     with forward(one):
@@ -77,17 +73,6 @@ def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(engines: An
             assert serving.now() is first
 
 
-def test_what_one_thread_is_in_is_not_anothers(engines: Any) -> None:
-    (first, _), _ = engines
-    seen = []
-    with serving.calling(first):
-        thread = threading.Thread(target=lambda: seen.append(serving.now()))
-        thread.start()
-        thread.join()
-        assert serving.now() is first
-    assert seen == [None]
-
-
 def test_an_engine_that_has_ended_calls_no_more() -> None:
     ended, config = engine(), engine_config()
     ended.begin(config)
@@ -95,16 +80,6 @@ def test_an_engine_that_has_ended_calls_no_more() -> None:
     with forward(config):
         assert serving.now() is None
     ended.leave()  # a second shutdown
-
-
-def test_a_table_of_layers_that_is_gone_lends_its_identity_to_no_other() -> None:
-    """A dictionary made after one that was freed may have its id."""
-    ended, config = engine(), engine_config()
-    ended.begin(config)
-    known = id(config.compilation_config.static_forward_context)
-    del config
-    assert all(id({}) != known for _ in range(1000))
-    ended.leave()
 
 
 class Worker:

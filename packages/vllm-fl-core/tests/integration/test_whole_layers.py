@@ -160,9 +160,7 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
         ("Mixer", "number", "acme.number is no class"),
         ("Mixer", "Absent", "its class acme.Absent failed: AttributeError"),
         ("Mixr", "OwnMixer", "has no layer class 'Mixr'. Did you mean 'Mixer'?"),
-        ("RowParalelLinear", "OwnMixer", "Did you mean 'RowParallelLinear'?"),
         ("row_parallel_linear", "OwnMixer", "Did you mean 'RowParallelLinear'?"),
-        ("MambaMixer2", "OwnMixer", "acme.OwnMixer is no subclass of vLLM's "),
         ("PluggableLayer", "OwnMixer", "has no layer class 'PluggableLayer'"),
     ],
 )
@@ -175,7 +173,7 @@ def test_a_class_that_cannot_be_used_is_a_fault_by_name(
     assert (words in found[layer, "vendor.acme"]) if words else not found
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ImportError("libacme.so"), ValueError("x" * 9)])
+@pytest.mark.parametrize("error", [SystemExit(3), ImportError("libacme.so")])
 def test_a_module_that_fails_costs_the_class_only(
     plan: Make, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -207,11 +205,8 @@ def test_class_methods_that_vllm_would_not_find_are_a_fault(
 ) -> None:
     from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
 
-    plain = type("Plain", (MMEncoderAttention,), {})
     own = type("Own", (MMEncoderAttention,), {"maybe_compute_seq_lens": classmethod(print)})
-    monkeypatch.setattr(ACME, "Encoder", plain, raising=False)
-    assert whole_layers.faults(plan(impl("MMEncoderAttention", "Encoder"))) == {}
-    monkeypatch.setattr(ACME, "Encoder", own)
+    monkeypatch.setattr(ACME, "Encoder", own, raising=False)
     (why,) = whole_layers.faults(plan(impl("MMEncoderAttention", "Encoder"))).values()
     assert "maybe_compute_seq_lens would not be called" in why
 
@@ -250,14 +245,8 @@ def test_each_class_is_asked_once_with_its_layer(plan: Make) -> None:
     whole_layers.refusals(other)
     assert [r.quantization for r in seen] == [None, None, "fp8", "fp8"]
     assert whole_layers.refusals(dataclasses.replace(facts(), layers=None)) == {}
-
-
-def test_one_that_is_not_available_is_not_asked(plan: Make) -> None:
-    def supports(request: LayerRequest) -> bool:
-        raise AssertionError("asked")
-
     plan(impl(available=lambda: "no card", supports=supports))
-    assert whole_layers.refusals(facts()) == {}
+    assert whole_layers.refusals(facts()) == {} and len(seen) == 4, "it is not asked"
 
 
 def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
@@ -268,16 +257,13 @@ def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
 
 def test_the_request_is_what_the_configuration_says() -> None:
     config = engine_config(tensor_parallel_size=4)
-    config.parallel_config.data_parallel_size = 2
-    config.parallel_config.pipeline_parallel_size = 3
+    for name, value in (("data", 2), ("pipeline", 3)):
+        setattr(config.parallel_config, f"{name}_parallel_size", value)
     config.parallel_config.enable_expert_parallel = True
-    config.model_config.quantization = "fp8"
-    config.lora_config = object()
+    config.model_config.quantization, config.lora_config = "fp8", object()
     assert whole_layers.request_of(config, compiled=True) == LayerRequest(
         "", torch.bfloat16, "fp8", 4, 3, 2, 8, True, True
     )
-    config.parallel_config.enable_expert_parallel = False
-    assert whole_layers.request_of(config, compiled=False).expert_parallel_size == 1
 
 
 # What the user says.
@@ -288,10 +274,8 @@ def test_the_request_is_what_the_configuration_says() -> None:
     [
         ({}, None),
         ({"VLLM_FL_OOT_ENABLED": "0"}, "VLLM_FL_OOT_ENABLED=0"),
-        ({"VLLM_FL_OOT_BLACKLIST": "Mixer"}, "oot_blacklist names Mixer"),
         ({"VLLM_FL_OOT_BLACKLIST": "test_mixer"}, "oot_blacklist names test_mixer"),
         ({"VLLM_FL_OOT_WHITELIST": "SiluAndMul"}, "oot_whitelist does not name it"),
-        ({"VLLM_FL_OOT_WHITELIST": "Mixer"}, None),
     ],
 )
 def test_the_lists_leave_it_to_vllm(plan: Make, env: dict[str, str], note: str | None) -> None:
@@ -319,18 +303,9 @@ def test_custom_ops_speaks_of_custom_ops(
     assert whole_layers.note("Plain", "test_plain", told) == note
     assert whole_layers.note("Mixer", "test_mixer", told) == ""
     assert whole_layers.custom_ops(made) == ["test_plain"]
-
-
-def test_a_name_that_an_ops_layers_share_is_not_turned_on(plan: Make) -> None:
-    from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
-
-    made = plan(impl("MRotaryEmbedding", "OwnRope"))
-    assert MRotaryEmbedding.name == "rotary_embedding"  # type: ignore[attr-defined]
-    assert whole_layers.custom_ops(made) == []
-
-
-def test_lists_may_name_what_vllm_has_not_imported() -> None:
-    assert {"mamba_mixer2", "MambaMixer2", "column_parallel_linear"} <= whole_layers.names()
+    rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # its name is that of an op's layers, too
+    assert whole_layers.custom_ops(rope) == []
+    assert {"mamba_mixer2", "MambaMixer2"} <= whole_layers.names(), "not imported yet"
 
 
 # After the build.
@@ -350,26 +325,9 @@ def test_layers_of_the_model_are_counted(plan: Make) -> None:
     wrapper.base_layer = built[0]
     assert whole_layers.served(made, model(wrapper))["Mixer"].wrapped == 1
     assert built[0](1) == 2 and not made.calls
-
-
-def test_a_class_made_of_anothers_is_counted_as_its_own_layer(
-    plan: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = type("Both", (OwnMixer, BigMixer), {"__module__": "acme"})
-    monkeypatch.setattr(ACME, "Both", both, raising=False)
-    made = plan(impl(), impl("BigMixer", "Both"))
-    with whole_layers.in_place(made):
-        built = model(Mixer(), BigMixer(), BigMixer())
-    counts = {name: each.ours for name, each in whole_layers.served(made, built).items()}
-    assert counts == {"Mixer": 1, "BigMixer": 2}
-
-
-def test_calls_are_counted_where_the_user_asked(plan: Make) -> None:
-    made = dataclasses.replace(plan(impl()), counts_calls=True)
-    with whole_layers.in_place(made):
-        built = model(Mixer())
-    whole_layers.served(made, built)
-    assert built(1) == 2 and made.calls == {("Mixer", "vendor.acme"): 1}
+    counting = dataclasses.replace(made, counts_calls=True)
+    whole_layers.served(counting, built)
+    assert built[0](1) == 2 and counting.calls == {("Mixer", "vendor.acme"): 1}
 
 
 def test_a_layer_that_is_vllms_all_the_same_is_said(

@@ -13,7 +13,6 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from builders import kind_of, managing, planning
-from vllm import ir
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -25,7 +24,6 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.seams import ir as ir_seam
 from vllm_fl.integration.seams.layers import replace_layers
 from vllm_fl.plugins.types import OpImpl
-from vllm_fl_ops.bindings.rms_norm import BINDING
 
 HIDDEN = 64
 NORMS = ("RMSNorm", "GemmaRMSNorm")
@@ -113,15 +111,6 @@ def test_a_traceable_norm_is_open_to_the_compiler(use: Any, cls: Any) -> None:
 
 
 @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_a_norm_that_is_stock_is_vllms_own(use: Any, cls: Any, mode: Any) -> None:
-    plan = planning(use(norm("vendor.acme", 5)), mode, notes={"rms_norm": "the user's"})
-    with building(plan):
-        layer = cls(HIDDEN)
-    assert layer.forward_native.__func__ is cls.forward_native
-
-
-@pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
 def test_what_all_refuse_is_computed_as_vllm_does_bit_for_bit(use: Any, cls: Any) -> None:
     def refuses(x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None) -> str:
         return "not today"
@@ -137,20 +126,3 @@ def test_what_all_refuse_is_computed_as_vllm_does_bit_for_bit(use: Any, cls: Any
         got = layer(x.clone(), residual.clone())
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
     assert plan.fallbacks["rms_norm", "stock.vllm"] == 4
-
-
-def test_our_form_of_vllms_norm_is_its_irs_native() -> None:
-    native = BINDING.places[0].native  # type: ignore[union-attr]
-    assert native is not None
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        for weight_dtype in (dtype, torch.float32):
-            x, residual = torch.randn(2, 7, HIDDEN).to(dtype).unbind()
-            weight = torch.randn(HIDDEN, dtype=weight_dtype)
-            for size in (None, 32):
-                args = (weight, 1e-6, size)
-                assert torch.equal(
-                    native(x, None, *args), ir.ops.rms_norm.impls["native"].impl_fn(x, *args)
-                )
-                fused = ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, *args)
-                got = native(x, residual, *args)
-                assert all(torch.equal(one, other) for one, other in zip(got, fused, strict=True))
