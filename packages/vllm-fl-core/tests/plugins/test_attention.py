@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from builders import managing, planning
 
-from vllm_fl.engine.digest import fingerprint
 from vllm_fl.plugins.attention import class_path_for, from_older_form, refusal
 from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, BackendImplKind, OpImpl
 
@@ -92,12 +91,6 @@ def test_the_older_form_that_takes_a_layer_is_not_available_and_says_why() -> No
     assert "takes a layer first" in str(impl.availability())
 
 
-def test_the_older_form_is_adapted_where_it_is_registered() -> None:
-    manager = managing(OpImpl("attention_backend", "vendor.acme", VENDOR, both, "acme"))
-    (impl,) = manager.registry.snapshot().impls_by_op["attention_backend"]
-    assert isinstance(impl, AttentionImpl)
-
-
 def test_the_plan_names_the_backend_and_counts_it() -> None:
     plan = planning(managing(acme()))
     entry = plan.entries["attention_backend"]
@@ -114,10 +107,3 @@ def test_a_backend_that_is_out_leaves_stock_with_the_reason() -> None:
     assert entry.label == "stock"
     why = "default, since no list orders the op"
     assert entry.reason == f"{why} (vendor.acme: refuses this model: no MLA)"
-
-
-def test_the_digest_tells_backends_apart() -> None:
-    paths = ["json.JSONDecoder", "wave.Wave_read", "no_such_module.Backend", both, "no.such.Class"]
-    facts = [fingerprint(planning(managing(acme(path))), {}) for path in paths]
-    sources = [f["ops"]["attention_backend"][0]["source"] for f in facts]
-    assert len(set(sources)) == len(paths)

@@ -75,28 +75,6 @@ def test_a_process_that_lives_is_no_finding(notes: Path) -> None:
         assert whats() == ["the import of acme"]
 
 
-def test_a_forked_child_that_lives_does_not_hide_that_its_parent_is_gone() -> None:
-    code = """
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.close(1), os.close(2)
-        os.write(writer, b"1")
-        time.sleep(120)
-        os._exit(0)
-    os.read(reader, 1)
-    os._exit(0)
-"""
-    run(code.lstrip())
-    assert whats() == ["the import of acme"]
-
-
-def test_two_at_once_do_not_mix() -> None:
-    for what in ("one", "two"):
-        with breadcrumb.running(f"here {what}"):
-            run("os._exit(0)", what)
-    assert whats() == ["one", "two"]
-
-
 def test_what_has_run_to_its_end_since_is_forgotten() -> None:
     for _ in range(3):
         run("os._exit(0)")
@@ -109,41 +87,9 @@ def test_what_has_run_to_its_end_since_is_forgotten() -> None:
     assert whats() == []
 
 
-def test_one_that_is_ended_again_and_again_leaves_one_file(notes: Path) -> None:
-    for _ in range(4):
-        run("os._exit(0)")
-    breadcrumb.lost()
-    assert len(list(notes.iterdir())) == 1
-
-
 @pytest.mark.parametrize("cache", ["/proc/nowhere", "/dev/null", "/dev/full"])
 def test_without_a_place_for_notes_everything_runs(cache: str) -> None:
     assert run("sys.exit(7)", XDG_CACHE_HOME=cache) == 7
-
-
-def test_without_a_home() -> None:
-    assert run("sys.exit(7)", XDG_CACHE_HOME="", HOME="") == 7
-    assert run("sys.exit(7)", XDG_CACHE_HOME="", HOME="relative") == 7
-
-
-def test_a_relative_cache_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """XDG says so. It made a folder in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert breadcrumb.folder() == tmp_path / "home" / ".cache" / "vllm-fl" / "running"
-    with breadcrumb.running("the import of acme"):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["home"]
-
-
-def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with breadcrumb.running("the import of acme"):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -173,24 +119,6 @@ def test_what_is_not_installed_here_is_not_told(notes: Path) -> None:
     assert len(list(notes.iterdir())) == 6, "who has it installed is told"
 
 
-def test_an_environment_is_told_of_itself_alone(notes: Path) -> None:
-    for first in ("", "sys.prefix = '/another/environment'"):
-        leave("the import of acme", f"pytest {pytest.__version__}", first)
-    (crumb,) = breadcrumb.lost()
-    with breadcrumb.running("the import of acme"):
-        pass
-    assert breadcrumb.lost() == ()
-    (theirs,) = notes.iterdir()
-    assert theirs != crumb.file, "what runs here says nothing of what ended there"
-
-
-def test_a_note_of_an_older_release_is_told(notes: Path) -> None:
-    notes.mkdir(parents=True)
-    told = '[{"what": "the import of acme", "pid": 1, "when": 1.5}]'
-    (notes / "host-1-1.json").write_text(told)
-    assert whats() == ["the import of acme"]
-
-
 def started(code: str) -> subprocess.Popen[str]:
     """A process that runs something, and leads a session of its own."""
     script = RUN.format(what="the import of acme") + code
@@ -217,23 +145,6 @@ def test_what_a_process_ran_that_we_end_is_no_fault(notes: Path, code: str) -> N
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     assert list(notes.iterdir()) == []
-
-
-def test_one_that_was_killed_before_we_end_the_rest_is_told() -> None:
-    with started(SLEEPS) as other, started(SLEEPS) as child:
-        os.kill(child.pid, signal.SIGKILL)  # as the kernel does where memory runs out
-        child.wait()
-        with breadcrumb.ending(child.pid):
-            pass
-        assert [crumb.pid for crumb in breadcrumb.lost()] == [child.pid]
-        other.kill()
-    assert {crumb.pid for crumb in breadcrumb.lost()} <= {child.pid, other.pid}
-
-
-def test_a_note_is_cleaned(notes: Path) -> None:
-    run("os._exit(0)", "the import of \x1b[31mred\nERROR forged")
-    (crumb,) = breadcrumb.lost()
-    assert str(crumb).isprintable()
 
 
 def test_what_takes_long_is_named_while_it_runs(

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from builders import planning, silu
+from builders import planning
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
-from vllm_fl.errors import PluginError, UnknownOpError
+from vllm_fl.errors import PluginError
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import CONTRACTS, GROUP, Found, discover, load
 from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner
 from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
-from vllm_fl.settings.policy import SelectionPolicy
 
 SPEC = contracts()["silu_and_mul"]
 
@@ -196,36 +192,6 @@ def test_one_of_ours_without_its_contract_ends_the_start_by_name(brought: Any, w
         assert caught.value.distribution == OPS and why in str(caught.value)
 
 
-def test_an_op_of_ours_that_nobody_has_is_said_to_come_from_there() -> None:
-    for brought, why in (
-        ((), f"{OPS} is not installed"),
-        ((found(OPS, ImportError("gone")),), f"{OPS} failed to load"),
-        ((found(OPS, bringing("relu2")),), f"{OPS} 1.0 does not have it"),
-    ):
-        with pytest.raises(UnknownOpError, match=why):
-            started(*brought).call("rms_norm")
-
-
-def test_one_that_has_its_contract_starts_whatever_else_failed() -> None:
-    manager = started(
-        backend("fl-acme", "silu_and_mul"),
-        found("fl-acme-ops", ImportError("gone")),
-        found(OPS, bringing("silu_and_mul")),
-    )
-    assert planning(manager).entries["silu_and_mul"].rows[-1][1].rejected is not None
-
-
-def test_one_that_never_had_a_contract_is_left_alone() -> None:
-    """A script's op: no plugin has failed that could have brought a contract of it."""
-    failed = found("fl-other", SimpleNamespace(), data=False)
-    failed_later = SimpleNamespace(register_ops=hookimpl(lambda: [1]))
-    manager = started(backend("fl-acme", "acme_op"), found("fl-late", failed_later, data=False))
-    assert "acme_op" not in planning(manager).entries
-    assert manager.call("acme_op", torch.ones(2)).eq(1).all()
-    with pytest.raises(PluginError):
-        planning(started(backend("fl-acme", "acme_op"), failed))
-
-
 def test_the_group_says_it_and_metadata_says_what_is_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,25 +210,3 @@ def test_the_group_says_it_and_metadata_says_what_is_required(
     acme, ops = every["fl-acme"], every["fl-acme-ops"]
     assert (acme.is_data, ops.is_data) == (False, True)
     assert acme.requires == {"fl-acme-ops", "torch", "pluggy"} and ops.requires == set()
-
-
-def test_our_ops_come_by_the_hook_and_need_no_torch() -> None:
-    code = (
-        "import json, sys; from vllm_fl.plugins.registry import OpRegistry; "
-        "s = OpRegistry().snapshot(); "
-        "print(json.dumps([[*s.contracts], sorted(s.bindings), "
-        "sorted({o.plugin + ' ' + o.distribution for o in s.authors.values()}), "
-        "sorted({'torch', 'vllm', 'triton'} & set(sys.modules))]))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    names = sorted(contracts())
-    assert json.loads(run.stdout) == [names, names, [f"ops {OPS}"], []]
-
-
-def test_a_scripts_registry_may_be_loaded_into() -> None:
-    """It begins with the contracts of those distributions, and is not told that it has them."""
-    registry = OpRegistry()
-    plugins = load(registry, [each for each in discover() if each.is_data])
-    assert plugins and {plugin.status for plugin in plugins} == {"ok"}
-    registry.register_impl(silu("vendor.acme"))
-    assert OpManager(registry, SelectionPolicy()).call("silu_and_mul", torch.ones(2, 4)).shape

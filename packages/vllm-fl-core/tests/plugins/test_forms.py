@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from builders import managing
 from older_forms import (
     LACKS,
     all_by_name,
-    by_name,
     held,
     newer,
     of,
@@ -27,15 +24,11 @@ from older_forms import (
 from sample_ops import sample_contracts
 
 from vllm_fl.contracts import OpSpec
-from vllm_fl.dispatch import OpRegistry
-from vllm_fl.dispatch.guard import Chain, call_guard, method_guard
-from vllm_fl.engine.opaque import opaque_op
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import Comparison, compare, tried
 from vllm_fl.errors import AllFailedError, PluginError
-from vllm_fl.plugins.forms import fitted
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 
@@ -81,48 +74,6 @@ def test_a_call_with_what_it_lacks_is_refused_by_name_and_goes_on() -> None:
     assert isinstance(both.call("rms_norm", x, None, None, 1e-6), torch.Tensor)
 
 
-def test_without_fallback_a_refusal_names_the_parameter() -> None:
-    manager = managing(of("rotary_embedding", rotary_embedding), strict=True)
-    args = (torch.ones(1, 1, 4), None, torch.ones(2, 2), torch.ones(2, 2), torch.tensor([0]))
-    manager.call("rotary_embedding", *args, False)
-    with pytest.raises(AllFailedError, match="takes no rotary_interleaved"):
-        manager.call("rotary_embedding", *args, True)
-
-
-@pytest.mark.parametrize("op_fn", [("rms_norm", rms_norm), ("rotary_embedding", rotary_embedding)])
-def test_they_pass_preflight_and_refuse_only_what_they_lack(op_fn: Any) -> None:
-    op, fn = op_fn
-    impl = held(of(op, fn))
-    assert find_faults(Request([Role(impl)], torch.float32, CPU, None)).faults == {}
-    results = compared(impl, known_contracts().contracts[op])
-    reasons = {r.reason for r in results if r.status == "refused"}
-    assert {r.status for r in results} == {"ok", "refused"}
-    assert len(reasons) == 1 and reasons.pop().startswith("takes no ")
-
-
-def test_as_an_opaque_operator() -> None:
-    spec = known_contracts().contracts["rms_norm"]
-    manager = managing(of("rms_norm", rms_norm))
-    record = manager._chain("rms_norm", without_layer=True).record
-    chain = Chain("rms_norm", ((None, (held(of("rms_norm", rms_norm)),)),), spec, False, record)
-    operator = opaque_op(chain).fn
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(operator(x, None, None, 1e-6, None), rms_norm(x, None, None, 1e-6))
-    with pytest.raises(AllFailedError, match="takes no variance_size"):
-        operator(x, None, None, 1e-6, 4)
-
-
-# As somebody who wants it to break.
-
-
-def test_a_whole_implementation_stays_the_object_that_it_is() -> None:
-    def silu_and_mul(x: Any) -> Any:
-        return x
-
-    impl = of("silu_and_mul", silu_and_mul, supports=lambda x: True)
-    assert held(impl) is impl
-
-
 def test_supports_may_lack_it_too_and_either_of_the_two() -> None:
     def whole(
         x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
@@ -152,27 +103,6 @@ def test_supports_may_lack_it_too_and_either_of_the_two() -> None:
     assert supports(x, None, None, 1e-6, 4) == "takes no variance_size"
     assert supports(x, None, None, 1e-6) is True
     assert asked == [None]
-
-
-def test_the_probe_of_the_older_form_is_kept() -> None:
-    class Backend:
-        available = True
-
-        def is_available(self) -> bool:
-            return self.available
-
-        def rms_norm(self, x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
-            return x
-
-    for available in (True, False):
-        Backend.available = available
-        assert held(of("rms_norm", Backend().rms_norm)).is_available() is available
-
-    def bound(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
-        return x
-
-    bound._is_available = lambda: False  # type: ignore[attr-defined]
-    assert held(of("rms_norm", bound)).is_available() is False
 
 
 def test_inplace_is_off_unless_consumption_is_declared() -> None:
@@ -205,78 +135,6 @@ def test_inplace_is_off_unless_consumption_is_declared() -> None:
         "rotary_embedding", *args
     )
     assert query.eq(1).all() and got.eq(2).all()
-
-
-def test_layer_forms_that_lack_a_parameter_refuse_it_too() -> None:
-    def rotary_embedding(
-        self: Any, query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, inplace: Any = True
-    ) -> Any:
-        return (query, inplace)
-
-    manager = managing(of("rotary_embedding", rotary_embedding))
-    args = (torch.ones(1, 1, 4), None, torch.ones(2, 2), torch.ones(2, 2), torch.tensor([0]))
-    layer = object()
-    got, inplace = manager.call_as_method("rotary_embedding", layer, *args)
-    assert inplace is True and got is not args[0] and got.equal(args[0])
-    with pytest.raises(AllFailedError, match="takes no rotary_interleaved"):
-        manager.call_as_method("rotary_embedding", layer, *args, True)
-
-
-def test_a_layers_form_may_overwrite_what_the_layer_owns_and_nothing_else() -> None:
-    def rms_norm(obj: Any, x: Any, residual: Any = None) -> Any:
-        if residual is None:
-            return x * obj.weight
-        residual.add_(x)
-        return x.copy_(residual), residual
-
-    class Layer:
-        weight = torch.ones(4)
-        variance_epsilon = 1e-6
-
-    manager = managing(of("rms_norm", rms_norm))
-    x, residual = torch.ones(2, 4), torch.ones(2, 4)
-    out, y = manager.call_as_method("rms_norm", Layer(), x, residual)
-    assert out.eq(2).all() and y.eq(2).all() and x.eq(1).all() and residual.eq(1).all()
-    bound = manager.bind("rms_norm", Layer(), frozenset({"x", "residual"}))
-    assert bound(x, residual) == (x, residual) and x.eq(2).all()
-
-    def first(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
-        raise NotImplementedError("not today")
-
-    later = managing(of("rms_norm", first, "aaa"), of("rms_norm", rms_norm))
-    x, residual = torch.ones(2, 4), torch.ones(2, 4)
-    Layer.variance_size_override = None  # type: ignore[attr-defined]
-    Layer.has_weight, Layer.hidden_size = True, 4  # type: ignore[attr-defined]
-    out, _ = later.call_as_method("rms_norm", Layer(), x, residual)
-    assert out.eq(2).all() and x.eq(1).all() and residual.eq(1).all()
-
-
-def a(x: Any, residual: Any, weight: Any) -> Any: ...
-def b(x: Any, residual: Any, weight: Any, epsilon: Any, variance_sise: Any = None) -> Any: ...
-def c(x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = 4) -> Any: ...
-def d(x: Any, weight: Any, residual: Any, epsilon: Any) -> Any: ...
-def e(x: Any, residual: Any, weight: Any, epsilon: Any = 1e-6) -> Any: ...
-
-
-@pytest.mark.parametrize("fn", [a, b, c, d, e])
-def test_anything_else_that_differs_is_refused_and_leaves_nothing(fn: Callable[..., Any]) -> None:
-    registry = OpRegistry()
-    with pytest.raises(PluginError, match="but the contract has") as caught:
-        registry.register_many([of("rotary_embedding", rotary_embedding), of("rms_norm", fn)])
-    assert (caught.value.op, caught.value.impl) == ("rms_norm", "vendor.acme")
-    assert registry.list_operators() == []
-
-
-def test_the_guard_of_a_whole_implementation_has_nothing_more() -> None:
-    def rms_norm_whole(
-        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
-    ) -> Any:
-        return x
-
-    manager = managing(of("rms_norm", rms_norm_whole))
-    chain = manager._chain("rms_norm", without_layer=True)
-    assert chain.impls[0].fn is rms_norm_whole and chain.impls[0].supports is None
-    assert call_guard(chain)(1, None, None, 1e-6) == 1
 
 
 # A contract that has gained parameters of every kind, from both sides.
@@ -324,47 +182,6 @@ def test_every_kind_of_trailing_parameter(fn: Any, lacks: list[str], grown: OpSp
 
 
 @per_form
-def test_every_kind_is_asked_for_too(fn: Any, lacks: list[str], grown: OpSpec) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def supports(*args: Any, **keywords: Any) -> bool:
-        asked.append((*args, *keywords.values()))
-        return True
-
-    supports.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
-    for theirs in (supports, of_first, newer):
-        impl = held(of("grown", all_by_name, supports=theirs))
-        assert impl.supports is not None
-        verdict = impl.supports(X, 1.0, *REST["bias"])
-        if theirs is supports:
-            assert verdict == (f"takes no {'bias'}" if "bias" in lacks else True)
-            assert impl.supports(X, 1.0, *REST["factor"]) == (
-                "takes no factor" if "factor" in lacks else True
-            )
-            assert impl.supports(X, 1.0) is True
-        elif theirs is of_first:
-            assert verdict == "takes no bias"
-    assert len(asked) >= 1
-
-
-@per_form
-@pytest.mark.parametrize("traceable", [False, True])
-def test_every_kind_inside_an_operator_of_torch(
-    fn: Any, lacks: list[str], traceable: bool, grown: OpSpec
-) -> None:
-    impl = held(of("grown", fn, fn.__name__, traceable=traceable))
-    impl = dataclasses.replace(impl, impl_id="vendor.acme", vendor="acme")
-    record = managing(impl)._chain("grown", without_layer=True).record
-    chain = Chain("grown", ((None, (impl,)),), grown, False, record)
-    router = opaque_op(chain).fn
-
-    def call(x: Any, shift: Any, *rest: Any) -> Any:
-        return router(x, shift, *rest, *("none", False, 0.1, None)[len(rest) :])
-
-    answers(call, grown, lacks)
-
-
-@per_form
 @pytest.mark.parametrize("traceable", [False, True])
 def test_every_kind_in_a_compiled_plan(
     fn: Any, lacks: list[str], traceable: bool, grown: OpSpec
@@ -401,44 +218,6 @@ def test_a_tensor_is_another_value_than_any_default(grown: OpSpec) -> None:
             alone.call("grown", X, 1.0, "none", tensor)
 
 
-def test_the_flag_of_the_older_form_may_stand_anywhere_behind(grown: OpSpec) -> None:
-    def before_newer(
-        x: Any, shift: Any, mode: Any = "none", inplace: Any = True, flip: Any = False
-    ) -> Any:
-        assert inplace is False
-        return by_name(x, shift, mode=mode, flip=flip)
-
-    answers(managing(of("grown", before_newer)).resolve("grown"), grown, ["factor", "bias"])
-
-    def beyond(
-        x: Any, shift: Any, mode: Any = "none", flip: Any = False, factor: Any = 0.1,
-        bias: Any = None, inplace: Any = True, power: Any = 1,
-    ) -> Any:  # fmt: skip
-        assert inplace is False and power == 1
-        return all_by_name(x, shift, mode=mode, flip=flip, factor=factor, bias=bias)
-
-    answers(managing(of("grown", beyond)).resolve("grown"), grown, [])
-
-
-def test_a_contract_may_have_a_parameter_of_that_name(grown: OpSpec) -> None:
-    def op(x: Any, inplace: bool = False) -> Any: ...
-
-    def knows(x: Any, inplace: bool = False) -> Any:
-        return inplace
-
-    spec = dataclasses.replace(grown, oracle=op)
-    impl = of("op", knows)
-    assert fitted(impl, spec) is impl
-    assert fitted(of("op", lambda x: x), spec).supports(1, True) == "takes no inplace"  # type: ignore[misc]
-
-
-def test_what_a_newer_contract_lets_be_overwritten_is_never_given(grown: OpSpec) -> None:
-    impl = held(of("grown", newer, consumes={"offsets"}))
-    assert impl.consumes == frozenset()
-    with pytest.raises(PluginError, match="consumes names shift"):
-        held(of("grown", newer, consumes={"shift"}))
-
-
 def test_forms_that_take_the_layer(grown: OpSpec) -> None:
     def older(self: Any, x: Any, shift: Any, *, mode: str = "none") -> Any:
         return with_mode(x, shift, mode)
@@ -454,32 +233,6 @@ def test_forms_that_take_the_layer(grown: OpSpec) -> None:
         manager = managing(of("grown", fn))
         call = partial(manager.call_as_method, "grown", object())
         answers(call, grown, lacks)
-
-
-def test_what_a_layer_provides_is_the_contracts_to_judge(grown: OpSpec) -> None:
-    def plain(x: Any, shift: Any, mode: Any, flip: Any, factor: Any, bias: Any) -> Any:
-        return "takes no bias" if bias is not None else True
-
-    provided = {"bias": lambda layer: layer.bias}
-    spec = dataclasses.replace(grown, from_layer=provided, plain=plain)
-
-    def older(self: Any, x: Any, shift: Any, *, mode: str = "none") -> Any:
-        return with_mode(x, shift, mode)
-
-    impl = fitted(of("grown", older), spec)
-    layer = SimpleNamespace(bias=None)
-    record = managing(impl)._chain("grown", without_layer=False).record
-    bound = method_guard(Chain("grown", ((None, (impl,)),), spec, False, record))
-    torch.testing.assert_close(bound(layer, X, 1.0), X + 1)
-    for rest, said in (
-        (("none", True), "takes no flip"),
-        (("none", False, 0.5), "takes no factor"),
-    ):
-        with pytest.raises(AllFailedError, match=said):
-            bound(layer, X, 1.0, *rest)
-    layer.bias = torch.ones(8)
-    with pytest.raises(AllFailedError, match="takes no bias"):
-        bound(layer, X, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -542,8 +295,3 @@ def test_one_that_takes_any_arguments_is_given_the_contracts(take: Any) -> None:
 def test_one_that_takes_the_layer_and_any_arguments() -> None:
     impl = held(of("silu_and_mul", lambda self, *args: gelu(*args)))
     assert [*inspect.signature(impl.fn).parameters] == ["self", "x"]
-
-
-def test_other_names_before_any_arguments_are_refused_all_the_same() -> None:
-    with pytest.raises(PluginError, match="use the same names"):
-        held(of("silu_and_mul", lambda y, *rest: y))

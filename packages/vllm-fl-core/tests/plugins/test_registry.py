@@ -10,7 +10,7 @@ from builders import silu
 
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins.registry import OpRegistry, Owner
-from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import SelectionPolicy, Token
 
 ACME = Owner("acme", "vllm-fl-acme", "1.0", "/site/acme")
@@ -105,12 +105,6 @@ def test_parameters_must_be_the_contracts(fn: Any, words: str) -> None:
         assert (caught.value.op, caught.value.impl) == ("silu_and_mul", "vendor.acme")
 
 
-def test_a_builtin_that_tells_no_parameters_is_taken() -> None:
-    registry = OpRegistry()
-    registry.register_impl(silu("vendor.acme", fn=torch.relu), ACME)
-    assert registry.snapshot().find("silu_and_mul", "vendor.acme") is not None
-
-
 def test_only_what_the_contract_lets_be_overwritten_may_be() -> None:
     with pytest.raises(PluginError, match="consumes names x"):
         OpRegistry().register_impl(silu("vendor.acme", consumes={"x"}), ACME)
@@ -129,27 +123,6 @@ def test_without_a_contract_the_first_one_states_the_parameters() -> None:
         registry.register_impl(
             OpImpl("acme_op", "reference.two", BackendImplKind.REFERENCE, two), BETA
         )
-
-
-def test_attention_backends_stand_under_their_op() -> None:
-    registry = OpRegistry()
-    impl = AttentionImpl("vendor.acme", "acme.Backend", BackendImplKind.VENDOR, "acme")
-    registry.register_impl(impl, ACME)
-    assert registry.snapshot().impls_by_op["attention_backend"] == (impl,)
-
-
-def test_a_listener_that_is_named_again_is_called_once() -> None:
-    class Counting:
-        calls = 0
-
-        def changed(self) -> None:
-            self.calls += 1
-
-    registry, counting = OpRegistry(), Counting()
-    for _ in range(3):
-        registry.on_change(counting.changed)
-    registry.register_impl(silu("vendor.acme"), ACME)
-    assert counting.calls == 1
 
 
 def test_remove_and_clear() -> None:

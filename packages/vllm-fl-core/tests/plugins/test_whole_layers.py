@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 from builders import managing, planning, silu
 
-from vllm_fl.engine.digest import fingerprint
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import BackendImplKind, LayerImpl, LayerRequest, OpImpl
+from vllm_fl.plugins.types import BackendImplKind, LayerImpl, OpImpl
 
 VENDOR = BackendImplKind.VENDOR
 ROW = "RowParallelLinear"
@@ -36,11 +34,8 @@ def test_a_vendors_id_need_not_be_said() -> None:
         ((ROW, "a.B", BackendImplKind.DEFAULT), {}, "non-empty"),
         ((ROW, "a.B", BackendImplKind.REFERENCE, "acme"), {"impl_id": "x"}, "kind VENDOR only"),
         (("", "a.B", VENDOR, "acme"), {}, "class name"),
-        (("Row Linear", "a.B", VENDOR, "acme"), {}, "class name"),
         (("linear.Row", "a.B", VENDOR, "acme"), {}, "class name"),
-        ((7, "a.B", VENDOR, "acme"), {}, "class name"),
         ((ROW, "Row", VENDOR, "acme"), {}, r"module\.Class"),
-        ((ROW, ".Row", VENDOR, "acme"), {}, r"module\.Class"),
         ((ROW, object, VENDOR, "acme"), {}, r"module\.Class"),
         ((ROW, "a.B", "vendor", "acme"), {}, "BackendImplKind"),
         ((ROW, "a.B", VENDOR, "acme", "high"), {}, "priority must be an int"),
@@ -51,16 +46,6 @@ def test_a_vendors_id_need_not_be_said() -> None:
 def test_what_makes_no_sense_is_refused(arguments: Any, fields: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         LayerImpl(*arguments, **fields)
-
-
-def test_values_are_frozen_and_probed_once() -> None:
-    asked: list[int] = []
-    impl = row(available=lambda: asked.append(1) or "no card")  # type: ignore[func-returns-value]
-    assert impl.availability() == impl.availability() == "no card"
-    assert (asked, impl.is_available()) == ([1], False)
-    for value, name in ((impl, "layer"), (LayerRequest(ROW, "bfloat16"), "layer")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(value, name, "Other")
 
 
 def test_a_name_is_an_op_or_a_layer() -> None:
@@ -108,10 +93,3 @@ def test_the_policys_orders_hold_for_layers_too() -> None:
     assert entry.label == "vendor.acme"
     noted = planning(managing(*two), notes={ROW: "oot_blacklist names it"}).entries[ROW]
     assert (noted.label, noted.reason) == ("stock", "oot_blacklist names it")
-
-
-def test_the_digest_tells_classes_apart() -> None:
-    facts = [fingerprint(planning(managing(row(p))), {}) for p in ("acme.A", "acme.B", "acme.A")]
-    first, second, again = (f["ops"][ROW] for f in facts)
-    assert first == again != second
-    assert first[0]["class"] == "acme.A"
