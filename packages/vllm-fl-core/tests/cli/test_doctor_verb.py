@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import spec_from_file_location
@@ -21,6 +20,8 @@ from vllm_fl import Finding
 from vllm_fl.cli import _environment, _installed, doctor
 from vllm_fl.cli._environment import torch_build
 from vllm_fl.cli.doctor import contained
+from vllm_fl.plugins import calling, overrides
+from vllm_fl.plugins.plugin import Owner
 
 FOUR = """
 def gelu_and_mul(x, approximate="none"): ...
@@ -127,24 +128,6 @@ def left(what: str, owner: str = "") -> None:
     subprocess.run([sys.executable, "-c", code, what, owner], check=False)
 
 
-def died_in_an_override() -> None:
-    """As `left`: a process ended inside an operator of ATen's that a plugin overrides."""
-    code = """
-        import os, torch
-        from vllm_fl.plugins import overrides
-        from vllm_fl.plugins.calling import contained
-        from vllm_fl.plugins.plugin import Owner
-
-        library = torch.library.Library("aten", "IMPL")
-        def cos(x): os.abort()
-        with overrides.noted("the start of an engine (load_model)", is_last=False):
-            with contained(Owner("json"), "its worker_start hook", ""):
-                library.impl("cos", cos, "CPU")
-            torch.cos(torch.zeros(1))
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
-
-
 class TestPlugins:
     def test_one_that_fails(self, fl: Command, plugin: Plugin) -> None:
         name = plugin("raise OSError('libacme.so.3 is missing')")
@@ -171,50 +154,6 @@ class TestPlugins:
             assert len(said) == bool(forced) and all("VLLM_FL_PLATFORM=acme" in s for s in said)
             assert not found(done, "ops")
 
-    def test_two_that_claim_the_device(self, fl: Command, plugin: Plugin) -> None:
-        device = """
-        from vllm_fl import DeviceProfile
-
-        @hookimpl
-        def device():
-            return DeviceProfile("NAME", "acme.Platform", "acme.Worker", detect=lambda: True)
-        """
-        plugin(device.replace("NAME", "acme"))
-        done = fl("doctor", "--json")
-        assert not found(done, "device")
-        assert done.json()["facts"]["device of a plugin"] == "acme"
-        plugin(device.replace("NAME", "zeta"))
-        (finding,) = found(fl("doctor", "--json"), "device")
-        assert "acme" in finding["why"] and "zeta" in finding["why"]
-        assert not found(fl("doctor", "--json", VLLM_FL_PLATFORM="cpu"), "device")
-
-    def test_a_device_that_is_not_here_says_why(self, fl: Command, plugin: Plugin) -> None:
-        plugin(
-            """
-            from vllm_fl import DeviceProfile, hookimpl
-
-            @hookimpl
-            def device():
-                return DeviceProfile("acme", "a.B", "c.D", detect=lambda: "no /dev/acme0")
-            """
-        )
-        done = fl("doctor", "--json")
-        assert not found(done, "device")
-        assert done.json()["facts"]["device of a plugin"] == "not acme: no /dev/acme0"
-
-    def test_what_a_plugin_prints_stays_out_of_the_json(self, fl: Command, plugin: Plugin) -> None:
-        plugin("print('hello from acme')" + FOUR)
-        done = fl("doctor", "--json")
-        assert done.json()["schema"] == 1
-        assert "hello from acme" in done.err
-
-    def test_a_secret_in_its_error(self, fl: Command, plugin: Plugin) -> None:
-        plugin("import os\nraise OSError('login failed: ' + os.environ['ACME_TOKEN'])")
-        for args in (("doctor",), ("doctor", "--json")):
-            done = fl(*args, ACME_TOKEN="s3cr3t-value")
-            assert "login failed: <redacted>" in done.out
-            assert "s3cr3t-value" not in done.out + done.err
-
     def test_an_op_that_nothing_can_run(self, fl: Command, plugin: Plugin) -> None:
         lacks = 'fn, available=lambda fn=fn: fn is rms_norm or "no card")'
         plugin(FOUR.replace("fn) for fn in", lacks + " for fn in"))
@@ -239,11 +178,20 @@ class TestPlugins:
         assert "'vendor:acme' cannot run" in finding["what"]
 
     def test_an_operator_of_atens_that_ended_a_start(self, fl: Command, plugin: Plugin) -> None:
+        import torch
+
+        def cos(x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("no model for this device")
+
         plugin(FOUR)
-        died_in_an_override()
+        library = torch.library.Library("aten", "IMPL")
+        with pytest.raises(KeyError), overrides.noted("the start of an engine", is_last=True):
+            with calling.contained(Owner("json"), "its worker_start hook", ""):
+                library.impl("cos", cos, "CPU")
+            torch.cos(torch.zeros(1))
+        library._destroy()
         (finding,) = found(fl("doctor", "--json"), "ended")
-        assert "aten::cos by __main__.cos of " in finding["what"]
-        assert finding["code"] == "FL216" and "some calls late" in finding["why"]
+        assert f"aten::cos by {__name__}." in finding["what"] and finding["code"] == "FL216"
 
 
 SHIPS = """
@@ -271,64 +219,49 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("variables", "idle", "because"),
         [
+            ("USE_FLAGGEMS=0 VLLM_FL_FLAGOS_BLACKLIST=mm", "USE_FLAGGEMS=0", "No loaded plugin"),
             (
-                {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_BLACKLIST": "mm"},
-                "USE_FLAGGEMS=0",
-                "No loaded plugin",
-            ),
-            (
-                {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_OOT_BLACKLIST": "silu_and_mul"},
+                "VLLM_FL_OOT_ENABLED=0 VLLM_FL_OOT_BLACKLIST=silu_and_mul",
                 "VLLM_FL_OOT_BLACKLIST=silu_and_mul",
                 "VLLM_FL_OOT_ENABLED=false",
             ),
             (
-                {"VLLM_FL_SHADOW": "0", "VLLM_FL_SHADOW_FILE": "s.jsonl"},
+                "VLLM_FL_SHADOW=0 VLLM_FL_SHADOW_FILE=s.jsonl",
                 "VLLM_FL_SHADOW_FILE=s.jsonl",
                 "No step is compared",
             ),
             (
-                {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_STRICT": "1"},
+                "VLLM_FL_PREFER_ENABLED=0 VLLM_FL_STRICT=1",
                 "VLLM_FL_STRICT=true",
                 "VLLM_FL_PREFER_ENABLED=false",
             ),
             (
-                {"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_LOG_LEVEL": "ERROR"},
+                "VLLM_FL_DISPATCH_DEBUG=1 VLLM_FL_LOG_LEVEL=ERROR",
                 "VLLM_FL_LOG_LEVEL=ERROR",
                 "VLLM_FL_DISPATCH_DEBUG=true",
             ),
             (
-                {"VLLM_FL_ALLOW_VENDORS": "acme", "VLLM_FL_DENY_VENDORS": "acme"},
+                "VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme",
                 "VLLM_FL_ALLOW_VENDORS=acme",
                 "deny beats allow",
             ),
             (
-                {
-                    "VLLM_FL_PREFER": "vendor",
-                    "VLLM_FL_PER_OP": "silu_and_mul=vendor;gelu_and_mul=vendor;rms_norm=vendor;"
-                    "rotary_embedding=vendor",
-                },
+                "VLLM_FL_PREFER=vendor VLLM_FL_PER_OP=silu_and_mul=vendor;gelu_and_mul=vendor;"
+                "rms_norm=vendor;rotary_embedding=vendor",
                 "VLLM_FL_PREFER=vendor",
                 "never re-sorted",
             ),
         ],
     )
     def test_without_effect(
-        self, fl: Command, plugin: Plugin, variables: dict[str, str], idle: str, because: str
+        self, fl: Command, plugin: Plugin, variables: str, idle: str, because: str
     ) -> None:
         plugin(FOUR)
-        done = fl("doctor", "--json", VLLM_FL_PLATFORM="none", **variables)
+        given = dict(each.split("=", 1) for each in variables.split())
+        done = fl("doctor", "--json", VLLM_FL_PLATFORM="none", **given)
         matching = [f for f in found(done, "settings") if idle in f["what"] and because in f["why"]]
         assert len(matching) == 1, done.out
-
-    def test_the_other_list_of_a_pair_is_not_named(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR)
-        done = fl("doctor", "--json", VLLM_FL_OOT_ENABLED="0", VLLM_FL_OOT_BLACKLIST="silu_and_mul")
-        assert "oot_whitelist" not in text(found(done, "settings"))
-
-    def test_an_unknown_variable(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR)
-        findings = found(fl("doctor", "--json", VLLM_FL_PREFFER="vendor"), "settings")
-        assert "'VLLM_FL_PREFER'" in text(findings)
+        assert "oot_whitelist" not in text(matching), "the other list of a pair is not named"
 
     def test_names_that_nothing_brings(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)
@@ -344,46 +277,17 @@ class TestSettings:
         assert "fused_moe" not in told  # vLLM checks it
         assert "oot_blacklist.fused_moe" in done.json()["unchecked"]
 
-    def test_a_module_that_is_named_beside_its_entry_point(
-        self, fl: Command, plugin: Plugin, distribution: Distribution
-    ) -> None:
-        module = plugin()
-        distribution("acme", entry_points=f"[vllm_fl.plugin]\nacme = {module}\n")
-        done = fl("doctor", "--json", VLLM_FL_PLUGINS="acme")
-        (finding,) = [f for f in found(done, "settings") if module in f["what"]]
-        assert finding["code"] == "FL110" and "loaded once" in finding["what"]
-        assert found(done, "plugins") == []
-
-    @pytest.mark.parametrize("slip", ["otr", "rot", "orrt", "ORT"])
-    @pytest.mark.parametrize("key", ["DENY", "ALLOW"])
+    @pytest.mark.parametrize(("slip", "key"), [("otr", "DENY"), ("rot", "ALLOW"), ("ORT", "DENY")])
     def test_a_slip_of_a_vendor(self, fl: Command, plugin: Plugin, slip: str, key: str) -> None:
         plugin(FOUR.replace("acme", "ort"))
         done = fl("doctor", "--json", **{f"VLLM_FL_{key}_VENDORS": slip})
         (finding,) = [f for f in found(done, "settings") if f"{slip!r}" in f["what"]]
         assert finding["code"] == "FL110" and "Did you mean 'ort'?" in finding["what"]
 
-    def test_what_is_asked_for_by_name_and_cannot_run(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR.replace('"acme", fn', '"ort", fn, available=lambda: "no libort"'))
-        asked = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.ort"}
-        (finding,) = [f for f in found(fl("doctor", "--json", **asked), "settings")]
-        assert "vendor.ort (not available: no libort)" in finding["what"]
-        (line,) = fl("explain", "silu_and_mul", "--json", **asked).json()["unmatched"]
-        assert "vendor.ort (not available: no libort)" in line
-
     def test_denying_what_is_not_here_is_no_slip(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR.replace("acme", "ort"))
         done = fl("doctor", "--json", VLLM_FL_DENY_VENDORS="cuda,ascend,ottr2,tro")
         assert "deny_vendors" not in text(found(done, "settings"))
-
-    def test_an_op_that_lost_every_implementation_by_a_slip(
-        self, fl: Command, plugin: Plugin
-    ) -> None:
-        plugin(FOUR)
-        done = fl("doctor", "--json", VLLM_FL_PER_OP="rms_norm=impl:vendor.acne")
-        (finding,) = [f for f in found(done, "settings") if "vendor.acne" in f["what"]]
-        assert "'impl:vendor.acme'" in finding["what"]
-        assert "rms_norm has lost every implementation" in finding["what"]
-        assert "no effect" not in text([finding])
 
     def test_backends_that_disagree(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
         for name, order in {"one": "vendor, flagos", "two": "flagos, vendor"}.items():
@@ -398,21 +302,6 @@ class TestSettings:
         assert finding["todo"] == "export VLLM_FL_PER_OP='rms_norm=flagos|vendor'"
         settled = fl("doctor", "--json", VLLM_FL_PLATFORM="none", VLLM_FL_PER_OP="rms_norm=vendor")
         assert "disagree" not in text(found(settled, "settings"))
-
-    def test_a_plugin_that_is_asked_for_and_absent(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR)
-        done = fl("doctor", "--json", VLLM_FL_PLUGINS="vllm-fl-nobody")
-        assert "'vllm-fl-nobody'" in text(found(done, "settings"))
-
-    def test_a_complete_override(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
-        plugin(FOUR)
-        config = tmp_path / "mine.yaml"
-        config.write_text("prefer: vendor\n")
-        variables = {"VLLM_FL_CONFIG": str(config), "VLLM_FL_PLATFORM": "cpu"}
-        assert not found(fl("doctor", "--json", **variables), "settings")
-        done = fl("doctor", "--json", VLLM_FL_STRICT="1", **variables)
-        (finding,) = found(done, "settings")
-        assert "VLLM_FL_STRICT" in finding["what"]
 
 
 class TestInstalled:
@@ -457,18 +346,6 @@ class TestInstalled:
 
         return make
 
-    def test_a_forced_platform_that_another_plugin_brings_needs_no_device_of_ours(
-        self, fl: Command, plugin: Plugin, other_platform: Callable[..., None]
-    ) -> None:
-        """VLLM_FL_PLATFORM then asks for the policy file of that name."""
-        absent = "from vllm_fl import DeviceProfile\n@hookimpl\ndef device():\n    return "
-        absent += "DeviceProfile('acme', 'acme.P', 'acme.W', detect=lambda: 'no /dev/acme0')\n"
-        plugin(f"{FOUR}\n{absent}")
-        forced = {"VLLM_FL_PLATFORM": "acme"}
-        assert found(fl("doctor", "--json", **forced), "device")
-        other_platform("'acme.platform.AcmePlatform'")
-        assert not found(fl("doctor", "--json", **forced), "device")
-
     def test_another_platform_plugin_that_answers(
         self, fl: Command, other_platform: Callable[..., None]
     ) -> None:
@@ -488,20 +365,6 @@ class TestInstalled:
             done = fl("doctor", "--json", VLLM_FL_PLUGINS="", VLLM_PLUGINS=chosen)
             assert not found(done, "platforms")
 
-    def test_one_with_a_name_of_vllms_own(
-        self, fl: Command, other_platform: Callable[..., None]
-    ) -> None:
-        other_platform("'acme.platform.AcmePlatform'", "rocm")
-        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
-        assert "settings call it 'vllm-rocm'" in finding["what"]
-
-    @pytest.mark.parametrize("answer", ["None", "1 / 0", "sys.exit(2)"])
-    def test_one_that_declines_is_none(
-        self, fl: Command, other_platform: Callable[..., None], answer: str
-    ) -> None:
-        other_platform(answer)
-        assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
-
     def test_one_that_ends_the_process_is_named(
         self, fl: Command, other_platform: Callable[..., None]
     ) -> None:
@@ -512,18 +375,6 @@ class TestInstalled:
         assert "ended the process with status 4" in finding["what"]
         assert finding["todo"] == "pip install --force-reinstall --no-deps vllm-acme"
         assert done.json()["facts"]["python"], "the other checks are made"
-
-    @pytest.mark.parametrize("gone", ["../../bin/acme-tune", "vllm_fl_acme.py"])
-    def test_a_script_may_lie_elsewhere_and_a_module_may_not(
-        self, fl: Command, distribution: Distribution, gone: str
-    ) -> None:
-        """`pip install --target DIR` puts console scripts where RECORD does not say."""
-        site = distribution("vllm-fl-acme")
-        (record,) = (folder / "RECORD" for folder in site.glob("*.dist-info"))
-        present = [str(file.relative_to(site)) for file in record.parent.iterdir()]
-        record.write_text("".join(f"{name},,\n" for name in (*present, gone)))
-        findings = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "half-installed")
-        assert [gone in finding["what"] for finding in findings] == [True] * ("/" not in gone)
 
     def test_a_vllm_outside_the_range(self, fl: Command, distribution: Distribution) -> None:
         distribution("vllm", "0.99.0+empty")
@@ -589,11 +440,6 @@ class TestBrokenEnvironment:
     @pytest.mark.parametrize(
         ("source", "words", "todo"),
         [
-            (
-                "raise OSError('libtorch_cuda.so: no such file')",
-                "libtorch_cuda.so",
-                "reinstall torch",
-            ),
             ("import os; os.abort()", "signal 6", "reinstall torch"),
             (
                 "raise RuntimeError('Failed to load the backend extension: torch_npu. You can "
@@ -607,20 +453,10 @@ class TestBrokenEnvironment:
         package = tmp_path / "torch"
         package.mkdir()
         (package / "__init__.py").write_text(source)
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from vllm_fl.cli import main; exit(main())",
-                "doctor",
-                "--json",
-            ],
-            env={**os.environ, "PYTHONPATH": str(tmp_path), "VLLM_FL_PLUGINS": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+        code = "from vllm_fl.cli import main; exit(main())"
+        env = {**os.environ, "PYTHONPATH": str(tmp_path), "VLLM_FL_PLUGINS": ""}
+        command = [sys.executable, "-c", code, "doctor", "--json"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 1, done.stderr
         answer = json.loads(done.stdout)
         (finding,) = [f for f in answer["findings"] if f["check"] == "torch"]
@@ -656,17 +492,6 @@ class TestBrokenEnvironment:
 
 
 class TestContainment:
-    def test_one_that_ends_the_process_is_named_and_the_rest_is_looked_at(
-        self, fl: Command, plugin: Plugin
-    ) -> None:
-        plugin(FOUR)
-        name = plugin("import os\nos._exit(0)")
-        done = fl("doctor", "--json")
-        (finding,) = found(done, "plugins")
-        assert name in finding["what"] and "ended the process with status 0" in finding["why"]
-        assert done.json()["facts"]["python"]
-        assert not found(done, "ops")
-
     def test_an_availability_check_that_ends_the_process(self, fl: Command, plugin: Plugin) -> None:
         plugin(
             "import os\n@hookimpl\ndef register_ops():\n"
@@ -682,28 +507,6 @@ class TestContainment:
             (finding,) = found(fl("doctor", "--json"), "ended")
             assert "the first run of 'vendor.acme' of vllm-fl-acme 1.0" in finding["what"]
             assert finding["todo"].startswith("rm /")
-
-    def test_it_is_told_of_what_is_installed_and_how_to_do_without(
-        self, fl: Command, plugin: Plugin, distribution: Distribution
-    ) -> None:
-        distribution("vllm-acme", "2.0")
-        module = plugin(FOUR)
-        whats = {
-            "the verification of an op of vllm-acme 1.0": "vllm-acme 1.0",
-            "the import of plugin 'acme' of vllm-acme 2.0": "vllm-acme 2.0",
-            f"the import of plugin {module!r} of {module}": module,
-            "the answer of plugin 'acme' for vLLM's platform of vllm-acme 2.0": "vllm-acme 2.0",
-        }
-        for what, owner in whats.items():
-            left(what, owner)
-        told = found(fl("doctor", "--json"), "ended")
-        (of_one,) = [f["why"] for f in told if "import of plugin 'acme'" in f["what"]]
-        assert "leave it out with VLLM_FL_PLUGINS." in of_one
-        (of_module,) = [f["why"] for f in told if module in f["what"]]
-        assert "take it out of VLLM_FL_PLUGIN_MODULES" in of_module
-        (of_platform,) = [f["why"] for f in told if "vLLM's platform" in f["what"]]
-        assert "leave it out with VLLM_PLUGINS." in of_platform
-        assert len(told) == 3, "vllm-acme 1.0 is not installed"
 
     def test_a_module_that_the_user_named_is_left_out_by_its_own_variable(
         self, fl: Command, plugin: Plugin
@@ -757,9 +560,8 @@ class TestContainment:
         ("name", "meant"),
         [
             ("vllm_fl_prefer", "VLLM_FL_PREFER"),
-            ("VLLMFL_PREFER", "VLLM_FL_PREFER"),
             ("VLLMFL_STRCT", "VLLM_FL_STRICT"),
-            ("VLLM_FL_PERFER", "VLLM_FL_PREFER"),
+            ("VLLM_FL_PREFFER", "VLLM_FL_PREFER"),
         ],
     )
     def test_a_variable_that_was_misspelt(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tempfile
 
 import pytest
 from commands import Command, Plugin
@@ -131,18 +130,6 @@ def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Comman
     assert explained.out.startswith("# FL102: ")
 
 
-def test_a_wrong_command_line_says_all_that_there_is_to_say(fl: Command) -> None:
-    done = fl("explain", "FL999")
-    (message,) = done.err.splitlines()
-    assert message.endswith("[FL701]")
-
-
-def test_a_code_is_explained_to_programs_and_in_any_case(fl: Command) -> None:
-    answer = fl("explain", "fl301", "--json").json()
-    assert answer["code"] == "FL301"
-    assert answer["page"].startswith(f"# FL301: {answer['title']}\n")
-
-
 def test_a_code_that_is_not_there_is_a_wrong_command_line(fl: Command) -> None:
     done = fl("explain", "FL999")
     assert (done.status, done.out) == (2, "")
@@ -162,18 +149,3 @@ def test_the_end_of_a_log_stays_lines(fl: Command, monkeypatch: pytest.MonkeyPat
         "    FL\\x1b[1m",
         "`vllm-fl explain FL501` says what it means, and what to do.",
     ]
-
-
-@pytest.mark.parametrize("verb", ["doctor", "plugins"])
-def test_without_a_temporary_folder_a_verb_ends_with_one_error(
-    fl: Command, plugin: Plugin, verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
-
-    plugin()
-    with monkeypatch.context() as within:  # pytest needs temporary files itself
-        within.setattr(tempfile, "gettempdir", none)
-        done = fl(verb)
-    assert (done.status, done.out) == (1, "")
-    assert done.err.count("FL520") == 2, "the error, and where its page is"

@@ -42,11 +42,6 @@ def test_the_table(fl: Command, plugin: Plugin) -> None:
     assert line.split() == ["silu_and_mul", "-", "-", "vendor.acme"]
 
 
-def test_without_any_implementation_it_says_so_by_its_status(fl: Command) -> None:
-    done = fl("ops", "--json", VLLM_FL_PLATFORM="none", VLLM_FL_PLUGINS="")
-    assert (done.status, done.json()["ops"]) == (1, [])
-
-
 def test_where_no_plugin_is_loaded_no_op_is_known_and_it_is_said_why(fl: Command) -> None:
     done = fl("ops", VLLM_FL_PLATFORM="none", VLLM_FL_PLUGINS="")
     assert "VLLM_FL_PLUGINS leaves out" in done.out and "vllm-fl-ops" in done.out

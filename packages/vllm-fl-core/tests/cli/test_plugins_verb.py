@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from commands import SOUND, Command, Distribution, Plugin
+from commands import Command, Distribution, Plugin
 
 from vllm_fl.cli import _child, _progress
 
@@ -85,16 +85,6 @@ def test_a_name_that_matches_nothing(fl: Command, distribution: Distribution) ->
     assert "Did you mean" in fl("plugins", VLLM_FL_PLUGINS="numba").err
 
 
-def test_what_a_plugin_sets_is_named_and_not_obeyed(fl: Command, plugin: Plugin) -> None:
-    name = plugin("import os\nos.environ['VLLM_FL_PREFER'] = 'reference'\n" + SOUND)
-    done = fl("plugins", "--json")
-    assert done.status == 1
-    (warning,) = done.json()["warnings"]
-    assert name in warning and "VLLM_FL_PREFER" in warning
-    (prefer,) = [s for s in fl("policy", "--json").json()["settings"] if s["key"] == "prefer"]
-    assert (prefer["value"], prefer["origin"]) == ("flagos", "default")
-
-
 def test_no_secret_and_no_escape_sequence_is_printed(fl: Command, plugin: Plugin) -> None:
     plugin("raise OSError('cannot log in with s3cr3tpg \\x1b[31m\\nERROR forged')")
     for verb in ("plugins", "ops", "policy", "doctor"):
@@ -103,10 +93,3 @@ def test_no_secret_and_no_escape_sequence_is_printed(fl: Command, plugin: Plugin
         assert "s3cr3tpg" not in said and "\x1b" not in said, verb
         assert not any(line.startswith("ERROR forged") for line in said.splitlines()), verb
         assert "s3cr3tpg" not in fl(verb, "--json", PGPASSWORD="s3cr3tpg").out, verb
-
-
-def test_an_escape_sequence_in_a_disabled_plugins_name(
-    fl: Command, distribution: Distribution
-) -> None:
-    distribution("acme", entry_points="[vllm_fl.plugin]\n\x1b]0;owned\x07 = acme\n")
-    assert "\x1b" not in fl("plugins", VLLM_FL_PLUGINS="").out

@@ -54,15 +54,6 @@ def test_a_verb_that_waits_for_a_child_says_so_without_a_thread(
     assert alive == [False]
 
 
-def test_there_is_one_line_and_the_next_a_while_later(
-    told: threading.Event, capsys: pytest.CaptureFixture[str]
-) -> None:
-    at = _progress._Progress("ops")
-    at.tick()
-    at.tick()
-    assert len(lines(capsys.readouterr().err, "ops")) == 1
-
-
 def test_what_is_said_otherwise_counts_too(
     told: threading.Event, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,8 +79,3 @@ def test_what_a_verb_is_at_is_said_until_it_is_done(
     assert said == [
         f"vllm-fl tune: {what}" for what in ("reading the model", "the import of acme", "at work")
     ]
-
-
-def test_nothing_is_left_of_a_verb_that_fails(fl: Command) -> None:
-    assert fl("explain", "FL999").status == 2
-    assert _progress._current is None

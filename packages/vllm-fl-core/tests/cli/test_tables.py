@@ -75,29 +75,6 @@ def test_explain_shows_the_rows_and_their_figures(fl: Command, table: Any) -> No
     assert "1.500" in text and "75%" in text
 
 
-def test_explain_says_why_it_does_not_order_the_op(fl: Command, table: Any) -> None:
-    path = table()
-    listed = fl("explain", OP, "--json", VLLM_FL_TABLE=path, VLLM_FL_PER_OP=f"{OP}=vendor:acme")
-    assert listed.json()["table"]["obstacle"] == "a list of yours orders the op"
-    assert listed.json()["modes"][0]["order"] == ["vendor:acme"]
-    other = fl("explain", "rms_norm", "--json", VLLM_FL_TABLE=path).json()["table"]
-    assert other["obstacle"] == "it does not name the op"
-    path = table(identity={"torch": "1.0"})
-    there = fl("explain", OP, "--json", VLLM_FL_TABLE=path).json()
-    assert "it was measured with" in there["table"]["obstacle"]
-    assert there["modes"][0]["origin"] == "prefer=flagos, default"
-
-
-def test_policy_shows_what_it_holds(fl: Command, table: Any) -> None:
-    path = table()
-    assert fl("policy", "--json", VLLM_FL_TABLE=path).json()["table"]["rows"] == {
-        OP: [{"up_to": 16, "impl": "vendor.zeta"}]
-    }
-    text = fl("policy", VLLM_FL_TABLE=path).out
-    assert f"{OP}: up to 16 tokens vendor.zeta" in text and "accepted 2026-11-23" in text
-    assert fl("policy", "--json").json()["table"] is None
-
-
 def found(fl: Command, path: str) -> list[tuple[str, str]]:
     answer = fl("doctor", "--json", VLLM_FL_TABLE=path).json()
     return [(f["what"], f["why"]) for f in answer["findings"] if f["check"] == "table"]
@@ -113,15 +90,3 @@ def test_doctor_checks_a_named_one_without_an_engine(fl: Command, table: Any) ->
     gone = {OP: TunedOp(contract_digest(contracts()[OP]), "stock", (Row(4, "vendor.gone"),))}
     ((what, why),) = found(fl, table(ops=gone))
     assert OP in what and why == "'vendor.gone' is not installed."
-
-
-def test_a_wrong_file_is_a_wrong_setting(fl: Command, table: Any) -> None:
-    path = Path(table())
-    path.write_text(path.read_text().replace("vendor.zeta", "vendor.acme"))
-    done = fl("policy", VLLM_FL_TABLE=str(path))
-    assert done.status == 2 and "was changed after it was written" in done.err
-
-
-def test_letting_no_table_act_is_idle(fl: Command) -> None:
-    answer = fl("doctor", "--json", VLLM_FL_TABLE_UNACCEPTED="1").json()
-    assert "VLLM_FL_TABLE_UNACCEPTED=true has no effect." in [f["what"] for f in answer["findings"]]

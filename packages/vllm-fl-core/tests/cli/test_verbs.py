@@ -119,11 +119,6 @@ def test_a_module_that_is_no_verb(fl: Command, bring: Bring, source: str, lackin
     assert fl("policy").status == 0
 
 
-def test_a_verb_that_nobody_describes_is_listed_with_its_owner(fl: Command, bring: Bring) -> None:
-    bring("acme-verbs", "acme", "def add_arguments(parser): pass\ndef run(arguments): return 0")
-    assert "acme from acme-verbs 1.0" in " ".join(fl("--help").out.split())
-
-
 def test_only_the_verb_that_is_asked_for_is_imported(fl: Command, bring: Bring) -> None:
     bring("acme-verbs", "acme", "raise RuntimeError('imported')")
     assert fl("policy").err == ""
