@@ -201,6 +201,19 @@ def policy(platform):
 """
 
 
+FOUR_LISTED = "silu_and_mul=vendor;gelu_and_mul=vendor;rms_norm=vendor;rotary_embedding=vendor"
+IDLE = f"""
+USE_FLAGGEMS=0 VLLM_FL_FLAGOS_BLACKLIST=mm | USE_FLAGGEMS=0 | No loaded plugin
+VLLM_FL_OOT_ENABLED=0 VLLM_FL_OOT_BLACKLIST=SiluAndMul | _BLACKLIST=SiluAndMul | _ENABLED=false
+VLLM_FL_SHADOW=0 VLLM_FL_SHADOW_FILE=s.jsonl | VLLM_FL_SHADOW_FILE=s.jsonl | No step is compared
+VLLM_FL_PREFER_ENABLED=0 VLLM_FL_STRICT=1 | VLLM_FL_STRICT=true | VLLM_FL_PREFER_ENABLED=false
+VLLM_FL_DISPATCH_DEBUG=1 VLLM_FL_LOG_LEVEL=ERROR | VLLM_FL_LOG_LEVEL=ERROR | VLLM_FL_DISPATCH_DEBUG=
+VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme | VLLM_FL_ALLOW_VENDORS=acme | deny beats allow
+VLLM_FL_PREFER=vendor VLLM_FL_PER_OP={FOUR_LISTED} | VLLM_FL_PREFER=vendor | never re-sorted
+"""
+"""Variables, which of them has no effect, and why."""
+
+
 class TestSettings:
     def test_a_wrong_one_is_a_finding_and_the_rest_is_looked_at(
         self, fl: Command, plugin: Plugin
@@ -211,52 +224,14 @@ class TestSettings:
         assert "VLLM_FL_PREFER" in finding["what"]
         assert found(done, "vllm-plugins")
         assert done.json()["plugins"]
-
-    def test_one_that_keeps_plugins_from_loading(self, fl: Command) -> None:
+        # One that keeps plugins from loading:
         (finding,) = found(fl("doctor", "--json", VLLM_FL_LOG_LEVEL="LOUD"), "settings")
         assert "VLLM_FL_LOG_LEVEL" in finding["what"]
 
-    @pytest.mark.parametrize(
-        ("variables", "idle", "because"),
-        [
-            ("USE_FLAGGEMS=0 VLLM_FL_FLAGOS_BLACKLIST=mm", "USE_FLAGGEMS=0", "No loaded plugin"),
-            (
-                "VLLM_FL_OOT_ENABLED=0 VLLM_FL_OOT_BLACKLIST=silu_and_mul",
-                "VLLM_FL_OOT_BLACKLIST=silu_and_mul",
-                "VLLM_FL_OOT_ENABLED=false",
-            ),
-            (
-                "VLLM_FL_SHADOW=0 VLLM_FL_SHADOW_FILE=s.jsonl",
-                "VLLM_FL_SHADOW_FILE=s.jsonl",
-                "No step is compared",
-            ),
-            (
-                "VLLM_FL_PREFER_ENABLED=0 VLLM_FL_STRICT=1",
-                "VLLM_FL_STRICT=true",
-                "VLLM_FL_PREFER_ENABLED=false",
-            ),
-            (
-                "VLLM_FL_DISPATCH_DEBUG=1 VLLM_FL_LOG_LEVEL=ERROR",
-                "VLLM_FL_LOG_LEVEL=ERROR",
-                "VLLM_FL_DISPATCH_DEBUG=true",
-            ),
-            (
-                "VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme",
-                "VLLM_FL_ALLOW_VENDORS=acme",
-                "deny beats allow",
-            ),
-            (
-                "VLLM_FL_PREFER=vendor VLLM_FL_PER_OP=silu_and_mul=vendor;gelu_and_mul=vendor;"
-                "rms_norm=vendor;rotary_embedding=vendor",
-                "VLLM_FL_PREFER=vendor",
-                "never re-sorted",
-            ),
-        ],
-    )
-    def test_without_effect(
-        self, fl: Command, plugin: Plugin, variables: str, idle: str, because: str
-    ) -> None:
+    @pytest.mark.parametrize("case", IDLE.strip().splitlines())
+    def test_without_effect(self, fl: Command, plugin: Plugin, case: str) -> None:
         plugin(FOUR)
+        variables, idle, because = case.split(" | ")
         given = dict(each.split("=", 1) for each in variables.split())
         done = fl("doctor", "--json", VLLM_FL_PLATFORM="none", **given)
         matching = [f for f in found(done, "settings") if idle in f["what"] and because in f["why"]]

@@ -32,7 +32,6 @@ from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import OpOrder, SelectionPolicy
 
 HEAD = "from vllm_fl import AttentionImpl, BackendImplKind, OpImpl, PolicyDefaults, hookimpl\n"
-HEAD += "from vllm_fl.plugins.types import CommunicatorImpl\n"
 SOUND = """
 def silu_and_mul(x):
     return x[..., : x.shape[-1] // 2] + 1
@@ -144,6 +143,8 @@ def test_debug_logs_the_traceback_without_secrets(
 def test_the_hooks_of_an_object_with_generators(write: Write) -> None:
     found = write(
         """
+        from vllm_fl import CommunicatorImpl
+
         class Plugin:
             @hookimpl
             def register_ops(self):
