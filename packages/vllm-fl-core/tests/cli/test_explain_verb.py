@@ -225,20 +225,6 @@ def test_an_op_that_vllm_has_no_place_for(fl: Command, plugin: Plugin) -> None:
     assert "vLLM has no place for it, so that no engine runs it" in done.err
 
 
-def test_stock_before_reference_is_explained(fl: Command, plugin: Plugin) -> None:
-    plugin(TWO)
-    told = "vLLM's own code (stock) wins over plain PyTorch"
-    assert told in fl("explain", "silu_and_mul", "--mode", "eager").out
-    assert told not in fl("explain", "silu_and_mul", "--mode", "script").out
-    for settled in (
-        {"VLLM_FL_PREFER": "reference"},
-        {"VLLM_FL_PER_OP": "silu_and_mul=reference"},
-    ):
-        done = fl("explain", "silu_and_mul", "--mode", "eager", "--json", **settled)
-        assert done.json()["modes"][0]["selected"] == "reference.torch"
-        assert told not in fl("explain", "silu_and_mul", "--mode", "eager", **settled).out
-
-
 def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
     plugin(
         """

@@ -104,7 +104,7 @@ def served(order: Any) -> Served:
     return Served(marks, engine_of(plan).inlined, count)
 
 
-def test_the_same_rows_are_found_in_the_cache_and_others_are_not() -> None:
+def test_the_same_rows_are_found_in_the_cache() -> None:
     order = {"<=1": "flagos", "<=4": "vendor", "rest": "flagos"}
     first, again = served(order), served(order)
     assert first.marks == again.marks == {64: 3, 1: 3, 4: 1, 5: 3}
@@ -113,6 +113,10 @@ def test_the_same_rows_are_found_in_the_cache_and_others_are_not() -> None:
         (f"5-{LARGEST}", "default.flagos"),
     ]
     assert not again.inlined, "the pass has nothing to do where compiled code is found"
+
+
+@pytest.mark.slow
+def test_a_range_of_a_single_size_runs_its_own_code() -> None:
     other = served({"<=1": "flagos", "<=4": "vendor", "rest": "vendor"})
     assert other.marks == {64: 1, 1: 3, 4: 1, 5: 1}
     assert [(str(sizes), impl) for _, sizes, impl in other.inlined] == [

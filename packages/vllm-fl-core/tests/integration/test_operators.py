@@ -613,11 +613,16 @@ def test_every_operator_that_this_vllm_has_fits() -> None:
         assert not why and {p.name for p in found} == {p.name for p in places}, op
 
 
+WEIGHTS = (torch.rand(64), None)
+
+
 def arguments(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
     """Calls of an operator: (arguments, which of them it writes to)."""
+    torch.manual_seed(0)
+    if name == "_C::fused_add_rms_norm":
+        return [((torch.randn(5, 64), torch.randn(5, 64), w, 1e-6), (0, 1)) for w in WEIGHTS]
     if name != "_C::rotary_embedding":
         return sampled(op, name)
-    torch.manual_seed(0)
     cache = torch.randn(32, 16)
     at = torch.tensor([3, 1, 31, 0, 7])
     qkv = torch.randn(5, 4 * 16 + 2 * 16)

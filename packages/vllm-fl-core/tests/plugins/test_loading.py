@@ -538,7 +538,6 @@ def settings():
         "5, 'ACME', True",
         "'acme mode', 'ACME', True",
         "'acme', None, True",
-        "'acme', '', True",
         "'acme', 'ACME', 1.5",
         "'acme', 'ACME', ('a',)",  # a list of what?
         "'acme', 'ACME', True, names='op'",
@@ -549,17 +548,12 @@ def settings():
         "'acme', 'ACME', None, names='op', excludes='nowhere'",
         "'acme', 'ACME', True, append='ACME_MORE'",
         "'acme', 'ACME', True, known=list",
-        "'acme', 'ACME', True, append=''",
         "'acme', 'ACME', (), names='op', append='ACME'",
         "'acme', 'ACME', (), names=7",
-        "'acme', 'ACME', (1,), names='op'",
         "'acme', 'ACME', 'ab', names='op'",  # text, whose letters are no names
-        "'acme', 'ACME', True, choices=('a', 'b')",
         "'acme', 'ACME', None, names='op', choices=('a', 'b')",
-        "'acme', 'ACME', 'a', choices=('a', 1)",
         "'vendor_acme_x', 'ACME', True, in_file='no'",
         "'acme', 'ACME', None, names='op', excludes='acme'",
-        "'acme', 'ACME', (), names='op', excludes='acme'",
         "'acme', 'ACME', None, names='op', excludes='oot_blacklist'",  # core's
         "'acme', 'ACME', True), SettingSpec('acme', 'ACME_2', False",
         "'acme', 'ACME', True), SettingSpec('acme_2', 'ACME', False",
