@@ -14,51 +14,35 @@ import forked
 
 __all__ = ["run_each"]
 
+Bodies = Mapping[str, tuple[str, Mapping[str, str]]]
+"""Name -> code, and the variables that its child has besides those of its parent."""
 
-def run_each(
-    head: str, bodies: Mapping[str, tuple[str, Mapping[str, str]]], env: Mapping[str, str]
-) -> dict[str, tuple[str, str]]:
-    """Run `head`, then each body in a child that is forked behind it, with its own variables.
 
-    Args:
-        head: the imports that all have in common.
-        bodies: name -> the code, and the variables that its child has besides `env`.
-        env: the variables of the process that runs `head`.
-
-    Returns:
-        Name -> (the last line that the child printed, all that it printed).
-    """
+def run_each(head: str, bodies: Bodies, env: Mapping[str, str]) -> dict[str, str]:
+    """Run `head`, then each body in a child that is forked behind it; name -> what it printed."""
     with TemporaryDirectory() as folder:
         done = forked.call(_run, head, dict(bodies), folder, env=env)
         assert done.returncode == 0, done.stderr[-5000:]
-        texts = {name: Path(folder, name).read_text(errors="replace") for name in bodies}
-    return {name: (text.rstrip().rpartition("\n")[2], text) for name, text in texts.items()}
+        return {name: Path(folder, name).read_text(errors="replace") for name in bodies}
 
 
-def _run(head: str, bodies: dict[str, tuple[str, dict[str, str]]], folder: str) -> None:
+def _run(head: str, bodies: Bodies, folder: str) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(head, "<head>", "exec"), names)
     for name, (code, variables) in bodies.items():
+        output = Path(folder, name)
         sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            _child(code, names, variables, os.path.join(folder, name))
+        if (pid := os.fork()) == 0:
+            file = os.open(output, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 1), os.dup2(file, 2)
+            os.environ.update(variables)
+            status = 0
+            try:
+                exec(compile(code, "<body>", "exec"), names)
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert status == 0, f"{name}: status {status}\n{Path(folder, name).read_text()[-4000:]}"
-
-
-def _child(code: str, names: dict[str, Any], variables: dict[str, str], output: str) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ.update(variables)
-    status = 1
-    try:
-        exec(compile(code, "<body>", "exec"), names)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        assert status == 0, f"{name}: status {status}\n{output.read_text()[-4000:]}"

@@ -73,19 +73,6 @@ def test_the_modes_of_a_list_and_its_line(fl: Command, plugin: Plugin, tmp_path:
         assert view["origin"].startswith(f"op_backends.silu_and_mul, {path}:2")
 
 
-def test_what_bears_on_it_names_its_origin(fl: Command, plugin: Plugin) -> None:
-    plugin(TWO)
-    done = fl("explain", "silu_and_mul", "--json", VLLM_FL_DENY_VENDORS="acme")
-    (setting,) = done.json()["settings"]
-    assert setting == {
-        "key": "deny_vendors",
-        "value": ["acme"],
-        "origin": "environment VLLM_FL_DENY_VENDORS",
-    }
-    reasons = {c["impl_id"]: c["reason"] for c in done.json()["modes"][0]["candidates"]}
-    assert reasons["vendor.acme"] == "deny_vendors names acme"
-
-
 @pytest.mark.parametrize("op", sorted(contracts()))
 def test_the_page_of_an_op_is_whole(fl: Command, plugin: Plugin, op: str) -> None:
     """No page lists the ops: this is where their documentation is read."""
@@ -192,37 +179,6 @@ def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> No
     assert "no engine runs it" in done.err
     assert "wriggle" in fl("explain", "wriggle", "--mode", "eager").err
     assert fl("explain", "wiggle", "--json").json()["signature"] is None
-
-
-def test_an_op_that_vllm_has_no_place_for(fl: Command, plugin: Plugin) -> None:
-    plugin(
-        """
-        import dataclasses
-        from vllm_fl import Contract
-        from vllm_fl_ops.contracts.relu2 import SPEC
-
-        def acme_relu2(x):
-            "x.relu() ** 2"
-            return x.double().relu() ** 2
-
-        @hookimpl
-        def contracts():
-            return [Contract(dataclasses.replace(SPEC, oracle=acme_relu2))]
-
-        @hookimpl
-        def register_ops():
-            return [vendor("acme", acme_relu2)]
-        """
-    )
-    done = fl("explain", "acme_relu2")
-    assert done.status == 0
-    assert "vLLM has no place for it: scripts call it, and no engine runs it." in done.out
-    assert "Called by a script (call_op): vendor.acme" in done.out
-    assert "In an engine" not in done.out and "stock" not in done.out
-    assert "has no place" not in fl("explain", "relu2").out
-    done = fl("explain", "acme_relu2", "--mode", "eager")
-    assert (done.status, done.out) == (2, "")
-    assert "vLLM has no place for it, so that no engine runs it" in done.err
 
 
 def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:

@@ -62,20 +62,6 @@ def test_the_platforms_file_and_what_overrides_it(fl: Command, shipped: Path) ->
     assert str(shipped) in fl("policy", VLLM_FL_PLATFORM="acme").out
 
 
-def test_names_that_nobody_checked_and_warnings(fl: Command, plugin: Plugin) -> None:
-    plugin()
-    variables = {"VLLM_FL_PER_OP": "rms_nrom=reference", "VLLM_FL_OOT_BLACKLIST": "fused_moe"}
-    done = fl("policy", "--json", **variables)
-    assert done.status == 0
-    assert {"op_backends.rms_nrom", "oot_blacklist.fused_moe"} <= set(done.json()["unchecked"])
-    (warning,) = [w for w in done.json()["warnings"] if "rms_nrom" in w]
-    assert "'rms_norm'" in warning
-    plain = fl("policy", **variables)
-    assert "  oot_blacklist.fused_moe" in plain.out
-    assert warning in plain.out
-    assert warning not in plain.err, "it is said once"
-
-
 def test_no_other_variable_is_printed(fl: Command, plugin: Plugin) -> None:
     plugin()
     variables = {"DATABASE": "postgres-7Q", "VLLM_FL_API_TOKEN": "tk-0123456789"}

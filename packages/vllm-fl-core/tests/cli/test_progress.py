@@ -8,7 +8,7 @@ import threading
 import pytest
 from commands import Command, Plugin, lines
 
-from vllm_fl.cli import _progress, _show
+from vllm_fl.cli import _progress
 
 STALLS = """
 import vllm_fl.cli._progress as _
@@ -52,17 +52,6 @@ def test_a_verb_that_waits_for_a_child_says_so_without_a_thread(
     assert done.status == 0 and done.json()["plugins"]
     assert lines(done.err, "plugins")
     assert alive == [False]
-
-
-def test_what_is_said_otherwise_counts_too(
-    told: threading.Event, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(_progress, "QUIET", 1000.0)
-    at = _progress._Progress("ops")
-    at._start -= 2000
-    _show.say("an answer")
-    at.tick()
-    assert lines(capsys.readouterr().err, "ops") == []
 
 
 def test_what_a_verb_is_at_is_said_until_it_is_done(

@@ -8,8 +8,6 @@ import sys
 import pytest
 
 from vllm_fl.cli._show import folded, print_json, print_table, say
-from vllm_fl.cli.explain import documentation_of
-from vllm_fl.contracts import contracts
 from vllm_fl.text import is_secret, scrub
 
 HEADINGS = ("implementation", "distribution", "reason")
@@ -88,13 +86,6 @@ def test_an_answer_is_folded_on_a_terminal_and_not_in_a_pipe(
 )
 def test_folding(text: str, wanted: str) -> None:
     assert folded(text, 13) == wanted
-
-
-@pytest.mark.parametrize("width", [20, 40, 80])
-def test_folding_loses_no_word(width: int) -> None:
-    for spec in contracts().values():
-        text = documentation_of(spec)
-        assert folded(text, width).split() == text.split()
 
 
 def test_no_escape_sequence_where_no_colour_is_wanted(

@@ -69,7 +69,6 @@ def test_it_is_planned_where_nothing_speaks_against_it(entries: Entries) -> None
     [
         {"needs": ("vllm.config.model:ModelConfig.no_such",)},
         {"needs": ("vllm.no_such:Name",)},
-        {"needs": ("no_such_package.module:Name",)},
         {"shared": ("vllm.config.model:NO_SUCH",)},
         {"shared": ("vllm.config.model:ModelConfig",)},
     ],

@@ -177,19 +177,6 @@ def test_only_an_empty_build_of_a_known_release_is_given_operators(
             library._destroy()
 
 
-def test_an_operator_that_a_vendor_brings_is_overridden_and_stays() -> None:
-    library = torch.library.Library("fl_test_bare", "FRAGMENT")
-    library.define("gated(Tensor! out, Tensor input) -> ()")
-    library.impl("gated", sevens, "CPU")
-    try:
-        with bare_vllm():
-            with serving(plan_of(silu("vendor.a", 1.0))) as chosen:
-                assert chosen.schemas == {} and torch.equal(call(), FIRST + 1)
-            assert call().eq(7).all()
-    finally:
-        library._destroy()
-
-
 def test_a_schema_that_the_binding_does_not_know_is_not_defined(bare: None) -> None:
     with serving(plan_of(silu("vendor.a", 1.0)), place("odd"), place("wider")) as chosen:
         why = "its parameters are input, out; known are out, input"

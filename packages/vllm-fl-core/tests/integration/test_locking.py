@@ -48,14 +48,6 @@ def test_one_line_each() -> None:
     ]
 
 
-def test_a_whole_configuration_is_one_line() -> None:
-    (line,) = told(model_configuration={"head_dim": 16})
-    assert line.startswith("model configuration: a is nothing, not 1; b is nothing, not 1; ")
-    assert line.endswith("hidden_size is nothing, not 64") and line.count(";") == 3
-    (line,) = told(model_configuration={})
-    assert line.endswith("; and 1 more")
-
-
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     path = tmp_path / "vllm-fl.lock"

@@ -418,15 +418,6 @@ def whole() -> tuple[OpImpl, ...]:
     return three()[0], silu("default.flagos", 3, traceable=False)
 
 
-@pytest.mark.parametrize(("captured", "edge"), [([], 4), ([1, 4], 16)])
-def test_what_the_host_launches_counts_before_what_graphs_replay(
-    planned: Planned, captured: list[int], edge: int
-) -> None:
-    plan = planned({"<=4": "vendor", "<=16": "flagos", "rest": "vendor"}, *whole())
-    found = split(plan, endpoints=[64], sizes=[], cudagraph_capture_sizes=captured)
-    assert found.compile_ranges_endpoints == [edge, 64]
-
-
 def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(
     planned: Planned,
 ) -> None:

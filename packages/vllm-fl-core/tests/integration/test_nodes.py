@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from vllm_fl.integration.nodes import carry_startup
 from vllm_fl.settings.loading import STARTUP
 
@@ -32,10 +30,3 @@ def test_what_the_user_told_ray_stays() -> None:
         "env_vars": {"VLLM_FL_LOG_LEVEL": "ERROR", "A": "b", "VLLM_FL_PLUGINS": "acme"},
     }
     assert theirs["env_vars"] == {"VLLM_FL_LOG_LEVEL": "ERROR", "A": "b"}, "not written into"
-
-
-@pytest.mark.parametrize(("ray", "env"), [(False, {"VLLM_FL_PLUGINS": "acme"}), (True, {})])
-def test_nothing_is_said_where_there_is_nothing_to_say(ray: bool, env: dict[str, str]) -> None:
-    config = parallel(ray=ray)
-    carry_startup(config, env)
-    assert config.ray_runtime_env is None

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.integration.ranks import LACKED, Verdict, agree, differences, gathered, lacking
+from vllm_fl.engine.tables import Standing
+from vllm_fl.integration.ranks import (
+    LACKED,
+    Verdict,
+    agree,
+    common_table,
+    differences,
+    gathered,
+    lacking,
+)
 
 
 def found(rank: int, **changed: Any) -> Verdict:
@@ -60,6 +69,21 @@ def test_a_row_of_an_order_by_size_is_its_ops() -> None:
     one = Verdict(0, facts={"ops": ops}, installed=frozenset({("rms_norm", "vendor.acme")}))
     assert lacking([one, Verdict(1)]) == {("rms_norm", "vendor.acme"): (LACKED, 1, "fl-acme 1.0")}
     assert lacking([one, replace(one, rank=1)]) == {}
+
+
+def test_ranks_with_different_tables_have_none_and_what_one_leaves_out_all_leave_out() -> None:
+    mine, lacking_rows = Standing("f00d"), Standing("f00d", left_out={"rms_norm": "not installed"})
+    for other, words in (
+        (Standing("beef"), "rank 1 has beef"),
+        (Standing(reason="device is H200"), "device is H200"),
+        (Standing(), "rank 1 has none"),
+    ):
+        common = common_table([replace(found(0), table=mine), replace(found(1), table=other)])
+        assert not common.digest and "rank 0 has f00d" in common.reason
+        assert words in common.reason and common.fault.startswith("strict mode, and The ranks have")
+    both = [replace(found(0), table=mine), replace(found(1), table=lacking_rows)]
+    assert common_table(both) == lacking_rows
+    assert lacking_rows.fault == "strict mode, and the table's rows of op 'rms_norm': not installed"
 
 
 def test_a_verdict_has_the_number_of_its_rank_in_the_world(monkeypatch: pytest.MonkeyPatch) -> None:

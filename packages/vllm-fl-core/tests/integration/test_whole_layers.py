@@ -173,17 +173,6 @@ def test_a_class_that_cannot_be_used_is_a_fault_by_name(
     assert (words in found[layer, "vendor.acme"]) if words else not found
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ImportError("libacme.so")])
-def test_a_module_that_fails_costs_the_class_only(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    def load(module: str) -> Any:
-        raise error
-
-    monkeypatch.setattr(lookups, "import_module", load)
-    assert type(error).__name__ in whole_layers.faults(plan(impl()))["Mixer", "vendor.acme"]
-
-
 def test_a_class_that_puts_itself_into_the_table_is_taken_out_and_said(
     plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -140,7 +140,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     here["VLLM_FL_PLUGINS"] = "vllm-fl-ops"  # as the engine's settings say
     bodies = {name: (START, variables) for name, variables in cases.items()}
     told = run_each(HEAD, bodies, {**os.environ, **here})
-    return {name: json.loads(last) for name, (last, _) in told.items()}
+    return {name: json.loads(text.splitlines()[-1]) for name, text in told.items()}
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ import torch
 from builders import managing
 from older_forms import (
     LACKS,
-    all_by_name,
     held,
     newer,
     of,
     of_first,
     rms_norm,
     rotary_embedding,
-    with_mode,
 )
 from sample_ops import sample_contracts
 
@@ -218,23 +215,6 @@ def test_a_tensor_is_another_value_than_any_default(grown: OpSpec) -> None:
             alone.call("grown", X, 1.0, "none", tensor)
 
 
-def test_forms_that_take_the_layer(grown: OpSpec) -> None:
-    def older(self: Any, x: Any, shift: Any, *, mode: str = "none") -> Any:
-        return with_mode(x, shift, mode)
-
-    def newest(
-        obj: Any, x: Any, shift: Any, mode: Any = "none", flip: Any = False, factor: Any = 0.1,
-        bias: Any = None, *, power: int = 1,
-    ) -> Any:  # fmt: skip
-        assert power == 1
-        return all_by_name(x, shift, mode=mode, flip=flip, factor=factor, bias=bias)
-
-    for fn, lacks in ((older, ["flip", "factor", "bias"]), (newest, [])):
-        manager = managing(of("grown", fn))
-        call = partial(manager.call_as_method, "grown", object())
-        answers(call, grown, lacks)
-
-
 @pytest.mark.parametrize(
     "fn",
     [
@@ -290,8 +270,3 @@ def test_one_that_takes_any_arguments_is_given_the_contracts(take: Any) -> None:
     named = manager.call("gelu_and_mul", approximate="tanh", x=x)
     assert torch.equal(named, gelu(x, "tanh"))
     assert asked == ["tanh", "none", "tanh"]
-
-
-def test_one_that_takes_the_layer_and_any_arguments() -> None:
-    impl = held(of("silu_and_mul", lambda self, *args: gelu(*args)))
-    assert [*inspect.signature(impl.fn).parameters] == ["self", "x"]

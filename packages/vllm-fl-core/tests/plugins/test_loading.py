@@ -884,17 +884,6 @@ def test_an_op_that_two_bring_is_loaded_from_neither_and_names_both(write: Write
 
 
 @pytest.mark.parametrize(
-    ("name", "holder"), [("silu_and_mul", "vllm-fl-ops"), ("attention_backend", "vllm-fl-core")]
-)
-def test_an_op_of_ours_is_nobody_elses(write: Write, name: str, holder: str) -> None:
-    source = DOUBLE.replace("def double(x)", f"def {name}(x)").replace("=double", f"={name}")
-    plugin, registry = one(write(source))
-    assert plugin.status == "failed"
-    assert f"the contract of op '{name}': {holder} has this op" in str(plugin.error)
-    assert registry.snapshot().authors == OpRegistry().snapshot().authors
-
-
-@pytest.mark.parametrize(
     ("returned", "words"),
     [
         ("spec()", "expected an iterable of Contract"),
