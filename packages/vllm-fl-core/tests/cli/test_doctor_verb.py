@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -45,19 +46,19 @@ def torch_asked_once() -> None:
     _environment.torch_facts()
 
 
-READ_ALL = ("half-installed", "owners")
-"""Checks that read the metadata of all that is installed, which takes most of a call's time."""
+SLOW = {"half-installed": "sound", "owners": "sound|owners|versions", "vllm-range": "sound|range"}
+"""Checks that read all that is installed, which takes most of a call's time -> whose names the
+tests have that look at them."""
 
 
 @pytest.fixture(autouse=True)
 def those_that_are_looked_at(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """READ_ALL run in the tests of a sound installation and of what is installed."""
-    looks = request.cls is TestInstalled or "distribution" in request.fixturenames
-    if not looks and request.function is not test_a_sound_installation:
-        kept = {check: find for check, find in doctor.CHECKS.items() if check not in READ_ALL}
-        monkeypatch.setattr(doctor, "CHECKS", kept)
+    name = request.function.__name__
+    left = {check for check, names in SLOW.items() if not re.search(names, name)}
+    kept = {check: find for check, find in doctor.CHECKS.items() if check not in left}
+    monkeypatch.setattr(doctor, "CHECKS", kept)
 
 
 def found(done: Done, *checks: str) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from commands import Command, Plugin
 
+from vllm_fl.cli import doctor
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager, reset_default_manager
 from vllm_fl.engine.identity import contract_digest, identity
@@ -73,6 +74,12 @@ def test_explain_shows_the_rows_and_their_figures(fl: Command, table: Any) -> No
     text = fl("explain", OP, VLLM_FL_TABLE=path).out
     assert "It orders this op in such engines" in text and WRONG in text
     assert "1.500" in text and "75%" in text
+
+
+@pytest.fixture(autouse=True)
+def of_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doctor's checks of what is installed are slow, and tested in test_doctor_verb.py."""
+    monkeypatch.setattr(doctor, "CHECKS", {})
 
 
 def found(fl: Command, path: str) -> list[tuple[str, str]]:

@@ -15,12 +15,17 @@ import pytest
 from vllm_fl.engine.tables import Standing
 from vllm_fl.integration.ranks import (
     LACKED,
+    REFUSES,
+    REJECTED,
+    Out,
+    Ran,
     Verdict,
     agree,
     common_table,
     differences,
     gathered,
     lacking,
+    refusing,
 )
 
 
@@ -62,6 +67,16 @@ def test_what_one_rank_lacks_is_found_on_every_rank() -> None:
     for verdicts in ([first, bare], [replace(bare, rank=0), replace(first, rank=1)]):
         lacks = {v.rank for v in verdicts if ("rms_norm", "vendor.acme") not in v.installed}
         assert lacking(verdicts) == {("rms_norm", "vendor.acme"): (LACKED, *lacks, "fl-acme 1.0")}
+
+
+def test_what_refuses_each_call_is_out_unless_a_rank_serves_with_it_or_did_not_run() -> None:
+    key = ("rms_norm", "vendor.acme")
+    refuses = Ran({key: "odd"}, frozenset(), frozenset(), frozenset())
+    serves = replace(refuses, refused={}, served=frozenset({key}))
+    for other, out in ((refuses, True), (serves, False), (None, False)):
+        verdicts = [replace(found(0), ran=refuses), replace(found(1), ran=other)]
+        why = f"{REFUSES} (odd)"
+        assert refusing(verdicts) == ({key: Out(REJECTED, 0, why)} if out else {})
 
 
 def test_a_row_of_an_order_by_size_is_its_ops() -> None:
