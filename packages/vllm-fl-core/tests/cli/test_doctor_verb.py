@@ -46,7 +46,7 @@ def torch_asked_once() -> None:
     _environment.torch_facts()
 
 
-SLOW = {"half-installed": "sound", "owners": "sound|owners|versions", "vllm-range": "sound|range"}
+SLOW = {"half-installed": "sound|versions", "owners": "sound|owners", "vllm-range": "sound|range"}
 """Checks that read all that is installed, which takes most of a call's time -> whose names the
 tests have that look at them."""
 
