@@ -34,14 +34,6 @@ def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
     assert name in fl("plugins").out
 
 
-def test_the_table(fl: Command, plugin: Plugin) -> None:
-    plugin()
-    done = fl("ops", "--script", VLLM_FL_PLATFORM="none", VLLM_FL_DENY_VENDORS="acme")
-    assert done.status == 1
-    (line,) = [line for line in done.out.splitlines() if line.startswith("silu_and_mul ")]
-    assert line.split() == ["silu_and_mul", "-", "-", "vendor.acme"]
-
-
 def test_where_no_plugin_is_loaded_no_op_is_known_and_it_is_said_why(fl: Command) -> None:
     done = fl("ops", VLLM_FL_PLATFORM="none", VLLM_FL_PLUGINS="")
     assert "VLLM_FL_PLUGINS leaves out" in done.out and "vllm-fl-ops" in done.out

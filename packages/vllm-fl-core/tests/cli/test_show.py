@@ -30,22 +30,6 @@ def test_a_table_is_as_wide_as_there_is_room_and_whole(
     assert shown == [c for c in wanted if c != " "]
 
 
-def test_where_words_would_break_each_row_has_lines_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "44")
-    print_table(HEADINGS, ROWS)
-    assert capsys.readouterr().out == (
-        "vendor.acme\n"
-        "  distribution  vllm-fl-acme 0.1.0\n"
-        "  reason        not available:\n"
-        "                /opt/acme/lib/libacme.so.3\n"
-        "                is missing\n"
-        "reference.torch\n"
-        "  reason        the order says reference\n"
-    )
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -225,14 +225,10 @@ def test_the_log_names_what_a_compiler_takes_whole_since_it_is_ordered_by_size(
     from vllm_fl.integration import worker
 
     caplog.set_level("INFO", logger="vllm_fl")
-    orders = [{"<=4": "vendor", "rest": "reference"}, {"<=4": "vendor", "rest": "vendor"}]
+    impls = silu("vendor.acme", traceable=True), silu("reference.torch", traceable=True)
     by_size, same = (
-        managing(
-            silu("vendor.acme", traceable=True),
-            silu("reference.torch", traceable=True),
-            per_op_order={"silu_and_mul": order},
-        )
-        for order in orders
+        managing(*impls, per_op_order={"silu_and_mul": {"<=4": "vendor", "rest": rest}})  # type: ignore[dict-item]
+        for rest in ("reference", "vendor")
     )
 
     def said(plan: Any, inlined: Any = ()) -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from builders import managing
 from older_forms import (
     LACKS,
+    by_name,
     held,
     newer,
     of,
@@ -100,6 +101,14 @@ def test_supports_may_lack_it_too_and_either_of_the_two() -> None:
     assert supports(x, None, None, 1e-6, 4) == "takes no variance_size"
     assert supports(x, None, None, 1e-6) is True
     assert asked == [None]
+
+
+def test_the_probe_of_the_older_form_is_kept() -> None:
+    def bound(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        return x
+
+    bound._is_available = lambda: False  # type: ignore[attr-defined]
+    assert held(of("rms_norm", bound)).is_available() is False
 
 
 def test_inplace_is_off_unless_consumption_is_declared() -> None:
@@ -213,6 +222,22 @@ def test_a_tensor_is_another_value_than_any_default(grown: OpSpec) -> None:
     for tensor in (torch.ones(3), torch.tensor(False), torch.ones(0)):
         with pytest.raises(AllFailedError, match="takes no flip"):
             alone.call("grown", X, 1.0, "none", tensor)
+
+
+def test_the_flag_of_the_older_form_may_stand_before_newer_parameters(grown: OpSpec) -> None:
+    def before_newer(
+        x: Any, shift: Any, mode: Any = "none", inplace: Any = True, flip: Any = False
+    ) -> Any:
+        assert inplace is False
+        return by_name(x, shift, mode=mode, flip=flip)
+
+    answers(managing(of("grown", before_newer)).resolve("grown"), grown, ["factor", "bias"])
+
+
+def test_what_a_newer_contract_lets_be_overwritten_is_never_given(grown: OpSpec) -> None:
+    assert held(of("grown", newer, consumes={"offsets"})).consumes == frozenset()
+    with pytest.raises(PluginError, match="consumes names shift"):
+        held(of("grown", newer, consumes={"shift"}))
 
 
 @pytest.mark.parametrize(
