@@ -158,18 +158,6 @@ def test_a_row_that_lost_every_implementation_is_named(
     assert f"lost every {where}" in warning
 
 
-def test_what_is_no_token_is_told_the_one_that_was_meant(fl: Command, plugin: Plugin) -> None:
-    plugin()
-    for text, meant in {
-        "vendor.acme": "vendor:acme",
-        "reference.torch": "impl:reference.torch",
-        "vendor: acme": "vendor:acme",
-    }.items():
-        done = fl("policy", VLLM_FL_PER_OP=f"silu_and_mul={text}")
-        assert done.status == 2
-        assert f"Did you mean '{meant}'?" in done.err
-
-
 def values(fl: Command, **variables: str) -> dict[str, object]:
     """What holds, by key: a file of the user's has other origins."""
     rows = fl("policy", "--json", **variables).json()["settings"]

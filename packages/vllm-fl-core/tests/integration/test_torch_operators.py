@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,12 +21,10 @@ import vllm.platforms
 from builders import engine_of, kind_of, managing, planning
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
-from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 from tracing import traced
 from vllm.compilation.passes.inductor_pass import pass_context
-from vllm.compilation.passes.pass_manager import PostGradPassManager
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode
 from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.contracts import contracts
@@ -36,7 +33,7 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import replacing
 from vllm_fl.integration.planning import Carried
-from vllm_fl.integration.seams import empty, torch_operators
+from vllm_fl.integration.seams import torch_operators
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
@@ -438,45 +435,6 @@ def test_vllms_own_product_is_the_plans_where_it_is_planned(changed: dict[str, A
         torch.testing.assert_close(result.float(), scaled(*args).float() + ours, atol=0.1, rtol=0.1)
     (known,) = engine_of(plan).sites.values()
     assert (known.graphs, known.found) == (1, 1)
-
-
-@pytest.fixture(name="read_always")
-def _read_always() -> Iterator[None]:
-    """What vLLM's last pass reads in every graph, and the CPU build lacks."""
-    vllm.platforms.current_platform.import_kernels()
-    library = torch.library.Library("_C", "FRAGMENT")
-    for entry in json.loads(empty.TABLE.read_text())["operators"]:
-        namespace, _, schema = entry["schema"].partition("::")
-        known = hasattr(getattr(torch.ops, namespace), schema.partition("(")[0])
-        if entry["read"] and namespace == "_C" and not known:
-            library.define(schema)
-    yield
-    library._destroy()
-
-
-@pytest.mark.usefixtures("vllms_product", "read_always")
-def test_vllms_own_passes_and_inductor_take_what_is_put_there() -> None:
-    engine = VllmConfig()
-    for tokens, sizes, ours in ((5, (1, 16), True), (40, (17, 64), False)):
-        plan = planning(managing(of_fp8(), per_op_order={FP8: FP8_ROWS}), "compiled")
-        torch_operators.watch(engine_of(plan))
-        manager = PostGradPassManager()
-        manager.configure(engine)
-        manager.add(replacing.TorchOperators(engine_of(plan).replaced, config([16])))
-        torch._dynamo.reset()
-        args = fp8_call(tokens)
-        for each in (args[0], args[2]):
-            torch._dynamo.mark_dynamic(each, 0)
-        options = {"enable_auto_functionalized_v2": False, "post_grad_custom_post_pass": manager}
-        with (
-            set_current_vllm_config(engine),
-            pass_context(VllmRange(*sizes)),
-            torch._inductor.config.patch(force_disable_caches=True, **options),
-            torch.no_grad(),
-        ):
-            result, (code, *_) = run_and_get_code(torch.compile(scaled, fullgraph=True), *args)
-        assert ("torch.ops.vllm_fl." in code, "cutlass_scaled_mm" in code) == (ours, not ours)
-        torch.testing.assert_close(result.float(), scaled(*args).float() + ours, atol=0.1, rtol=0.1)
 
 
 BLOCKS = {"a_scales": torch.rand(5, 3), "b_scales": torch.rand(3, 2)}
