@@ -47,8 +47,7 @@ def torch_asked_once() -> None:
 
 
 SLOW = {"half-installed": "sound|versions", "owners": "sound|owners", "vllm-range": "sound|range"}
-"""Checks that read all that is installed, which takes most of a call's time -> whose names the
-tests have that look at them."""
+"""Slow checks, which read the metadata of all distributions -> the tests that run them, by name."""
 
 
 @pytest.fixture(autouse=True)

@@ -234,7 +234,7 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     assert "is rejected for op 'silu_and_mul': it refuses every call of this model" in log
 
 
-def test_what_takes_some_calls_stays_and_what_the_model_does_not_call_is_not_counted() -> None:
+def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_counted() -> None:
     told, log = start("takes the largest batch")
     assert told["report"]["rejections"] == {} == told["report"]["refusals"] and "FL412" not in log
     assert set(told["report"]["not_reached"]) == {"gelu_and_mul"}

@@ -91,7 +91,7 @@ def test_without_a_model_there_are_facts_too() -> None:
 
 
 @pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {}, 1], ids=str)
-def test_an_entry_of_ours_that_was_written_by_hand_is_an_error(entry: Any) -> None:
+def test_an_entry_written_by_hand_raises(entry: Any) -> None:
     with pytest.raises(SettingsError, match="cannot be set by hand"):
         planning.is_sealed(engine_config(entry))
 
@@ -318,7 +318,7 @@ def norm() -> OpImpl:
 
 @pytest.mark.parametrize("has_ir", [False, True])
 @pytest.mark.parametrize("name", known_contracts().bindings["rms_norm"].fused_by)
-def test_norms_that_vllm_fuses_itself_are_stock_without_the_ir_alone(
+def test_norms_that_vllm_fuses_are_stock_only_without_the_ir(
     process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str, has_ir: bool
 ) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")

@@ -69,7 +69,7 @@ def test_what_one_rank_lacks_is_found_on_every_rank() -> None:
         assert lacking(verdicts) == {("rms_norm", "vendor.acme"): (LACKED, *lacks, "fl-acme 1.0")}
 
 
-def test_what_refuses_each_call_is_out_unless_a_rank_serves_with_it_or_did_not_run() -> None:
+def test_an_implementation_that_refuses_on_every_rank_is_rejected() -> None:
     key = ("rms_norm", "vendor.acme")
     refuses = Ran({key: "odd"}, frozenset(), frozenset(), frozenset())
     serves = replace(refuses, refused={}, served=frozenset({key}))
@@ -86,7 +86,7 @@ def test_a_row_of_an_order_by_size_is_its_ops() -> None:
     assert lacking([one, replace(one, rank=1)]) == {}
 
 
-def test_ranks_with_different_tables_have_none_and_what_one_leaves_out_all_leave_out() -> None:
+def test_a_table_applies_only_if_all_ranks_have_it() -> None:
     mine, lacking_rows = Standing("f00d"), Standing("f00d", left_out={"rms_norm": "not installed"})
     for other, words in (
         (Standing("beef"), "rank 1 has beef"),

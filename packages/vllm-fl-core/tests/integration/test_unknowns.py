@@ -37,7 +37,7 @@ class Graph:
         return self.mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext([*kinds]))
 
 
-def test_arguments_with_two_unknowns_are_given_one_and_results_keep_theirs() -> None:
+def test_two_unknowns_are_passed_as_one_and_results_keep_theirs() -> None:
     """What follows has the result's: a view of it by another unknown would join the two."""
     graph = Graph()
     x, positions = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(3, TOKENS), 1)
@@ -55,7 +55,7 @@ def test_arguments_with_two_unknowns_are_given_one_and_results_keep_theirs() -> 
     assert not graph.unknowns.guards and not graph.unknowns.replacements
 
 
-def test_unknowns_that_cannot_be_told_apart_are_refused() -> None:
+def test_ambiguous_unknowns_raise() -> None:
     graph = Graph()
     x, many = graph.input(torch.zeros(TOKENS, 4), 0), graph.input(torch.zeros(2, 5, 7), 0, 1, 2)
     at, other = (graph.input(torch.zeros(TOKENS), 0) for _ in "ab")

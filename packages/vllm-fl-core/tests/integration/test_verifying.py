@@ -129,7 +129,7 @@ def test_what_any_row_may_call_is_verified_once(answering: Answering, mode: Any)
     assert roles(asked[1]) == ({"reference.torch": (1, 4, True)} if is_compiled else {})
 
 
-def test_what_serves_is_warmed_up_at_the_sizes_that_it_serves(answering: Answering) -> None:
+def test_implementations_are_warmed_up_at_the_sizes_they_serve(answering: Answering) -> None:
     asked = answering()
 
     def warmed(plan: Any, **fields: Any) -> dict[str, list[int]]:

@@ -224,7 +224,7 @@ def test_a_tensor_is_another_value_than_any_default(grown: OpSpec) -> None:
             alone.call("grown", X, 1.0, "none", tensor)
 
 
-def test_the_flag_of_the_older_form_may_stand_before_newer_parameters(grown: OpSpec) -> None:
+def test_inplace_may_precede_newer_parameters(grown: OpSpec) -> None:
     def before_newer(
         x: Any, shift: Any, mode: Any = "none", inplace: Any = True, flip: Any = False
     ) -> Any:
