@@ -104,11 +104,14 @@ def test_supports_may_lack_it_too_and_either_of_the_two() -> None:
 
 
 def test_the_probe_of_the_older_form_is_kept() -> None:
-    def bound(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
-        return x
+    class Backend:
+        def is_available(self) -> bool:
+            return False
 
-    bound._is_available = lambda: False  # type: ignore[attr-defined]
-    assert held(of("rms_norm", bound)).is_available() is False
+        def rms_norm(self, x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+            return x
+
+    assert held(of("rms_norm", Backend().rms_norm)).is_available() is False
 
 
 def test_inplace_is_off_unless_consumption_is_declared() -> None:
