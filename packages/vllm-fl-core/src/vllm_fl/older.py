@@ -19,13 +19,6 @@ HOME = f"{PACKAGE}.older"
 
 MODULES = ("builtin_ops", "discovery", "logger_manager", "method_dispatch", "ops")
 
-MOVED = {
-    "config": "vllm_fl.settings.loading",
-    "logs": "vllm_fl.logs",
-    "settings": "vllm_fl.settings.schema",
-}
-"""Modules that plugins for vllm-fl 0.1 import from `vllm_fl.dispatch` -> where they are now."""
-
 NAMES = {
     "CachedOp": (f"{HOME}:CachedOp", "call_op, or resolve_op once"),
     "OpRegistrySnapshot": ("vllm_fl.plugins.registry:RegistrySnapshot", "RegistrySnapshot"),
@@ -77,8 +70,6 @@ def serve_modules() -> None:
         module.__spec__ = ModuleSpec(module.__name__, None)
         module.__getattr__ = partial(lookup, module=module.__name__)  # type: ignore[method-assign]
         sys.modules.setdefault(module.__name__, module)
-    for name, home in MOVED.items():
-        sys.modules.setdefault(f"{PACKAGE}.{name}", import_module(home))
 
 
 class OlderManager:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.errors import InvalidSettingError, MissingFileError
+from vllm_fl.errors import InvalidSettingError
 from vllm_fl.settings.table import Figure, Row, Table, TunedOp, Verdict, read_table
 
 TABLE = Table(
@@ -40,13 +40,6 @@ def written(path: Path, table: Table = TABLE) -> str:
     return str(path)
 
 
-def changed(path: Path, change: Any) -> str:
-    data = json.loads(TABLE.text)
-    change(data)
-    path.write_text(json.dumps(data), encoding="utf-8")
-    return str(path)
-
-
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     accepted = replace(TABLE, accepted=Verdict(True, "never slower", "2026-11-22", {"ratio": 1.02}))
     for table in (TABLE, accepted, replace(TABLE, ops={})):
@@ -55,84 +48,47 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert replace(TABLE, dtype="float16").digest != TABLE.digest
 
 
-TURNED_DOWN = Verdict(False, "slower in prefill", "2026-11-22")
-
-
-@pytest.mark.parametrize(
-    ("verdict", "edited"),
-    [
-        (TURNED_DOWN, replace(TURNED_DOWN, accepted=True)),
-        (TURNED_DOWN, replace(TURNED_DOWN, reason="never slower")),
-        (TURNED_DOWN, None),
-        (None, replace(TURNED_DOWN, accepted=True)),
-    ],
-)
-def test_a_verdict_that_was_edited_by_hand_is_no_verdict(
-    tmp_path: Path, verdict: Verdict | None, edited: Verdict | None
-) -> None:
-    data = json.loads(replace(TABLE, accepted=verdict).text)
-    path = tmp_path / "table.json"
-    data["accepted"] = None if edited is None else dataclasses.asdict(edited)
-    path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(InvalidSettingError, match="was changed after it was written"):
-        read_table(str(path))
-
-
-def test_a_file_that_was_sealed_without_its_verdict_is_read_as_it_is(tmp_path: Path) -> None:
-    """As 0.2.0 wrote them, and tools of 0.3 before its release."""
-    for verdict in (None, TURNED_DOWN, replace(TURNED_DOWN, accepted=True)):
-        table = replace(TABLE, accepted=verdict)
-        data = {**json.loads(table.text), "digest": table.digest}
+def test_a_verdict_that_was_edited_by_hand_is_no_verdict(tmp_path: Path) -> None:
+    down = Verdict(False, "slower in prefill", "2026-11-22")
+    for verdict, edited in ((down, replace(down, accepted=True)), (down, None), (None, down)):
+        data = json.loads(replace(TABLE, accepted=verdict).text)
+        data["accepted"] = None if edited is None else dataclasses.asdict(edited)
         (tmp_path / "table.json").write_text(json.dumps(data), encoding="utf-8")
-        assert read_table(str(tmp_path / "table.json")) == table
+        with pytest.raises(InvalidSettingError, match="was changed after it was written"):
+            read_table(str(tmp_path / "table.json"))
 
 
 def test_what_differs_is_named() -> None:
     assert TABLE.differs(TABLE.identity) is None
     newer = TABLE.differs({**TABLE.identity, "torch": "2.14.0"})
     assert newer == "torch is 2.14.0; it was measured with 2.13.0"
-    more = TABLE.differs({**TABLE.identity, "vllm-fl-cuda": "0.1.0 def"})
-    assert more is not None and more.startswith("vllm-fl-cuda is 0.1.0 def")
-    fewer = TABLE.differs({})
-    assert fewer is not None and "not there" in fewer
-
-
-def test_half_a_file_names_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    path.write_text(TABLE.text[: len(TABLE.text) // 2])
-    with pytest.raises(InvalidSettingError, match=r"table\.json:\d+.*no whole table"):
-        read_table(str(path))
-    with pytest.raises(MissingFileError):
-        read_table(str(tmp_path / "none.json"))
+    assert "not there" in str(TABLE.differs({}))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda d: d["ops"]["rms_norm"]["rows"][0].update(impl="x.y"), "changed after it was"),
+        (lambda d: d["ops"]["rms_norm"]["rows"].reverse(), "changed after it was"),
         (lambda d: d.update(dtype="float16"), "changed after it was"),
         (lambda d: d.pop("digest"), "changed after it was"),
         (lambda d: d.update(vllm_fl_table=2), "no table of version 1; it says 2"),
-        (lambda d: d.update(mode="fast"), "changed after it was"),
         (lambda d: d.pop("identity"), "no whole table: .*identity"),
         (lambda d: d.update(colour="red"), "no whole table: .*colour"),
-        (lambda d: d["ops"]["rms_norm"]["rows"][0].update(up_to="1"), "changed after it was"),
-        (lambda d: d["ops"]["rms_norm"]["rows"][0].update(up_to=True), "changed after it was"),
-        (lambda d: d["ops"]["rms_norm"]["rows"].reverse(), "changed after it was"),
         (lambda d: d["ops"]["rms_norm"]["figures"][0].update(tokens=0), "was measured at 0 tokens"),
-        (lambda d: d["ops"]["rms_norm"]["figures"][0].update(tokens=-5), "measured at -5 tokens"),
-        (
-            lambda d: d["ops"]["rms_norm"]["rows"][1].update(impl="vendor.wrong"),
-            "changed after it was",
-        ),
     ],
 )
 def test_what_was_changed_by_hand_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    data, path = json.loads(TABLE.text), tmp_path / "table.json"
+    change(data)
+    path.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(InvalidSettingError, match=message):
-        read_table(changed(tmp_path / "table.json", change))
+        read_table(str(path))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"a": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", '{"a": 1}', "[" * 100_000, TABLE.text[: len(TABLE.text) // 2]]
+)
 def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "table.json"
     path.write_text(text)

@@ -12,7 +12,6 @@ from ..contracts import OpSpec
 from ..contracts.meaning import contract_digest
 from ..plugins.registry import Owner
 from .digest import code_facts, versions
-from .of_0_2_0 import was_measured
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +47,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
 
 def is_measured(spec: OpSpec, told: str) -> bool:
     """Whether a table was measured by a contract, whose digest it tells as `told`."""
-    now = contract_digest(spec)
-    return told == now or was_measured(spec, told, now)
+    return told == contract_digest(spec)
 
 
 def cpu_name() -> str:

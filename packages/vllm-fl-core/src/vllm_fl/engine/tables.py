@@ -12,7 +12,6 @@ from ..settings.table import DEFAULT, STOCK, Table
 from .digest import UNKNOWN
 from .facts import EngineFacts
 from .identity import THREADS, identity, is_measured
-from .of_0_2_0 import HOLDS
 
 if TYPE_CHECKING:
     import torch
@@ -109,10 +108,6 @@ def here(
         then = table.identity[name]
         code = then.partition(" ")[2]
         if code not in ("", UNKNOWN) and code == found.get(name, "").partition(" ")[2]:
-            found[name] = then
-    for name, release in HOLDS.items():
-        then, now = table.identity.get(name, ""), found.get(name, f"{release} ")
-        if then.startswith(f"{release} ") and not now.startswith(f"{release} "):
             found[name] = then
     return found
 

@@ -267,8 +267,7 @@ def read_table(path: str, *, key: str = "table", origin: str = "") -> Table:
         lacks = f"{error} is missing" if isinstance(error, KeyError) else error
         problem = f"is no whole table: {lacks}. {ANEW}"
         raise wrong(key, path, problem) from error
-    # Until 0.3.0 files were sealed without their verdict; these are taken as they are.
-    if data.get("digest") not in (table.seal, table.digest):
+    if data.get("digest") != table.seal:
         raise wrong(
             key,
             path,
