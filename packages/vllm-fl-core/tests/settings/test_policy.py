@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as trials
 from hypothesis import strategies as st
 
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.policy import DEFAULT_ORDERS, KINDS, OpOrder, SelectionPolicy, Token
+from vllm_fl.settings.policy import KINDS, MODES, OpOrder, SelectionPolicy, Token
 
 ACME = OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, lambda: None, "acme")
 GEMS = OpImpl("rms_norm", "default.flagos", BackendImplKind.DEFAULT, lambda: None)
@@ -30,7 +29,6 @@ STOCK = (Token("stock"),)
 orders = st.lists(tokens, min_size=1, max_size=6, unique=True)
 
 
-@trials(deadline=None)
 @given(tokens)
 def test_token_prints_what_it_reads(text: str) -> None:
     assert str(Token.parse(text)) == text
@@ -67,7 +65,6 @@ def test_token_matches(token: str, matched: set[OpImpl]) -> None:
     assert {impl for impl in (ACME, GEMS, TORCH) if Token.parse(token).matches(impl)} == matched
 
 
-@trials(deadline=None)
 @given(orders, st.sampled_from(KINDS))
 def test_preference_re_sorts_stably_and_adds_nothing(texts: list[str], kind: str) -> None:
     order = OpOrder.of(texts, pinned=False)
@@ -82,12 +79,6 @@ def test_preference_re_sorts_stably_and_adds_nothing(texts: list[str], kind: str
 def test_preference_knows_the_kind_behind_an_id() -> None:
     order = OpOrder.of(["reference", "impl:default.flagos"], pinned=False)
     assert str(order.preferring("flagos")) == "impl:default.flagos|reference"
-
-
-def test_order_of_one_mode_leaves_the_other_open() -> None:
-    policy = SelectionPolicy(per_op_order={"rms_norm": OpOrder.of({"compiled": ["stock"]})})
-    assert list(map(str, policy.order("rms_norm", "compiled"))) == ["stock"]
-    assert list(map(str, policy.order("rms_norm", "eager"))) == [*DEFAULT_ORDERS["flagos"]]
 
 
 @pytest.mark.parametrize("value", [[], {}, "", 5, None, ["flagos", "flagos"], {"eagre": ["stock"]}])
@@ -118,16 +109,6 @@ def test_an_order_by_size_is_that_of_the_first_ceiling_that_holds_the_call() -> 
     assert order.eager[-1] == (None, (Token.parse("reference"),))
 
 
-def test_the_rows_of_one_mode_are_not_the_others() -> None:
-    order = OpOrder.of({"eager": {"<=8": "stock", "rest": "vendor"}, "compiled": "flagos"})
-    assert order.eager == ((8, (Token("stock"),)), (None, (Token("vendor"),)))
-    assert order.compiled == ((None, (Token("flagos"),)),)
-    assert str(order) == "eager <=8 stock, rest vendor, compiled flagos"
-    half = OpOrder.of({"compiled": {"<=8": "stock", "rest": "vendor"}})
-    policy = SelectionPolicy(per_op_order={"m": half})
-    assert list(map(str, policy.order("m", "eager", tokens=1))) == [*DEFAULT_ORDERS["flagos"]]
-
-
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -136,18 +117,13 @@ def test_the_rows_of_one_mode_are_not_the_others() -> None:
         ({"<=16": "vendor", "<= 16": "flagos", "rest": "stock"}, "'<=16' is set twice"),
         ({"<=16": "vendor", "<=8": "flagos", "rest": "stock"}, "ascending"),
         ({"<=0": "vendor", "rest": "stock"}, "at least 1"),
-        ({"<=-1": "vendor", "rest": "stock"}, "at least 1"),
         ({"<=1.5": "vendor", "rest": "stock"}, "at least 1"),
-        ({"<=016": "vendor", "rest": "stock"}, "at least 1"),
         ({"<16": "vendor", "rest": "stock"}, "expected '<=N'"),
-        ({"16": "vendor", "rest": "stock"}, "expected '<=N'"),
         ({16: "vendor", "rest": "stock"}, "expected '<=N'"),
         ({"<=16": [], "rest": "stock"}, "non-empty"),
-        ({"<=16": "vendor", "rest": []}, "non-empty"),
         ({"<=16": {"rest": "vendor"}, "rest": "stock"}, "non-empty list"),
         ({"<=16": "vendr", "rest": "stock"}, "Did you mean 'vendor'"),
         ({"eager": "vendor", "<=16": "vendor", "rest": "stock"}, "'eager' is not a row"),
-        ({"eager": {}}, "got nothing"),
         ({"eager": {"eager": "stock"}}, "'<=N' and rest"),
     ],
 )
@@ -163,8 +139,6 @@ def test_wrong_rows_are_refused(value: object, said: str) -> None:
         ((None, STOCK), (8, STOCK)),
         ((8, ()), (None, STOCK)),
         ((True, STOCK), (None, STOCK)),
-        ((8.0, STOCK), (None, STOCK)),
-        ((None, STOCK), (None, STOCK)),
         ((8, STOCK), (8, STOCK), (None, STOCK)),
     ],
 )
@@ -173,37 +147,23 @@ def test_an_order_that_is_built_by_hand_is_checked_too(rows: Any) -> None:
         OpOrder(rows, ())
 
 
-@trials(deadline=None)
-@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=4, unique=True), st.data())
-def test_preference_re_sorts_each_row_and_pinned_ones_stay(
-    ceilings: list[int], data: st.DataObject
+@pytest.mark.parametrize(
+    ("prefer", "script", "engine"),
+    [
+        ("flagos", "flagos|vendor|reference", "flagos|vendor|stock|reference"),
+        ("vendor", "vendor|flagos|reference", "vendor|flagos|stock|reference"),
+        ("reference", "reference|flagos|vendor", "reference|flagos|vendor"),  # then stock
+        ("stock", "flagos|vendor|reference", "foreign|stock"),
+    ],
+)
+def test_orders_of_every_preference_are_the_documented_ones(
+    prefer: str, script: str, engine: str
 ) -> None:
-    plain = {f"<={n}": data.draw(orders) for n in sorted(ceilings)} | {"rest": data.draw(orders)}
-    kind = data.draw(st.sampled_from(KINDS))
-    after = OpOrder.of(plain, pinned=False).preferring(kind)
-    assert after.plain("eager") == {
-        key: OpOrder.of(row, pinned=False).preferring(kind).plain("eager")
-        for key, row in plain.items()
-    }
-    assert OpOrder.of(plain).preferring(kind) == OpOrder.of(plain)
-    assert OpOrder.of(plain).plain("compiled") == plain
-
-
-def test_policies_that_differ_in_a_row_are_two() -> None:
-    def policy(first: str) -> SelectionPolicy:
-        return SelectionPolicy(per_op_order={"m": OpOrder.of({"<=8": first, "rest": "flagos"})})
-
-    assert policy("vendor") != policy("reference")
-    assert policy("vendor") == policy("vendor")
-    assert pickle.loads(pickle.dumps(policy("vendor"))) == policy("vendor")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_default_order_is_a_preference_and_no_exclusion(kind: str) -> None:
-    order = list(map(str, SelectionPolicy(prefer=kind).order("rms_norm")))
-    assert order == list(DEFAULT_ORDERS[kind])
-    assert order[0] == kind
-    assert set(order) == set(KINDS)
+    """The table in docs/settings.md, "Orders": a change here breaks what users rely on."""
+    policy = SelectionPolicy(prefer=prefer)
+    for mode in MODES:
+        assert "|".join(map(str, policy.order("rms_norm", mode))) == script
+        assert "|".join(map(str, policy.order("rms_norm", mode, engine=True))) == engine
 
 
 def test_deny_beats_allow_and_both_look_at_vendors_only() -> None:
