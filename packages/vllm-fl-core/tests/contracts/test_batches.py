@@ -13,7 +13,7 @@ def drawing(seed: int = 0) -> torch.Generator:
 
 
 @pytest.mark.parametrize("order", ["standing", "drawn", "repeated", "alike"])
-@pytest.mark.parametrize("count", [0, 1, 5, 251, 1500, 16384])
+@pytest.mark.parametrize("count", [0, 1, 251, 16384])
 def test_a_batch_has_so_many_rows_of_the_pool(order: batches.Order, count: int) -> None:
     found = batches.rows(count, batches.POOL, drawing(), order)
     assert found.shape == (count,)
@@ -27,11 +27,6 @@ def test_rows_a_power_of_two_apart_are_not_the_same(order: batches.Order) -> Non
         assert float((found[power:] == found[:-power]).double().mean()) < 0.05
 
 
-def test_a_drawn_batch_holds_every_row_before_it_holds_one_twice() -> None:
-    found = batches.rows(600, batches.POOL, drawing(), "drawn")
-    assert len(found[: batches.POOL].unique()) == batches.POOL
-
-
 def test_repeated_rows_stand_beside_themselves() -> None:
     found = batches.rows(8, batches.POOL, drawing(), "repeated")
     assert bool((found[1:] == found[:-1]).any())
@@ -39,14 +34,8 @@ def test_repeated_rows_stand_beside_themselves() -> None:
     assert found[0] == found[1] != found[2], "as where two requests of three decode in step"
 
 
-def test_a_batch_of_one_row_has_no_other() -> None:
-    found = [batches.rows(64, batches.POOL, drawing(seed), "alike") for seed in range(4)]
-    assert all(len(rows.unique()) == 1 for rows in found)
-    assert len(torch.cat(found).unique()) > 1
-
-
-@pytest.mark.parametrize("length", [1, 2, 40, 512, 4096, 131072])
-@pytest.mark.parametrize("count", [0, 1, 5, 17, 251, 2048])
+@pytest.mark.parametrize("length", [1, 40, 131072])
+@pytest.mark.parametrize("count", [0, 1, 17, 2048])
 def test_positions_stay_within_the_model(count: int, length: int) -> None:
     at = batches.positions(count, length, drawing())
     assert at.shape == (count,)
@@ -61,13 +50,6 @@ def test_positions_run_jump_back_and_run_again() -> None:
     assert int((steps < 0).sum()) > 5  # one behind another
     assert int((steps == 0).sum()) >= 2  # sequences that decode in step
     assert {0, 2047, 2048, 4095} <= set(at.tolist())
-
-
-def test_tokens_repeat_as_in_aaaabbbb() -> None:
-    ids = batches.tokens(64, 50000, drawing())
-    assert len(ids[:16].unique()) == 2
-    assert len(ids[16:32].unique()) == 16
-    assert len(batches.tokens(5, 50000, drawing())) == 5
 
 
 def test_all_is_drawn_on_the_cpu_whatever_the_default_device_is() -> None:

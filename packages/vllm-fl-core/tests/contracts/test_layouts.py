@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -51,31 +50,6 @@ def test_each_activation_of_each_op_is_laid_out_otherwise(spec: OpSpec) -> None:
         seen.setdefault(name, set()).add(sample.name.rpartition(f"{name} ")[2])
     assert seen.keys() == spec.by_token
     assert all("numbers apart" in hows for hows in seen.values())
-
-
-def test_what_the_contract_refuses_is_not_made() -> None:
-    spec = contracts()["silu_and_mul"]
-
-    def packed(x: torch.Tensor) -> tuple[str, str] | None:
-        return None if x.is_contiguous() else ("x", "must be contiguous")
-
-    strict = dataclasses.replace(spec, check=packed)
-    assert list(relaid(strict, spec.samples(BF16, CPU))) == []
-
-
-def right_but_for_strides(q: Any, k: Any, v: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """The decode rule, whose kernel takes the gates for packed."""
-    spec = contracts()["recurrent_gated_delta_rule"]
-    whole = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).copy_(a)
-    if a.stride(0) < a.stride(1):  # transposed: read as if it were not
-        a = whole.as_strided(a.shape, (a.shape[1], 1))
-    out, state = spec.oracle(q, k, v, a, b, *rest)
-    return out.to(v.dtype), state.to(rest[2].dtype)
-
-
-def test_a_start_sees_a_kernel_that_minds_no_strides_of_one_activation() -> None:
-    why = faults(impl("recurrent_gated_delta_rule", right_but_for_strides))
-    assert "a transposed in memory" in why and "elements are off" in why
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

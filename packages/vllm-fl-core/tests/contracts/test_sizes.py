@@ -92,16 +92,6 @@ def test_of_two_rules_with_one_name_the_first_is_asked() -> None:
     assert sizes_of(engine_config(), first, second).more["experts"] == 1
 
 
-def test_the_typical_sizes_are_complete() -> None:
-    assert typical_sizes().unknown == ()
-
-
-def test_sizes_are_keys_of_a_cache_and_told_apart_by_what_bindings_add() -> None:
-    alike, other = ModelSizes(more={"experts": 8}), ModelSizes(more={"experts": 9})
-    assert {ModelSizes(more={"experts": 8}): 1, other: 2}[alike] == 1
-    assert len({alike, other, ModelSizes()}) == 3
-
-
 def test_what_is_not_told_is_named_once_in_a_process(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

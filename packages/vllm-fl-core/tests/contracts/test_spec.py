@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 from vllm_fl.contracts import (
-    Exact,
     OpSpec,
     QuantisedPair,
     Routing,
@@ -74,22 +74,12 @@ def test_an_output_has_the_contracts_tolerances_or_its_own() -> None:
         spec.tolerance(torch.float16, spec.outputs[0])
 
 
-def test_ids_need_no_tolerance() -> None:
-    spec = replace(SILU, tolerances={}, dtypes=("int64",), outputs=(Exact(),))
-    assert spec.dtypes == ("int64",)
-
-
 @pytest.mark.parametrize("output", [Within(), QuantisedPair(), Routing(lambda x: x, 0.0)])
 def test_whatever_has_room_needs_a_tolerance(output: Output) -> None:
     options = {"dtypes": ("float32",), "outputs": (output,), "variants": ()}
     with pytest.raises(ValueError, match=r"OpSpec\(silu_and_mul\): output 0, .* has no tolerances"):
         replace(SILU, tolerances={}, **options)
     replace(SILU, tolerances=TIGHT, **options)
-
-
-def test_dtypes_are_asked_for_by_name() -> None:
-    with pytest.raises(ValueError, match=r"OpSpec\(silu_and_mul\): name the dtypes"):
-        replace(SILU, tolerances={}, dtypes=(), outputs=(Exact(),))
 
 
 @pytest.mark.parametrize(
@@ -108,24 +98,6 @@ def test_what_is_said_of_a_parameter_is_said_of_one_that_the_oracle_takes(
     match = rf"OpSpec\(silu_and_mul\): {part} names res, .*; its parameters are x$"
     with pytest.raises(ValueError, match=match):
         replace(SILU, **{part: names})
-
-
-def test_what_is_not_declared_is_named() -> None:
-    def halved(x: torch.Tensor, scale: float) -> torch.Tensor:
-        return x / 2 * scale
-
-    with pytest.raises(ValueError, match=r"declared\(halved\): say what scale must be"):
-        declared(halved, {"x": tensor("..., d")}, (tensor("..., d"),))
-
-
-def test_an_op_that_scripts_call_needs_no_calls_of_a_model() -> None:
-    def halved(x: torch.Tensor) -> torch.Tensor:
-        """Half of it."""
-        return x / 2
-
-    rows = {"by_token": frozenset({"x"}), "samples": lambda *_: (), "tolerances": TIGHT}
-    spec = declared(halved, {"x": tensor("..., d")}, (tensor("..., d"),), **rows)
-    assert [*spec.served(None, torch.float32, torch.device("cpu"), True)] == []
 
 
 def stepped(x: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -177,21 +149,13 @@ def test_a_word_may_name_the_dtype_of_a_result() -> None:
     )
 
 
-def test_only_whole_batches_have_repeats_to_ignore() -> None:
-    with pytest.raises(ValueError, match=r"OpSpec\(silu_and_mul\): ignores_repeats is for"):
-        replace(SILU, ignores_repeats=True)
-
-
 @pytest.mark.parametrize(
     ("outputs", "results", "fits"),
     [
         ((), 3, True),
-        ((Within(), Within()), 2, True),
         ((Within(), Within()), 1, True),  # the second is missing in this variant
         ((Within(), Within()), 3, False),
-        ((QuantisedPair(),), 2, True),
         ((QuantisedPair(),), 1, False),
-        ((QuantisedPair(), Within()), 2, True),
         ((QuantisedPair(), Within()), 3, True),
         ((Within(), QuantisedPair()), 2, False),
     ],
@@ -200,12 +164,10 @@ def test_a_variants_results_end_with_an_output(
     outputs: tuple[Output, ...], results: int, fits: bool
 ) -> None:
     variant = Variant("", f"(Tensor x) -> ({', '.join(['Tensor'] * results)})")
-    if fits:
+    said = f"a call with {results} results does not fit outputs"
+    with nullcontext() if fits else pytest.raises(ValueError, match=said):
         spec = replace(SILU, outputs=outputs, variants=(variant,))
         assert sum(output.results for output in spec.outputs_of(results)) == results
-    else:
-        with pytest.raises(ValueError, match=f"a call with {results} results does not fit outputs"):
-            replace(SILU, outputs=outputs, variants=(variant,))
 
 
 def test_parameters_are_passed_by_position_and_by_name() -> None:

@@ -16,11 +16,9 @@ import pytest
 import yaml
 from builders import PLUGIN_SETTINGS
 from hypothesis import example, given
-from hypothesis import settings as trials
 from hypothesis import strategies as st
 
 from vllm_fl.contracts.binding import Binding
-from vllm_fl.dispatch.resolver import resolve
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
 from vllm_fl.settings import loading, schema
@@ -81,15 +79,6 @@ def test_environment_beats_platform_beats_default(write: Write) -> None:
     assert settings["platform_files"].value == (f"{path} (acme 1.0)",)
 
 
-def test_environment_replaces_and_never_merges(write: Write) -> None:
-    files = [("acme", write("a.yaml", "strict: true\ndeny_vendors: [a]\noot_blacklist: [x]\n"))]
-    env = {"VLLM_FL_STRICT": "0", "VLLM_FL_DENY_VENDORS": "b", "VLLM_FL_OOT_BLACKLIST": "y"}
-    settings = load_settings(env, platform_files=files)
-    assert settings.policy.strict is False
-    assert settings.policy.deny_vendors == {"b"}
-    assert settings.oot_blacklist == ("y",)
-
-
 def test_order_of_each_op_is_an_item(write: Write) -> None:
     platform = write("p.yaml", "op_backends:\n  a: [flagos]\n  b: [flagos]\n  c: [flagos]\n")
     config = write("ops.json", '{"a": "vendor", "d": {"eager": ["reference"]}}')
@@ -102,12 +91,7 @@ def test_order_of_each_op_is_an_item(write: Write) -> None:
         "c": "flagos",
         "d": "eager reference, compiled (default order)",
     }
-    assert {op: order.pinned for op, order in orders.items()} == {
-        "a": True,
-        "b": True,
-        "c": False,
-        "d": True,
-    }
+    assert {op for op, order in orders.items() if order.pinned} == {"a", "b", "d"}
     assert settings["op_backends.a"].origin == f"{config}:1 (environment VLLM_FL_OP_CONFIG)"
     assert [origin for _, origin in settings["op_backends.a"].overrides] == [
         "environment VLLM_FL_PER_OP",
@@ -119,7 +103,6 @@ def test_order_of_each_op_is_an_item(write: Write) -> None:
     ("env", "platform_prefer", "expected"),
     [
         ({}, "vendor", "flagos|vendor|reference"),
-        ({}, None, "flagos|vendor|reference"),
         ({"VLLM_FL_PREFER": "reference"}, "vendor", "reference|flagos|vendor"),
         ({"VLLM_FL_PREFER": "vendor"}, None, "vendor|flagos|reference"),
     ],
@@ -129,14 +112,11 @@ def test_only_a_higher_preference_re_sorts_a_platforms_list(
 ) -> None:
     text = "op_backends: {rms_norm: [flagos, vendor, reference]}\n"
     path = write("p.yaml", text + (f"prefer: {platform_prefer}\n" if platform_prefer else ""))
-    settings = load_settings(env, platform_files=[("acme", path)])
-    assert str(settings["op_backends.rms_norm"].value) == expected
-    re_sorted = settings["op_backends.rms_norm"].origin.endswith(
-        "re-sorted by environment VLLM_FL_PREFER"
-    )
-    assert re_sorted == (expected != "flagos|vendor|reference")
-    if re_sorted:
-        (before, origin), *_ = settings["op_backends.rms_norm"].overrides
+    setting = load_settings(env, platform_files=[("acme", path)])["op_backends.rms_norm"]
+    assert str(setting.value) == expected
+    assert setting.origin.endswith("re-sorted by environment VLLM_FL_PREFER") == bool(env)
+    if env:
+        (before, origin), *_ = setting.overrides
         assert (str(before), origin) == ("flagos|vendor|reference", f"{path}:1 (acme)")
 
 
@@ -158,16 +138,15 @@ def test_another_plugins_platform_is_left_as_it_is_until_somebody_asks(write: Wr
         assert made.policy.prefer == prefer
 
 
-@pytest.mark.parametrize("source", ["VLLM_FL_PER_OP", "VLLM_FL_OP_CONFIG", "VLLM_FL_CONFIG"])
-def test_what_the_user_wrote_is_never_re_sorted(write: Write, source: str) -> None:
-    value = {
+def test_what_the_user_wrote_is_never_re_sorted(write: Write) -> None:
+    for source, value in {
         "VLLM_FL_PER_OP": "rms_norm=flagos|vendor",
         "VLLM_FL_OP_CONFIG": write("o.json", '{"rms_norm": ["flagos", "vendor"]}'),
         "VLLM_FL_CONFIG": write("c.yaml", "op_backends: {rms_norm: [flagos, vendor]}"),
-    }[source]
-    policy = load_settings({source: value, "VLLM_FL_PREFER": "vendor"}).policy
-    assert str(policy.per_op_order["rms_norm"]) == "flagos|vendor"
-    assert str(policy.preferring("vendor").per_op_order["rms_norm"]) == "flagos|vendor"
+    }.items():
+        policy = load_settings({source: value, "VLLM_FL_PREFER": "vendor"}).policy
+        for each in (policy, policy.preferring("vendor")):
+            assert str(each.per_op_order["rms_norm"]) == "flagos|vendor"
 
 
 def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
@@ -196,11 +175,8 @@ def test_vllm_fl_config_is_a_complete_override(write: Write) -> None:
     assert settings["flagos_blacklist"].value == ("mm",)
     assert settings.oot_blacklist == ()
     # No file can set these, so that no file overrides them.
-    assert (settings.preflight, settings["use_flaggems"].value, settings.oot_enabled) == (
-        "off",
-        False,
-        False,
-    )
+    assert settings.preflight == "off"
+    assert settings["use_flaggems"].value is settings.oot_enabled is False
     (warning,) = settings.warnings
     for name in set(env) & set(overridden(DECLARED)):
         assert name in warning
@@ -223,63 +199,40 @@ def test_config_overrides_a_broken_platform_file_and_says_so(write: Write) -> No
     assert f"{broken} (acme) (unreadable: {broken}:1" in settings.warnings[0]
 
 
-def test_config_alone_warns_of_nothing(write: Write) -> None:
-    assert load_settings({"VLLM_FL_CONFIG": write("c.yaml", "strict: yes")}).warnings == ()
-
-
 # Whitelists and blacklists.
 
 
 @pytest.mark.parametrize("prefix", ["flagos", "oot"])
-def test_whitelist_beats_blacklists(write: Write, prefix: str) -> None:
+def test_a_whitelist_a_blacklist_or_an_error(write: Write, prefix: str) -> None:
+    white, black = (f"VLLM_FL_{prefix.upper()}_{c}LIST" for c in ("WHITE", "BLACK"))
     path = write("p.yaml", f"{prefix}_blacklist: [a, b]")
-    env = {f"VLLM_FL_{prefix.upper()}_WHITELIST": "c"}
-    settings = load_settings(env, platform_files=[("acme", path)])
+    settings = load_settings({white: "c"}, platform_files=[("acme", path)])
     assert settings[f"{prefix}_whitelist"].value == ("c",)
     assert settings[f"{prefix}_blacklist"].value == ()
     assert settings[f"{prefix}_blacklist"].overrides == ((("a", "b"), f"{path}:1 (acme)"),)
-    assert settings[f"{prefix}_blacklist"].origin == (
-        f"environment VLLM_FL_{prefix.upper()}_WHITELIST"
-    )
-
-
-@pytest.mark.parametrize("prefix", ["flagos", "oot"])
-def test_blacklist_of_the_environment_beats_a_files_whitelist(write: Write, prefix: str) -> None:
-    path = write("p.yaml", f"{prefix}_whitelist: [a]")
-    env = {f"VLLM_FL_{prefix.upper()}_BLACKLIST": "b"}
-    settings = load_settings(env, platform_files=[("acme", path)])
+    assert settings[f"{prefix}_blacklist"].origin == f"environment {white}"
+    files = [("acme", write("p.yaml", f"{prefix}_whitelist: [a]"))]
+    settings = load_settings({black: "b"}, platform_files=files)
     assert settings[f"{prefix}_whitelist"].value is None
     assert settings[f"{prefix}_blacklist"].value == ("b",)
-
-
-@pytest.mark.parametrize("prefix", ["flagos", "oot"])
-def test_both_lists_are_an_error(write: Write, prefix: str) -> None:
-    white, black = (f"VLLM_FL_{prefix.upper()}_{c}LIST" for c in ("WHITE", "BLACK"))
-    message = refused(
-        {white: "a", black: "b"}, key=f"{prefix}_whitelist", origin=f"environment {white}"
-    )
-    assert black in message
+    key = f"{prefix}_whitelist"
+    assert black in refused({white: "a", black: "b"}, key=key, origin=f"environment {white}")
     path = write("c.yaml", f"{prefix}_blacklist: [a]\n{prefix}_whitelist: [b]\n")
-    refused({"VLLM_FL_CONFIG": path}, key=f"{prefix}_whitelist", origin=f"{path}:2")
-    refused({}, ("acme", path), key=f"{prefix}_whitelist", origin=f"{path}:2 (acme)")
+    refused({"VLLM_FL_CONFIG": path}, key=key, origin=f"{path}:2")
+    refused({}, ("acme", path), key=key, origin=f"{path}:2 (acme)")
 
 
-def test_append_adds_to_what_holds(write: Write) -> None:
+def test_append_adds_to_a_blacklist_and_never_to_a_whitelist(write: Write) -> None:
     files = [("acme", write("p.yaml", "flagos_blacklist: [a, b]"))]
     append = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
     settings = load_settings({append: "c,a"}, platform_files=files)
     assert settings["flagos_blacklist"].value == ("a", "b", "c")
     assert settings["flagos_blacklist"].origin == f"{files[0][1]}:1 (acme) and environment {append}"
-    assert load_settings({append: "c"})["flagos_blacklist"].value == ("c",)
     both = {append: "c", "VLLM_FL_FLAGOS_BLACKLIST": "d"}
     assert load_settings(both, platform_files=files)["flagos_blacklist"].value == ("d", "c")
-
-
-def test_append_beside_a_whitelist_is_an_error(write: Write) -> None:
-    append = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
     where = {"key": "flagos_blacklist", "origin": f"environment {append}"}
     refused({append: "c", "VLLM_FL_FLAGOS_WHITELIST": "d"}, **where)
-    refused({append: "c"}, ("acme", write("p.yaml", "flagos_whitelist: [d]")), **where)
+    refused({append: "c"}, ("acme", write("w.yaml", "flagos_whitelist: [d]")), **where)
     refused({append: "c d"}, **where)
 
 
@@ -300,56 +253,9 @@ def test_append_needs_no_whitelist(write: Write, config: bool) -> None:
     assert settings["acme_only"].value == ("c",)
     assert settings["acme_only"].origin == "environment ACME_ONLY_MORE"
     assert {"acme_skip", "acme_only"} <= set(settings.chosen)
-    env |= {"ACME_SKIP": "z", "ACME_ONLY": "y"}
-    settings = loading.load_settings(env, platform="cpu", plugins=LISTS)
-    assert settings["acme_skip"].value == ("z", "b", "a")
-    assert settings["acme_only"].value == ("y", "c")
-    assert settings["acme_only"].origin == "environment ACME_ONLY and environment ACME_ONLY_MORE"
-
-
-def test_append_of_a_list_that_a_config_overrides_is_named_as_ignored(write: Write) -> None:
-    kept = SettingSpec(
-        "vendor_acme_skip", "ACME_SKIP", (), in_file=True, names="op", append="ACME_SKIP_MORE"
-    )
-    env = {"VLLM_FL_CONFIG": write("own.yaml", "vendor_acme_skip: [a]\n"), "ACME_SKIP_MORE": "b"}
-    settings = loading.load_settings(env, platform="cpu", plugins=[kept])
-    assert settings["vendor_acme_skip"].value == ("a",)
-    assert any("ignored: ACME_SKIP_MORE" in warning for warning in settings.warnings)
-
-
-@pytest.mark.parametrize("text", ["a b", ",", "a\x1b"])
-def test_a_wrong_append_without_a_whitelist_is_an_error(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"^environment ACME_SKIP_MORE: acme_skip: "):
-        loading.load_settings({"ACME_SKIP_MORE": text}, platform="cpu", plugins=LISTS)
-
-
-@pytest.mark.parametrize("config", [False, True])
-def test_a_pair_that_no_file_may_have_is_a_pair_all_the_same(write: Write, config: bool) -> None:
-    pair = (
-        SettingSpec("acme_only", "ACME_ONLY", None, names="op", excludes="acme_skip"),
-        SettingSpec("acme_skip", "ACME_SKIP", (), names="op", append="ACME_SKIP_MORE"),
-    )
-    env = {"VLLM_FL_CONFIG": write("own.yaml", "strict: true\n")} if config else {}
-    for other in ("ACME_SKIP", "ACME_SKIP_MORE"):
-        with pytest.raises(SettingsError, match="acme_only") as caught:
-            both = {**env, "ACME_ONLY": "a", other: "b"}
-            loading.load_settings(both, platform="cpu", plugins=pair)
-        assert f"environment {other}" in str(caught.value)
-    settings = loading.load_settings({**env, "ACME_SKIP": "b"}, platform="cpu", plugins=pair)
-    assert (settings["acme_only"].value, settings["acme_skip"].value) == (None, ("b",))
-    assert "acme_only" not in settings.chosen
 
 
 # Several plugins' files.
-
-
-def test_files_of_several_plugins_unite(write: Write) -> None:
-    a = write("a.yaml", "prefer: vendor\nflagos_blacklist: [x, y]\nop_backends: {m: [vendor]}\n")
-    b = write("b.yaml", "prefer: vendor\nflagos_blacklist: [y, z]\nop_backends: {n: [flagos]}\n")
-    settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)])
-    assert settings["prefer"].origin == f"{a}:1 (a 1) and {b}:1 (b 2)"
-    assert settings["flagos_blacklist"].value == ("x", "y", "z")
-    assert set(settings.policy.per_op_order) == {"m", "n"}
 
 
 @pytest.mark.parametrize(
@@ -373,23 +279,16 @@ def test_two_plugins_that_differ_end_nothing_and_both_are_named(
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "value"),
-    [
-        ("VLLM_FL_PREFER", "reference", "reference"),
-        ("VLLM_FL_PER_OP", "m=reference", "reference"),
-    ],
+    ("variable", "key"), [("VLLM_FL_PREFER", "prefer"), ("VLLM_FL_PER_OP", "op_backends.m")]
 )
-def test_any_setting_of_the_users_settles_it(
-    write: Write, variable: str, text: str, value: str
-) -> None:
+def test_any_setting_of_the_users_settles_it(write: Write, variable: str, key: str) -> None:
     a = write("a.yaml", "prefer: vendor\nop_backends: {m: [vendor, flagos]}\n")
     b = write("b.yaml", "prefer: flagos\nop_backends: {m: [flagos, vendor]}\n")
-    settings = load_settings({variable: text}, platform_files=[("a 1", a), ("b 2", b)])
-    key = "prefer" if variable == "VLLM_FL_PREFER" else "op_backends.m"
-    assert str(settings[key].value) == value
-    assert settings[key].disagreements == ()
-    config = write("mine.yaml", "")
-    settings = load_settings({"VLLM_FL_CONFIG": config}, platform_files=[("a 1", a), ("b 2", b)])
+    files = [("a 1", a), ("b 2", b)]
+    text = "reference" if key == "prefer" else "m=reference"
+    settings = load_settings({variable: text}, platform_files=files)
+    assert str(settings[key].value) == "reference" and settings[key].disagreements == ()
+    settings = load_settings({"VLLM_FL_CONFIG": write("mine.yaml", "")}, platform_files=files)
     assert not any(setting.disagreements for setting in settings.values())
 
 
@@ -399,11 +298,6 @@ def test_a_plugins_whitelist_goes_without_anothers_blacklist(write: Write) -> No
     assert settings.oot_whitelist == ("x",)
     assert settings.oot_blacklist == ()
     assert settings["oot_whitelist"].origin == f"{a}:1 (a), without what {b}:1 (b) names"
-
-
-def test_both_lists_of_a_pair_in_one_plugins_file_are_an_error(write: Write) -> None:
-    path = write("a.yaml", "oot_whitelist: [x]\noot_blacklist: [y]")
-    refused({}, ("a", path), key="oot_whitelist", origin=f"{path}:1 (a)")
 
 
 BROUGHT = {
@@ -429,44 +323,6 @@ def test_orders_of_several_plugins_merge_and_each_knows_its_own_best(write: Writ
     assert swapped == setting
 
 
-def test_a_list_that_leaves_a_token_out_excludes_only_its_own(write: Write) -> None:
-    a = write("a.yaml", "op_backends: {m: {eager: [stock], compiled: [vendor:a, stock]}}\n")
-    b = write("b.yaml", "op_backends: {m: [vendor, stock]}\n")
-    settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)], brought=BROUGHT)
-    order = settings["op_backends.m"].value
-    assert isinstance(order, OpOrder)
-    assert str(order) == "eager impl:vendor.b|stock, compiled vendor|vendor:a|stock"
-    impls = [impl for _, impl in BROUGHT["m"]]
-    traces = {
-        mode: resolve("m", impls, settings.policy, mode=mode, engine=True)
-        for mode in ("eager", "compiled")
-    }
-    assert [i.impl_id for i in traces["eager"].admitted] == ["vendor.b", "stock.vllm"]
-    assert "vendor.a" in dict(traces["eager"].rejected)
-    assert [i.impl_id for i in traces["compiled"].admitted] == [
-        "vendor.a",
-        "vendor.b",
-        "stock.vllm",
-    ]
-    # One file alone is what it says, for everybody: an exclusion with its reason is its to make.
-    alone = load_settings({}, platform_files=[("a 1", a)], brought=BROUGHT)["op_backends.m"]
-    assert str(alone.value) == "eager stock, compiled vendor:a|stock"
-    assert (alone.merged, alone.disagreements) == ((), ())
-
-
-def test_a_mode_that_one_plugin_leaves_open_is_the_others(write: Write) -> None:
-    a = write("a.yaml", "op_backends: {m: {eager: [vendor, reference]}}\n")
-    b = write("b.yaml", "op_backends: {m: {compiled: [stock, vendor]}}\n")
-    order = load_settings({}, platform_files=[("a", a), ("b", b)])["op_backends.m"].value
-    assert str(order) == "eager vendor|reference, compiled stock|vendor"
-
-
-def test_a_plugin_may_not_allow_vendors(write: Write) -> None:
-    path = write("p.yaml", "strict: no\nallow_vendors: [cuda]\n")
-    message = refused({}, ("acme", path), key="allow_vendors", origin=f"{path}:2 (acme)")
-    assert "every other vendor" in message
-
-
 def test_missing_platform_file_is_an_error(tmp_path: Path) -> None:
     path = str(tmp_path / "gone.yaml")
     refused({}, ("acme", path), key="platform_files", origin=f"{path} (acme)")
@@ -476,40 +332,24 @@ def test_missing_platform_file_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variable", BOOLEANS)
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        *((text, True) for text in ("1", "true", "True", "YES", "on", " 1\n")),
-        *((text, False) for text in ("0", "false", "FALSE", "No", "off")),
-    ],
-)
-def test_boolean(variable: str, text: str, value: bool) -> None:
+def test_boolean(variable: str) -> None:
     (key,) = (key for key, item in DECLARED.items() if item.variable == variable)
-    assert load_settings({variable: text})[key].value is value
+    for value, texts in ((True, "1 true True YES on"), (False, "0 false FALSE No off")):
+        for text in (*texts.split(), f" {texts[0]}\n"):
+            assert load_settings({variable: text})[key].value is value
+    for text in ("2", "enabled", "truee", "-1", "1;"):
+        refused({variable: text}, key=key, origin=f"environment {variable}")
 
 
-@pytest.mark.parametrize("variable", BOOLEANS)
-@pytest.mark.parametrize("text", ["2", "enabled", "truee", "-1", "1;"])
-def test_boolean_refuses(variable: str, text: str) -> None:
-    (key,) = (key for key, item in DECLARED.items() if item.variable == variable)
-    refused({variable: text}, key=key, origin=f"environment {variable}")
-
-
-@pytest.mark.parametrize("variable", VARIABLES)
-@pytest.mark.parametrize("blank", ["", "  "])
-def test_empty_is_unset_and_only_for_plugins_none(variable: str, blank: str) -> None:
-    settings = load_settings({variable: blank})
-    if variable == "VLLM_FL_PLUGINS":
-        assert settings.plugins == ()
-    else:
-        assert settings == load_settings({})
-
-
-def test_lists() -> None:
-    env = {"VLLM_FL_PLUGINS": "a-b, c.d,,a-b", "VLLM_FL_PLUGIN_MODULES": "m.n,"}
-    settings = load_settings(env)
-    assert settings.plugins == ("a-b", "c.d")
-    assert settings.plugin_modules == ("m.n",)
+def test_empty_is_unset_and_only_for_plugins_none() -> None:
+    for variable in VARIABLES:
+        for blank in ("", "  "):
+            settings = load_settings({variable: blank})
+            if variable == "VLLM_FL_PLUGINS":
+                assert settings.plugins == ()
+            else:
+                assert settings == load_settings({}), variable
+    assert load_settings({"VLLM_FL_PLUGINS": "a-b, c.d,,a-b"}).plugins == ("a-b", "c.d")
 
 
 @pytest.mark.parametrize(
@@ -518,25 +358,19 @@ def test_lists() -> None:
         ("VLLM_FL_PREFER", "cuda", "prefer", "VLLM_FL_PER_OP='rms_norm=vendor:cuda|"),
         ("VLLM_FL_PREFER", "flagso", "prefer", "Did you mean 'flagos'?"),
         ("VLLM_FL_LOG_LEVEL", "WARN", "log_level", "Did you mean 'WARNING'?"),
-        ("VLLM_FL_LOG_LEVEL", "10", "log_level", "DEBUG, INFO, WARNING, ERROR"),
         ("VLLM_FL_PREFLIGHT", "verfy", "preflight", "Did you mean 'verify'?"),
         ("VLLM_FL_PLATFORM", "cu da", "platform", "cuda, cpu, rocm, tpu, xpu, ascend"),
         ("VLLM_FL_FLAGOS_BLACKLIST", "mm add", "flagos_blacklist", "'mm add' is not a valid name"),
-        ("VLLM_FL_FLAGOS_BLACKLIST", '"mm,add"', "flagos_blacklist", "is not a valid name"),
         ("VLLM_FL_ALLOW_VENDORS", ",", "allow_vendors", "contains no name"),
         ("VLLM_FL_PER_OP", "rms_norm", "per_op", "op1=a|b;op2=x"),
-        ("VLLM_FL_PER_OP", "a-b=flagos", "per_op", "op1=a|b;op2=x"),
         ("VLLM_FL_PER_OP", "a=flagos;a=vendor", "op_backends.a", "is set twice"),
         ("VLLM_FL_PER_OP", "a=", "op_backends.a", "is not a valid token"),
-        ("VLLM_FL_PER_OP", "a=flagos||vendor", "op_backends.a", "is not a valid token"),
         ("VLLM_FL_PER_OP", "a=flagos|flagos", "op_backends.a", "is listed twice"),
-        ("VLLM_FL_PER_OP", "a=cuda", "op_backends.a", "is not a valid token"),
         ("VLLM_FL_PER_OP", "a=refrence", "op_backends.a", "Did you mean 'reference'?"),
         ("VLLM_FL_CONFIG", "/gone.yaml", "config", "does not exist"),
         ("VLLM_FL_CONFIG", "gone.yaml", "config", "relative to the working directory"),
         ("VLLM_FL_OP_CONFIG", "/gone.json", "op_config", "does not exist"),
         ("VLLM_FL_CONFIG", "/dev/zero", "config", "not a regular file"),
-        ("VLLM_FL_CONFIG", "/", "config", "not a regular file"),
         ("VLLM_FL_CONFIG", "a\0b", "config", "cannot be printed"),
         ("FLAGCX_PATH", "/a\udc80", "flagcx_path", "cannot be printed"),
     ],
@@ -552,20 +386,9 @@ def test_unknown_variables_are_named() -> None:
     assert far.startswith("VLLM_FL_FLUX_CAPACITOR") and far.endswith("it has no effect.")
 
 
-@pytest.mark.parametrize("name", ["USE_FLAGGEM", "use_flaggems"])
-def test_a_slip_of_a_plugins_variable_is_named(name: str) -> None:
-    (warning,) = load_settings({name: "1"}).warnings
-    assert warning.endswith("Did you mean 'USE_FLAGGEMS'?")
-
-
 def test_platform() -> None:
-    assert [normalise_platform(name) for name in ("NVIDIA", "npu", " Cuda ", "cpu", "acme")] == [
-        "cuda",
-        "ascend",
-        "cuda",
-        "cpu",
-        "acme",
-    ]
+    names = ("NVIDIA", "npu", " Cuda ", "cpu", "acme")
+    assert [*map(normalise_platform, names)] == ["cuda", "ascend", "cuda", "cpu", "acme"]
     settings = load_settings({"VLLM_FL_PLATFORM": "NPU"}, platform="nvidia")
     assert settings.platform == "ascend"
     assert settings["platform"].overrides == (("cuda", "detected"),)
@@ -602,13 +425,6 @@ def test_startup_reads_no_file_and_only_its_own() -> None:
     assert caught.value.key == "enabled"
 
 
-def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_FL_PREFER", "reference")
-    assert load_settings().policy.prefer == "reference"
-    monkeypatch.setenv("VLLM_FL_PLUGINS", "a")
-    assert load_startup().plugins == ("a",)
-
-
 # Files.
 
 
@@ -618,65 +434,44 @@ def test_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> 
         ("prefer: vendor\nstrikt: true", 2, "strikt", "Did you mean 'strict'?"),
         ("prefer: vendor\nprefer: flagos", 2, "prefer", "is set twice, first in line 1"),
         ("op_backends:\n  m: [flagos]\n  m: [vendor]", 3, "op_backends.m", "first in line 2"),
-        (
-            "op_backends:\n  m: {eager: [flagos], eager: [vendor]}",
-            2,
-            "op_backends.m.eager",
-            "twice",
-        ),
-        ("prefer: cuda", 1, "prefer", "VLLM_FL_PER_OP"),
+        ("op_backends:\n  m: {eager: [flagos], eager: []}", 2, "op_backends.m.eager", "twice"),
         ("prefer: 1", 1, "prefer", "expected one of flagos, vendor, reference"),
         ("strict: 1", 1, "strict", "expected true or false"),
-        ("strict: 'true'", 1, "strict", "expected true or false"),
         ("strict: !!bool [a]", 1, "strict", "expected true or false"),
-        ("strict: !!bool maybe", 1, "strict", "expected true or false"),
         ("deny_vendors: 5", 1, "deny_vendors", "expected a list of names"),
-        ("deny_vendors: a b", 1, "deny_vendors", "is not a valid name"),
         ("deny_vendors: ','", 1, "deny_vendors", "contains no name"),
         ("deny_vendors:\n- a\n- 5\n", 3, "deny_vendors", "expected a name, got 5 (int"),
         ("deny_vendors:\n- a\n- no\n", 3, "deny_vendors", "in quotes it is text"),
-        ("deny_vendors: [[a]]", 1, "deny_vendors", "got a list"),
         ("deny_vendors: ['a b']", 1, "deny_vendors", "is not a valid name"),
         ("op_backends: [a]", 1, "op_backends", "expected a mapping of ops"),
         ("op_backends:\n  a-b: [flagos]", 2, "op_backends.a-b", "is not a valid op name"),
         ("op_backends:\n  m: [flagos,\n  refrence]", 3, "op_backends.m", "'reference'"),
-        ("op_backends:\n  m: []", 2, "op_backends.m", "non-empty"),
         ("op_backends:\n  m: {eager: }", 2, "op_backends.m", "got nothing"),
         ("op_backends:\n  m: flagos|refrence", 2, "op_backends.m", "'reference'"),
-        ("op_backends:\n  m: flagos|", 2, "op_backends.m", "is not a valid token"),
         ("op_backends:\n  m:\n  - vendor: cuda", 3, "op_backends.m", "no space after its colon"),
         ("op_backends:\n  m: {eagre: [flagos]}", 2, "op_backends.m", "Did you mean 'eager'?"),
         ("op_backends:\n  m: [flagos, flagos]", 2, "op_backends.m", "is listed twice"),
         ("op_backends:\n  m:\n    <=8: stock", 3, "op_backends.m", "need 'rest'"),
-        ("op_backends:\n  m:\n    rest: a\n    <=8: stock", 3, "op_backends.m", "valid token"),
         ("op_backends:\n  m:\n    <=8: stock\n    <=4: flagos", 4, "op_backends.m", "ascending"),
-        ("op_backends:\n  m:\n    <=8: stock\n    <= 8: flagos", 4, "op_backends.m", "twice"),
         ("op_backends:\n  m:\n    <=8: stock\n    <=8: flagos", 4, "op_backends.m.<=8", "line 3"),
         ("op_backends:\n  m:\n    <=8: stock\n    <=x: flagos", 4, "op_backends.m", "integer N"),
         ("op_backends:\n  m:\n    eager:\n      <=0: stock", 4, "op_backends.m", "at least 1"),
-        ("op_backends:\n  m:\n    <=8: stock\n    rest: []", 3, "op_backends.m", "non-empty"),
         ("op_backends:\n  m:\n    <=8: [stock,\n      stok]", 4, "op_backends.m", "'stock'"),
-        ("op_backends:\n  m:\n    <=8: {rest: a}", 3, "op_backends.m", "expected a token"),
         ("op_backends:\n  m: {}", 2, "op_backends.m", "got none"),
         ("op_backends:\n  m: {8: stock, rest: stock}", 2, "op_backends.m", "expected text"),
         ("preflight: run", 1, "preflight", "set by the variable VLLM_FL_PREFLIGHT"),
         ("VLLM_FL_PREFER: vendor", 1, "VLLM_FL_PREFER", "In a file it is prefer."),
         ("silu_and_mul: [vendor]", 1, "silu_and_mul", "an op: write it under op_backends"),
         ("io_dump: {}", 1, "io_dump", "Known are prefer, strict"),
-        ("1: a", 1, "config", "expected text as a key"),
         ("? [a]\n: b", 1, "config", "expected text as a key"),
-        ("x: &x {strict: true}\n<<: *x", 1, "x", "unknown key"),
         ("<<: {strict: true}", 1, "config", "merge keys"),
         ("- a", 1, "config", "expected a mapping of settings, got a list"),
-        ("text", 1, "config", "expected a mapping of settings"),
         ("prefer: [", 1, "config", "invalid YAML"),
-        ("a: b\n\tc: d", 2, "config", "invalid YAML"),
         ("prefer: *gone", 1, "config", "undefined alias"),
         ("prefer: vendor\n---\nprefer: flagos", 2, "config", "single document"),
         ("prefer: vendor\n# \a", 2, "config", "invalid YAML"),
         ("prefer: !!python/object/apply:os.getcwd []", 1, "prefer", "expected one of"),
-        ("prefer: !!str [a]", 1, "prefer", "expected one of"),
-        ("[" * 5000, 1, "config", "nested too deeply"),
+        ("[" * 1200, 1, "config", "nested too deeply"),
     ],
 )
 def test_user_file_refuses(write: Write, text: str, line: int, key: str, said: str) -> None:
@@ -705,12 +500,6 @@ def test_file_that_is_no_text(tmp_path: Path, variable: str, data: bytes, said: 
     assert caught.value.key == key
 
 
-def test_file_with_a_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_bytes(b"\xef\xbb\xbfprefer: vendor\n")
-    assert policy_from_config(path).prefer == "vendor"
-
-
 def test_file_that_may_not_be_read(write: Write) -> None:
     if os.geteuid() == 0:
         path = "/proc/self/mem"  # root may read every other file
@@ -719,19 +508,6 @@ def test_file_that_may_not_be_read(write: Write) -> None:
         os.chmod(path, 0)
     with pytest.raises(SettingsError, match="cannot be read"):
         policy_from_config(path)
-
-
-def test_pipe_does_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(SettingsError, match="not a regular file"):
-        policy_from_config(tmp_path / "pipe")
-
-
-@pytest.mark.parametrize("path", [None, 5, "a\0b"])
-def test_path_of_another_type(path: str) -> None:
-    with pytest.raises(SettingsError) as caught:
-        policy_from_config(path)
-    assert caught.value.key == "config"
 
 
 def test_aliases_are_read_but_never_expanded(write: Write) -> None:
@@ -752,13 +528,11 @@ def test_aliases_are_read_but_never_expanded(write: Write) -> None:
         policy_from_config(write("c.yaml", f"op_backends:\n  m: [{tokens}]\n"))
 
 
-@pytest.mark.parametrize("text", ["", "# only this\n", "---\n", "{}", "op_backends: {}"])
+@pytest.mark.parametrize("text", ["", "# only this\n", "---\n", "\ufeff{}", "op_backends: {}"])
 def test_file_that_sets_nothing(write: Write, text: str) -> None:
     assert policy_from_config(write("c.yaml", text)) == load_settings({}).policy
-
-
-def test_empty_allow_list_allows_nobody(write: Write) -> None:
-    assert policy_from_config(write("c.yaml", "allow_vendors: []")).allow_vendors == frozenset()
+    nobody = policy_from_config(write("c.yaml", "allow_vendors: []"))
+    assert nobody.allow_vendors == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -767,31 +541,17 @@ def test_empty_allow_list_allows_nobody(write: Write) -> None:
         ("[]", "op_backends", 1, "expected a mapping of ops"),
         ('{"a": "flagos",\n"a": "vendor"}', "op_backends.a", 2, "is set twice"),
         ('{"a": "flagos"\n"b": "vendor"}', "op_config", 2, "invalid YAML or JSON"),
-        ("[" * 50_000, "op_config", 1, "nested too deeply"),
+        ("[" * 1200, "op_config", 1, "nested too deeply"),
         ('{"a": ' + "9" * 5000 + "}", "op_backends.a", 1, ""),
-        ('{"a b": "flagos"}', "op_backends.a b", 1, "not a valid op name"),
         ('{"a": 1}', "op_backends.a", 1, "expected a token"),
-        ('{"a": [1]}', "op_backends.a", 1, "expected a token"),
-        ('{"a": []}', "op_backends.a", 1, "non-empty"),
         ('{"a": "vendor:\\ud800"}', "op_backends.a", 1, "is not a valid token"),
-        ('{"a": {"eager": null}}', "op_backends.a", 1, "expected a token"),
-        ('{"a": "refrence"}', "op_backends.a", 1, "Did you mean 'reference'?"),
-        ('{"a": {"<=8": "stock"}}', "op_backends.a", 1, "need 'rest'"),
         ('{"a": {"<=8": "stock",\n"<=4": "stock"}}', "op_backends.a", 2, "ascending"),
-        ('{"a": {"<=8": null, "rest": "stock"}}', "op_backends.a", 1, "expected a token"),
-        ('{"a": {"eager": {"<=8": [], "rest": "stock"}}}', "op_backends.a", 1, "non-empty"),
     ],
 )
 def test_op_config_refuses(write: Write, text: str, key: str, line: int, said: str) -> None:
     path = write("o.json", text)
     origin = f"{path}:{line} (environment VLLM_FL_OP_CONFIG)"
     assert said in refused({"VLLM_FL_OP_CONFIG": path}, key=key, origin=origin)
-
-
-def test_json_may_be_indented_by_tabs(write: Write) -> None:
-    path = write("o.json", '{\n\t"a":\t"vendor",\n\t"b": ["stock"]\n}\n')
-    orders = load_settings({"VLLM_FL_OP_CONFIG": path}).policy.per_op_order
-    assert {op: str(order) for op, order in orders.items()} == {"a": "vendor", "b": "stock"}
 
 
 def by_size(rows: int) -> str:
@@ -854,40 +614,22 @@ def test_each_owner_checks_its_names(write: Write) -> None:
     }
     settings = load_settings(env)
     assert set(settings.unchecked) == {
-        "op_backends.rms_norm",
-        "op_backends.rms_norm.vendor:cuda",
-        "op_backends.rms_norm.vendor:acme",
-        "op_backends.rms_nrom",
-        "op_backends.mul",
+        *(f"op_backends.{op}" for op in ("rms_norm", "rms_nrom", "mul")),
+        *(f"op_backends.rms_norm.vendor:{vendor}" for vendor in ("cuda", "acme")),
+        *(f"flagos_blacklist.{op}" for op in ("mm", "silu_and_mlu", "rms_norm")),
         "deny_vendors.ascned",
         "oot_blacklist.RMSNorm",
-        "flagos_blacklist.mm",
-        "flagos_blacklist.silu_and_mlu",
-        "flagos_blacklist.rms_norm",
     }
     scripted = check_names(settings, ops=OPS, vendors={"cuda", "ascend"})
-    assert set(scripted.unchecked) == set(settings.unchecked) - {
-        "op_backends.rms_norm",
-        "op_backends.rms_norm.vendor:cuda",
-    }
-    assert [warning.rpartition("mean ")[2] for warning in scripted.warnings] == [
-        "'ascend'?",
-        "'silu_and_mul'?",
-        "'rms_norm'?",
-    ]
+    known = {"op_backends.rms_norm", "op_backends.rms_norm.vendor:cuda"}
+    assert set(scripted.unchecked) == set(settings.unchecked) - known
+    near = [warning.rpartition("mean ")[2] for warning in scripted.warnings]
+    assert near == ["'ascend'?", "'silu_and_mul'?", "'rms_norm'?"]
     assert check_names(scripted, ops=OPS, vendors={"cuda", "ascend"}) == scripted
 
     engine = check_names(scripted, ops=OPS, layers={"RMSNorm", "rms_norm"})
     assert set(scripted.unchecked) - set(engine.unchecked) == {"oot_blacklist.RMSNorm"}
     assert engine.policy == settings.policy
-
-
-def test_name_that_its_owner_does_not_know_is_an_error() -> None:
-    settings = load_settings({"VLLM_FL_OOT_WHITELIST": "RMSnorm"})
-    with pytest.raises(SettingsError, match="Did you mean 'RMSNorm'") as caught:
-        check_names(settings, ops=OPS, layers={"RMSNorm"})
-    assert caught.value.key == "oot_whitelist"
-    assert caught.value.origin == "environment VLLM_FL_OOT_WHITELIST"
 
 
 # Settings of a plugin that is not here.
@@ -908,13 +650,8 @@ def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -
     a = write("a.yaml", "flagos_whitelist: [rms_nrom, mm]\nflagos_mode: fast\n")
     b = write("b.yaml", "flagos_whitelist: [add]\nvendor_acme_streams: true\n")
     settings = loading.load_settings(env, platform_files=[("a 1", a), ("b 2", b)])
-    assert {*settings.unowned} == {
-        "flagos_whitelist",
-        "flagos_mode",
-        "vendor_acme_streams",
-        "USE_FLAGGEMS",
-        "VLLM_FL_FLAGOS_BLACKLIST_APPEND",
-    }
+    keys = {"flagos_whitelist", "flagos_mode", "vendor_acme_streams"}
+    assert {*settings.unowned} == keys | env.keys()
     assert set(settings.unowned) <= set(settings.unchecked)
     assert settings["flagos_whitelist"].value == ("rms_nrom", "mm", "add")
     assert settings["vendor_acme_streams"].value is True
@@ -939,46 +676,23 @@ def test_names_that_begin_as_an_installed_plugins_are_checked(write: Write) -> N
         load_settings({"VLLM_FL_CONFIG": write("c.yaml", "flagos_mode: fast")})
 
 
-def test_each_declaration_is_the_attribute_of_its_key() -> None:
-    assert all(getattr(Settings, key) is spec for key, spec in ITEMS.items())
-
-
 # Travelling.
 
 
 def test_merged_settings_travel(write: Write) -> None:
-    a = write("a.yaml", "strict: true\nop_backends: {m: [stock, flagos]}\n")
+    n = "{eager: [flagos, vendor:acme], compiled: stock}"
+    a = write("a.yaml", f"strict: true\nop_backends: {{m: [stock, flagos], n: {n}}}\n")
     b = write("b.yaml", "strict: false\nop_backends: {m: [flagos, stock, vendor]}\n")
-    settings = load_settings({}, platform_files=[("a 1", a), ("b 2", b)], brought=BROUGHT)
-    again = pickle.loads(pickle.dumps(settings))
-    assert again == settings
-    assert again["op_backends.m"].disagreements and again["strict"].merged
-    assert str(again.policy.per_op_order["m"]) == "flagos|stock|impl:vendor.b"
-
-
-def test_orders_by_size_travel(write: Write) -> None:
-    m = "{eager: {<=8: stock, <=64: vendor, rest: flagos}}"
-    text = f"op_backends: {{m: {m}, n: {{<=9: stock, rest: flagos}}}}"
-    settings = load_settings({"VLLM_FL_CONFIG": write("c.yaml", text)})
+    files = [("a 1", a), ("b 2", b)]
+    settings = load_settings({"VLLM_FL_PERFER": "x"}, platform_files=files, brought=BROUGHT)
     again = pickle.loads(pickle.dumps(settings))
     assert again == settings and again.policy == settings.policy
-    assert again.policy.ceilings("m") == (8, 64) and again.policy.ceilings("m", "compiled") == ()
-
-
-def test_settings_travel(write: Write) -> None:
-    platform = write(
-        "p.yaml",
-        "op_backends:\n  m: {eager: [flagos, vendor:acme], compiled: stock}\n  n: [flagos]\n"
-        "flagos_blacklist: [mm]\n",
-    )
-    env = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_PERFER": "x", "VLLM_FL_OOT_BLACKLIST": "RMSNorm"}
-    settings = load_settings(env, platform="npu", platform_files=[("acme 1.0", platform)])
-    again = pickle.loads(pickle.dumps(settings))
-    assert again == settings
-    assert again.policy == settings.policy
     assert again.warnings and again.unchecked
+    assert again["op_backends.m"].disagreements and again["strict"].merged
+    assert str(again.policy.per_op_order["m"]) == "flagos|stock|impl:vendor.b"
     # Still the platform's list: a block's preference re-sorts it there as here.
-    assert str(again.policy.preferring("flagos").per_op_order["m"].eager[0][1][0]) == "flagos"
+    moved = again.policy.preferring("vendor").per_op_order["n"]
+    assert str(moved.eager[0][1][0]) == "vendor:acme"
 
 
 def test_settings_of_another_release_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -987,16 +701,6 @@ def test_settings_of_another_release_are_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SettingsError, match="same release") as caught:
         pickle.loads(sent)
     assert caught.value.key == "settings"
-
-
-def test_settings_are_a_read_only_mapping() -> None:
-    settings = load_settings({"VLLM_FL_PER_OP": "a=flagos"})
-    assert list(settings) == [*DECLARED, "op_backends.a", "platform_files"]
-    assert len(settings) == len(list(settings))
-    assert all(settings[key].key == key for key in settings)
-    assert {settings: 1}[load_settings({"VLLM_FL_PER_OP": "a=flagos"})] == 1
-    for setting in settings.values():
-        assert (setting.variable is None) == (setting.key == "platform_files")
 
 
 def test_reading_no_file_imports_no_yaml() -> None:
@@ -1012,19 +716,8 @@ def test_reading_no_file_imports_no_yaml() -> None:
 # Whatever the input: settings, or one SettingsError that says which and where.
 
 FILE_KEYS = file_keys(DECLARED)
-words = st.sampled_from(
-    [
-        *FILE_KEYS,
-        "flagos",
-        "vendor:cuda",
-        "eager",
-        "compiled",
-        "stock",
-        "true",
-        "rms_norm",
-        "a b",
-    ]
-)
+SOME = ["flagos", "vendor:cuda", "eager", "compiled", "stock", "true", "rms_norm"]
+words = st.sampled_from([*FILE_KEYS, *SOME, "a b"])
 scalars = st.one_of(words, st.text(max_size=8), st.booleans(), st.none(), st.integers())
 objects = st.recursive(
     scalars,
@@ -1041,6 +734,7 @@ yaml_texts = st.one_of(
     st.text(),
     st.text(alphabet="&*!|>{}[]:,-?#%@ \n\tab1'\"<~"),
     st.one_of(objects, likely).map(lambda value: yaml.safe_dump(value, allow_unicode=True)),
+    objects.map(json.dumps),
 )
 
 
@@ -1057,7 +751,6 @@ def settings_or_one_error(
     return settings
 
 
-@trials(deadline=None, max_examples=300)
 @given(st.one_of(yaml_texts.map(str.encode), st.binary()))
 @example(b"op_backends: {m: {eager: flagos, compiled: [stock]}}")
 @example(
@@ -1067,25 +760,16 @@ def settings_or_one_error(
 @example(b"? {}\n: x")
 @example(b"!!timestamp 2020-13-45")
 @example(b"prefer: !!int x")
-def test_any_yaml(data: bytes) -> None:
+@example(b'{"a": NaN}')
+def test_any_file(data: bytes) -> None:
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
         settings_or_one_error({"VLLM_FL_CONFIG": file.name})
+        settings_or_one_error({"VLLM_FL_OP_CONFIG": file.name})
         settings_or_one_error({}, [("acme 1.0", file.name)])
 
 
-@trials(deadline=None, max_examples=300)
-@given(st.one_of(objects.map(lambda value: json.dumps(value).encode()), st.binary()))
-@example(b'{"a": NaN}')
-def test_any_json(data: bytes) -> None:
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        settings_or_one_error({"VLLM_FL_OP_CONFIG": file.name})
-
-
-@trials(deadline=None, max_examples=300)
 @given(
     st.dictionaries(
         st.one_of(st.sampled_from(VARIABLES), st.text(max_size=6).map("VLLM_FL_{}".format)),
