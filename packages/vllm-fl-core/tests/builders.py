@@ -117,16 +117,12 @@ def norm(
     """A `rms_norm` made of fn(x, residual), whose `supports` gives `verdict()`."""
 
     def rms_norm(
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
+        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None
     ) -> Any:
         return fn(x, residual)
 
     def supports(
-        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
+        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None
     ) -> bool | str:
         return verdict()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders import X, failing, half, managing, norm, refusing, silu
 
-from vllm_fl.dispatch.context import chosen, policy_context
+from vllm_fl.dispatch.context import policy_context
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import (
@@ -44,56 +44,60 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     logger.removeHandler(handler)
 
 
+FLAGOS = "Op 'silu_and_mul' using 'default.flagos' (kind=flagos, vendor=None)"
+TO_REFERENCE = "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)"
+
+
 class TestLogLines:
-    def test_using_is_said_once(self, lines: list[tuple[str, str]]) -> None:
+    def test_using_is_said_once_and_switched(self, lines: list[tuple[str, str]]) -> None:
         manager = managing(silu("vendor.acme"), silu("default.flagos"))
         for _ in range(3):
             manager.call(OP, X)
-        assert lines == [
-            ("INFO", "Op 'silu_and_mul' using 'default.flagos' (kind=flagos, vendor=None)")
-        ]
-
-    def test_switched(self, lines: list[tuple[str, str]]) -> None:
-        manager = managing(silu("vendor.acme"), silu("default.flagos"))
-        manager.call(OP, X)
         manager.set_policy(SelectionPolicy(prefer="vendor"))
         for _ in range(2):
             manager.call(OP, X)
-        assert lines[1:] == [
-            (
-                "INFO",
-                "Op 'silu_and_mul' switched from 'default.flagos' to 'vendor.acme' "
-                "(kind=vendor, vendor=acme)",
-            )
-        ]
+        switched = "Op 'silu_and_mul' switched from 'default.flagos' to 'vendor.acme' "
+        assert lines == [("INFO", FLAGOS), ("INFO", switched + "(kind=vendor, vendor=acme)")]
 
     def test_failed_then_fallback(self, lines: list[tuple[str, str]]) -> None:
         manager = managing(failing("default.flagos", ValueError("boom")), silu("reference.torch"))
         for _ in range(3):
             manager.call(OP, X)
-        assert lines == [
-            ("INFO", "Op 'silu_and_mul' using 'default.flagos' (kind=flagos, vendor=None)"),
-            ("WARNING", "Implementation 'default.flagos' failed for op 'silu_and_mul': boom"),
-            (
-                "INFO",
-                "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)",
-            ),
-        ]
+        failed = "Implementation 'default.flagos' failed for op 'silu_and_mul': boom"
+        assert lines == [("INFO", FLAGOS), ("WARNING", failed), ("INFO", TO_REFERENCE)]
 
     def test_the_last_one_and_all(self, lines: list[tuple[str, str]]) -> None:
+        boom, bang = ValueError("boom"), ValueError("bang")
         manager = managing(
-            failing("default.flagos", ValueError("boom")),
-            failing("reference.torch", ValueError("bang")),
+            failing("default.flagos", boom),
+            refusing("vendor.acme", "needs bf16"),
+            failing("reference.torch", bang),
         )
         with pytest.raises(AllFailedError) as caught:
             manager.call(OP, X)
-        assert lines[-1] == (
-            "ERROR",
-            "Last implementation 'reference.torch' failed for op 'silu_and_mul': bang",
-        )
-        assert str(caught.value).startswith(
-            "All 2 implementation(s) failed for op='silu_and_mul'. Last error: ValueError: bang"
-        )
+        last = "Last implementation 'reference.torch' failed for op 'silu_and_mul': bang"
+        assert lines[-1] == ("ERROR", last)
+        error = caught.value
+        first = "All 3 implementation(s) failed for op='silu_and_mul'. Last error: ValueError: bang"
+        assert str(error).startswith(first)
+        assert isinstance(error, VllmFLError)
+        assert (error.op, error.cause, error.__cause__) == (OP, bang, bang)
+        causes = dict(error.causes)
+        assert causes == {
+            "default.flagos": boom,
+            "vendor.acme": "needs bf16",
+            "reference.torch": bang,
+        }
+        assert all(str(cause) in str(error) for cause in causes.values())
+        assert "vllm-fl explain silu_and_mul" in str(error)
+
+    def test_when_all_are_demoted_the_next_call_still_says_each_cause(self) -> None:
+        manager = managing(failing("default.flagos", ValueError("boom")))
+        with pytest.raises(AllFailedError):
+            manager.call(OP, X)
+        with pytest.raises(NoImplementationError) as caught:
+            manager.call(OP, X)
+        assert caught.value.rejected == (("default.flagos", "failed earlier: ValueError: boom"),)
 
     def test_a_refusal_is_said_once(self, lines: list[tuple[str, str]]) -> None:
         manager = managing(refusing("vendor.acme", "needs bf16"), silu("reference.torch"))
@@ -102,7 +106,7 @@ class TestLogLines:
         assert [line for _, line in lines] == [
             "Op 'silu_and_mul' using 'vendor.acme' (kind=vendor, vendor=acme)",
             "Implementation 'vendor.acme' refused op 'silu_and_mul': needs bf16",
-            "Op 'silu_and_mul' fallback to 'reference.torch' (kind=reference, vendor=None)",
+            TO_REFERENCE,
         ]
 
 
@@ -158,15 +162,6 @@ class TestFallback:
         assert resolved(X)[0, 0] == 2
         assert runs == [1, 1]
 
-    def test_a_demotion_is_of_one_op(self) -> None:
-        manager = managing(
-            failing("vendor.acme", ValueError("boom")),
-            silu("reference.torch"),
-            norm("vendor.acme", lambda x, residual: x),
-        )
-        manager.call(OP, X)
-        assert manager.get_selected_impl_id("rms_norm") == "vendor.acme"
-
     @pytest.mark.parametrize("how", ["clear", "clear this op", "policy", "reset policy"])
     def test_what_ends_a_demotion(self, how: str) -> None:
         manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
@@ -188,41 +183,6 @@ class TestFallback:
         with policy_context(SelectionPolicy(prefer="vendor")):
             assert manager.get_selected_impl_id(OP) == "reference.torch"
         assert set(manager.demotions) == {(OP, "vendor.acme")}
-
-    def test_when_all_are_demoted_the_next_call_still_says_each_cause(self) -> None:
-        manager = managing(
-            failing("default.flagos", ValueError("boom")),
-            failing("reference.torch", KeyError("bang")),
-        )
-        with pytest.raises(AllFailedError):
-            manager.call(OP, X)
-        with pytest.raises(NoImplementationError) as caught:
-            manager.call(OP, X)
-        assert dict(caught.value.rejected) == {
-            "default.flagos": "failed earlier: ValueError: boom",
-            "reference.torch": "failed earlier: KeyError: 'bang'",
-        }
-
-    def test_all_failed_has_fields(self) -> None:
-        boom, bang = ValueError("boom"), ValueError("bang")
-        manager = managing(
-            failing("default.flagos", boom),
-            refusing("vendor.acme", "needs bf16"),
-            failing("reference.torch", bang),
-        )
-        with pytest.raises(AllFailedError) as caught:
-            manager.call(OP, X)
-        error = caught.value
-        assert isinstance(error, VllmFLError)
-        assert (error.op, error.cause, error.__cause__) == (OP, bang, bang)
-        assert error.causes == (
-            ("default.flagos", boom),
-            ("vendor.acme", "needs bf16"),
-            ("reference.torch", bang),
-        )
-        for _, cause in error.causes:
-            assert str(cause) in str(error)
-        assert "vllm-fl explain silu_and_mul" in str(error)
 
 
 class TestStrict:
@@ -248,37 +208,8 @@ class TestStrict:
             manager.call(OP, X)
         assert caught.value.causes == (("vendor.acme", cause),)
 
-    def test_in_a_block_only(self) -> None:
-        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
-        with policy_context(SelectionPolicy(strict=True)), pytest.raises(ValueError, match="boom"):
-            manager.call(OP, X)
-        assert manager.call(OP, X).shape == (2, 4)
-
 
 class TestConsuming:
-    @staticmethod
-    def overwriting(x: torch.Tensor, residual: torch.Tensor) -> Any:
-        x += residual
-        residual.copy_(x)
-        return x, residual
-
-    def test_a_callers_inputs_stay_intact(self) -> None:
-        manager = managing(norm("vendor.acme", self.overwriting, consumes={"x", "residual"}))
-        x, residual = torch.ones(2, 4), torch.ones(2, 4)
-        first, second = manager.call("rms_norm", x, residual, None, 1e-6)
-        assert first.eq(2).all() and second.eq(2).all()
-        assert x.eq(1).all() and residual.eq(1).all()
-
-    def test_a_layer_grants_what_it_owns(self) -> None:
-        class Layer:
-            weight = torch.ones(4)
-            variance_epsilon = 1e-6
-
-        manager = managing(norm("vendor.acme", self.overwriting, consumes={"x", "residual"}))
-        x, residual = torch.ones(2, 4), torch.ones(2, 4)
-        manager.bind("rms_norm", Layer(), frozenset({"residual"}))(x, residual)
-        assert x.eq(1).all() and residual.eq(2).all()
-
     def test_a_failure_is_raised_and_nothing_else_is_tried(self) -> None:
         def half_written(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
             x[0] = float("nan")
@@ -298,19 +229,6 @@ class TestConsuming:
         assert ran == [1]
         assert [impl_id for _, impl_id in manager.demotions] == ["vendor.acme"]
 
-    def test_as_a_later_candidate_it_still_works_on_copies(self) -> None:
-        manager = managing(
-            norm("default.flagos", lambda x, residual: None, verdict=lambda: "no"),
-            norm("vendor.acme", self.overwriting, consumes={"x", "residual"}),
-        )
-        x, residual = torch.ones(2, 4), torch.ones(2, 4)
-        assert manager.call("rms_norm", x, residual, None, 1e-6)[0].eq(2).all()
-        assert x.eq(1).all() and residual.eq(1).all()
-
-
-class OutOfMemoryError(RuntimeError):
-    """Named as torch's."""
-
 
 class AcceleratorError(RuntimeError):
     """Named as torch's."""
@@ -319,11 +237,9 @@ class AcceleratorError(RuntimeError):
 @pytest.mark.parametrize(
     "error",
     [
-        OutOfMemoryError("tried to allocate"),
         AcceleratorError("unspecified launch failure"),
         MemoryError(),
         RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("NPU error 507011"),
         torch.OutOfMemoryError("tried to allocate"),
     ],
@@ -367,8 +283,6 @@ class TestCallersMistakes:
             ((X,), {"x": X}, "x"),
             (([1.0],), {}, "x"),
             ((torch.ones(2, 7),), {}, "x"),
-            ((torch.ones(2, 8, dtype=torch.int32),), {}, "x"),
-            ((torch.tensor(1.0),), {}, "x"),
         ],
     )
     @pytest.mark.parametrize("strict", [False, True])
@@ -414,17 +328,6 @@ class TestCallersMistakes:
             manager.call("rms_norm", torch.ones(2, 4), None, None)
         assert caught.value.argument == "epsilon"
         assert "rms_norm(x, residual, weight, epsilon, variance_size=None)" in str(caught.value)
-
-    def test_everybody_refusing_a_mistake_is_the_mistake(self) -> None:
-        manager = managing(refusing("vendor.acme", "not a tensor"))
-        with pytest.raises(CallError) as caught:
-            manager.call(OP, "text")
-        assert caught.value.argument == "x"
-
-    def test_an_implementations_own_type_error_is_its_own(self) -> None:
-        manager = managing(failing("vendor.acme", TypeError("boom")), silu("reference.torch", 1))
-        assert manager.call(OP, X)[0, 0] == 2
-        assert set(manager.demotions) == {(OP, "vendor.acme")}
 
 
 class TestNothingToCall:
@@ -496,11 +399,9 @@ class TestPolicies:
     def test_set_policy_wants_a_policy(self) -> None:
         with pytest.raises(TypeError, match="SelectionPolicy"):
             managing().set_policy("vendor")  # type: ignore[arg-type]
-
-    def test_none_goes_back_to_the_one_that_was_given(self) -> None:
         manager = managing(prefer="vendor")
         manager.set_policy(SelectionPolicy(prefer="reference"))
-        manager.set_policy(None)
+        manager.set_policy(None)  # back to the one that was given
         assert manager.policy.prefer == "vendor"
 
     def test_one_that_is_set_before_the_first_use_stands_and_the_plugins_are_found(self) -> None:
@@ -530,33 +431,8 @@ class TestPolicies:
         manager.use_startup(Startup(manager.startup.plugins, settings), registry)
         assert manager.policy == policy
 
-    def test_they_are_deferred_with_a_registry_of_ones_own_too(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("VLLM_FL_CONFIG", "/nonexistent/policy.yaml")
-        manager = OpManager(OpRegistry())
-        manager.ensure_initialized("cpu", defer_errors=True)
-        assert manager.startup is not None and manager.startup.settings.platform == "cpu"
-        with pytest.raises(SettingsError, match="does not exist"):
-            _ = manager.policy
-
-    def test_a_block_beats_the_global_one(self) -> None:
-        manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
-        with policy_context(SelectionPolicy(prefer="vendor")):
-            assert manager.call(OP, X)[0, 0] == 2
-            manager.set_policy(SelectionPolicy())
-            assert manager.call(OP, X)[0, 0] == 2
-        assert manager.call(OP, X)[0, 0] == 3
-
 
 class TestRegistering:
-    def test_what_is_registered_later_is_seen_by_the_next_call(self) -> None:
-        manager = managing(silu("reference.torch", 1))
-        assert manager.call(OP, X)[0, 0] == 2
-        manager.registry.register_impl(silu("vendor.acme", 2))
-        assert manager.call(OP, X)[0, 0] == 3
-        assert manager.get_selected_impl_id(OP) == "vendor.acme"
-
     def test_an_op_without_contract_takes_what_its_implementations_take(self) -> None:
         def fused(x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
             return x * scale
@@ -573,21 +449,6 @@ class TestRegistering:
         with pytest.raises(CallError) as caught:
             manager.call("acme_fused", X, factor=3.0)
         assert caught.value.argument == "factor"
-
-    def test_an_op_without_contract_whose_parameters_nobody_states(self) -> None:
-        def anything(*args: Any, **kwargs: Any) -> Any:
-            return args, kwargs
-
-        def broken(*args: Any, **kwargs: Any) -> Any:
-            raise ValueError("boom")
-
-        manager = managing(
-            OpImpl("acme_any", "vendor.acme", BackendImplKind.VENDOR, broken, "acme"),
-            OpImpl("acme_any", "reference.torch", BackendImplKind.REFERENCE, anything),
-        )
-        for _ in range(2):
-            assert manager.call("acme_any", 1, two=2) == ((1,), {"two": 2})
-        assert set(manager.demotions) == {("acme_any", "vendor.acme")}
 
 
 class TestOlderForm:
@@ -610,26 +471,17 @@ class TestOlderForm:
         assert [impl_id for impl_id, _ in caught.value.rejected] == ["vendor.acme"]
 
     def test_a_function_of_obj_with_a_parameter_more(self) -> None:
-        def rotary_embedding(
-            obj: Any,
-            query: Any,
-            key: Any,
-            cos: Any,
-            sin: Any,
-            position_ids: Any,
-            rotary_interleaved: bool = False,
-            inplace: bool = True,
-        ) -> Any:
+        def rotary_embedding(  # type: ignore[no-untyped-def]
+            obj, query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True
+        ):
             return obj.name, query, rotary_interleaved, inplace
 
         class Rope:
             name = "rope"
 
-        manager = managing(
-            OpImpl(
-                "rotary_embedding", "vendor.acme", BackendImplKind.VENDOR, rotary_embedding, "acme"
-            )
-        )
+        kind = BackendImplKind.VENDOR
+        impl = OpImpl("rotary_embedding", "vendor.acme", kind, rotary_embedding, "acme")
+        manager = managing(impl)
         query = torch.zeros(2)
         call = (query, None, "c", "s", "p", True)
         name, got, *flags = manager.call_as_method("rotary_embedding", Rope(), *call)
@@ -650,31 +502,13 @@ class TestOlderForm:
         class Gelu:
             approximate = "tanh"
 
-        backend = Backend()
+        backend, vendor = Backend(), ("vendor.acme", BackendImplKind.VENDOR)
         manager = managing(
-            OpImpl(OP, "vendor.acme", BackendImplKind.VENDOR, backend.silu_and_mul, "acme"),
-            OpImpl(
-                "gelu_and_mul", "vendor.acme", BackendImplKind.VENDOR, backend.gelu_and_mul, "acme"
-            ),
+            OpImpl(OP, *vendor, backend.silu_and_mul, "acme"),
+            OpImpl("gelu_and_mul", *vendor, backend.gelu_and_mul, "acme"),
         )
         assert manager.call(OP, X)[0, 0] == 6
         assert manager.call_as_method("gelu_and_mul", Gelu(), X) == "tanh"
-
-    def test_it_falls_back_and_is_fallen_back_to(self) -> None:
-        def broken(self: Any, x: torch.Tensor) -> torch.Tensor:
-            raise ValueError("boom")
-
-        def sound(self: Any, x: torch.Tensor) -> torch.Tensor:
-            return half(x) + 5
-
-        manager = managing(
-            silu("default.flagos", fn=broken), refusing("vendor.acme", "no"), silu("reference.b", 1)
-        )
-        assert manager.call_as_method(OP, self.Layer(), X)[0, 0] == 2
-        manager = managing(refusing("vendor.acme", "no"), silu("reference.b", fn=sound))
-        assert manager.call_as_method(OP, self.Layer(), X)[0, 0] == 6
-        with pytest.raises(AllFailedError, match="no"):
-            manager.call(OP, X)
 
 
 def test_reading_the_registry_of_a_manager_with_its_own_starts_nothing() -> None:
@@ -704,33 +538,6 @@ class TestBounds:
         del policies, policy
         gc.collect()
         assert sum(reference() is not None for reference in weak) <= 64
-
-    def test_one_that_is_used_again_after_it_gave_way_works(self) -> None:
-        manager = managing(silu("default.flagos", 1.0), silu("vendor.acme", 2.0))
-        vendor = SelectionPolicy(prefer="vendor")
-        for n in range(100):
-            with policy_context(SelectionPolicy(deny_vendors=frozenset({f"v{n}"}))):
-                assert manager.call(OP, X)[0, 0] == 2
-            with policy_context(vendor):
-                assert manager.call(OP, X)[0, 0] == 3
-
-    def test_reset_does_not_lift_the_seal(self) -> None:
-        manager = managing(silu("reference.torch"))
-        manager.seal("the engine's worker")
-        with pytest.raises(PolicySealedError, match="the engine's worker"):
-            manager.reset()
-        with pytest.raises(PolicySealedError):
-            manager.set_policy(SelectionPolicy())
-
-
-def test_a_policy_that_was_set_stands_where_a_platform_is_found_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    mine = SelectionPolicy(prefer="vendor")
-    monkeypatch.setattr(chosen, "policy", mine)
-    manager = OpManager()
-    manager.use_startup(Startup((), load_settings({})), OpRegistry())  # as for a plugin's device
-    assert manager.policy == mine
 
 
 def test_a_script_skips_stock_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
