@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,12 @@ MODES = ["eager", "compiled"]
 ORDERS: dict[str, tuple[dict[str, str], str | None, str, str]] = {
     "nobody": ({}, None, "cpu", STOCK),
     "a platform file": ({}, f"op_backends: {{{OP}: {LISTED}}}", "cpu", STOCK),
-    "a platform file that puts reference first": (
-        {},
-        f"op_backends: {{{OP}: [reference, vendor]}}",
-        "cpu",
-        PLAIN,
-    ),
+    "a plain one first": ({}, f"op_backends: {{{OP}: [reference, vendor]}}", "cpu", PLAIN),
     "a platform without vLLM's kernels": ({}, f"op_backends: {{{OP}: {LISTED}}}", "npu", PLAIN),
     "VLLM_FL_PER_OP": ({"VLLM_FL_PER_OP": f"{OP}=vendor|reference"}, None, "cpu", PLAIN),
     "a group": ({"VLLM_FL_PER_OP": "group:mlp=vendor|reference"}, None, "cpu", PLAIN),
     "default": ({"VLLM_FL_PER_OP": "default=vendor|reference"}, None, "cpu", PLAIN),
     "VLLM_FL_PREFER=reference": ({"VLLM_FL_PREFER": "reference"}, None, "cpu", PLAIN),
-    "the same, over a platform file": (
-        {"VLLM_FL_PREFER": "reference"},
-        f"op_backends: {{{OP}: {LISTED}}}",
-        "cpu",
-        PLAIN,
-    ),
 }
 """Who wrote the order -> variables, platform file, platform, and what an engine falls to."""
 
@@ -127,32 +117,23 @@ def test_a_list_of_layers_means_nothing_to_scripts(tmp_path: Path, who: str) -> 
 
 
 @each_order
-def test_at_a_call_in_an_engine(tmp_path: Path, who: str) -> None:
+@pytest.mark.parametrize("has_own", [True, False], ids=["with vLLM's own form", "without"])
+def test_at_a_call_in_an_engine(tmp_path: Path, who: str, has_own: bool) -> None:
     there = Situation(tmp_path, who, refusing("vendor.acme", "no"))
     plan = there.plan()
     first = plan.entries[OP].impls[0].impl_id
-    plan.bind(OP, object(), frozenset(), last=OWN)(X)
-    assert plan.fallbacks == ({} if first == PLAIN else {(OP, there.falls_to): 1})
-
-
-@each_order
-def test_in_a_place_that_has_no_form_of_vllms_own(tmp_path: Path, who: str) -> None:
-    plan = Situation(tmp_path, who, refusing("vendor.acme", "no")).plan()
-    first = plan.entries[OP].impls[0].impl_id
-    plan.bind(OP, object(), frozenset())(X)
-    assert plan.fallbacks == ({} if first == PLAIN else {(OP, PLAIN): 1})
+    plan.bind(OP, object(), frozenset(), **({"last": OWN} if has_own else {}))(X)
+    falls_to = there.falls_to if has_own else PLAIN
+    assert plan.fallbacks == ({} if first == PLAIN else {(OP, falls_to): 1})
 
 
 @each_order
 def test_what_raises_at_a_call_in_an_engine_is_raised(tmp_path: Path, who: str) -> None:
     there = Situation(tmp_path, who, failing("vendor.acme", ValueError("boom")))
     plan = there.plan()
-    bound = plan.bind(OP, object(), frozenset(), last=OWN)
-    if plan.entries[OP].impls[0].impl_id == PLAIN:
-        bound(X)
-    else:
-        with pytest.raises(ValueError, match="boom"):
-            bound(X)
+    is_first = plan.entries[OP].impls[0].impl_id != PLAIN
+    with pytest.raises(ValueError, match="boom") if is_first else nullcontext():
+        plan.bind(OP, object(), frozenset(), last=OWN)(X)
     assert not plan.fallbacks and not there.manager.demotions
 
 

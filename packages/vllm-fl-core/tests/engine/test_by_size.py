@@ -10,17 +10,16 @@ import pytest
 import torch
 from builders import half, managing, planning, refusing, silu
 
-from vllm_fl.contracts import ModelSizes, Tolerance
+from vllm_fl.contracts import Tolerance
 from vllm_fl.contracts.arguments import declared, tensor
 from vllm_fl.dispatch.guard import Chain, Record, call_guard
 from vllm_fl.engine.digest import fingerprint
+from vllm_fl.engine.opaque import opaque_op
 from vllm_fl.engine.plan import Plan, PlanEntry, leave_place, take_place
-from vllm_fl.errors import AllFailedError, SettingsError
+from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.loading import load_settings
 
 OP = "silu_and_mul"
-MODES = ["eager", "compiled"]
 NOTHING: frozenset[str] = frozenset()
 
 
@@ -81,10 +80,9 @@ def test_one_number_for_all_tokens_tells_no_count() -> None:
 # What is planned.
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_entry_says_what_runs_at_which_size(mode: Any) -> None:
+def test_an_entry_says_what_runs_at_which_size() -> None:
     order = {"<=4": "vendor", "<=16": "stock", "rest": ["flagos", "reference"]}
-    found = entry(order, mode)
+    found = entry(order)
     assert found.label == "vendor.acme(<=4)|stock(<=16)|default.flagos"
     why = "; ".join(
         f"{impl_id}: not listed: stock"
@@ -100,8 +98,6 @@ def test_an_entry_says_what_runs_at_which_size(mode: Any) -> None:
     }
     assert [i.impl_id for i in found.impls] == ["default.flagos", "reference.torch", "vendor.acme"]
     assert [i.impl_id for i in found.firsts] == ["default.flagos", "vendor.acme"]
-    assert "1 op planned: " in planned(order, mode).line()
-    assert f" {OP}={found.label} (" in planned(order, mode).line()
 
 
 @pytest.mark.parametrize(
@@ -120,43 +116,6 @@ def test_an_entry_says_what_runs_at_which_size(mode: Any) -> None:
 )
 def test_rows_that_run_the_same_are_one(order: Any, label: str) -> None:
     assert entry(order).label == label
-
-
-def test_an_op_that_is_stock_at_every_size_is_stock_and_in_the_rest_alone_it_is_not() -> None:
-    assert planned({"<=4": "stock", "rest": "stock"}).is_stock(OP)
-    assert planned({"<=4": ["stock", "vendor"], "rest": "stock"}).is_stock(OP)
-    assert not planned({"<=4": "vendor", "rest": "stock"}).is_stock(OP)
-    assert not planned({"<=4": "stock", "rest": "vendor"}).is_stock(OP)
-    plan = planned({"<=4": "vendor", "rest": "stock"})
-    assert "1 op planned" in plan.line() and f" {OP}=vendor.acme(<=4)|stock (" in plan.line()
-
-
-@pytest.mark.parametrize(
-    ("largest", "label"),
-    [
-        (64, "vendor.acme(<=16)|default.flagos"),
-        (65, "vendor.acme(<=16)|default.flagos(<=64)|reference.torch"),
-        (16, "vendor.acme"),
-        (1, "vendor.acme"),
-    ],
-)
-def test_no_call_is_larger_than_the_largest_batch(largest: int, label: str) -> None:
-    order = {"<=16": "vendor", "<=64": "flagos", "rest": "reference"}
-    manager = managing(*three(), per_op_order={OP: order})
-    sizes = ModelSizes(tokens=(1, largest))
-    assert planning(manager, sizes=sizes).entries[OP].label == label
-
-
-def test_what_is_left_to_vllm_has_no_rows() -> None:
-    plan = planned({"<=4": "vendor", "rest": "flagos"}, notes={OP: "the user says so"})
-    assert plan.is_stock(OP) and plan.entries[OP].label == "stock"
-    assert plan.entries[OP].told == {"impl": "stock", "reason": "the user says so"}
-
-
-def test_the_modes_have_rows_of_their_own() -> None:
-    order = {"eager": {"<=4": "vendor", "rest": "flagos"}, "compiled": "reference"}
-    assert entry(order, "eager").label == "vendor.acme(<=4)|default.flagos"
-    assert entry(order, "compiled").label == "reference.torch"
 
 
 def test_what_was_demoted_is_off_in_every_row() -> None:
@@ -180,15 +139,6 @@ def test_an_op_without_tokens_has_no_rows() -> None:
     with pytest.raises(SettingsError, match="attention_backend has none") as caught:
         planning(managing(*three(), per_op_order=order))
     assert caught.value.key == "op_backends.attention_backend"
-
-
-def test_the_error_of_an_op_without_tokens_names_the_file(tmp_path: Any) -> None:
-    path = tmp_path / "fl.yaml"
-    path.write_text("op_backends:\n  attention_backend: {<=4: stock, rest: vendor}\n")
-    settings = load_settings({"VLLM_FL_CONFIG": str(path)})
-    with pytest.raises(SettingsError) as caught:
-        managing(*three()).ceilings("attention_backend", settings=settings)
-    assert caught.value.origin == f"{path}:2"
 
 
 # Eager.
@@ -263,20 +213,6 @@ def test_a_place_without_a_form_of_vllms_runs_the_next_and_says_so_once(
     assert f"'{impl_id}' runs there" in record.getMessage()
 
 
-def test_without_a_layer_those_that_take_one_are_left_out_of_every_row() -> None:
-    def with_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return half(x) + 7
-
-    takes = silu("vendor.acme", fn=with_layer)
-    plan = planned(
-        {"<=4": ["vendor", "reference"], "rest": ["flagos"]}, "eager", takes, *three()[1:]
-    )
-    assert marks(plan.without_layer(OP), 4, 5) == [2, 3]
-    assert marks(plan.bind(OP, object(), NOTHING), 4, 5) == [7, 3]
-    plan = planned({"<=4": "vendor", "rest": "flagos"}, "eager", takes, *three()[1:])
-    assert marks(plan.without_layer(OP, last=stock()), 4, 5) == [9, 3]
-
-
 def left_at(plan: Plan, *tokens: int) -> list[bool]:
     """What `stock_at` says, which must be what a caller without a layer meets."""
     is_left = plan.stock_at(OP)
@@ -293,45 +229,14 @@ def test_a_plan_tells_which_sizes_are_left_to_vllm() -> None:
     assert left_at(plan, 1, 4, 5) == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        "vendor",
-        "stock",
-        {"<=4": "vendor", "rest": "flagos"},
-        {"<=4": ["stock", "vendor"], "rest": "stock"},
-    ],
-)
-def test_it_tells_no_sizes_where_none_or_every_one_is_left(order: Any) -> None:
-    assert planned(order).stock_at(OP) is None
-
-
-def test_nor_under_a_note_nor_of_an_op_that_is_not_planned() -> None:
-    order = {"<=4": "vendor", "rest": "stock"}
-    assert planned(order, notes={OP: "the user says so"}).stock_at(OP) is None
-    assert planned(order).stock_at("no_such_op") is None
-
-
-def test_a_size_whose_candidates_all_take_a_layer_is_left_by_who_has_none() -> None:
-    def with_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return half(x) + 7
-
-    impls = silu("vendor.acme", fn=with_layer), *three()[1:]
-    plan = planned({"<=4": "vendor", "rest": "flagos"}, "eager", *impls)
-    assert left_at(plan, 4, 5) == [True, False]
-    plan = planned({"<=4": ["vendor", "reference"], "rest": "stock"}, "eager", *impls)
-    assert left_at(plan, 4, 5) == [False, True]
-    assert planned({"<=4": "vendor", "rest": "stock"}, "eager", *impls).stock_at(OP) is None
-
-
-def test_strict_is_strict_in_a_row() -> None:
-    impls = refusing("vendor.acme", "no"), *three()[1:]
-    order = {"<=4": ["vendor", "reference"], "rest": "flagos"}
-    plan = planned(order, "eager", *impls, strict=True)
-    bound = plan.bind(OP, object(), NOTHING)
-    assert marks(bound, 5) == [3]
-    with pytest.raises(AllFailedError):
-        bound(x(4))
+@pytest.mark.parametrize("row", ["stock", ["stock", "vendor"]])
+def test_stock_at_every_size_is_stock_and_at_some_it_is_not(row: Any) -> None:
+    plan = planned({"<=4": row, "rest": "stock"})
+    assert plan.is_stock(OP) and plan.stock_at(OP) is None
+    assert planned({"<=4": "vendor", "rest": "flagos"}).stock_at(OP) is None
+    assert not planned({"<=4": row, "rest": "vendor"}).is_stock(OP)
+    plan = planned({"<=4": "vendor", "rest": row})
+    assert not plan.is_stock(OP) and f" {OP}=vendor.acme(<=4)|stock (" in plan.line()
 
 
 # Compiled.
@@ -376,13 +281,6 @@ def test_a_refusal_in_compiled_code_falls_down_its_row() -> None:
         leave_place(plan)
 
 
-def names(plan: Plan) -> set[str]:
-    from vllm_fl.engine.opaque import opaque_op
-
-    scope = opaque_op(plan.chain(OP)).fn.__globals__
-    return {str(op) for name, op in scope.items() if name.startswith("_op")}
-
-
 def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:
     orders: list[Any] = [
         ["flagos"],
@@ -392,78 +290,35 @@ def test_the_operators_name_and_the_digest_are_those_of_the_rows() -> None:
         {"<=4": ["vendor", "reference"], "rest": "flagos"},
     ]
     plans = [planned(order, "compiled") for order in orders]
-    assert len(set.union(*map(names, plans))) == len(plans)
+    operators = {str(opaque_op(plan.chain(OP)).fn.__globals__["_op0"]) for plan in plans}
+    assert len(operators) == len(plans)
     facts = [str(fingerprint(plan, {})) for plan in plans]
     assert len(set(facts)) == len(plans)
-    again = planned(orders[1], "compiled")
-    assert names(again) == names(plans[1]) and str(fingerprint(again, {})) == facts[1]
-
-
-def test_the_digest_of_a_plan_without_rows_has_none() -> None:
-    same = fingerprint(planned({"<=4": "flagos", "rest": "flagos"}), {})
-    assert same == fingerprint(planned("flagos"), {})
-
-
-@pytest.mark.parametrize("traceable", [True, False])
-def test_verification_sees_what_each_row_begins_with_as_the_operator_that_serves(
-    caplog: pytest.LogCaptureFixture, traceable: bool
-) -> None:
-    order = {"<=4": ["vendor", "reference"], "<=8": "stock", "rest": "flagos"}
-    plan = planned(order, "compiled", *three(traceable=traceable))
-    found = {impl.impl_id: plan.as_compiled(OP, impl) for impl in plan.entries[OP].firsts}
-    assert {impl_id: marks(fn, 1, 100) for impl_id, fn in found.items()} == {
-        "default.flagos": [3, 3],
-        "vendor.acme": [1, 1],
-    }
-    for fn in found.values():
-        scope = fn.__globals__["_fn"].__globals__
-        assert any(name.startswith("_op") for name in scope)  # an operator, traceable or not
-    # Of what graphs that are compiled by range inline, the code itself.
-    for impl in plan.entries[OP].firsts:
-        fn = plan.as_compiled(OP, impl, inlined=True)
-        assert (fn.__globals__["_fn"] is impl.fn) is traceable
-    assert not caplog.records
+    assert str(fingerprint(planned(orders[1], "compiled"), {})) == facts[1]
 
 
 def test_an_operator_overwrites_what_the_largest_calls_overwrite() -> None:
     """A row that does not is copied where the operator leaves its results."""
 
-    def adding(mark: int) -> Any:
+    def made(name: str, writes: bool) -> OpImpl:
         def rms_norm(
-            x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
+            x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None
         ) -> Any:
-            if residual is None:
-                return x + mark
-            return x + mark, residual + x
+            results = x + 5, residual + x
+            return (x.copy_(results[0]), residual.copy_(results[1])) if writes else results
 
-        return rms_norm
+        consumes = frozenset({"x", "residual"} if writes else ())
+        fields = ("rms_norm", f"vendor.{name}", BackendImplKind.VENDOR, rms_norm, name)
+        return OpImpl(*fields, consumes=consumes)
 
-    def in_place(
-        x: Any, residual: Any, weight: Any, epsilon: float, variance_size: int | None = None
-    ) -> Any:
-        if residual is None:
-            return x + 5
-        residual += x
-        x += 5
-        return x, residual
-
-    kind = BackendImplKind.VENDOR
-    writes = OpImpl(
-        "rms_norm", "vendor.w", kind, in_place, "w", consumes=frozenset({"x", "residual"})
-    )
-    fresh = OpImpl("rms_norm", "vendor.f", kind, adding(7), "f")
-    from vllm_fl.engine.opaque import opaque_op
-
+    writes, fresh = made("w", True), made("f", False)
     for rest, row in ((writes, fresh), (fresh, writes)):
         order = {"<=4": f"impl:{row.impl_id}", "rest": f"impl:{rest.impl_id}"}
-        manager = managing(writes, fresh, per_op_order={"rms_norm": order})
-        plan = planning(manager, "compiled")
+        plan = planning(managing(writes, fresh, per_op_order={"rms_norm": order}), "compiled")
         op = opaque_op(plan.chain("rms_norm", frozenset({"x", "residual"})))
         assert bool(op.consumes) == bool(rest.consumes)
         for tokens in (2, 9):
-            mark = 5 if (tokens > 4) == (rest is writes) else 7
             given, residual = x(tokens), x(tokens)
             normed, added = op.fn(given, residual, torch.ones(8), 1e-6, None)
-            assert normed.eq(1 + mark).all() and added.eq(2).all()
-            if not op.consumes:
-                assert given.eq(1).all() and residual.eq(1).all()
+            assert normed.eq(6).all() and added.eq(2).all()
+            assert given.eq(1).all() != bool(op.consumes)

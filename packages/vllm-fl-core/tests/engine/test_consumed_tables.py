@@ -60,18 +60,6 @@ def test_what_is_written_beside_a_consumed_cache_is_a_fault() -> None:
     assert "beside its arguments" in why
 
 
-def test_what_is_written_beside_it_is_seen_in_the_served_models_calls_too() -> None:
-    mine = dataclasses.replace(SPEC, samples=lambda dtype, device: ())
-    impl = OpImpl(SPEC.name, "vendor.acme", BackendImplKind.VENDOR, beside, "acme", consumes=BOTH)
-    found = find_faults(
-        Request(
-            [Role(impl)], torch.float32, CPU, SIZES, seed=0, seconds=0.1, specs={SPEC.name: mine}
-        )
-    )
-    ((why, _),) = found.faults.values()
-    assert "beside its arguments" in why
-
-
 def test_a_callers_cache_is_copied_for_who_writes_into_it_and_its_copy_is_contiguous() -> None:
     impl = OpImpl(SPEC.name, "vendor.acme", BackendImplKind.VENDOR, in_place, "acme", consumes=BOTH)
     record = Record(logging.getLogger(__name__))

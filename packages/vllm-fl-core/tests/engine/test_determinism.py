@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 from vllm_fl.contracts import ModelSizes, OpSpec, contracts
 from vllm_fl.contracts.batches import POOL
 from vllm_fl.engine.determinism import (
-    BY_CONTRACT,
     NO_ROWS,
     STANDS,
     Determinism,
@@ -24,12 +22,10 @@ from vllm_fl.engine.determinism import (
     unmeasured,
     variance,
 )
-from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role, Trials
-from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
@@ -60,10 +56,6 @@ def alone(x: Tensor) -> Tensor:
     return nudged(x, slice(None)) if len(x) == 1 else sound(x)
 
 
-def at_one_count(x: Tensor) -> Tensor:
-    return nudged(x, slice(None)) if len(x) == 17 else sound(x)
-
-
 def the_last_row(x: Tensor) -> Tensor:
     """A kernel's tail: a row's place in the batch is what decides."""
     return nudged(x, -1) if x.ndim == 2 else sound(x)
@@ -82,7 +74,7 @@ def test_bits_that_are_a_rows_own_are_found_to_be() -> None:
     assert told(of(sound)) == Determinism(True, True)
 
 
-@pytest.mark.parametrize("fn", [by_batch_size, alone, at_one_count, the_last_row])
+@pytest.mark.parametrize("fn", [by_batch_size, alone, the_last_row])
 def test_bits_that_depend_on_the_batch_are_found(fn: Callable[..., Any]) -> None:
     found = told(of(fn))
     assert (found.runs, found.batches) == (True, False)
@@ -92,10 +84,6 @@ def test_bits_that_depend_on_the_batch_are_found(fn: Callable[..., Any]) -> None
 def test_the_sign_of_zero_is_a_bit() -> None:
     assert told(of(lambda x: sound(x).fill_(-0.0))).batches is True
     assert told(of(lambda x: sound(x).fill_(-0.0 if len(x) > 32 else 0.0))).batches is False
-
-
-def test_nan_is_the_same_as_itself() -> None:
-    assert told(of(lambda x: sound(x) * torch.nan)) == Determinism(True, True)
 
 
 def test_what_differs_between_two_runs_is_neither() -> None:
@@ -119,21 +107,6 @@ def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
     assert found.reason.startswith(f"it takes a batch of {POOL} tokens and refuses one of 1 ")
 
 
-def test_one_that_overwrites_its_arguments_is_given_fresh_ones() -> None:
-    def in_place(x: Tensor, residual: Tensor | None, weight: Any, epsilon: float, size: Any) -> Any:
-        total = x if residual is None else residual.add_(x)
-        normed = torch.stack([F.rms_norm(r.double(), r.shape, eps=epsilon) for r in total])
-        result = x.copy_(normed.float() * (1.0 if weight is None else weight))
-        return result, residual
-
-    impl = of(in_place, "rms_norm", consumes=frozenset({"x", "residual"}))
-    assert told(impl).batches is True
-
-
-def test_unknown_sizes_are_not_measured() -> None:
-    assert told(of(sound), None) == Determinism(None, None, "the sizes of its calls are not known")
-
-
 def test_what_stands_is_not_measured_whatever_sizes_are_known() -> None:
     spec = contracts()["causal_conv1d"]
     assert told(oracle(spec)) == Determinism(None, None, STANDS)
@@ -147,16 +120,6 @@ def oracle(spec: OpSpec) -> OpImpl:
         return tuple(g if g is None else g.to(s.dtype) for g, s in zip(got, shapes, strict=True))
 
     return OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, run, "acme")
-
-
-def test_what_only_moves_numbers_has_no_bits_of_its_own() -> None:
-    spec = contracts()["reshape_and_cache"]
-
-    def moves(key: Tensor, value: Tensor, *more: Any) -> Any:
-        return spec.oracle(key, value, *more)
-
-    impl = of(moves, "reshape_and_cache")
-    assert told(impl, counts=(1,)) == Determinism(True, True, BY_CONTRACT)
 
 
 def test_one_scale_for_all_rows_can_never_be_batch_invariant() -> None:
@@ -192,21 +155,6 @@ def test_a_start_measures_what_is_right_and_only_where_that_is_asked() -> None:
     found = find_faults(replace(request, invariant=True))
     assert [*found.faults] == [("silu_and_mul", "vendor.wrong")]
     assert [*found.variant] == [("silu_and_mul", "vendor.acme")]
-
-
-def test_a_start_is_told_why_each_may_not_serve() -> None:
-    def fails(x: Tensor) -> Tensor:
-        raise SystemExit(3)
-
-    impls = [of(sound), of(alone), of(fails)]
-    impls = [
-        OpImpl("silu_and_mul", f"vendor.n{number}", BackendImplKind.VENDOR, impl.fn, f"n{number}")
-        for number, impl in enumerate(impls)
-    ]
-    found = variant(Request([*map(Role, impls)], torch.float32, CPU, SIZES, seconds=0.0))
-    assert set(found) == {("silu_and_mul", "vendor.n1"), ("silu_and_mul", "vendor.n2")}
-    assert found["silu_and_mul", "vendor.n1"].startswith("not batch-invariant: ")
-    assert found["silu_and_mul", "vendor.n2"].startswith("not known to be batch-invariant: it rais")
 
 
 def test_the_form_that_a_compiler_gets_is_measured_too() -> None:
@@ -271,37 +219,3 @@ def test_one_implementation_serves_all_sizes_where_bits_count() -> None:
     vars(settings)["policy"] = manager.policy
     plan = make_plan(manager, EngineFacts(settings, "eager"))
     assert plan.entries["silu_and_mul"].label == "reference.torch"
-
-
-def test_what_is_required_is_in_the_digest() -> None:
-    plan = planning(managing(silu("vendor.acme")))
-    plain = fingerprint(plan, {})
-    assert "required" not in plain
-    assert fingerprint(plan, {}, required="batch_invariant") == {
-        **plain,
-        "required": "batch_invariant",
-    }
-
-
-@pytest.mark.parametrize("where", ["fn", "supports"])
-def test_what_hangs_while_it_is_measured_is_named_and_noted(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(breadcrumb, "SLOW", 1.0)
-    noted: list[str] = []
-
-    def slow(x: Tensor) -> Any:
-        if not noted:
-            noted.append(breadcrumb.now())
-            while not any("has been running" in each.msg for each in caplog.records):
-                time.sleep(0.01)
-        return sound(x) if where == "fn" else True
-
-    impl = of(slow) if where == "fn" else of(sound, supports=slow)
-    sizes = replace(SIZES, tokens=(1, 4))
-    role = Role(impl, owner="vllm-fl-acme 1.0")
-    assert variant(Request([role], torch.float32, CPU, sizes, seconds=0.0)) == {}
-    assert noted == ["the measuring of the bits of silu_and_mul=vendor.acme of vllm-fl-acme 1.0"]
-    said = [each.getMessage() for each in caplog.records if "has been running" in each.msg]
-    assert len(said) == 1
-    assert said[0].startswith("one call of silu_and_mul=vendor.acme (")

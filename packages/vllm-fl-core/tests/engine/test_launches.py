@@ -58,26 +58,20 @@ def test_triton_tells_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_sides_of_an_edge_are_verified() -> None:
     """A kernel that is wrong at the first sizes of its second variant alone."""
+    sizes_seen = [0]
 
-    def silu(x: torch.Tensor) -> torch.Tensor:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        sizes_seen.append(len(x))
         half = x.shape[-1] // 2
         result = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
         return result + 1 if len(x) == 700 else result
 
-    count = SimpleNamespace(now=0)
-
     def told(call: Any, device: torch.device) -> launches.Launched:
         call()
-        return variant(count.now)
+        return variant(sizes_seen[-1])
 
-    def counting(x: torch.Tensor) -> torch.Tensor:
-        count.now = len(x)
-        return silu(x)
-
-    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, counting, "acme")
-    sizes = ModelSizes(64, 64, 2, 1, 64, 64, tokens=(1, 2048))
-    cpu = torch.device("cpu")
-    found = find_faults(
-        Request([Role(impl)], torch.float32, cpu, sizes, seed=3, seconds=60.0, launched=told)
-    )
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
+    sizes, cpu = ModelSizes(64, 64, 2, 1, 64, 64, tokens=(1, 2048)), torch.device("cpu")
+    more: Any = {"seed": 3, "seconds": 60.0, "launched": told}
+    found = find_faults(Request([Role(impl)], torch.float32, cpu, sizes, **more))
     assert "700 x" in found.faults["silu_and_mul", "vendor.acme"][0]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from builders import managing, planning, refusing, silu
 from torch import nn
 from torch.nn import functional as F
 
-from vllm_fl.contracts import ModelSizes, Sample, contracts
+from vllm_fl.contracts import contracts
 from vllm_fl.engine import live as module
 from vllm_fl.engine.live import Live
 from vllm_fl.engine.plan import Plan
@@ -115,33 +114,7 @@ def test_a_fault_that_only_a_later_layer_brings_is_found() -> None:
     assert "in layer late" in why
 
 
-def test_large_right_values_are_no_fault() -> None:
-    for scale in (1e-3, 30.0):
-        live = seen(plan_of(acme(lambda x: right(x))), scale=scale)
-        assert not live.faults and live.compared == 1
-
-
-def test_a_row_that_is_left_over_from_a_batch_of_one_row_more_is_found() -> None:
-    before: list[torch.Tensor] = []
-
-    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-        found = right(x)
-        if before and len(before[-1]) == len(found) + 1:
-            found[-1] = before[-1][len(found) - 1]
-        before.append(found)
-        return found
-
-    plan = plan_of(acme(silu_and_mul))
-    model = Model(plan)
-    live = Live(plan, {"": model}, CPU)
-    with live.watching():
-        for tokens in (17, 16):  # as integration's probe has them
-            model(torch.randn(tokens, 16, dtype=torch.bfloat16))
-    (why,) = live.faults.values()
-    assert "at (15, " in why
-
-
-@pytest.mark.parametrize("row", [0, 1, 2, 31, 32, 63, 127, 128, 255, 256, 299])
+@pytest.mark.parametrize("row", [0, 1, 31, 32, 128, 255, 299])
 def test_rows_on_both_sides_of_the_edges_of_tiles_are_compared(row: int) -> None:
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         found = right(x)
@@ -222,12 +195,6 @@ def test_what_raises_is_a_fault_and_the_forward_goes_on() -> None:
     assert why.startswith("it raised SystemExit")
 
 
-def test_the_later_choice_that_takes_a_refused_call_is_compared() -> None:
-    later = acme(lambda x: right(x) + 1)
-    live = seen(plan_of(refusing("default.flagos", "not today"), later))
-    assert [*live.faults] == [("silu_and_mul", "vendor.acme")]
-
-
 @pytest.mark.parametrize("traceable", [False, True])
 def test_what_a_compiler_will_get_is_compared_uncompiled(traceable: bool) -> None:
     plan = plan_of(acme(lambda x: right(x) * 2, traceable=traceable), mode="compiled")
@@ -268,17 +235,6 @@ def test_no_tensor_of_the_forward_is_kept(wrong: bool) -> None:
     assert tensors and not [ref for ref in tensors if ref() is not None]
 
 
-def test_a_draft_models_layer_is_told_from_the_models() -> None:
-    plan = plan_of(acme(lambda x: right(x) if len(x) != 6 else right(x) + 1.0))
-    model, draft = Model(plan), Model(plan, layers=1)
-    live = Live(plan, {"": model, "(draft model) ": draft}, CPU)
-    with live.watching():
-        model(torch.randn(8, 16))
-        draft(torch.randn(6, 16))
-    (why,) = live.faults.values()
-    assert "in layer (draft model) layers.0.act, x (6, 32)" in why
-
-
 def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGEST", 10)
     live = seen(plan_of(acme(lambda x: right(x) * 2)))
@@ -301,22 +257,11 @@ class Experts(nn.Module):
 
 
 def of_experts(change: Callable[..., None]) -> OpImpl:
-    def fused_experts(
-        hidden_states: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: str = "silu",
-        apply_router_weight_on_input: bool = False,
-        global_num_experts: int = -1,
-        expert_map: torch.Tensor | None = None,
-        w13_bias: torch.Tensor | None = None,
-        w2_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        oracle = contracts()["fused_experts"].oracle
-        out = oracle(hidden_states, w13, w2, topk_weights, topk_ids).to(hidden_states.dtype)
-        change(out, hidden_states)
+    oracle = contracts()["fused_experts"].oracle
+
+    def fused_experts(*args: Any) -> torch.Tensor:
+        out: torch.Tensor = oracle(*args).to(args[0].dtype)
+        change(out, args[0])
         return out
 
     kind = BackendImplKind.VENDOR
@@ -357,32 +302,6 @@ def test_a_kernel_that_is_wrong_on_large_weights_is_named(monkeypatch: pytest.Mo
     assert "overwrote 'hidden_states'" in why
 
 
-def test_rows_that_read_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGEST", 2**16)
-    monkeypatch.setattr(module, "PART", 2**10)
-    live = live_experts(lambda out, x: None)
-    assert not live.faults and live.compared == 0
-    assert live.left_out == {"fused_experts": "what a row of it reads is too large to be copied"}
-
-
-def test_norms_are_held_to_their_tolerance_beside_one_large_feature() -> None:
-    """A scale taken from the largest value would hide the others."""
-    from vllm_fl.contracts import contracts
-
-    powers = {"rms_norm": 0, "rotary_embedding": 1, "gelu_and_mul_sparse": 2, "silu_and_mul": 1}
-    powers["linear_fp8"] = 1  # by what its scales make of its numbers
-    assert {op: module._growth(contracts()[op]) for op in powers} == powers
-
-
-def test_a_size_of_a_contracts_own_hides_no_large_values() -> None:
-    norm = contracts()["rms_norm"]
-
-    def served(sizes: ModelSizes, *args: Any) -> Iterator[Sample]:
-        return iter(norm.served(replace(sizes, hidden=int(sizes.more["capped"] or 0)), *args))
-
-    assert module._growth(replace(norm, served=served)) == 0
-
-
 def planned_as_first(first: OpImpl, **policy: Any) -> Plan:
     order = {"silu_and_mul": [first.impl_id.partition(".")[0], "reference"]}
     return plan_of(first, silu("reference.torch", fn=right), per_op_order=order, **policy)
@@ -390,7 +309,11 @@ def planned_as_first(first: OpImpl, **policy: Any) -> Plan:
 
 def test_who_takes_none_of_its_calls_is_told_from_who_takes_some() -> None:
     refuses = refusing("vendor.acme", "no such rows", fn=right)
-    live = seen(planned_as_first(refuses))
+    plan = planned_as_first(refuses)
+    plan.fallbacks["attention_backend", "stock.vllm"] += 1  # chosen while the model was built
+    live = seen(plan)
+    assert not plan.record.refusals and not plan.calls, "counters begin when it has ended"
+    assert plan.fallbacks == {("attention_backend", "stock.vllm"): 1}
     assert live.refused == {("silu_and_mul", "vendor.acme"): "no such rows"}
     assert live.served == {("silu_and_mul", "reference.torch")} and live.reached == {"silu_and_mul"}
     assert not live.faults
@@ -410,56 +333,30 @@ def test_who_takes_none_of_its_calls_is_told_from_who_takes_some() -> None:
     assert not live.refused and len(live.served) == 2
 
 
-def test_a_later_candidate_that_refuses_is_not_looked_at() -> None:
-    """It is asked what the first one refuses, and may take other calls."""
-    plan = plan_of(
-        acme(right, supports=lambda x: len(x) < 9 or "large"),
-        refusing("reference.torch", "never", fn=right),
-        silu("default.flagos", fn=right),
-        per_op_order={"silu_and_mul": ["vendor", "reference", "flagos"]},
-    )
-    bound = plan.bind("silu_and_mul", object(), frozenset())
-    live = Live(plan, {}, CPU)
-    with live.watching():
-        bound(torch.randn(4, 32))
-        bound(torch.randn(12, 32))
-    assert not live.refused
-
-
-def test_counters_begin_when_it_has_ended() -> None:
-    plan = planned_as_first(refusing("vendor.acme", "no such rows", fn=right))
-    plan.fallbacks["attention_backend", "stock.vllm"] += 1  # chosen while the model was built
-    seen(plan)
-    assert not plan.record.refusals and not plan.calls
-    assert plan.fallbacks == {("attention_backend", "stock.vllm"): 1}
-
-
-@pytest.mark.parametrize("where", ["fn", "fn, later", "supports"])
+@pytest.mark.parametrize("where", ["fn", "supports"])
 def test_what_hangs_is_named_and_noted(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also in a call that is not compared, and where it is asked whether it takes one."""
-    monkeypatch.setattr(breadcrumb, "SLOW", 1.0)
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.3)
     noted: list[str] = []
 
-    def slow(call: int) -> None:
-        noted.append(breadcrumb.now())
-        if len(noted) == call:
-            while not any("has been running" in each.msg for each in caplog.records):
-                time.sleep(0.01)
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "has been running" in r.getMessage()]
 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-        if where != "supports":
-            slow(2 if "later" in where else 1)
+        noted.append(breadcrumb.now())
+        while where == "fn" and len(noted) == 2 and not said():
+            time.sleep(0.01)
         return right(x)
 
     def asked(x: torch.Tensor) -> bool:
-        if where == "supports":
-            slow(1)
+        while where == "supports" and not said():
+            time.sleep(0.01)
         return True
 
     live = seen(plan_of(acme(silu_and_mul, supports=asked)))
     assert not live.faults and len(noted) == 3
     assert all("silu_and_mul=vendor.acme on live tensors in layer layers." in n for n in noted)
-    said = [each.getMessage() for each in caplog.records if "has been running" in each.msg]
-    assert len(said) == 1 and "silu_and_mul=vendor.acme" in said[0]
+    (line,) = said()
+    assert "silu_and_mul=vendor.acme" in line

@@ -88,12 +88,13 @@ def test_it_is_prometheus_text_and_holds_the_plan_and_its_counters() -> None:
 
 
 @needs_parser
-def test_calls_are_there_where_they_are_counted() -> None:
+def test_calls_are_there_where_they_are_counted_and_a_label_may_hold_anything() -> None:
     plan = dataclasses.replace(planned()[0], counts_calls=True)
     plan.bind(OP, object(), frozenset())(X)
-    text = exposition(plan, "f00d", WHOSE)
+    odd = 'a "quoted" name\nand back\\slash\\n {a,b=c} # 1'
+    text = exposition(plan, "f00d", {**WHOSE, "engine": odd})
     impls = ("vendor.acme", "reference.torch")
-    calls = {impl: value(text, "vllm_fl_calls_total", op=OP, impl=impl) for impl in impls}
+    calls = {i: value(text, "vllm_fl_calls_total", op=OP, impl=i, engine=odd) for i in impls}
     assert calls == {"vendor.acme": 0, "reference.torch": 1}, "whoever computes has the call"
 
 
@@ -117,13 +118,6 @@ def test_what_a_shadow_saw_is_there_by_size() -> None:
     assert value(text, "vllm_fl_shadow_wrong_total", **of, tokens="8") == 2
     assert value(text, "vllm_fl_shadow_worst_share", **of, tokens="8") > 1
     assert value(text, "vllm_fl_shadow_wrong_total", **of, tokens="1") == 0
-
-
-@needs_parser
-@pytest.mark.parametrize("odd", ['a "quoted" name', "back\\slash\\n", "two\nlines", "{a,b=c} # 1"])
-def test_a_label_may_hold_anything(odd: str) -> None:
-    text = exposition(planned()[0], odd, {**WHOSE, "engine": odd})
-    assert value(text, "vllm_fl_plan_info", op=OP, digest=odd, engine=odd) == 1
 
 
 def test_the_documentation_and_its_alerts_name_what_is_written() -> None:
@@ -216,38 +210,17 @@ def test_who_reads_it_finds_it_whole_and_may_read_it(
     assert file.path.stat().st_mode & 0o777 == 0o666 & ~mask, "the collector is another user"
 
 
-def test_it_goes_when_it_is_closed_and_nothing_is_left(
-    tmp_path: Path, writing: Callable[..., MetricsFile]
-) -> None:
-    threads = set(threading.enumerate())
-    file = writing(tmp_path / "vllm.prom")
-    until(file.path.exists, "it is written")
-    file.close()
-    file.close()
-    until(lambda: set(threading.enumerate()) <= threads, "the thread ends")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_stays_is_written_once_more_when_it_is_closed(tmp_path: Path) -> None:
-    path, now = tmp_path / "chat.json", {"state": "serving"}
-    file = StateFile("VLLM_FL_REPORT", path, path, lambda: json.dumps(now), stays=True)
-    until(path.exists, "it is written")
-    assert json.loads(path.read_text()) == now
-    now["state"] = "ended"
-    file.close()
-    file.close()
-    assert json.loads(path.read_text()) == now and list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path, stays: bool) -> None:
     path, now = tmp_path / "chat.json", {"state": "starting"}
-    file = StateFile("VLLM_FL_REPORT", path, path, lambda: json.dumps(now), every=3600)
+    file = StateFile("VLLM_FL_REPORT", path, path, lambda: json.dumps(now), every=3600, stays=stays)
     until(path.exists, "it is written")
     now["state"] = "serving"
     file.renew()
     until(lambda: json.loads(path.read_text()) == now, "it is written again")
+    now["state"] = "ended"
     file.close()
-    assert not path.exists()
+    assert path.exists() == stays and (not stays or json.loads(path.read_text()) == now)
 
 
 def test_no_link_that_lies_beside_it_is_followed(
@@ -255,11 +228,16 @@ def test_no_link_that_lies_beside_it_is_followed(
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
+    threads = set(threading.enumerate())
     for name in ("vllm.rank0.prom", "vllm.rank0.prom.part"):
         (tmp_path / name).symlink_to(victim)
     file = writing(tmp_path / "vllm.prom")
     until(lambda: not file.path.is_symlink(), "it is written")
     assert victim.read_text() == "mine" and "vllm_fl_" in file.path.read_text()
+    file.close()
+    file.close()
+    until(lambda: set(threading.enumerate()) <= threads, "the thread ends")
+    assert not file.path.exists()
 
 
 def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
@@ -274,15 +252,6 @@ def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
     folder.mkdir()
     until(file.path.exists, "it is written where there is a folder")
     assert len(said(caplog)) == 1
-
-
-def test_a_folder_is_no_file(
-    tmp_path: Path, writing: Callable[..., MetricsFile], caplog: pytest.LogCaptureFixture
-) -> None:
-    writing(tmp_path)
-    until(lambda: said(caplog), "it is said")
-    assert "Is a directory" in said(caplog)[0]
-    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
 
 
 def test_a_file_system_that_hangs_holds_up_neither_calls_nor_the_end(

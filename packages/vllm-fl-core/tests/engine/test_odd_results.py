@@ -13,12 +13,10 @@ from builders import managing, planning, silu
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_fl.contracts import ModelSizes, contracts
-from vllm_fl.engine import verification
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.live import Live
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
-from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 CPU = torch.device("cpu")
@@ -101,31 +99,3 @@ def test_in_a_layer_too(said: str) -> None:
     with live.watching():
         assert model(torch.randn(8, 16)).shape == (8, 8), "the layers behind go on"
     assert said in live.faults["silu_and_mul", "vendor.acme"]
-
-
-def test_a_comparison_that_raises_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else a result may be that we did not think of."""
-
-    def raising(*_: Any, **named: Any) -> Any:
-        raise ZeroDivisionError("odd")
-
-    monkeypatch.setattr(verification, "worst", raising)
-    spec = contracts()["silu_and_mul"]
-    sample = next(iter(spec.samples(torch.float32, CPU)))
-    found = compare(kernel("acme", lambda result: result), spec, sample, torch.float32)
-    assert found.status == "raised"
-    assert found.reason == "comparing its result raised ZeroDivisionError: odd"
-
-
-def test_the_device_of_every_argument_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's fault that comes late is its own, whatever device it is and whatever comes first
-    of its arguments."""
-
-    def late(device: torch.device) -> None:
-        raise RuntimeError(f"an illegal access on {device}")
-
-    monkeypatch.setattr(verification, "synchronise", late)
-    spec = contracts()["silu_and_mul"]
-    sample = next(iter(spec.samples(torch.float32, CPU)))
-    found = compare(kernel("acme", lambda result: result), spec, sample, torch.float32)
-    assert found.reason == "it raised RuntimeError: an illegal access on cpu"

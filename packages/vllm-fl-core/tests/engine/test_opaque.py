@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from builders import X, failing, half, managing, planning, refusing, silu
 
 from vllm_fl.contracts import OpSpec, Sample, contracts
-from vllm_fl.engine.opaque import is_opaque, opaque_op, unique_name
+from vllm_fl.engine.opaque import opaque_op, unique_name
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.errors import CallError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -49,13 +49,21 @@ def opaque(*impls: OpImpl, **policy: Any) -> Any:
     return opaque_op(plan.chain(impls[0].op_name)).fn
 
 
-def samples() -> Iterator[Any]:
-    for spec in contracts().values():
-        for sample in spec.samples(getattr(torch, spec.dtypes[0]), CPU):
-            yield pytest.param(spec, sample, id=f"{spec.name}: {sample.name}")
+def kinds(spec: OpSpec) -> list[Sample]:
+    """One sample for each way to leave something out, and so for each variant."""
+    found: dict[Any, Sample] = {}
+    for sample in spec.samples(getattr(torch, spec.dtypes[0]), CPU):
+        found.setdefault(tuple(isinstance(a, torch.Tensor) for a in sample.args), sample)
+    return list(found.values())
 
 
-SAMPLES = list(samples())
+def each(ops: Callable[[OpSpec], Iterable[Sample]]) -> Any:
+    samples = [
+        pytest.param(spec, sample, id=f"{spec.name}: {sample.name}")
+        for spec in contracts().values()
+        for sample in ops(spec)
+    ]
+    return pytest.mark.parametrize(("spec", "sample"), samples)
 
 
 def overload(spec: OpSpec, impl: Any, sample: Sample) -> tuple[Any, tuple[Any, ...]]:
@@ -72,7 +80,7 @@ def overload(spec: OpSpec, impl: Any, sample: Sample) -> tuple[Any, tuple[Any, .
     return seen[0]
 
 
-@pytest.mark.parametrize(("spec", "sample"), SAMPLES)
+@each(kinds)
 def test_opcheck(spec: OpSpec, sample: Sample) -> None:
     operator, args = overload(spec, opaque(honest(spec)), sample)
     # torch's own copy of a tensor without elements trips over strides.
@@ -85,36 +93,11 @@ def test_opcheck(spec: OpSpec, sample: Sample) -> None:
     torch.library.opcheck(operator, args, test_utils=utils)
 
 
-@pytest.mark.parametrize(("spec", "sample"), SAMPLES)
-def test_it_returns_what_the_implementation_returns(spec: OpSpec, sample: Sample) -> None:
-    impl = honest(spec)
-    got, want = opaque(impl)(*sample.args), impl.fn(*sample.args)
-    assert type(got) is type(want)
-    for one, other in zip(flat(got), flat(want), strict=True):
-        if one is not None or other is not None:
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
 def flat(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def representative(spec: OpSpec) -> list[Sample]:
-    """One sample for each way to leave something out, and so for each variant."""
-    found: dict[Any, Sample] = {}
-    for sample in spec.samples(torch.float32, CPU):
-        found.setdefault(tuple(isinstance(a, torch.Tensor) for a in sample.args), sample)
-    return list(found.values())
-
-
-@pytest.mark.parametrize(
-    ("spec", "sample"),
-    [
-        pytest.param(spec, sample, id=f"{spec.name}: {sample.name}")
-        for spec in contracts().values()
-        for sample in representative(spec)
-    ],
-)
+@each(lambda spec: kinds(spec)[:1])
 def test_a_compiler_takes_it_whole(spec: OpSpec, sample: Sample) -> None:
     fn = opaque(honest(spec))
     graphs = []
@@ -127,22 +110,10 @@ def test_a_compiler_takes_it_whole(spec: OpSpec, sample: Sample) -> None:
     got = torch.compile(fn, fullgraph=True, backend=backend)(*sample.args)
     targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert [t for t in targets if t.startswith("vllm_fl.")] == targets[:1]
-    for one, other in zip(flat(got), flat(fn(*sample.args)), strict=True):
+    want = honest(spec).fn(*sample.args)
+    for one, other in zip(flat(got), flat(want), strict=True):
         if one is not None or other is not None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def test_through_aot_autograd_and_as_a_layers_method() -> None:
-    bound = planned(silu("vendor.acme", 1)).bind("silu_and_mul", object(), frozenset())
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        return bound(x * 2) + 1
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens in (2, 5, 1):
-        x = torch.ones(tokens, 8)
-        assert torch.equal(compiled(x), model(x))
 
 
 def test_a_refusal_inside_falls_to_the_next() -> None:
@@ -165,28 +136,6 @@ def test_a_failure_inside_is_raised_and_a_mistake_is_the_callers() -> None:
     with pytest.raises(CallError) as caught:
         opaque(failing("vendor.mine", ValueError("boom")))(torch.ones(2, 7))
     assert caught.value.argument == "x"
-
-
-def test_what_consumes_gets_copies() -> None:
-    def rms_norm(
-        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-    ) -> Any:
-        x += residual
-        residual.copy_(x)
-        return x, residual
-
-    impl = OpImpl(
-        "rms_norm",
-        "vendor.acme",
-        BackendImplKind.VENDOR,
-        rms_norm,
-        "acme",
-        consumes={"x", "residual"},
-    )
-    x, residual = torch.ones(2, 4), torch.ones(2, 4)
-    got = opaque(impl)(x, residual, None, 1e-6, None)
-    assert all(part.eq(2).all() for part in got)
-    assert x.eq(1).all() and residual.eq(1).all()
 
 
 BOTH = frozenset({"x", "residual"})
@@ -246,34 +195,7 @@ def test_what_is_not_granted_stays(grants: frozenset[str]) -> None:
     assert x.eq(1).all() and residual.eq(1).all()
 
 
-def test_a_later_candidate_fills_the_granted_arguments_too() -> None:
-    def nothing(
-        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-    ) -> bool | str:
-        return "not today"
-
-    first = dataclasses.replace(
-        adding(in_both), impl_id="vendor.first", vendor="first", supports=nothing
-    )
-    plan = planned(
-        first,
-        dataclasses.replace(adding(WRITES["fresh"]), impl_id="vendor.second", vendor="second"),
-    )
-    x, residual = torch.ones(3, 4), torch.ones(3, 4)
-    got = written(plan)(x, residual, None, 1e-6, None)
-    assert got[0] is x and x.eq(2).all() and residual.eq(0).all()
-    assert plan.fallbacks == {("rms_norm", "vendor.second"): 1}
-
-
-def test_opcheck_of_the_form_that_mutates() -> None:
-    scope = written(planned(adding(in_both))).__globals__
-    operators = [op for name, op in scope.items() if name.startswith("_op")]
-    (mutating,) = (op for op in operators if op._schema.is_mutable)
-    args = (torch.randn(3, 4), torch.randn(3, 4), None, 1e-6, None)
-    torch.library.opcheck(mutating, args, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_compiler_makes_the_copies_that_are_needed_and_no_more(backend: str) -> None:
     fn = written(planned(adding(in_both)))
 
@@ -335,18 +257,6 @@ def test_the_same_chain_is_the_same_operator_and_another_is_another() -> None:
     assert operator(strict) is not operator(first)
 
 
-@pytest.mark.parametrize(
-    ("fields", "want"),
-    [
-        ({}, True),
-        ({"traceable": True}, False),
-        ({"traceable": True, "supports": lambda x: True}, True),
-    ],
-)
-def test_what_counts_as_opaque(fields: dict[str, Any], want: bool) -> None:
-    assert is_opaque(silu("vendor.acme", **fields)) is want
-
-
 def test_a_traceable_one_stays_open_to_the_compiler() -> None:
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         return half(x).sin()
@@ -366,25 +276,7 @@ def test_a_traceable_one_stays_open_to_the_compiler() -> None:
     assert "vllm_fl" not in graphs[0].code
 
 
-def test_the_wrapper_is_a_traceable_implementation_that_refuses_and_consumes_nothing() -> None:
-    plan = planned(refusing("vendor.acme", "no"), silu("reference.torch"))
-    wrapped = opaque_op(plan.chain("silu_and_mul"))
-    first = plan.entries["silu_and_mul"].impls[0]
-    assert dataclasses.replace(first, fn=wrapped.fn, supports=None, traceable=True).impl_id == (
-        wrapped.impl_id
-    )
-    assert (wrapped.supports, wrapped.consumes, wrapped.traceable) == (None, frozenset(), True)
-
-
-FOLDED = (
-    "vendor.a-b",
-    "vendor.a_b",
-    "vendor.a.b",
-    "vendor.A-B",
-    "vendor.é",
-    "vendor.华为",
-    "vendor._",
-)
+FOLDED = [f"vendor.{name}" for name in ("a-b", "a_b", "a.b", "A-B", "é", "华为", "_")]
 """Ids that one spelling in ASCII would make one of."""
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_fl.engine import phases as module
-from vllm_fl.engine.phases import before_worker, phases_of, process_seconds
+from vllm_fl.engine.phases import before_worker, phases_of
 
 
 def test_an_inner_phase_is_no_part_of_the_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,3 @@ def test_what_came_before_a_worker_adds_up(
         "the process before its worker": before,
     }
     assert before_worker(None) == {"the process before its worker": process}
-
-
-def test_the_process_began_before() -> None:
-    assert process_seconds() > 0.0

@@ -18,7 +18,6 @@ from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Candidate, Trace
 from vllm_fl.engine.plan import Plan, PlanEntry, active_plan, leave_place, take_place
 from vllm_fl.errors import CallError
-from vllm_fl.settings.policy import SelectionPolicy
 
 MODES = ["eager", "compiled"]
 THEN_REFERENCE = {"silu_and_mul": ["vendor", "reference"]}
@@ -54,7 +53,7 @@ def test_the_line() -> None:
     assert plan.notes(unseen)[-1] == "not reached: silu_and_mul"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_plan_has_a_long_line(seed: int) -> None:
     """Of however many ops, with names and rows of whatever length, other plugins' classes too."""
     draw = random.Random(seed)
@@ -96,6 +95,9 @@ def test_a_call_is_counted_to_who_computed_it(mode: Any) -> None:
         silu("reference.torch", supports=lambda x: x.is_floating_point() or "integers"),
         per_op_order=THEN_REFERENCE,
     )
+    plan = planning(manager, mode)
+    plan.bind("silu_and_mul", object(), frozenset())(X)
+    assert plan.calls == {}, "only where it is asked for"
     plan = dataclasses.replace(planning(manager, mode), counts_calls=True)
     bound = plan.bind("silu_and_mul", object(), frozenset())
     for rows in (4, 9, 9, 9, 5):
@@ -123,41 +125,24 @@ def test_what_stands_after_stock_is_not_tried() -> None:
     ]
 
 
-def test_modes_have_their_own_lists() -> None:
-    order = {"silu_and_mul": {"eager": ["vendor"], "compiled": ["stock"]}}
-    manager = managing(silu("vendor.acme"), per_op_order=order)
-    labels = [planning(manager, mode).entries["silu_and_mul"].label for mode in MODES]
-    assert labels == ["vendor.acme", "stock"]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_strict_and_a_backend_listed_alone_that_is_absent(mode: Any) -> None:
+def test_strict_and_a_backend_listed_alone_that_is_absent() -> None:
     """docs/settings.md: vLLM's own code follows, unless VLLM_FL_STRICT=1."""
-    listed = {"silu_and_mul": ["impl:vendor.cup"]}
     impls = silu("vendor.acme"), silu("vendor.cpu", available=lambda: "no AVX")
-    plan = planning(managing(*impls, per_op_order=listed), mode)
-    assert (plan.entries["silu_and_mul"].label, plan.entries["silu_and_mul"].unmet) == ("stock", "")
-    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
-    assert "silu_and_mul" in plan.entries["silu_and_mul"].unmet
-    assert "impl:vendor.cup" in plan.entries["silu_and_mul"].unmet
-    assert {op for op, entry in plan.entries.items() if entry.unmet} == {"silu_and_mul"}
-    listed["silu_and_mul"] = ["vendor:cpu"]  # there, but it cannot run here
-    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
-    assert "vendor.cpu: not available: no AVX" in plan.entries["silu_and_mul"].unmet
-    listed["silu_and_mul"].append("stock")
-    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode)
-    assert plan.entries["silu_and_mul"].unmet == ""
+
+    def entry(*listed: str, strict: bool = True, **fields: Any) -> PlanEntry:
+        manager = managing(*impls, per_op_order={"silu_and_mul": listed}, strict=strict)
+        plan = planning(manager, "eager", **fields)
+        assert {op for op, each in plan.entries.items() if each.unmet} <= {"silu_and_mul"}
+        return plan.entries["silu_and_mul"]
+
+    lax = entry("impl:vendor.cup", strict=False)
+    assert (lax.label, lax.unmet) == ("stock", "")
+    assert "silu_and_mul" in entry("impl:vendor.cup").unmet
+    assert "impl:vendor.cup" in entry("impl:vendor.cup").unmet
+    assert "vendor.cpu: not available: no AVX" in entry("vendor:cpu").unmet
+    assert entry("vendor:cpu", "stock").unmet == ""
     kept = {"silu_and_mul": "custom_ops has -silu_and_mul"}  # the user left it to vLLM
-    plan = planning(managing(*impls, per_op_order=listed, strict=True), mode, notes=kept)
-    assert plan.entries["silu_and_mul"].unmet == ""
-
-
-def test_a_plan_stays_what_it_is() -> None:
-    manager = managing(silu("vendor.acme", 1), silu("default.flagos", 2))
-    plan = planning(manager, "eager")
-    manager.set_policy(SelectionPolicy(prefer="vendor"))
-    assert plan.bind("silu_and_mul", object(), frozenset())(X)[0, 0] == 3
-    assert planning(manager, "eager").entries["silu_and_mul"].label == "vendor.acme"
+    assert entry("vendor:cpu", notes=kept).unmet == ""
 
 
 class TestSealed:
@@ -192,14 +177,6 @@ class TestSealed:
         assert plan.record.failures == {("silu_and_mul", "vendor.acme"): "ValueError: boom"}
 
 
-def test_of_two_plans_each_has_its_own_counts() -> None:
-    impls = refusing("vendor.acme", "no"), silu("reference.torch")
-    manager = managing(*impls, per_op_order=THEN_REFERENCE)
-    first, second = planning(manager, "eager"), planning(manager, "eager")
-    first.bind("silu_and_mul", object(), frozenset())(X)
-    assert first.fallbacks and not second.fallbacks
-
-
 def test_building_nests_and_ends_with_an_exception() -> None:
     outer, inner = planning(managing(), "eager"), planning(managing(), "compiled")
     with building(outer):
@@ -224,20 +201,6 @@ def test_an_implementation_that_takes_the_layer(mode: Any) -> None:
         assert "layer" in dict(plan.entries["silu_and_mul"].rows[-1][1].rejected)["vendor.acme"]
     else:
         assert plan.bind("silu_and_mul", Layer(), frozenset())(X)[0, 0] == 5
-
-
-@pytest.mark.parametrize("traceable", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-def test_calls_are_counted_only_where_asked(mode: Any, traceable: bool) -> None:
-    import dataclasses
-
-    plan = planning(managing(silu("vendor.acme", traceable=traceable)), mode)
-    plan.bind("silu_and_mul", object(), frozenset())(X)
-    assert plan.calls == {}
-    plan = dataclasses.replace(plan, counts_calls=True)
-    bound = plan.bind("silu_and_mul", object(), frozenset())
-    bound(X)
-    assert plan.calls == {("silu_and_mul", "vendor.acme"): 1}
 
 
 def test_a_place_is_for_compiled_plans_and_the_first_that_is_free() -> None:
@@ -277,8 +240,8 @@ def test_a_sealed_plan_logs_so_many_refusals_and_no_more(caplog: pytest.LogCaptu
     odd = silu("vendor.acme", supports=lambda x: f"no room for {next(numbers)} tokens")
     plan = planning(managing(odd, silu("vendor.beta"), prefer="vendor"))
     bound = plan.bind("silu_and_mul", object(), frozenset())
-    for _ in range(1500):
+    for _ in range(1100):
         bound(X)
     told = [record for record in caplog.records if "no room for" in record.getMessage()]
     assert 0 < len(told) <= 1000
-    assert plan.fallbacks["silu_and_mul", "vendor.beta"] == 1500
+    assert plan.fallbacks["silu_and_mul", "vendor.beta"] == 1100

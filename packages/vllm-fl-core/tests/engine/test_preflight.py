@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import graph_on_cpu
@@ -23,7 +19,7 @@ from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.resolver import Candidate, Trace
-from vllm_fl.engine import preflight, process_state, trials
+from vllm_fl.engine import preflight, trials
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
@@ -50,16 +46,20 @@ def raises(x: Tensor) -> Tensor:
     raise RuntimeError("no kernel image")
 
 
+def ends(x: Tensor) -> Tensor:
+    raise SystemExit(0)
+
+
+def hides_nan(x: Tensor) -> Tensor:
+    return sound(x).nan_to_num()
+
+
 def gives_nan(x: Tensor) -> Tensor:
     return sound(x) * float("nan")
 
 
 def gives_another_shape(x: Tensor) -> Tensor:
     return sound(x)[..., :-1]
-
-
-def gives_another_dtype(x: Tensor) -> Tensor:
-    return sound(x).double()
 
 
 def wrong_in_bf16(x: Tensor) -> Tensor:
@@ -107,9 +107,10 @@ def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> s
     ("fn", "said"),
     [
         (raises, "it raised RuntimeError: no kernel image"),
+        (ends, "it raised SystemExit"),
         (gives_nan, "elements are off"),
+        (hides_nan, "(NaN and infinity"),
         (gives_another_shape, "has shape"),
-        (gives_another_dtype, "has dtype torch.float64"),
         (wrong_in_bf16, "bfloat16"),
         (wrong_above_64_tokens, " x 2*512, bfloat16)"),  # at 100, or where one is drawn below
         (wrong_in_the_last_row_of_a_large_batch, " x 2*512, bfloat16)"),
@@ -144,18 +145,16 @@ def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
 @pytest.mark.parametrize(
     ("provided", "asked"),
     [
-        ((), {torch.bfloat16}),
+        ((), {torch.bfloat16}),  # nothing is known
         (({"weight": torch.float32},), {torch.float32}),
         (({"weight": torch.float32}, {"weight": torch.bfloat16}), {torch.float32, torch.bfloat16}),
         (({"weight": torch.float64},), {torch.bfloat16}),  # no call of the contract
     ],
-    ids=["nothing known", "float32", "both", "not the op's"],
 )
 def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked: Any) -> None:
     """A norm of Gemma's hands over a float32 weight, which no size and no model's dtype tells."""
     seen: set[torch.dtype] = set()
     refused: set[torch.dtype] = set()
-    spec = contracts()["rms_norm"]
 
     def supports(x: Any, residual: Any, weight: Any, *others: Any) -> bool | str:
         if x.ndim == 2 and x.shape[-1] == SIZES.hidden:
@@ -163,14 +162,9 @@ def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked
             return weight.dtype not in refused or f"weight is {weight.dtype}"
         return True if x.shape[-1] != SIZES.head_size else "heads"
 
-    def rms_norm(
-        x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-    ) -> Any:
-        found = spec.oracle(x, residual, weight, epsilon, variance_size)
-        return found.to(x.dtype) if residual is None else tuple(part.to(x.dtype) for part in found)
-
-    kind = BackendImplKind.VENDOR
-    impl = OpImpl("rms_norm", "vendor.acme", kind, rms_norm, "acme", supports=supports)
+    impl = OpImpl(
+        "rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme", supports=supports
+    )
     given: dict[str, Any] = {"provided": {"rms_norm": provided}, "seconds": 0.0}
     request = Request([Role(impl)], torch.bfloat16, CPU, SIZES, **given)
     found = find_faults(request)
@@ -178,8 +172,6 @@ def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked
     refused.add(torch.float32)
     found = find_faults(request)
     assert not found.faults and bool(found.refused) == (asked == {torch.float32})
-    for why in found.refused.values():
-        assert "weight float32, bfloat16: weight is torch.float32" in why
 
 
 def test_one_that_refuses_an_edge_only_passes() -> None:
@@ -189,10 +181,10 @@ def test_one_that_refuses_an_edge_only_passes() -> None:
 def test_a_slow_one_is_named_while_it_runs_and_out_after(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(breadcrumb, "SLOW", 1.0)
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
 
     def slow(x: Tensor) -> Tensor:
-        time.sleep(1.5)
+        time.sleep(0.3)
         while "one call of" not in caplog.text:
             time.sleep(0.01)
         return sound(x)
@@ -205,13 +197,13 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
 
 
 def test_one_that_is_slow_once_while_it_compiles_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breadcrumb, "SLOW", 1.0)
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
     compiled = []
 
     def compiles(x: Tensor) -> Tensor:
         if not compiled:
             compiled.append(True)
-            time.sleep(1.5)
+            time.sleep(0.3)
         return sound(x)
 
     assert fault_of(compiles) is None
@@ -228,13 +220,7 @@ def test_the_global_random_generator_is_left_alone() -> None:
 # What only shows as it will serve.
 
 
-def norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Any:
+def norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
     y = x.float() if residual is None else x.float() + residual.float()
     normed = y * (y[..., :variance_size].square().mean(-1, keepdim=True) + epsilon).rsqrt()
     normed = normed.to(x.dtype) if weight is None else (normed * weight.float()).to(x.dtype)
@@ -243,12 +229,7 @@ def norm(
 
 
 def rope(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor,
-    rotary_interleaved: bool = False,
+    query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, rotary_interleaved: bool = False
 ) -> Any:
     half = cos.shape[-1]
     c, s = (t[position_ids.long()].float().unsqueeze(1) for t in (cos, sin))
@@ -264,16 +245,11 @@ def rope(
     return turn(query), None if key is None else turn(key)
 
 
-def fault(op: str, fn: Callable[..., Any], **options: Any) -> str | None:
-    more = {
-        name: options.pop(name)
-        for name in ("compiled", "sizes", "layer_for", "seed")
-        if name in options
-    }
-    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
-    sizes = more.pop("sizes", SIZES)
-    role = Role(impl, compiled=more.pop("compiled", None))
-    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, **more)).faults
+def fault(
+    op: str, fn: Callable[..., Any], sizes: ModelSizes = SIZES, compiled: Any = None, **fields: Any
+) -> str | None:
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
+    found = find_faults(Request([Role(impl, compiled=compiled)], torch.bfloat16, CPU, sizes)).faults
     return found[op, "vendor.acme"][0] if found else None
 
 
@@ -282,30 +258,27 @@ def test_right_ones_pass(op: str, fn: Callable[..., Any]) -> None:
     assert fault(op, fn) is None
 
 
+def planned_alone(op: str, impl: OpImpl, **fields: Any) -> Plan:
+    trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
+    return Plan("compiled", {op: PlanEntry(op, ((None, trace),))}, contracts=contracts(), **fields)
+
+
 def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> None:
     """Its inputs share memory at start; in a model the graph makes them, and nothing is aliased."""
 
     def in_place(
-        query: Tensor,
-        key: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        position_ids: Tensor,
-        rotary_interleaved: bool = False,
+        query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
     ) -> Any:
-        turned = rope(query, key, cos, sin, position_ids, rotary_interleaved)
+        turned = rope(query, key, cos, sin, ids, interleaved)
         return query.copy_(turned[0]), None if key is None else key.copy_(turned[1])
 
     op, consumes = "rotary_embedding", frozenset({"query", "key"})
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, in_place, "acme", consumes=consumes)
-    trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
-    plan = Plan("compiled", {op: PlanEntry(op, ((None, trace),))}, contracts=contracts())
-    compiled = plan.as_compiled(op, impl)
+    compiled = planned_alone(op, impl).as_compiled(op, impl)
     assert fault(op, in_place, compiled=compiled, consumes=consumes) is None
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("asked", [True, False], ids=["supports", "NotImplementedError"])
+@pytest.mark.parametrize(("asked", "strict"), [(True, True), (False, False)])
 def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
     asked: bool, strict: bool
 ) -> None:
@@ -323,17 +296,8 @@ def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
 
     op, more = "rotary_embedding", {"supports": supports if asked else None, "traceable": True}
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, halves, "acme", **more)
-    trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
-    entries = {op: PlanEntry(op, ((None, trace),))}
-    plan = Plan("compiled", entries, contracts=contracts(), strict=strict)
-    assert fault(op, halves, compiled=plan.as_compiled(op, impl), **more) is None
-
-
-def test_what_is_wrong_in_inference_mode_only() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return sound(x) * (2.0 if torch.is_inference_mode_enabled() else 1.0)
-
-    assert "elements are off" in str(fault("silu_and_mul", fn))
+    compiled = planned_alone(op, impl, strict=strict).as_compiled(op, impl)
+    assert fault(op, halves, compiled=compiled, **more) is None
 
 
 @pytest.mark.parametrize("wrong", [(11, 11), (17, 2047), (48, 48), (2048, 2048)])
@@ -349,41 +313,6 @@ def test_what_is_wrong_at_some_token_counts_only(
     assert "elements are off" in str(fault("silu_and_mul", fn))
 
 
-def test_what_is_wrong_in_the_middle_of_a_large_batch() -> None:
-    def fn(x: Tensor) -> Tensor:
-        result = sound(x)
-        if len(x) > 1500:
-            result[len(x) // 2 + 3] = 0.0
-        return result
-
-    assert "elements are off" in str(fault("silu_and_mul", fn))
-
-
-def test_what_is_written_beside_a_strided_view() -> None:
-    """A rope that also turns V, which lies behind K in the packed projection."""
-
-    def fn(query: Tensor, key: Any, *rest: Any) -> Any:
-        result = rope(query, key, *rest)
-        if key is not None and not key.is_contiguous() and key.stride(0) > key.shape[1] * 64:
-            behind = key.storage_offset() + key.shape[1] * key.shape[2]
-            key.as_strided((len(key), 8), (key.stride(0), 1), behind).fill_(3.0)
-        return result
-
-    said = fault("rotary_embedding", fn)
-    assert said is not None and "beside its arguments" in said and "'query' and 'key'" in said
-
-
-def test_what_is_read_beside_a_view_spoils_the_result() -> None:
-    def fn(query: Tensor, key: Any, *rest: Any) -> Any:
-        result = rope(query, key, *rest)
-        if key is not None and len(key) > 1:
-            before = key.as_strided((1,), (1,), query.storage_offset() - 1)
-            result[0][0, 0, 0] += 0.0 * before[0]
-        return result
-
-    assert "elements are off" in str(fault("rotary_embedding", fn))
-
-
 def test_what_is_wrong_at_far_positions_only() -> None:
     def fn(query: Tensor, key: Any, cos: Any, sin: Any, position_ids: Tensor, way: bool) -> Any:
         return rope(query, key, cos, sin, position_ids.clamp(max=2047), way)
@@ -393,67 +322,11 @@ def test_what_is_wrong_at_far_positions_only() -> None:
     assert fault("rotary_embedding", fn) is None  # right for a model that is no longer
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(0.0, 1), (60.0, 2)])
-def test_large_batches_are_repeated_where_they_take_no_time(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, calls: int
-) -> None:
-    monkeypatch.setattr(preflight, "AGAIN_SECONDS", seconds)
-    tried: list[int] = []
-
-    def fn(x: Tensor) -> Tensor:
-        tried.append(len(x))
-        return sound(x)
-
-    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+def test_fewer_batches_than_usual_are_remarked() -> None:
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, sound, "acme")
     found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, seconds=-1.0))
     assert not found.faults
-    assert tried.count(2048) == calls + 1  # one with large values
-    assert tried.count(2047) == calls - 1
-    assert tried.count(64) == 4 + 1 + 2  # one after 65, and two with large values
     assert found.remarks == ["fewer batches than usual: silu_and_mul of vendor.acme"]
-
-
-def test_what_is_kept_by_address() -> None:
-    kept: dict[int, Tensor] = {}
-
-    def fn(x: Tensor) -> Tensor:
-        return kept.setdefault(x.data_ptr(), sound(x)).clone() if len(x) == 64 else sound(x)
-
-    assert "same buffers again" in str(fault("silu_and_mul", fn))
-
-
-def test_weights_that_are_kept_by_their_address_and_version() -> None:
-    kept: dict[Any, Tensor] = {}
-
-    def fn(x: Tensor, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
-        if weight is not None and len(weight) == 256:
-            known = weight.data_ptr(), weight._version
-            weight = kept.setdefault(known, weight.clone())
-        return norm(x, residual, weight, epsilon, variance_size)
-
-    assert "large values" in str(fault("rms_norm", fn))
-
-
-def test_a_result_that_the_next_call_overwrites() -> None:
-    buffers: dict[Any, Tensor] = {}
-
-    def fn(x: Tensor) -> Tensor:
-        result = sound(x)
-        return buffers.setdefault(result.shape, torch.empty_like(result)).copy_(result)
-
-    assert "elements are off" in str(fault("silu_and_mul", fn))
-
-
-def test_what_overflows_in_fp16_on_the_way() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return sound(x.to(torch.float16)).to(x.dtype)
-
-    assert "elements are off" in str(fault("silu_and_mul", fn))
-
-
-def test_a_clamp_and_a_hidden_nan() -> None:
-    assert "elements are off" in str(fault("silu_and_mul", lambda x: sound(x).clamp(-1e4, 1e4)))
-    assert "(NaN and infinity" in str(fault("silu_and_mul", lambda x: sound(x).nan_to_num()))
 
 
 def test_a_result_that_is_not_contiguous_or_not_dense() -> None:
@@ -463,168 +336,6 @@ def test_a_result_that_is_not_contiguous_or_not_dense() -> None:
     assert "the contract promises a contiguous result" in str(fault("silu_and_mul", strided))
     sparse = fault("silu_and_mul", lambda x: sound(x).to_sparse())
     assert sparse is not None and "is sparse" in sparse
-
-
-class Panic(BaseException):
-    def __str__(self) -> str:
-        raise ValueError("cannot be printed")
-
-
-@pytest.mark.parametrize("error", [KeyError("sm_90"), SystemExit(0), Panic()])
-@pytest.mark.parametrize("where", ["fn", "supports"])
-def test_whatever_is_raised_costs_its_implementation_only(error: BaseException, where: str) -> None:
-    def raising(x: Tensor) -> Any:
-        raise error
-
-    said = fault("silu_and_mul", raising if where == "fn" else sound,
-                 **({"supports": raising} if where == "supports" else {}))  # fmt: skip
-    who = "it" if where == "fn" else "its supports"
-    assert said is not None and f"{who} raised {type(error).__name__}" in said
-
-
-def test_what_it_changes_of_the_process_is_named_and_undone() -> None:
-    def fn(x: Tensor) -> Tensor:
-        result = sound(x)
-        torch.set_default_dtype(torch.float64)
-        return result
-
-    assert "changed the default dtype" in str(fault("silu_and_mul", fn))
-    assert torch.get_default_dtype() is torch.float32
-
-    def draws(x: Tensor) -> Tensor:
-        torch.rand(1)
-        return sound(x)
-
-    assert "changed the random numbers" in str(fault("silu_and_mul", draws))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda: torch.set_default_device("meta"), "the default device from cpu to meta"),
-        (lambda: torch.set_autocast_enabled("cpu", True), "autocast from False to True"),
-        (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the signal handlers"),
-        (lambda: os.chdir("/"), "the working directory"),
-        (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "the number of threads"),
-        (
-            lambda: torch.use_deterministic_algorithms(True, warn_only=True),
-            "the deterministic mode from off to on, with warnings",
-        ),
-        (lambda: torch.set_float32_matmul_precision("medium"), "the precision of float32 products"),
-        (gc.disable, "the garbage collector's being on from True to False"),
-        (lambda: logging.disable(logging.INFO), "the level up to which logging is off"),
-    ],
-    ids=[
-        "device",
-        "autocast",
-        "signals",
-        "folder",
-        "threads",
-        "deterministic",
-        "precision",
-        "collector",
-        "logging",
-    ],
-)
-def test_what_a_server_relies_on_is_named_and_put_back(
-    change: Callable[[], object], said: str
-) -> None:
-    def fn(x: Tensor) -> Tensor:
-        result = sound(x)
-        change()
-        return result
-
-    before = process_state.state_of(CPU)
-    found = fault("silu_and_mul", fn)
-    assert found is not None and f"it changed {said}" in found
-    assert process_state.changed(before, CPU) is None
-
-
-def test_what_is_as_it_was_is_not_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's worker on a CPU warns of each call of torch.set_num_threads."""
-    setters = {
-        torch: (
-            "set_default_dtype",
-            "set_num_threads",
-            "use_deterministic_algorithms",
-            "set_float32_matmul_precision",
-            "set_default_device",
-            "set_autocast_enabled",
-        ),
-        logging: ("disable",),
-        gc: ("enable", "disable"),
-        os: ("chdir",),
-        signal: ("signal",),
-    }
-    called: list[str] = []
-    for module, names in setters.items():
-        for name in names:
-            own = getattr(module, name)
-            watched = partial(lambda own, name, *a, **k: called.append(name) or own(*a, **k), own)
-            monkeypatch.setattr(module, name, partial(watched, name))
-    assert fault("silu_and_mul", sound) is None
-    assert called == []
-
-
-def test_a_mode_that_only_warns_stays_so() -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert fault("silu_and_mul", sound) is None
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize(
-    "consumes", [frozenset(), frozenset({"x", "residual"})], ids=["nothing", "x and residual"]
-)
-def test_one_that_refuses_after_it_has_written(consumes: frozenset[str]) -> None:
-    def fn(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> Any:
-        if residual is not None and len(x) > 16:
-            residual.add_(x)
-            raise NotImplementedError("only for decoding")
-        return norm(x, residual, weight, epsilon, variance_size)
-
-    found = fault("rms_norm", fn, consumes=consumes)
-    assert found is not None and "refuses a call after it has written" in found
-
-
-def test_one_that_turns_consecutive_positions_from_0() -> None:
-    def fn(
-        query: Tensor,
-        key: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        position_ids: Tensor,
-        rotary_interleaved: bool = False,
-    ) -> Any:
-        if len(position_ids) > 3 and bool((position_ids.diff() == 1).all()):
-            position_ids = torch.arange(len(position_ids))
-        return rope(query, key, cos, sin, position_ids, rotary_interleaved)
-
-    assert "(consecutive positions, " in str(fault("rotary_embedding", fn))
-
-
-def test_one_that_would_be_compiled_again_for_a_token_count() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return sound(x) if x.shape[0] == 5 else sound(x) + 0
-
-    said = fault("silu_and_mul", fn, compiled=fn, traceable=True)
-    assert said is not None and said.startswith("it cannot be compiled: RecompileError")
-
-
-def test_what_cannot_be_traced_is_named() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return sound(x) * (1.0 if x.float().sum().item() != 7.25 else 0.0)
-
-    said = fault("silu_and_mul", fn, compiled=fn, traceable=True)
-    assert said is not None and said.startswith("it cannot be compiled: ")
 
 
 def test_what_is_wrong_when_compiled_only() -> None:
@@ -732,24 +443,6 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
         assert len(find_faults(request).faults) == faults
 
 
-@pytest.mark.parametrize(("traceable", "compiled"), [(False, 1), (True, 4)])
-def test_what_a_compiler_takes_whole_is_compiled_once(
-    traceable: bool, compiled: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer's four products have the same arguments, in other sizes."""
-    asked: list[str] = []
-    note = lambda run, form, backend: asked.append(form.name)  # noqa: E731
-    monkeypatch.setattr(preflight, "_in_one_graph", note)
-    impl = OpImpl(
-        "linear", "vendor.acme", BackendImplKind.VENDOR, F.linear, "acme", traceable=traceable
-    )
-    more = {"dense_intermediate": 96, "biased": 0}
-    sizes = ModelSizes(64, 96, 4, 2, 16, 16, tokens=(1, 8), more=more)
-    role = Role(impl, compiled=F.linear)
-    assert not find_faults(Request([role], torch.bfloat16, CPU, sizes, seconds=0.0)).faults
-    assert len(asked) == compiled
-
-
 def test_each_is_tried_with_batches_of_its_own_rows() -> None:
     """What one may not serve is no fault of it because another one does."""
 
@@ -776,21 +469,3 @@ def test_the_host_computes_with_few_threads_beside_a_device() -> None:
             assert torch.get_num_threads() == 12
     finally:
         torch.set_num_threads(before)
-
-
-def test_one_that_serves_many_tokens_is_tried_with_as_many() -> None:
-    asked: list[int] = []
-
-    def fn(x: Tensor) -> Tensor:
-        asked.append(len(x))
-        return sound(x)
-
-    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
-    role = Role(impl, compiled=fn, least=1025)
-    request = Request([role], torch.bfloat16, CPU, SIZES, backend="aot_eager", seconds=0.0)
-    own = {
-        len(sample.args[0]) for sample in contracts()["silu_and_mul"].samples(torch.bfloat16, CPU)
-    }
-    assert not find_faults(request).faults
-    assert {1025, 2047, 2048} <= {*asked}
-    assert min({*asked} - own) == 1025

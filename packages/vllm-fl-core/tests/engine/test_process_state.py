@@ -3,9 +3,11 @@ theirs."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -103,7 +105,7 @@ def set_as_at_first() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("older", ["highest", "high", "medium"])
+@pytest.mark.parametrize("older", ["highest", "medium"])
 def test_a_precision_in_its_newer_form_after_a_worker_called_the_older_setter(older: str) -> None:
     torch.set_float32_matmul_precision(older)
     try:
@@ -116,19 +118,6 @@ def test_a_precision_in_its_newer_form_after_a_worker_called_the_older_setter(ol
             assert set(found) == ({KEY} if changes else set())
     finally:
         torch.set_float32_matmul_precision("highest")
-        set_as_at_first()
-
-
-def test_a_kernel_that_is_right_is_tried_where_the_older_form_cannot_be_told() -> None:
-    matmul.fp32_precision = "tf32"
-    try:
-        with pytest.raises(RuntimeError):
-            torch.get_float32_matmul_precision()
-        assert not found_in(nothing).faults
-        said = fault_of(put(matmul, "fp32_precision", "ieee"))
-        assert "products from what its getter cannot tell to highest" in said
-        assert matmul.fp32_precision == "tf32"
-    finally:
         set_as_at_first()
 
 
@@ -153,6 +142,21 @@ def no_more_files() -> None:
 
 
 SWITCHES: list[tuple[Callable[[], object], str]] = [
+    (lambda: torch.set_default_dtype(torch.float64), "the default dtype"),
+    (lambda: torch.rand(1), "the random numbers of the CPU"),
+    (lambda: torch.manual_seed(0), "the random numbers of the CPU"),
+    (lambda: torch.set_default_device("meta"), "the default device from cpu to meta"),
+    (lambda: torch.set_autocast_enabled("cpu", True), "autocast from False to True"),
+    (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the signal handlers"),
+    (lambda: os.chdir("/"), "the working directory"),
+    (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "the number of threads"),
+    (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        "the deterministic mode from off to on, with warnings",
+    ),
+    (lambda: torch.set_float32_matmul_precision("medium"), "the precision of float32 products"),
+    (gc.disable, "the garbage collector's being on from True to False"),
+    (lambda: logging.disable(logging.INFO), "the level up to which logging is off"),
     (put(matmul, "allow_fp16_accumulation", True), "the accumulation of float16 products"),
     (put(matmul, "allow_bf16_reduced_precision_reduction", False), "sums of bf16 products"),
     (put(matmul, "allow_fp16_reduced_precision_reduction", False), "sums of fp16 products"),
@@ -191,15 +195,27 @@ def test_a_switch_of_the_process_is_named_and_put_back() -> None:
         assert said in found[key][0], said
 
 
-def test_it_is_cheap() -> None:
-    """It is asked for each implementation, some times."""
-    process_state.state_of(CPU)
+def test_it_is_cheap_and_sets_nothing_that_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's worker on a CPU warns of each call of torch.set_num_threads."""
+    called: list[str] = []
+    for name in ("set_num_threads", "use_deterministic_algorithms", "set_default_dtype"):
+        monkeypatch.setattr(torch, name, lambda *_, name=name, **__: called.append(name))
+    assert not found_in(nothing).faults and called == []
     took = []
     for _ in range(20):
         begun = time.perf_counter()
         process_state.state_of(CPU)
         took.append(time.perf_counter() - begun)
     assert min(took) < 0.001
+
+
+def test_a_mode_that_only_warns_stays_so() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert not found_in(nothing).faults
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager
@@ -219,14 +235,13 @@ def another_thread(step: Callable[[], object], pause: float) -> Iterator[None]:
         thread.join()
 
 
-@pytest.mark.parametrize("pause", [0.001, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("pause", [0.001, 0.1])
 def test_random_numbers_that_another_thread_draws_are_its_own(pause: float) -> None:
     torch.manual_seed(7)
     drawn: list[float] = []
     with another_thread(lambda: drawn.append(float(torch.rand(1))), pause):
-        for _ in range(3):
-            found = found_in(nothing, nothing, sizes=SIZES)
-            assert not found.faults
+        found = found_in(nothing, nothing, sizes=SIZES)
+    assert not found.faults
     assert len(set(drawn)) == len(drawn), "no number is drawn twice"
     if pause < 0.05:
         assert any("the random numbers of the CPU" in remark for remark in found.remarks)
@@ -247,13 +262,6 @@ def test_what_another_thread_sets_again_and_again_is_its_own() -> None:
 def test_a_kernel_that_draws_is_named_beside_a_thread_that_seldom_does() -> None:
     with another_thread(lambda: torch.rand(1), 5.0):
         assert "changed the random numbers of the CPU" in fault_of(lambda: torch.rand(1))
-
-
-def test_a_kernel_that_seeds_at_each_call_is_named() -> None:
-    torch.manual_seed(7)
-    kept = torch.get_rng_state()
-    assert "changed the random numbers of the CPU" in fault_of(lambda: torch.manual_seed(0))
-    assert torch.equal(torch.get_rng_state(), kept)
 
 
 def test_what_is_set_once_as_by_an_import_is_named() -> None:

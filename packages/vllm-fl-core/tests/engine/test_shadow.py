@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +54,7 @@ def compared(shadow: Shadow) -> int:
     return sum(tally.calls for tally in shadow.seen.values())
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.1, 0.37, 1.0])
+@pytest.mark.parametrize("rate", [0.01, 0.37, 1.0])
 def test_the_share_of_steps_is_the_rate_over_any_stretch_and_no_period_is_met(rate: float) -> None:
     shadow = Shadow(plan_of(fused(right)), rate)
     taken = [shadow.takes_step() for _ in range(10_000)]
@@ -68,31 +69,9 @@ def test_the_share_of_steps_is_the_rate_over_any_stretch_and_no_period_is_met(ra
     assert [again.takes_step() for _ in range(10_000)] == taken, "every rank takes the same steps"
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("traceable", [False, True])
-def test_what_is_bound_is_the_same_before_inside_and_after(mode: Any, traceable: bool) -> None:
-    """No wrapper stays: the function that a compiler traces is the one of a plan without shadow."""
-    plan = plan_of(fused(right, traceable=traceable), mode=mode)
-    bound = bound_of(plan)
-    x = torch.randn(4, 16)
-
-    def state() -> list[Any]:
-        return [bound.__code__, *bound.__globals__.items()] if hasattr(bound, "__code__") else []
-
-    before = state()
-    shadow = Shadow(plan, 1.0)
-    assert state() == before
-    with shadow.comparing():
-        inside = bound_of(plan)
-        assert inside.__code__ is bound.__code__ if hasattr(inside, "__code__") else True
-        bound(x)
-    assert state() == before
-    bound(x)
-    assert [tally["calls"] for tally in seen(shadow).values()] == [1], "only what is inside"
-
-
 @pytest.mark.parametrize("traceable", [False, True])
 def test_a_compiler_sees_the_same_graph_and_compiles_once(traceable: bool) -> None:
+    """No wrapper stays: the function that a compiler traces is the one of a plan without shadow."""
     graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -114,11 +93,14 @@ def test_a_compiler_sees_the_same_graph_and_compiles_once(traceable: bool) -> No
     without(x)
     assert len(graphs) == 1, "a sampled step leaves compiled code valid"
     compiled()(x)
+    bound(x)
     assert graphs[0] == graphs[1]
+    assert [tally["calls"] for tally in seen(shadow).values()] == [1], "only what is inside"
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-@pytest.mark.parametrize("traceable", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "traceable"), [("eager", False), ("compiled", False), ("compiled", True)]
+)
 def test_a_right_implementation_is_within_the_tolerance(mode: Any, traceable: bool) -> None:
     plan = plan_of(fused(right, traceable=traceable), mode=mode)
     bound, shadow = bound_of(plan), Shadow(plan, 1.0)
@@ -127,13 +109,8 @@ def test_a_right_implementation_is_within_the_tolerance(mode: Any, traceable: bo
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 bound(torch.randn(tokens, 64).to(dtype))
     found = seen(shadow)
-    assert {bucket: tally["calls"] for bucket, tally in found.items()} == {
-        "1": 3,
-        "1024": 3,
-        "16": 3,
-        "2": 3,
-        "4": 6,
-    }
+    calls = {bucket: tally["calls"] for bucket, tally in found.items()}
+    assert calls == {"1": 3, "2": 3, "4": 6, "16": 3, "1024": 3}
     assert all(0 < tally["share"] <= 1 and not tally["wrong"] for tally in found.values()), found
     assert all(tally["relative"] < 0.01 for tally in found.values())
     assert shadow.left == {} and not shadow.too_large
@@ -153,12 +130,8 @@ def test_an_error_that_begins_while_serving_is_seen_and_named_by_its_size() -> N
     plan = plan_of(fused(drifting))
     bound, shadow = bound_of(plan), Shadow(plan, 0.1)
     for _ in range(400):
-        tokens = [1, 16]
-        if shadow.takes_step():
-            with shadow.comparing():
-                [bound(torch.randn(n, 64, dtype=torch.bfloat16)) for n in tokens]
-        else:
-            [bound(torch.randn(n, 64, dtype=torch.bfloat16)) for n in tokens]
+        with shadow.comparing() if shadow.takes_step() else nullcontext():
+            [bound(torch.randn(n, 64, dtype=torch.bfloat16)) for n in (1, 16)]
     found = seen(shadow)
     assert not found["1"]["wrong"] and found["1"]["share"] <= 1
     assert found["16"]["wrong"] and found["16"]["share"] > 5
@@ -197,13 +170,7 @@ def norm(fn: Callable[..., Any], **fields: Any) -> OpImpl:
     return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
 
 
-def in_place(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Any:
+def in_place(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
     """A norm that leaves its results in its arguments, as vLLM's kernels do."""
     y = x.float() if residual is None else x.float() + residual.float()
     normed = y * (y.square().mean(-1, keepdim=True) + epsilon).rsqrt()
@@ -227,36 +194,6 @@ def test_arguments_that_are_overwritten_are_read_before(mode: Any) -> None:
     assert normed.data_ptr() == x.data_ptr(), "the comparison changes nothing for the caller"
     (tally,) = seen(shadow, "rms_norm").values()
     assert tally["calls"] == 1 and not tally["wrong"], tally
-
-
-def test_an_implementation_that_takes_the_layer_is_compared_too() -> None:
-    def older(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        return in_place(x.clone(), residual, self.weight * 1.5, self.variance_epsilon)
-
-    plan = plan_of(norm(older))
-    layer = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(64)), variance_epsilon=1e-6)
-    bound, shadow = bound_of(plan, "rms_norm", layer), Shadow(plan, 1.0)
-    with torch.inference_mode(), shadow.comparing():
-        bound(torch.randn(3, 64), None)
-    (tally,) = seen(shadow, "rms_norm").values()
-    assert tally["wrong"] == 1 and tally["relative"] == pytest.approx(0.5, rel=0.01)
-
-
-def test_a_call_of_which_both_results_are_wrong_is_wrong_once() -> None:
-    def twice(*args: Any) -> Any:
-        normed, y = in_place(args[0].clone(), args[1].clone(), *args[2:])
-        return normed * 2, y * 2
-
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):  # type: ignore[no-untyped-def]
-        return twice(x, residual, weight, epsilon, variance_size)
-
-    plan = plan_of(norm(rms_norm))
-    layer = SimpleNamespace(weight=torch.nn.Parameter(torch.ones(64)), variance_epsilon=1e-6)
-    bound, shadow = bound_of(plan, "rms_norm", layer), Shadow(plan, 1.0)
-    with torch.inference_mode(), shadow.comparing():
-        bound(torch.randn(3, 64), torch.randn(3, 64))
-    (tally,) = seen(shadow, "rms_norm").values()
-    assert tally["calls"] == tally["wrong"] == 1
 
 
 def test_of_a_large_call_every_row_has_its_turn() -> None:
@@ -334,7 +271,7 @@ def test_a_deeper_model_has_no_more_calls_compared_and_each_has_its_turn() -> No
     assert deep.counts[1] == 2 * module.CALLS + 600, "each of them, once"
 
 
-@pytest.mark.parametrize("layer", [0, 1, 77, 198, 199])
+@pytest.mark.parametrize("layer", [0, 77, 199])
 def test_one_layer_that_begins_to_be_wrong_is_named_within_a_round(layer: int) -> None:
     deep = Deep(200)
     for _ in range(layer % 7):
@@ -344,8 +281,7 @@ def test_one_layer_that_begins_to_be_wrong_is_named_within_a_round(layer: int) -
     assert deep.steps_until_off(1, at_most=turns + 1, norms=40) <= turns + 1
 
 
-@pytest.mark.parametrize("sizes", [(1, 16), (1, 1, 16, 16), (16, 2, 1, 2), (1, 16, 300, 16)])
-@pytest.mark.parametrize("layer", [0, 3, 7])
+@pytest.mark.parametrize(("sizes", "layer"), [((1, 16), 7), ((16, 2, 1, 2), 3)])
 def test_no_order_of_sizes_hides_a_layer_at_one_of_them(
     sizes: tuple[int, ...], layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,26 +289,6 @@ def test_no_order_of_sizes_hides_a_layer_at_one_of_them(
     deep = Deep(8)
     deep.is_wrong = lambda at, tokens: at == layer and tokens == 16
     assert deep.steps_until_off(*sizes, at_most=4 * len(sizes) + 4) <= 4 * len(sizes) + 4
-
-
-def test_the_turns_of_rows_and_of_calls_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four of one and four of the other: a layer has other rows in each of its turns."""
-    monkeypatch.setattr(module, "CALLS", 2)
-    for layer in range(8):
-        deep = Deep(8)
-        deep.is_wrong = lambda at, tokens, layer=layer: at == layer  # type: ignore[misc]
-        assert deep.steps_until_off(1024, at_most=4 * 4 + 4) <= 4 * 4 + 4, layer
-
-
-def test_an_op_that_is_called_once_in_a_step_has_its_turn_whenever_it_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "CALLS", 10)
-    deep = Deep(39)
-    for number in range(40):
-        deep.step(norms=int(number % 4 == 0))  # four is also the number of turns
-    of_norms = next(t for (op, *_), t in deep.shadow.seen.items() if op == "rms_norm")
-    assert (of_norms.seen, of_norms.calls) == (10, 2), "every fourth, but for the first step"
 
 
 def test_ranks_that_make_the_same_calls_compare_the_same_ones() -> None:
@@ -386,15 +302,6 @@ def test_ranks_that_make_the_same_calls_compare_the_same_ones() -> None:
             rank.step([1, 3, 16][number % 3], norms=100)
         one, other = (seen(rank.shadow) for rank in ranks)
         assert one == other
-
-
-def test_calls_whose_turn_it_is_not_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[Any] = []
-    monkeypatch.setattr(module, "_Call", lambda *args: copied.append(args))
-    deep = Deep(480)
-    deep.shadow._most = 480
-    deep.step()
-    assert len(copied) == module.CALLS
 
 
 WAITING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"}
@@ -454,24 +361,6 @@ def test_a_comparison_that_fails_harms_no_call(
     assert len(said) == 1 and compared(shadow) == 0
 
 
-def test_figures_that_cannot_be_read_harm_no_step(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan = plan_of(fused(right))
-    bound, shadow = bound_of(plan), Shadow(plan, 1.0)
-
-    class Full(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-            raise torch.OutOfMemoryError("nothing is left")
-
-    monkeypatch.setattr(module._Call, "measured", lambda *_: [torch.zeros(5).as_subclass(Full)])
-    with shadow.comparing():
-        bound(torch.randn(2, 16))
-    assert "nothing is left" in shadow.report()["left"][OP]
-    assert len(caplog.records) == 1 and compared(shadow) == 0
-
-
 def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() -> None:
     def fails(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("boom") if len(x) > 1 else NotImplementedError("one row")
@@ -497,18 +386,15 @@ def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
     assert why in Shadow(plan_of(impl), 1.0).report()["left"][op]
 
 
-@pytest.mark.parametrize("op", sorted(contracts()))
-def test_right_results_of_every_contract_are_within_the_tolerance(op: str) -> None:
+@pytest.mark.parametrize("op", ["silu_and_mul", "rms_norm", "linear", "rotary_embedding"])
+def test_right_results_are_within_the_tolerance_and_no_comparison_waits(op: str) -> None:
     """The oracle's own results, rounded to their dtype, on every sample."""
     spec = contracts()[op]
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, rounded(spec), "acme")
     plan = planning(managing(impl, per_op_order={op: ["vendor"]}), "eager")
     shadow = Shadow(plan, 1.0)
-    if op in shadow.left:
-        return
     call = plan.without_layer(op, spec.consumable)
     assert call is not None
-    dtype = getattr(torch, "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0])
     waits = Waits()
     compare = shadow._compare
 
@@ -518,7 +404,7 @@ def test_right_results_of_every_contract_are_within_the_tolerance(op: str) -> No
 
     shadow._compare = watched  # type: ignore[method-assign]
     with torch.inference_mode(), shadow.comparing():
-        for sample in spec.samples(dtype, torch.device("cpu")):
+        for sample in spec.samples(torch.bfloat16, torch.device("cpu")):
             if not sample.open_rows:
                 call(*sample.args)
     assert not waits.found, "a comparison waits for the device"
@@ -528,24 +414,13 @@ def test_right_results_of_every_contract_are_within_the_tolerance(op: str) -> No
 
 
 def rounded(spec: Any) -> Callable[..., Any]:
-    """The oracle with results of the contract's dtypes, quantised values included."""
+    """The oracle with results of the contract's dtypes."""
 
     def fn(*args: Any) -> Any:
         exact, like = spec.oracle(*args), spec.fake(*args)
         both = (exact, like) if isinstance(exact, tuple) else ((exact,), (like,))
         results = [e if e is None else e.to(shape.dtype) for e, shape in zip(*both, strict=True)]
-        if [type(output).__name__ for output in spec.outputs][:1] == ["QuantisedPair"]:
-            results[0] = quantised(exact[0], exact[1], like[0].dtype)
         return tuple(results) if isinstance(exact, tuple) else results[0]
 
     fn.__signature__ = spec.signature  # type: ignore[attr-defined]
     return fn
-
-
-def quantised(value: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    from vllm_fl.engine.wanted import _spread
-
-    steps = value / _spread(scale, value.shape)
-    if not dtype.is_floating_point:
-        steps = steps.round().clamp(-128, 127)
-    return steps.nan_to_num(0.0).to(dtype)

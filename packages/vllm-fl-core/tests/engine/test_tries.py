@@ -17,7 +17,7 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine import determinism, preflight
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
-from vllm_fl.engine.tries import Tried, Tries
+from vllm_fl.engine.tries import Tried
 
 SIZES = ModelSizes(64, 96, 4, 2, 16, 16, tokens=(1, 700))
 CPU = torch.device("cpu")
@@ -79,8 +79,3 @@ def test_what_a_lock_does_not_have_is_decided_by_time() -> None:
         "here": [{"counts": [1]}, {"counts": [2]}],
         "there": [{"counts": [2]}],
     }
-
-
-def test_what_takes_time_to_find_is_not_looked_for_again() -> None:
-    assert [*Tries({"edges": [3]}).found("edges", iter([5]))] == [3]
-    assert [*Tries().found("edges", iter([5]))] == [5]

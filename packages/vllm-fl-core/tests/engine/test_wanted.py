@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from sample_ops import quantise, quantise_tensor, sample_contracts
+from sample_ops import sample_contracts
 from torch import Tensor
 
 from vllm_fl.contracts import (
@@ -27,8 +27,8 @@ from vllm_fl.contracts import (
     contracts,
 )
 from vllm_fl.contracts.outputs import Output
-from vllm_fl.engine.guarded import guarded, in_place, rows_of
-from vllm_fl.engine.trials import Form, as_provided, dtypes_of
+from vllm_fl.engine.guarded import guarded
+from vllm_fl.engine.trials import Form, as_provided
 from vllm_fl.engine.wanted import leans, promised, wanted_of, worst
 from vllm_fl.plugins.registry import known_contracts
 
@@ -75,19 +75,14 @@ NAN, INF = math.nan, math.inf
     ("got", "exact", "share"),
     [
         (torch.tensor([1, 2]), torch.tensor([1, 2]), 0.0),
-        (torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 2]), 0.0),
         (torch.tensor([1, 3], dtype=torch.int32), torch.tensor([1, 2]), INF),
         (torch.tensor([2**53 + 1]), torch.tensor([2**53]), INF),  # fp64 takes them for one
         (torch.tensor([255], dtype=torch.uint8), torch.tensor([-1]), INF),
-        (torch.tensor([True, False]), torch.tensor([True, False]), 0.0),
         (torch.tensor([True, False]), torch.tensor([True, True]), INF),
-        (torch.tensor([0.1]), torch.tensor([0.1], dtype=torch.float64), 0.0),
         (torch.tensor([0.1]), torch.tensor([0.1000001], dtype=torch.float64), INF),
         (torch.tensor([0.1]).bfloat16(), torch.tensor([0.1], dtype=torch.float64), 0.0),
         (torch.tensor([NAN, INF]), torch.tensor([NAN, INF], dtype=torch.float64), 0.0),
         (torch.tensor([NAN]), torch.tensor([0.0], dtype=torch.float64), INF),
-        (torch.tensor([0.0]), torch.tensor([NAN], dtype=torch.float64), INF),
-        (torch.tensor(3), torch.tensor(3), 0.0),
         (torch.tensor(3), torch.tensor(4), INF),
         (torch.ones(0, dtype=torch.int64), torch.ones(0), 0.0),
     ],
@@ -99,9 +94,6 @@ def test_exact(got: Tensor, exact: Tensor, share: float) -> None:
 
 LEANS = torch.linspace(-3, 5, 1000, dtype=torch.float64)
 """Few of them are numbers of 16 bits."""
-
-TIES = 1 + (2 * torch.arange(100, dtype=torch.float64) + 1) / 256
-"""Each lies halfway between two numbers of bfloat16."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -118,23 +110,6 @@ def test_how_results_lean(dtype: torch.dtype) -> None:
     assert lean_of(far, LEANS) == {"the result": pytest.approx(0.0, abs=0.05)}
 
 
-@pytest.mark.parametrize(
-    ("got", "exact"),
-    [
-        (LEANS.float(), LEANS),
-        (LEANS[:60].bfloat16(), LEANS[:60]),
-        (torch.ones(1000).bfloat16(), torch.ones(1000).double()),
-        (torch.zeros(1000).half(), LEANS * 1e-6),
-        (LEANS.bfloat16(), LEANS * NAN),
-        ((LEANS * 1.02).bfloat16(), LEANS),
-        ((TIES + 1 / 256).bfloat16(), TIES),
-    ],
-    ids=["float32", "few", "its own numbers", "below its smallest", "NaN", "steps off", "ties"],
-)
-def test_what_tells_nothing_of_it(got: Tensor, exact: Tensor) -> None:
-    assert lean_of(got, exact) == {}
-
-
 def test_what_differs_is_named_with_its_place() -> None:
     got = torch.tensor([[1, 2], [3, 4]])
     assert judged(got, torch.tensor([[1, 2], [5, 6]]), Exact()) == (
@@ -145,16 +120,12 @@ def test_what_differs_is_named_with_its_place() -> None:
 
 def test_each_output_has_its_own_rule_and_absent_ones_none() -> None:
     x, ids = torch.ones(3), torch.tensor([1, 2])
-    right = (x, ids, None)
     wide = (x.double(), ids, None)
-    assert judged(right, wide, Within(), Exact(), Within()) == (0.0, "")
+    assert judged((x, ids, None), wide, Within(), Exact(), Within()) == (0.0, "")
     assert judged((x * 2, ids, None), wide, Within(), Exact(), Within())[1].startswith("result 0:")
     assert judged((x, ids + 1, None), wide, Within(), Exact(), Within())[1].startswith("result 1:")
     lax = {"float32": Tolerance(2.0, 0.0, "anything goes")}
     assert judged((x * 2, ids), wide[:2], Within(lax), Exact())[1] == ""
-    pair = (None, None, ids)
-    assert judged(pair, pair, QuantisedPair(), Exact()) == (0.0, "")
-    assert judged((None, None, ids + 1), pair, QuantisedPair(), Exact())[1].startswith("result 2:")
 
 
 def test_a_mistake_of_the_contract_is_said_to_be_its_own() -> None:
@@ -219,11 +190,11 @@ def test_a_contract_that_contradicts_itself_says_where() -> None:
         )
 
 
-SHAPES = [(), (1,), (1, 1), (6,), (6, 1), (6, 4), (6, 3), (2, 2), (1, 8)]
+SHAPES = [(), (1, 1), (6,), (6, 1), (6, 3), (2, 2)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_every_way_of_storing_scales(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(6, 8, generator=generator, dtype=torch.float64)
@@ -247,12 +218,6 @@ def test_every_way_of_storing_scales(shape: tuple[int, ...], dtype: torch.dtype)
     next_one = (bits + 1).view(dtype)
     found = judged((next_one, scale.float()), exact, QuantisedPair())[1]
     assert found.startswith("result 0 times its scale: ")
-
-
-def test_a_last_group_may_be_smaller() -> None:
-    value, scale = torch.ones(2, 5, dtype=torch.int8), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    exact = torch.tensor([[1.0, 1, 1, 2, 2], [3, 3, 3, 4, 4]]).double()
-    assert judged((value, scale), (exact, scale.double()), QuantisedPair(0.1)) == (0.0, "")
 
 
 def test_a_pair_of_nothing_but_zeros_and_nan() -> None:
@@ -300,10 +265,7 @@ def ids_with(token: int, *ids: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("token", "ids"),
-    [(t, (0, 1)) for t in range(6)]
-    + [(t, (1, 0)) for t in range(6)]
-    + [(1, (0, 2)), (1, (2, 0)), (4, (0, 2)), (4, (2, 0))]
-    + [(2, (a, b)) for a in range(4) for b in range(4) if a != b],
+    [(0, (0, 1)), (0, (1, 0)), (1, (0, 2)), (1, (2, 0)), (4, (0, 2)), (2, (3, 1))],
 )
 def test_ties_may_be_decided_either_way(token: int, ids: tuple[int, int]) -> None:
     assert routed(ids_with(token, *ids)) == (pytest.approx(0.0, abs=0.5), "")
@@ -312,12 +274,9 @@ def test_ties_may_be_decided_either_way(token: int, ids: tuple[int, int]) -> Non
 @pytest.mark.parametrize(
     ("token", "ids"),
     [
-        (t, ids)
-        for t in range(6)
-        for ids in ((0, 0), (1, 1), (-1, 0), (0, 4), (4, 1), (0, 2**31 - 1))
-    ]
-    + [(0, (0, 2)), (0, (1, 2)), (0, (3, 0))]
-    + [(1, (1, 2)), (1, (0, 3)), (3, (0, 2)), (3, (1, 2)), (4, (1, 2)), (5, (0, 2))],
+        *((t, ids) for t in (0, 2) for ids in ((0, 0), (-1, 0), (0, 4), (0, 2**31 - 1))),
+        *((0, (0, 2)), (0, (3, 0)), (1, (1, 2)), (3, (0, 2)), (4, (1, 2)), (5, (0, 2))),
+    ],
 )
 def test_other_experts_are_wrong_whatever_their_weights(token: int, ids: tuple[int, int]) -> None:
     weights = SCORES.gather(-1, RIGHT_IDS)
@@ -336,14 +295,6 @@ def test_a_weight_belongs_to_its_expert() -> None:
     assert routed(ids_with(1, 2, 0), weights)[1] == ""  # a tie: in order of size
     for off in (weights * 1.001, weights + 0.01, weights.roll(1, 0), weights * NAN):
         assert routed(RIGHT_IDS, off)[1].startswith("result 0:")
-
-
-def test_without_scores_any_expert_will_do_but_none_twice() -> None:
-    scores = SCORES.clone()
-    scores[2] = NAN
-    assert routed(ids_with(2, 3, 1), scores=scores)[1] == ""
-    assert routed(ids_with(2, 3, 3), scores=scores)[0] == INF
-    assert routed(ids_with(2, 3, 1), torch.ones(6, 2), scores=scores)[0] > 1
 
 
 # Blocks of 4 places: 6 rows of expert 1, 1 of expert 3, and room for one block more; 9 is padding.
@@ -387,19 +338,15 @@ def test_blocks_of_rows_in_any_order(rows: list[int], experts: list[int]) -> Non
     ("rows", "experts", "used", "told"),
     [
         (ROWS, OF_BLOCKS, [8], "result 2: 1 of 1 elements differ, the first is 8 instead of 12"),
-        (ROWS, OF_BLOCKS, [16], "result 2: 1 of 1 elements differ, the first is 16"),
         (ROWS, [1, 3, 3, -1], IN_USE, "result 1: 1 of 3 elements differ, the first is 3 instead "
          "of 1, at (1,)"),
-        (ROWS, [1, 1, -1, -1], IN_USE, "result 1: 1 of 3"),
         (rows_with(p0=1, p8=2), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 2 of 12 "
          "elements differ, the first is 1 instead of 2"),
         # twice, and another lost
         (rows_with(p0=3), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 1 of 12"),
-        (rows_with(p0=-1), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: 2 of 12"),
         (rows_with(p0=100), OF_BLOCKS, IN_USE, "the rows of each expert in result 0: "),
         (rows_with(p0=9, p6=2), OF_BLOCKS, IN_USE, "the padding of result 0: 2 of 12 elements "
          "differ, the first is 1 instead of 0, at (0,)"),
-        (rows_with(p6=16), OF_BLOCKS, IN_USE, "the padding of result 0: 1 of 12"),
     ],
 )  # fmt: skip
 def test_other_blocks_of_rows_are_wrong(
@@ -407,17 +354,6 @@ def test_other_blocks_of_rows_are_wrong(
 ) -> None:
     share, problem = in_blocks(rows, experts, used)
     assert share == INF and problem.startswith(told)
-
-
-def test_without_any_row_no_place_is_in_use() -> None:
-    none = blocks([], [], [0])
-    assert judged(none, none, BLOCKS) == (0.0, "")
-    assert judged(blocks([], [], [4]), none, BLOCKS)[1].startswith("result 2: 1 of 1")
-
-
-def test_blocks_without_their_size_are_refused() -> None:
-    with pytest.raises(TypeError, match="ExpertBlocks: block_size must be callable, got 4"):
-        ExpertBlocks(block_size=4, padding=lambda x: 9)  # type: ignore[arg-type]
 
 
 # At start.
@@ -456,87 +392,7 @@ def test_the_oracle_is_asked_about_the_smaller_call() -> None:
     assert provided.args[2].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("op_fn", [("quantise", quantise), ("quantise_tensor", quantise_tensor)])
-def test_a_batch_that_repeats_the_pools_rows(op_fn: tuple[str, Callable[..., Any]]) -> None:
-    op, fn = op_fn
-    form = form_of(known_contracts().contracts[op], 16)
-    x, *rest = form.samples[False].args
-    for rows in (torch.tensor([3, 0, 15, 7]), torch.tensor([3, 0, 3, 3, 15, 0, 7, 3, 7])):
-        got = fn(x[rows], *rest)
-        assert form.off(False, rows, got)[1] == ""
-        broken = got[0].clone()
-        broken[-1] = 0
-        assert form.off(False, rows, (broken, got[1]))[1] != ""
-
-
-def test_a_large_batch_of_a_whole_asks_the_oracle_about_the_pool_alone() -> None:
-    asked = []
-    spec = known_contracts().contracts["quantise_tensor"]
-
-    def quantised(x: Tensor) -> Any:
-        asked.append(len(x))
-        return spec.oracle(x)
-
-    counted = replace(spec, oracle=quantised, whole_batch=True, ignores_repeats=True)
-    form = form_of(counted, 16)
-    (x,) = form.samples[False].args
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
-    for count in (16, 33, 500):
-        rows = order.repeat(32)[:count]
-        value, scale = quantise_tensor(x[rows])
-        assert form.off(False, rows, (value, scale))[1] == ""
-        of_too_few = form.off(False, rows, (value, scale * 0.99))[1]
-        assert "result 1" in of_too_few
-        value[-1] = 0
-        assert "result 0" in form.off(False, rows, (value, scale))[1]
-    assert asked == [16]
-    # five rows may have another largest number
-    assert form.off(False, order[:5], quantise_tensor(x[order[:5]]))[1] == ""
-    assert asked == [16, 5]
-
-
-def test_a_large_batch_of_cache_writes_asks_the_oracle_about_the_pool_alone() -> None:
-    asked: list[int] = []
-    spec = contracts()["reshape_and_cache"]
-
-    def counted(
-        key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-    ) -> Any:
-        asked.append(len(key))
-        return spec.oracle(key, value, key_cache, value_cache, slot_mapping)
-
-    counting = replace(spec, oracle=counted)
-    sizes = ModelSizes(kv_heads=2, head_size=8, tokens=(16,), more={"block_size": 1})
-    pair = (next(iter(spec.served(sizes, torch.float32, CPU, large))) for large in (False, True))
-    form = Form(counting, *pair)
-    key, value, keys, values, slots = form.samples[False].args
-    blocks = len(keys)  # as many as one of the batches has tokens
-    for count in (16, 33, blocks):
-        rows = torch.randperm(16, generator=torch.Generator().manual_seed(1)).repeat(blocks)[:count]
-        got = spec.oracle(key[rows], value[rows], keys, values, slots[rows])
-        assert form.off(False, rows, got)[1] == ""
-        got[1][-1, 0, 0, 0] += 1
-        assert "result 1" in form.off(False, rows, got)[1]
-    assert asked == [16]
-
-
-def test_results_without_a_row_per_token_must_be_declared() -> None:
-    spec = replace(known_contracts().contracts["quantise_tensor"], whole_batch=False)
-    with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* says whole_batch=True"):
-        form_of(spec, 16).off(False, torch.tensor([0, 1]), None)
-
-
-def test_the_dtypes_of_a_start() -> None:
-    silu = known_contracts().contracts["silu_and_mul"]
-    assert dtypes_of(silu, torch.bfloat16) == [torch.bfloat16]
-    assert dtypes_of(silu, torch.float64) == []
-    ids = replace(silu, dtypes=("int32", "int64"), outputs=(Exact(),))
-    assert dtypes_of(ids, torch.bfloat16) == [torch.int32, torch.int64]
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8, torch.bool, torch.int64], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool], ids=str)
 def test_guarded_memory_of_every_dtype(dtype: torch.dtype) -> None:
     wide = torch.ones(4, 8).to(dtype)
     call = guarded({"x": wide[:, :3]}, {"x"})
@@ -549,24 +405,7 @@ def test_guarded_memory_of_every_dtype(dtype: torch.dtype) -> None:
     assert call.disturbance(()) == ("", "'x'", 1)
 
 
-def test_the_one_row_of_a_pool_is_whole() -> None:
-    """Halves of one row may have its half for their step to the next."""
-    key, value = (half.view(1, 2, 4) for half in torch.arange(16.0).view(1, 16).chunk(2, dim=1))
-    pool = guarded({"key": key, "value": value}, ("key", "value"))
-    laid = rows_of(pool, torch.tensor([0])).args
-    assert torch.equal(laid[0], key) and torch.equal(laid[1], value)
-
-
-def test_what_is_written_into_live_memory_is_seen_where_it_is_known() -> None:
-    buffer = torch.zeros(4, 10)
-    call = in_place({"x": buffer[:, :6], "none": None, "weight": torch.ones(3)})
-    call.remember()
-    assert call.disturbance(frozenset()) is None
-    buffer[2, 7] = 1.0
-    assert call.disturbance(frozenset({"x"})) == ("", "'x'", 1)
-    buffer[2, 7] = 0.0
-    buffer[1, 1] = 1.0
-    assert call.disturbance(frozenset({"x"})) is None
-    assert call.disturbance(frozenset()) == ("x", "'x'", 1)
-    both = in_place({"x": buffer[:2], "bits": buffer[2:].view(torch.int32)})
-    assert not both.storages, "of memory in two dtypes nothing is told"
+def test_results_without_a_row_per_token_must_be_declared() -> None:
+    spec = replace(known_contracts().contracts["quantise_tensor"], whole_batch=False)
+    with pytest.raises(ValueError, match=r"result 1 has the shape \(1,\) .* says whole_batch=True"):
+        form_of(spec, 16).off(False, torch.tensor([0, 1]), None)

@@ -34,7 +34,7 @@ def key(tokens: int, factor: int, ends: tuple[int, ...] = ()) -> tuple[Any, ...]
     return *bucket, kind(tokens), kind(tokens * factor)
 
 
-@pytest.mark.parametrize("factor", [1, 2, 3, 4, 6, 8, 12, 40, 16])
+@pytest.mark.parametrize("factor", [1, 3, 8, 16])
 @pytest.mark.parametrize(("largest", "ends"), [(8192, ()), (3000, (40, 1000)), (1, ()), (23, (5,))])
 def test_every_kind_of_number_in_every_bucket(
     largest: int, ends: tuple[int, ...], factor: int
@@ -93,12 +93,6 @@ def test_a_start_leaves_nothing_to_compile_of_what_serves(compares: bool) -> Non
     found = kernel.start(warm=True, compares=compares)
     assert not found.faults and not any("warmed" in remark for remark in found.remarks)
     assert not kernel.compiles_later()
-
-
-def test_what_does_not_serve_is_verified_and_not_warmed_up() -> None:
-    kernel = Compiling()
-    assert not kernel.start(warm=False).faults
-    assert kernel.compiles_later()
 
 
 def test_what_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
