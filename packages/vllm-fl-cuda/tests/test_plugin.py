@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, distribution
-from itertools import chain
-from pathlib import Path
-from types import SimpleNamespace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 import yaml
+from plugin_checks import PluginChecks
 
 import vllm_fl_cuda.impl as shared
-from vllm_fl import BackendImplKind
-from vllm_fl.contracts import contracts
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_cuda import plugin
-from vllm_fl_cuda.plugin import POLICY, policy, register_ops
+from vllm_fl_cuda.plugin import POLICY
 
 
-def test_the_installed_entry_point_is_this_plugin() -> None:
-    (entry,) = distribution("vllm-fl-cuda").entry_points.select(group="vllm_fl.plugin")
-    assert entry.name == "cuda"
-    assert entry.load() is plugin
-
-
-def test_importing_and_registering_imports_no_vllm() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, vllm_fl_cuda.plugin as p; p.register_ops(); p.policy('cuda')\n"
-            "print([n for n in sys.modules if n.partition('.')[0] in ('vllm', 'triton')])",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+class TestPlugin(PluginChecks):
+    plugin, impl_id, vendor, platforms = plugin, "vendor.cuda", "cuda", ("cuda",)
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -106,47 +82,8 @@ def test_either_extension_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         shared.load_kernels.__wrapped__()
 
 
-def test_a_kernel_is_loaded_before_it_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    ops = SimpleNamespace(_C=SimpleNamespace())
-
-    def load() -> None:
-        loaded.append("once")
-        ops._C.rms_norm = SimpleNamespace(default="the kernel")
-
-    monkeypatch.setattr(shared, "load_kernels", load)
-    monkeypatch.setattr(torch, "ops", ops)
-    assert shared.kernel.__wrapped__("rms_norm") == "the kernel"
-    assert loaded == ["once"]
-
-
-def test_identity() -> None:
-    impls = {impl.op_name: impl for impl in register_ops()}
-    assert impls and set(impls) <= set(contracts())
-    for impl in impls.values():
-        assert (impl.impl_id, impl.vendor) == ("vendor.cuda", "cuda")
-        assert impl.kind is BackendImplKind.VENDOR
-        assert impl.traceable is False
-
-
-def test_policy_is_for_cuda_alone() -> None:
-    assert policy("cpu") is None
-    defaults = policy("cuda")
-    assert defaults is not None
-    assert Path(defaults.path) == POLICY
-
-
 ORDERED = yaml.safe_load(POLICY.read_text("utf-8"))["op_backends"]
 """What was measured. An op without a list has core's order, with vLLM's own code in it."""
-
-
-def test_policy_orders_ops_that_there_are_and_shuts_no_kind_out() -> None:
-    orders = ORDERED
-    assert set(orders) <= {*contracts(), "attention_backend"}
-    sides = ([order] if isinstance(order, list) else order.values() for order in orders.values())
-    for tokens in chain.from_iterable(sides):
-        assert tokens[0] == "stock"
-        assert {"flagos", "vendor", "reference"} <= set(tokens)
 
 
 def test_policy_loads_and_a_preference_moves_its_kind_to_the_front() -> None:
