@@ -11,7 +11,12 @@ from vllm_fl_cpu.plugin import register_ops
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-@pytest.fixture(params=list(NAMES), ids=NAMES.get)
+@pytest.fixture(
+    params=[
+        pytest.param(dtype, id=name, marks=[pytest.mark.slow] * (name != "bf16"))
+        for dtype, name in NAMES.items()
+    ]
+)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """Each dtype in which models are served."""
     return request.param

@@ -89,6 +89,7 @@ def test_a_missing_kernel_is_named() -> None:
     assert "'no_such_kernel'" in verdict
 
 
+@pytest.mark.slow
 def test_asking_does_not_settle_vllms_platform() -> None:
     printed = python(
         "import torch\n"

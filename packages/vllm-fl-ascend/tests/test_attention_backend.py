@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -79,24 +78,6 @@ CASES = [
     dataclasses.replace(DECODE, padding=3),
     dataclasses.replace(CHUNKS, padding=1),
 ]
-
-
-def drawn(seed: int) -> Case:
-    """A batch of any kind."""
-    draw = random.Random(seed)
-    sequences = [
-        (draw.choice([0, 0, 1, 127, 128, draw.randrange(500)]), draw.choice([1, 1, 2, 128, 200]))
-        for _ in range(draw.randint(1, 6))
-    ]
-    kv_heads = draw.choice([1, 2, 4])
-    return Case(
-        tuple(sequences),
-        kv_heads=kv_heads,
-        heads=kv_heads * draw.choice([1, 2, 4]),
-        dtype=draw.choice([torch.bfloat16, torch.float16]),
-        window=draw.choice([None, None, draw.randint(1, 300)]),
-        padding=draw.choice([0, 0, 5]),
-    )
 
 
 @dataclass
@@ -255,11 +236,6 @@ def test_a_step_is_attention_over_the_cache(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_any_batch(seed: int) -> None:
-    check(drawn(seed), seed)
-
-
 def forward(impl: Any, step: Step, cache: Tensor | None = None, **others: Any) -> Tensor:
     cache = step.cache if cache is None else cache
     output = torch.zeros_like(step.query)
@@ -283,14 +259,6 @@ def test_slots_of_padding_may_stand_anywhere() -> None:
     want.view_as(step.planes)[:, lost] = step.planes[:, lost]
     forward(layer(MIXED), step)
     assert torch.equal(step.cache[:, 1:], want[:, 1:])  # block 0 belongs to nobody
-
-
-def test_a_layer_may_get_another_cache() -> None:
-    impl = layer(MIXED)
-    forward(impl, made(MIXED))
-    step = made(MIXED, seed=1)
-    want = forward(layer(MIXED), made(MIXED, seed=1))
-    assert torch.equal(forward(impl, step), want)
 
 
 def test_a_step_reads_nothing_from_the_device() -> None:
@@ -333,16 +301,6 @@ def test_a_layer_that_shares_a_cache_writes_none() -> None:
     assert torch.equal(step.cache, before)
     step.key = step.value = None
     assert torch.equal(forward(layer(DECODE), step), want)
-
-
-def test_views_of_one_projection_are_taken() -> None:
-    case = dataclasses.replace(MIXED, kv_heads=4)
-    step = made(case)
-    want = forward(layer(case), made(case))
-    packed = torch.stack([step.query, step.key, step.value], 1)
-    step.query, step.key, step.value = packed.unbind(1)
-    assert not step.query.is_contiguous()
-    assert torch.equal(forward(layer(case), step), want)
 
 
 def test_vllm_lays_its_cache_out_as_the_kernels_need_it() -> None:
@@ -415,15 +373,6 @@ def test_a_cache_of_another_form_is_refused(cache: Tensor) -> None:
         forward(layer(DECODE), made(DECODE), cache)
 
 
-def test_while_vllm_measures_memory_the_output_is_zero() -> None:
-    step = made(DECODE)
-    impl = layer(DECODE)
-    output = torch.full_like(step.query, torch.nan)
-    empty = torch.empty(0)
-    assert impl.forward(None, step.query, step.key, step.value, empty, None, output) is output
-    assert not output.any()
-
-
 def test_a_quantised_output_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="quantised output"):
         forward(layer(DECODE), made(DECODE), output_scale=torch.ones(1))
@@ -445,20 +394,6 @@ def test_a_quantised_output_is_refused() -> None:
 def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotImplementedError, match=f"has no {reason}"):
         layer(DECODE, **asked)
-
-
-def test_what_a_layer_does_not_ask_for_is_no_reason() -> None:
-    layer(DECODE, logits_soft_cap=0.0, sinks=None, kv_cache_dtype="bfloat16")
-    with pytest.raises(NotImplementedError, match="no window that is not causal"):
-        masks.sight(False, 5, torch.device("cpu"))
-
-
-def test_the_mask_hides_what_comes_later() -> None:
-    mask = masks.template(torch.device("cpu"))
-    assert (mask.shape, mask.dtype) == ((2048, 2048), torch.int8)
-    assert mask[5, 6] == 1
-    assert mask[5, 5] == mask[6, 5] == 0
-    assert masks.template(torch.device("cpu")) is mask
 
 
 def test_what_vllm_asks_the_backend() -> None:

@@ -88,6 +88,7 @@ def compare(rank: int, count: int) -> str:
     return told
 
 
+@pytest.mark.slow
 def test_every_collective_gives_what_gloo_gives(tmp_path: Path, flagcx: Path) -> None:
     assert on_two(tmp_path, flagcx, compare, 1000) == {0: "", 1: ""}
 

@@ -7,7 +7,6 @@ import os
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -104,38 +103,21 @@ def test_a_blacklist_is_left_out(gems: Gems, tmp_path: Path) -> None:
     assert gems.calls == [("enable", ["copy_", "mul"])]
 
 
-def test_without_a_list_none_is_enabled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
-    report = aten.start(context(tmp_path))
-    assert report is not None and report.facts == {"aten": []}
-    assert "no list names one (VLLM_FL_FLAGOS_WHITELIST, " in report.lines[0]
-
-
-def test_a_file_that_replaces_the_platforms_lists_enables_none(gems: Gems, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("prefer: flagos\n")
-    aten.start(context(tmp_path, VLLM_FL_CONFIG=str(file)))
-    assert gems.calls == []
-
-
-@pytest.mark.parametrize("listed", ["", "silu_and_mul, attention_backend"])
-def test_a_blacklist_of_the_plans_ops_alone_enables_none(
-    gems: Gems, listed: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"flagos_blacklist: [{listed}]\n")
-    aten.start(context(tmp_path, VLLM_FL_CONFIG=str(file)))
-    assert gems.calls == []
-
-
 @pytest.mark.parametrize(
-    ("device", "variables"), [("cuda", {"USE_FLAGGEMS": "false"}), ("cpu", {})]
+    "file", [None, "prefer: flagos", "flagos_blacklist: [silu_and_mul, attention_backend]"]
 )
-def test_switched_off_or_on_the_cpu_nothing_is_imported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, variables: dict[str, str]
+def test_without_a_list_of_its_own_ops_none_is_enabled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str | None
 ) -> None:
     monkeypatch.setattr(aten, "problem", lambda: pytest.fail("FlagGems was imported"))
-    assert aten.start(context(tmp_path, device=device, **variables)) is None
+    (tmp_path / "mine.yaml").write_text(f"{file}\n")
+    variables = {"VLLM_FL_CONFIG": str(tmp_path / "mine.yaml")} if file else {}
+    report = aten.start(context(tmp_path, **variables))
+    if file is None:
+        assert report is not None and report.facts == {"aten": []}
+        assert "no list names one (VLLM_FL_FLAGOS_WHITELIST, " in report.lines[0]
+    for switched_off in ({"USE_FLAGGEMS": "false"}, {"device": "cpu"}):
+        assert aten.start(context(tmp_path, **switched_off)) is None
 
 
 @pytest.mark.parametrize("variable", ["VLLM_FL_FLAGOS_WHITELIST", "VLLM_FL_FLAGOS_BLACKLIST"])
@@ -207,8 +189,3 @@ def test_a_list_that_fails_half_way_leaves_the_old_one(tmp_path: Path) -> None:
         aten.write_list(path, lines())
     assert path.read_text() == "old\n"
     assert os.listdir(tmp_path) == ["list.txt"]
-
-
-def test_known_names_are_those_of_the_installed_flaggems() -> None:
-    names: Any = aten.known_names(Gems())
-    assert names == {"softmax", "mul", "copy_", "rms_norm", "topk_softmax", "silu_and_mul"}

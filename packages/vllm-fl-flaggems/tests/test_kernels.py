@@ -109,10 +109,6 @@ def test_a_contiguous_copy_holds_the_same(
     assert kernels.contiguous(copy) is copy
 
 
-def test_a_row_has_a_warp_for_each_512_elements() -> None:
-    assert [kernels.warps(1 << n) for n in (0, 4, 9, 10, 12, 13, 16)] == [1, 1, 1, 2, 8, 16, 16]
-
-
 NUMBERS = dict.fromkeys(("outputs", "features", "weight_step"), "i32")
 ONE_ROW_SIZES = {"ROWS": 2, "BLOCK": 1024, "WHOLE_ROWS": False, "WHOLE_BLOCKS": False}
 ROWS_SIZES = {"TOKENS": 16, "ROWS": 64, "BLOCK": 256, "STAGES": 4}

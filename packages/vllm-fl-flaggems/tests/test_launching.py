@@ -254,29 +254,6 @@ def test_products_of_rows_that_begin_anywhere_are_pytorchs(
         assert asked == ["too"]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "features", "tokens"),
-    [
-        (4096, 4096, 64),  # Qwen3-8B's
-        (6144, 4096, 32),
-        (4096, 12288, 64),
-        (24576, 4096, 64),
-        (1536, 1536, 16),  # Qwen2.5-1.5B's
-        (17920, 1536, 64),
-        (1536, 8960, 0),
-        (2560, 10240, 32),  # Gemma-3-4B's
-        (2560, 2048, 16),
-        (128, 2048, 16),  # a router's
-    ],
-)
-def test_products_at_which_cublas_is_the_faster_one_are_pytorchs(
-    outputs: int, features: int, tokens: int
-) -> None:
-    """The most tokens at which the kernel took no longer on an H100, of 16, 32 and 64."""
-    fast = {n: linear._is_faster(n, outputs, features) for n in (2, 16, 17, 32, 33, 64)}
-    assert fast == {n: n <= tokens for n in fast}
-
-
 def implementation(op: str) -> OpImpl:
     """The backend's."""
     (impl,) = (impl for impl in register_ops() if impl.op_name == op)

@@ -162,23 +162,13 @@ def test_products_of_eight_bits_are_refused_where_the_kernels_would_read_beyond(
     assert "for Hopper and later" in str(verdict())
 
 
-@pytest.mark.parametrize(
-    ("outputs", "tokens", "tile", "gated"),
-    [
-        (4096, 16, (64, 256, 4), (32, 256, 3)),
-        (8448, 17, (64, 128, 6), (64, 128, 4)),
-        (8449, 32, (64, 128, 3), (64, 128, 4)),
-        (8449, 33, (64, 128, 6), (64, 128, 4)),
-        (12672, 16, (64, 256, 4), (32, 128, 4)),
-        (12673, 16, (64, 256, 4), (32, 256, 3)),
-        (4224, 64, (64, 128, 6), (32, 256, 3)),
-    ],
-)
+@pytest.mark.parametrize("outputs", [4096, 4224, 8448, 8449, 12672, 12673])
+@pytest.mark.parametrize("tokens", [16, 17, 32, 33, 64])
 def test_a_programs_tile_fits_into_the_memory_of_its_multiprocessor(
-    outputs: int, tokens: int, tile: tuple[int, int, int], gated: tuple[int, int, int]
+    outputs: int, tokens: int
 ) -> None:
-    assert (linear._tile(outputs, tokens), gated_linear._tile(outputs, tokens)) == (tile, gated)
-    for parts, (rows, features, stages) in ((1, tile), (2, gated)):
+    for parts, module in ((1, linear), (2, gated_linear)):
+        rows, features, stages = module._tile(outputs, tokens)
         size = 2 * features * (parts * rows + linear._held(tokens))
         assert stages <= linear._most_stages(torch.device("cpu"), size)
 

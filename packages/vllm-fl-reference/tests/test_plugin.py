@@ -11,6 +11,7 @@ from vllm_fl_reference import plugin
 
 class TestPlugin(PluginChecks):
     plugin, impl_id, kind = plugin, "reference.torch", BackendImplKind.REFERENCE
+    platforms = ("cpu", "cuda")
 
     def test_every_contract_has_an_implementation(self) -> None:
         assert set(self.impls) == set(contracts())

@@ -38,6 +38,7 @@ from vllm_fl.integration.seams.layers import layer_for
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PER_DTYPE = [pytest.param(d, marks=[pytest.mark.slow] * (d is not DTYPES[2])) for d in DTYPES]
 
 
 def rms_norm(
@@ -254,7 +255,13 @@ KERNELS_ONLY = {
 """Ops of which vLLM has no form in PyTorch, or none at all."""
 
 CASES = [
-    pytest.param(impl.op_name, impl.fn, sample, id=f"{impl.op_name}-{str(dtype)[6:]}-{sample.name}")
+    pytest.param(
+        impl.op_name,
+        impl.fn,
+        sample,
+        id=f"{impl.op_name}-{str(dtype)[6:]}-{sample.name}",
+        marks=[pytest.mark.slow] * (dtype is not torch.bfloat16),
+    )
     for impl in plugin.register_ops()
     if impl.op_name not in KERNELS_ONLY
     for dtype in DTYPES
@@ -272,24 +279,26 @@ def test_bit_equal(name: str, function: Callable[..., Any], sample: Sample) -> N
     assert_same_bits(function(*sample.args), NATIVE[name](*sample.args))
 
 
+@pytest.mark.parametrize("dtype", PER_DTYPE)
 @pytest.mark.parametrize("op", LAYERS)
-def test_what_runs_when_every_candidate_refused_is_bit_equal_too(op: str) -> None:
+def test_what_runs_when_every_candidate_refused_is_bit_equal_too(
+    op: str, dtype: torch.dtype
+) -> None:
     natives = [
         p.native
         for p in known_contracts().bindings[op].places
         if isinstance(p, LayerPlace) and p.native
     ]
     assert natives
-    for dtype in DTYPES:
-        for sample in contracts()[op].samples(dtype, CPU):
-            if sample.name.startswith("0 tokens"):  # vLLM's own view of a rope fails there
-                continue
-            want = NATIVE[op](*sample.args)
-            for native in natives:
-                assert_same_bits(native(*sample.args), want)
+    for sample in contracts()[op].samples(dtype, CPU):
+        if sample.name.startswith("0 tokens"):  # vLLM's own view of a rope fails there
+            continue
+        want = NATIVE[op](*sample.args)
+        for native in natives:
+            assert_same_bits(native(*sample.args), want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PER_DTYPE)
 def test_convolutions_are_bit_equal_to_those_of_vllms_cpu_build(dtype: torch.dtype) -> None:
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d as native
 
@@ -354,37 +363,11 @@ LEFT_TO_VLLM = {
 }
 
 
-@pytest.mark.parametrize("options", QUANTISERS.values(), ids=QUANTISERS)
-def test_layers_that_quantise_to_fp8_are_ours_and_bit_equal(
-    plan: Plan, options: dict[str, Any]
-) -> None:
-    quantised_alike(plan, options, calls=1)
-
-
-@pytest.mark.parametrize("options", LEFT_TO_VLLM.values(), ids=LEFT_TO_VLLM)
-def test_layers_with_other_scales_are_left_to_vllm(plan: Plan, options: dict[str, Any]) -> None:
-    quantised_alike(plan, options, calls=0)
-
-
-def quantised_alike(plan: Plan, options: dict[str, Any], *, calls: int) -> None:
-    counted: list[str] = []
-
-    class Counting:
-        mode = plan.mode
-
-        def bind(self, op: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-            bound = plan.bind(op, *args, **kwargs)
-
-            def call(*args: Any) -> Any:
-                counted.append(op)
-                return bound(*args)
-
-            return call
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(plan, name)
-
-    with building(Counting()):  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", [*QUANTISERS, *LEFT_TO_VLLM])
+def test_layers_that_quantise_to_fp8_are_ours_or_vllms_and_bit_equal(plan: Plan, name: str) -> None:
+    options = (QUANTISERS | LEFT_TO_VLLM)[name]
+    counting = dataclasses.replace(plan, counts_calls=True)
+    with building(counting):
         layer = QuantFP8(**options)
     assert type(layer) is not QuantFP8
     torch.manual_seed(0)
@@ -392,8 +375,8 @@ def quantised_alike(plan: Plan, options: dict[str, Any], *, calls: int) -> None:
     channels = options["group_shape"] == GroupShape.PER_CHANNEL
     scale = torch.full((64,) if channels else (1,), 0.01) if options["static"] else None
     assert_same_bits(layer(x, scale), QuantFP8.forward_native(layer, x, scale))
-    assert counted == ["quant_fp8"] * calls
-    assert plan.fallbacks == {}
+    assert sum(counting.calls.values()) == (name in QUANTISERS)
+    assert counting.fallbacks == {}
 
 
 NORMS = {
@@ -405,7 +388,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PER_DTYPE)
 @pytest.mark.parametrize(("cls", "options"), NORMS.values(), ids=NORMS)
 def test_norm_layers_are_bit_equal(
     plan: Plan, cls: Any, options: dict[str, Any], dtype: torch.dtype, weight_dtype: torch.dtype

@@ -24,11 +24,9 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 
 import vllm_fl.dispatch
-from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import serving
 from vllm_fl.integration.seams import ir as norms
 from vllm_fl.integration.seams.layers import forget_shared_layers, replace_layers
@@ -36,7 +34,6 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HIDDEN = 64
 IR_OPS = ("rms_norm", "fused_add_rms_norm")
-FOLDED = ("vendor.a-b", "vendor.a_b", "vendor.A_B", "vendor.é", "vendor.华为")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,18 +136,6 @@ class TestEager:
         assert said[1].startswith("Op 'rms_norm' fallback to 'reference.torch'")
 
     @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
-    def test_strict_raises_it(self, use: Any, cls: Any) -> None:
-        manager = use(
-            norm("vendor.acme", error=NotImplementedError("not today")),
-            norm("reference.torch"),
-            strict=True,
-        )
-        layer = built(planning(manager, "eager"), cls)
-        with pytest.raises(AllFailedError, match=r"refused op 'rms_norm'.*not today") as caught:
-            layer(X)
-        assert caught.value.op == "rms_norm"
-
-    @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
     def test_what_all_refuse_is_served_by_vllm(self, use: Any, cls: Any) -> None:
         plan = planning(use(norm("vendor.acme", supports=refuses)), "eager")
         layer, stock = built(plan, cls), cls.forward_native
@@ -160,13 +145,6 @@ class TestEager:
         got = layer(x.clone(), residual.clone())
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
         assert plan.fallbacks == {("rms_norm", "stock.vllm"): 2}
-
-    def test_an_exception_is_raised_each_time(self, use: Any) -> None:
-        boom = ValueError("boom")
-        layer = built(planning(use(norm("vendor.acme", error=boom), norm("reference.torch"))))
-        for _ in range(2):
-            with pytest.raises(ValueError, match="boom"):
-                layer(X)
 
     def test_only_rmsnorm_gives_its_arguments_away(self, use: Any) -> None:
         def rms_norm(
@@ -236,14 +214,6 @@ class TestEager:
             assert normed.eq(1 + mark).all() and total.eq(2).all() and residual.eq(1).all()
         native = ir.ops.rms_norm.impls["native"].impl_fn(X, weight, 1e-6)
         assert torch.equal(ir.ops.rms_norm(X, weight, 1e-6), native)  # no engine of ours calls
-
-    def test_a_direct_call_that_all_refuse_is_vllms_and_counted(self, use: Any) -> None:
-        plan = planning(use(norm("vendor.acme", supports=refuses)), "eager")
-        served(plan)
-        with serving.calling(engine_of(plan)):
-            got = ir.ops.rms_norm(X, None, 1e-6)
-        assert torch.equal(got, ir.ops.rms_norm.impls["native"].impl_fn(X, None, 1e-6))
-        assert plan.fallbacks == {("rms_norm", "stock.vllm"): 1}
 
     def test_a_direct_call_overwrites_nothing(self, use: Any) -> None:
         def rms_norm(
@@ -354,44 +324,6 @@ class TestBySize:
         for tokens, mark in ((4, 40), (5, 5)):
             assert layer.forward_cuda(torch.randn(tokens, 8)).eq(mark).all()
 
-    def test_so_does_a_ropes_whose_parameters_are_its_own(
-        self, use: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        oracle = contracts()["rotary_embedding"].oracle
-        impl = OpImpl("rotary_embedding", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
-        order = {"rotary_embedding": {"<=4": "stock", "rest": "vendor"}}
-        plan = planning(use(impl, per_op_order=order), "eager")
-
-        def forward_cuda(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
-            return query * 0 + self.mark, key
-
-        monkeypatch.setattr(RotaryEmbedding, "forward_cuda", forward_cuda)
-        rope = built(plan, RotaryEmbedding, 64, 64, 128, 10000.0, True, torch.float32)
-        rope.mark = 40
-        copied = copy.deepcopy(rope)
-        copied.mark = 50
-        for layer in (rope, copied):
-            for tokens in (4, 5):
-                positions = torch.arange(tokens)
-                query, key = torch.randn(tokens, 128), torch.randn(tokens, 64)
-                want = RotaryEmbedding.forward_native(rope, positions, query.clone(), key.clone())
-                got = layer.forward_cuda(positions, query.clone(), key.clone())
-                if tokens == 4:
-                    assert got[0].eq(layer.mark).all()
-                    continue
-                for one, other in zip(got, want, strict=True):
-                    torch.testing.assert_close(one.float(), other.float())
-        assert not plan.fallbacks
-
-    def test_so_does_a_norms_that_something_stands_in_for(
-        self, use: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
-        monkeypatch.setattr(GemmaRMSNorm, "forward_cuda", lambda self, x, residual=None: x + 40)
-        layer = built(plan, GemmaRMSNorm)
-        for tokens, mark in ((4, 40), (5, 5)):
-            assert layer.forward_cuda(torch.ones(tokens, HIDDEN)).eq(1 + mark).all()
-
 
 class TestCompiled:
     @pytest.mark.parametrize("traceable", [True, False])
@@ -402,37 +334,6 @@ class TestCompiled:
         assert ir.ops.rms_norm(X, weight, 1e-6).eq(6).all()
         normed, total = ir.ops.fused_add_rms_norm(X, X, weight, 1e-6)
         assert normed.eq(6).all() and total.eq(2).all()
-
-    @pytest.mark.parametrize(
-        "first",
-        [
-            norm("vendor.acme", supports=refuses),
-            norm("vendor.acme", error=NotImplementedError("not today")),
-        ],
-        ids=["supports", "NotImplementedError"],
-    )
-    def test_a_refusal_goes_down_the_chain_counted(self, use: Any, first: OpImpl) -> None:
-        plan = planning(use(first, norm("reference.torch", 5)), "compiled")
-        served(plan)
-        assert ir.ops.rms_norm(X, None, 1e-6).eq(6).all()
-        assert plan.fallbacks == {("rms_norm", "reference.torch"): 1}
-
-    def test_a_third_partys_reference_really_runs(self, use: Any) -> None:
-        theirs = norm("reference.acme", 5, traceable=True)
-        for mode in ("eager", "compiled"):
-            plan = planning(use(theirs), mode)
-            served(plan)
-            assert built(plan)(X).eq(6).all()
-        assert ir.ops.rms_norm(X, None, 1e-6).eq(6).all()
-
-    def test_names_that_would_fold(self, use: Any) -> None:
-        impls = [norm(impl_id, 10.0 * n) for n, impl_id in enumerate(FOLDED)]
-        for n, impl_id in enumerate(FOLDED):
-            order = {"rms_norm": [f"impl:{impl_id}"]}
-            manager = use(*impls, per_op_order=order)
-            served(planning(manager, "compiled"))
-            assert ir.ops.rms_norm(X, None, 1e-6).eq(1 + 10 * n).all()
-            assert built(planning(manager, "eager"))(X).eq(1 + 10 * n).all()
 
     def test_calls_outside_of_compiled_code_take_the_chain(self, use: Any) -> None:
         first = norm("vendor.acme", error=NotImplementedError("not today"), traceable=True)
@@ -476,13 +377,6 @@ class TestCompiled:
             for op in IR_OPS:
                 (provider, *_) = getattr(ir.ops, op).get_priority()
                 assert getattr(ir.ops, op).impls[provider].uuid() == digest
-
-    def test_the_provider_keeps_nothing_of_an_earlier_plan(self, use: Any) -> None:
-        first = planning(use(norm("vendor.acme", 5)), "compiled")
-        served(first)
-        served(planning(use(norm("vendor.acme", 5)), "eager"))
-        ir.ops.rms_norm.impls[norms.PROVIDER].impl_fn(X, None, 1e-6)
-        assert first.calls == {}
 
 
 @pytest.mark.parametrize("modes", [("eager", "eager"), ("compiled", "compiled")])
@@ -557,36 +451,12 @@ class TestOlderForm:
             assert torch.equal(normed, layer(x)) and total.eq(4).all()
         assert built(plan, SiluAndMul)(x).eq(7).all()
 
-    def test_a_rope_that_turns_in_place(self, use: Any) -> None:
-        plan = planning(use(*Older().impls()), "eager")
-        rope = built(plan, RotaryEmbedding, 8, 8, 32, 10000, True, torch.float32)
-        qkv = torch.zeros(3, 48)
-        query, key, value = qkv.split(16, dim=-1)
-        got = rope(torch.arange(3), query, key)
-        assert got[0].eq(1).all() and got[1].eq(2).all()
-        assert query.eq(1).all() and key.eq(2).all() and value.eq(0).all()
-
     def test_compiled_mode_rejects_them_with_the_reason(self, use: Any) -> None:
         plan = planning(use(*Older().impls(), norm("reference.torch", 7)), "compiled")
         rejected = dict(plan.entries["rms_norm"].rows[-1][1].rejected)
         assert "layer" in rejected["vendor.older"]
         served(plan)
         assert ir.ops.rms_norm(X, None, 1e-6).eq(8).all()
-
-    @pytest.mark.parametrize("order", [["vendor", "reference"], ["reference", "vendor"]])
-    def test_its_being_installed_does_not_end_an_engine(self, use: Any, order: list[str]) -> None:
-        impls = (*Older().impls(), norm("reference.torch", 7))
-        plan = planning(use(*impls, per_op_order={"rms_norm": order}), "eager")
-        served(plan)
-        priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
-        assert priority.compute_hash()
-
-    def test_as_a_later_candidate_it_has_the_layer_too(self, use: Any) -> None:
-        impls = (norm("vendor.acme", supports=refuses), *Older().impls())
-        plan = planning(use(*impls, per_op_order={"rms_norm": ["vendor"]}), "eager")
-        layer = built(plan, GemmaRMSNorm)
-        assert layer(X)[0, 0] == pytest.approx(1, abs=1e-4)
-        assert plan.fallbacks == {("rms_norm", "vendor.older"): 1}
 
 
 class TestLayout:
