@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
 from pathlib import Path
 
 import emulated
@@ -36,27 +35,3 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure() -> None:
     """Leave nothing behind."""
     shutil.rmtree(COUNTS.parent, ignore_errors=True)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Count the calls that the conformance kit compares with a contract's oracle."""
-    if pyfuncitem.originalname != "test_values":
-        return (yield)
-    with emulated.against_oracle():
-        return (yield)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which operators of torch_npu were called, and what of it was checked."""
-    checked, compared = emulated.counted(), emulated.counted("oracle")
-    terminalreporter.section(f"calls of torch_npu {emulated.VERSION}'s operators, on the CPU")
-    for op, calls in sorted(checked.items()):
-        terminalreporter.write_line(
-            f"{op}: {calls} against its schema and meta function, {compared[op]} of them against "
-            "an oracle"
-        )
-    terminalreporter.write_line(
-        f"all: {checked.total()} against schema and meta function, {compared.total()} of them "
-        "against an oracle"
-    )

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import emulated
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_fl import AttentionRequest
 from vllm_fl_ascend.attention_request import supports_attention
@@ -209,26 +207,25 @@ def check(case: Case, seed: int = 0) -> None:
         plane[slots] = new[written]
     output = torch.full_like(step.query, 7.0)
     impl = layer(case)
-    with emulated.against_oracle():
-        got = impl.forward(
-            None,
-            step.query,
-            step.key,
-            step.value,
-            step.cache,
-            metadata(step.common),
-            output,
-        )
-        assert got is output
-        tokens = step.common.num_actual_tokens
-        # The emulated kernel computes in fp32 and rounds once: half a unit in the last place.
-        eps = torch.finfo(case.dtype).eps
-        torch.testing.assert_close(
-            output[:tokens].double(), expected(case, step), rtol=0.51 * eps, atol=1e-5
-        )
-        assert (output[tokens:] == 7.0).all()
-        ours = want_cache[:, BLOCK:].view(torch.int16)  # bits: block 0 belongs to nobody
-        assert torch.equal(step.planes[:, BLOCK:].contiguous().view(torch.int16), ours)
+    got = impl.forward(
+        None,
+        step.query,
+        step.key,
+        step.value,
+        step.cache,
+        metadata(step.common),
+        output,
+    )
+    assert got is output
+    tokens = step.common.num_actual_tokens
+    # The emulated kernel computes in fp32 and rounds once: half a unit in the last place.
+    eps = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(
+        output[:tokens].double(), expected(case, step), rtol=0.51 * eps, atol=1e-5
+    )
+    assert (output[tokens:] == 7.0).all()
+    ours = want_cache[:, BLOCK:].view(torch.int16)  # bits: block 0 belongs to nobody
+    assert torch.equal(step.planes[:, BLOCK:].contiguous().view(torch.int16), ours)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -273,18 +270,6 @@ def test_a_step_reads_nothing_from_the_device() -> None:
             fakes[0].sum().item()
 
 
-def test_where_tokens_are_drafted_ahead_the_device_tells_the_lengths() -> None:
-    step = made(CHUNKS)
-    lengths = step.common.seq_lens_cpu_upper_bound
-    step.common.seq_lens, step.common.seq_lens_cpu_upper_bound = lengths, lengths + 3
-    device = torch.device("cpu")
-    drafting = SimpleNamespace(speculative_config=object())
-    builder = attention.AscendMetadataBuilder(None, ["layer"], drafting, device)
-    assert builder.build(0, step.common).seq_lens == lengths.tolist()
-    step.common.seq_lens_cpu_upper_bound = None
-    assert metadata(step.common).seq_lens == lengths.tolist()
-
-
 def test_sequences_that_differ_in_causality_are_refused() -> None:
     step = made(CHUNKS)
     with pytest.raises(NotImplementedError, match="some sequences are causal"):
@@ -301,34 +286,6 @@ def test_a_layer_that_shares_a_cache_writes_none() -> None:
     assert torch.equal(step.cache, before)
     step.key = step.value = None
     assert torch.equal(forward(layer(DECODE), step), want)
-
-
-def test_vllm_lays_its_cache_out_as_the_kernels_need_it() -> None:
-    from vllm.v1 import kv_cache_interface as interface
-
-    backend, case = attention.AscendAttentionBackend, dataclasses.replace(CHUNKS, kv_heads=4)
-    step = made(case)
-    blocks = step.cache.shape[1]
-    plain = interface.FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=case.kv_heads, head_size=case.size, dtype=case.dtype
-    )
-    spec = backend.customize_spec(plain)
-    assert spec.page_size_bytes == plain.page_size_bytes  # as many blocks as another backend's
-    (layout,) = backend.supported_kv_cache_layouts()
-    strides = interface.compute_layout_strides(spec, blocks, 2, layout)
-    raw = torch.zeros(2 * blocks * spec.page_size_bytes, dtype=torch.int8)
-    place = interface.KVCacheTensor(
-        size=raw.numel(),
-        layers=["first", "second"],
-        layer_stride=strides[0],
-        block_stride=strides[1],
-    )
-    first, second = interface.create_kv_cache_views(raw, spec, blocks, layout, place)
-    second.copy_(step.cache.flatten(3).transpose(0, 1))
-    got = forward(layer(case), step, second)
-    assert torch.equal(got, forward(layer(case), made(case)))
-    assert torch.equal(second.transpose(0, 1).reshape(step.cache.shape), stored(case))
-    assert not first.any()
 
 
 def test_a_vllm_that_lets_the_backend_shape_the_cache_gets_that_shape(
@@ -394,31 +351,6 @@ def test_a_quantised_output_is_refused() -> None:
 def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotImplementedError, match=f"has no {reason}"):
         layer(DECODE, **asked)
-
-
-def test_what_vllm_asks_the_backend() -> None:
-    backend = attention.AscendAttentionBackend
-    assert AttentionBackendEnum[backend.get_name()] is AttentionBackendEnum.CUSTOM
-    assert backend.get_impl_cls() is attention.AscendAttentionImpl
-    assert backend.get_builder_cls() is attention.AscendMetadataBuilder
-    assert backend.get_preferred_block_size(16) == BLOCK
-    assert [size for size in (16, 64, 128, 256) if backend.supports_block_size(size)] == [128]
-    common = {
-        "dtype": torch.bfloat16,
-        "kv_cache_dtype": "auto",
-        "block_size": None,
-        "use_mla": False,
-        "has_sink": False,
-        "use_sparse": False,
-        "use_mm_prefix": False,
-        "use_per_head_quant_scales": False,
-        "device_capability": None,
-        "attn_type": "decoder",
-    }
-    fine = {"has_sliding_window": True, "use_non_causal": True}
-    assert backend.validate_configuration(head_size=128, **common, **fine) == []
-    bad = {"use_kv_connector": True, "use_adaptive_verification": True, "use_dcp": True}
-    assert len(backend.validate_configuration(head_size=256, **common, **bad)) == 4
 
 
 PLAIN = AttentionRequest(

@@ -48,18 +48,6 @@ def test_the_profile_s_paths_are_classes_of_vllm_s_kinds() -> None:
     assert plugin.PROFILE.communicator_class == PROFILE["communicator_class"]
 
 
-def test_what_vllm_reads_of_the_platform(platform: Any) -> None:
-    assert platform.is_out_of_tree()
-    assert not platform.is_cuda_alike()
-    assert (platform.device_name, platform.device_type) == ("npu", "npu")
-    assert (platform.dispatch_key, platform.dist_backend) == ("PrivateUse1", "hccl")
-    assert platform.device_control_env_var == "ASCEND_RT_VISIBLE_DEVICES"
-    assert platform.simple_compile_backend == "eager"
-    assert platform.supported_dtypes == [torch.bfloat16, torch.float16, torch.float32]
-    assert platform.get_device_name() == "Ascend910B1"
-    assert platform.support_static_graph_mode() is False
-
-
 def test_what_does_not_run_is_refused_by_name(platform: Any) -> None:
     platform.check_if_supports_dtype(torch.bfloat16)
     with pytest.raises(ValueError, match="float64"):

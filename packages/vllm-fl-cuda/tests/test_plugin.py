@@ -66,22 +66,6 @@ def test_a_missing_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'rms_norm'" in str(shared.provides("rms_norm")())
 
 
-def test_either_extension_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def import_module(name: str) -> None:
-        tried.append(name)
-        if name == "vllm._C":
-            raise ImportError("no module named vllm._C")
-
-    monkeypatch.setattr(shared, "import_module", import_module)
-    shared.load_kernels.__wrapped__()
-    assert tried == list(shared.EXTENSIONS)
-    monkeypatch.setattr(shared, "EXTENSIONS", ("vllm._C",))
-    with pytest.raises(ImportError, match=r"vllm\._C"):
-        shared.load_kernels.__wrapped__()
-
-
 ORDERED = yaml.safe_load(POLICY.read_text("utf-8"))["op_backends"]
 """What was measured. An op without a list has core's order, with vLLM's own code in it."""
 

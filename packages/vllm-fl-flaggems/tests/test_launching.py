@@ -5,7 +5,6 @@ The kit sees the kernels launched directly, and no tensor that is huge.
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from vllm_fl.engine.verification import compare
 from vllm_fl_flaggems import kernels, loading
 from vllm_fl_flaggems.impl import (
     activation,
-    experts,
     gated_linear,
     linear,
     linear_fp8,
@@ -123,17 +121,6 @@ def test_this_packages_own_kernels_serve_without_flag_gems(
     sample = next(iter(contracts()[op].samples(torch.float16, device)))
     assert impl.supports is not None and impl.supports(*sample.args) is True
     impl.fn(*sample.args)
-
-
-def test_a_warning_of_the_experts_is_said_once(
-    device: torch.device, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger = logging.getLogger("flag_gems.fused.fused_moe")
-    monkeypatch.setattr(logger, "filters", [])  # an earlier call's
-    assert callable(experts._kernels.__wrapped__().fused_experts_impl)
-    for warning in ("there is no tuned configuration", "the default one", "the default one"):
-        logger.warning(warning)
-    assert caplog.messages == ["there is no tuned configuration", "the default one"]
 
 
 @pytest.mark.parametrize("size", [(0,), (2, 3, 0), (0, 8)])

@@ -170,18 +170,6 @@ def test_an_error_of_flagtune_says_the_way_out(
     assert is_its_own == (caught.value.__cause__ is error)
 
 
-def test_a_flaggems_without_flagtune_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    class LibTuner:
-        """That of 5.0.2."""
-
-    module = libentry("")
-    module.LibTuner = LibTuner  # type: ignore[attr-defined]
-    before = dict(vars(LibTuner))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    loading._explain_flagtune()
-    assert dict(vars(LibTuner)) == before
-
-
 def test_the_installed_flaggems_is_the_one_that_the_repairs_know() -> None:
     spec = loading.find_spec("flag_gems")
     if spec is None or spec.origin is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -61,20 +61,22 @@ def problem(spec: OpSpec, form: Form, sample: Sample) -> str:
 
 
 def told(
-    forms: Iterable[tuple[str, str, Form]], fine: Collection[str] = (), without: str = "-"
+    forms: Iterable[tuple[str, str, Form]],
+    is_fine: Callable[[str, str], bool] | None = None,
+    without: str = "-",
 ) -> Callable[..., None]:
     """A test of wrong forms, each (op, what is wrong, the form).
 
     Args:
         forms: the wrong forms.
-        fine: those that only float32 tells.
+        is_fine: whether only float32 tells a form, by op and what is wrong.
         without: how the names of samples begin that are left out.
     """
     known = {(op, what): form for op, what, form in forms}
 
     @by_dtype(known)
     def test(op: str, what: str, dtype: torch.dtype) -> None:
-        if what in fine and dtype is not torch.float32:
+        if is_fine is not None and is_fine(op, what) and dtype is not torch.float32:
             pytest.skip("nearer to the op than a dtype of 16 bits is")
         spec = contracts()[op]
         samples = [s for s in spec.samples(dtype, CPU) if not s.name.startswith(without)]

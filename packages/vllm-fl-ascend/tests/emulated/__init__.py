@@ -12,12 +12,12 @@ An operator computes on CPU tensors once somebody wrote what it does::
 
 Every call then goes by the dispatcher (so a wrong keyword, type or count is the real error), by the
 real meta function (whose shapes and dtypes the result must have), and is counted in a file that
-child processes share. `against_oracle()` marks calls whose numbers were compared.
+child processes share.
 """
 
 from __future__ import annotations
 
-from .calls import against_oracle, count_in, counted
+from .calls import count_in, counted
 from .device import activate
 from .operators import EmulationError, numerics
 from .wheel import VARIABLE, VERSION, WheelMissing
@@ -28,7 +28,6 @@ __all__ = [
     "EmulationError",
     "WheelMissing",
     "activate",
-    "against_oracle",
     "count_in",
     "counted",
     "numerics",

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["against_oracle", "count_in", "counted", "note"]
+__all__ = ["count_in", "counted", "note"]
 
 VARIABLE = "EMULATED_NPU_CALLS"
 """Names the file to which each checked call adds the line `checked OP`."""
@@ -35,7 +33,7 @@ def counted(what: str = "checked", *, since: int = 0) -> Counter[str]:
     """Operator -> calls.
 
     Args:
-        what: "checked" (schema and meta function) or "oracle" (numbers, too).
+        what: what was noted: "checked" are calls by schema and meta function.
         since: the size that the file had when counting begins.
     """
     path = os.environ.get(VARIABLE)
@@ -44,14 +42,3 @@ def counted(what: str = "checked", *, since: int = 0) -> Counter[str]:
     with open(path) as file:
         file.seek(since)
         return Counter(op for kind, op in map(str.split, file) if kind == what)
-
-
-@contextmanager
-def against_oracle() -> Iterator[None]:
-    """The calls made inside are compared with an oracle there; they count if nothing is raised."""
-    path = os.environ.get(VARIABLE)
-    before = Path(path).stat().st_size if path else 0
-    yield
-    for op, calls in counted(since=before).items():
-        for _ in range(calls):
-            note("oracle", op)

@@ -302,12 +302,3 @@ def test_the_cpu_builds_convolution_is_answered_where_linear_attention_calls_it(
         torch.testing.assert_close(mine, theirs, rtol=room, atol=room, equal_nan=True)
     assert plan.calls
     assert module.causal_conv1d_torch.__module__.endswith("ops.cpu.causal_conv1d")
-
-
-@needs_vllm
-def test_the_recurrent_functions_are_there_as_the_binding_knows_them() -> None:
-    pytest.importorskip("vllm.third_party.flash_linear_attention.ops")
-    from vllm_fl.integration.seams import functions
-
-    places = known_contracts().bindings["recurrent_gated_delta_rule"].places
-    assert [functions._misfit(p) for p in places if isinstance(p, FunctionPlace)] == ["", ""]

@@ -120,13 +120,19 @@ def one_row(x: Tensor, weight: Tensor) -> Tensor:
     return silu(y[..., :D]) * y[..., D:]
 
 
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [
+        (torch.bfloat16, True),
+        pytest.param(torch.float16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+)
 RIGHT = pytest.mark.parametrize("function", [as_vllm, other_order, in_chunks, in_pieces])
 
 
 @RIGHT
-@pytest.mark.parametrize(
-    ("dtype", "dynamic"), [(torch.bfloat16, True), (torch.float16, False), (torch.float32, True)]
-)
+@DTYPES
 def test_it_is_found_in_the_graphs_of_a_compiler(
     function: Function, dtype: torch.dtype, dynamic: bool
 ) -> None:
@@ -273,9 +279,7 @@ def gelu_behind(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [gelu_first, gelu_behind])
-@pytest.mark.parametrize(
-    ("dtype", "dynamic"), [(torch.bfloat16, True), (torch.float16, False), (torch.float32, True)]
-)
+@DTYPES
 def test_gelu_is_found_by_the_op_that_has_it(
     function: Function, dtype: torch.dtype, dynamic: bool
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -83,39 +82,3 @@ def _spoilt(result: torch.Tensor, row: int) -> torch.Tensor:
     result = result.clone()
     result[row] = (result[row].float().nan_to_num(0.0, 0.0, 0.0) * -0.5 + 9.0).to(result.dtype)
     return result
-
-
-def test_an_id_of_no_expert_adds_nothing_with_and_without_a_map() -> None:
-    spec = contracts()["fused_experts"]
-    torch.manual_seed(0)
-    x, w13, w2 = torch.randn(3, 8), torch.randn(4, 8, 8), torch.randn(4, 8, 4)
-    weights = torch.full((3, 2), 0.5)
-    ids = torch.tensor([[0, 3], [-1, -1], [3, -1]], dtype=torch.int32)
-    for here in (None, torch.tensor([1, -1, -1, 3], dtype=torch.int32)):
-        rest = "silu", False, -1 if here is None else 4, here, None, None
-        for form in (spec.oracle, spec.second_form):
-            assert form is not None
-            out = form(x, w13, w2, weights, ids, *rest)
-            assert not out[1].any() and out[0].any()
-            alone = form(x[2:], w13, w2, weights[2:, :1], ids[2:, :1], *rest)
-            assert torch.allclose(out[2:], alone)
-            spoilt = weights.masked_fill(ids < 0, math.nan)
-            assert torch.equal(form(x, w13, w2, spoilt, ids, *rest), out)
-        assert spec.check(x, w13, w2, weights, ids, *rest) is None
-        beyond = spec.check(x, w13, w2, weights, ids + 1, *rest)
-        assert beyond == ("topk_ids", "must be below the number of experts, 4, got 4")
-
-
-@pytest.mark.parametrize("infinity", [-math.inf, math.inf])
-@pytest.mark.parametrize("unwritten", [math.nan, math.inf])
-def test_a_side_without_keys_adds_nothing_whatever_it_holds(
-    infinity: float, unwritten: float
-) -> None:
-    spec = contracts()["merge_attn_states"]
-    nothing = torch.full((1, 1, 4), unwritten), torch.full((1, 1), infinity)
-    ones = torch.ones(1, 1, 4), torch.zeros(1, 1)
-    for form in (spec.oracle, spec.second_form):
-        for args in ((*nothing, *ones), (*ones, *nothing)):
-            assert form is not None
-            output, lse = form(*args)
-            assert torch.equal(output, ones[0].double()) and not lse.any()

@@ -42,7 +42,7 @@ SIZES = ModelSizes(
     },
 )
 
-Change = Callable[[dict[str, Any], tuple[torch.Tensor, ...]], None]
+Change = Callable[[dict[str, Any], tuple[torch.Tensor, ...]], object]
 
 
 def wrong(op: str, change: Change) -> OpImpl:
@@ -59,111 +59,96 @@ def wrong(op: str, change: Change) -> OpImpl:
     return replace(right, fn=fn)
 
 
-def _expert_9_for_1(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    if len(args["w13"]) > 9:
-        got[0][(args["topk_ids"] == 9).any(1)] = 0.0
+def zero(part: torch.Tensor, rows: Any) -> None:
+    part[rows] = 0.0
 
 
-def _sequences(args: dict[str, Any], name: str) -> list[tuple[int, int]]:
-    return [*pairwise(args[name].tolist())]
+def late_sequences(name: str) -> Change:
+    """From the 17th on."""
 
-
-def _features(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    got[0][:, 512:] = 0.0
-
-
-def _tokens(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    got[0][128:] = 0.0
-
-
-def _late_sequences(name: str) -> Change:
     def change(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-        for begin, end in _sequences(args, name)[16:]:
+        for begin, end in [*pairwise(args[name].tolist())][16:]:
             got[0][begin:end] = 0.0
 
     return change
 
 
-def _late_chunks(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    for begin, end in _sequences(args, "cu_seqlens"):
+def late_chunks(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
+    for begin, end in pairwise(args["cu_seqlens"].tolist()):
         got[0][begin + 128 : end] = 0.0
 
 
-def _late_heads(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    got[0][:, 5:] = 0.0
+def blocks(cache: str, least: int) -> Change:
+    return lambda args, got: zero(got[0], slice(0, None if args[cache].shape[1] >= least else 0))
 
 
-def _later_tokens(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    got[0][16:] = 0.0
-
-
-def _blocks(least: int) -> Change:
-    def change(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-        if args[next(iter(a for a in args if "cache" in a))].shape[1] >= least:
-            got[0].zero_()
-
-    return change
-
-
-def _far_slots(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    if int(args["slot_mapping"].max()) >= 65536 if args["slot_mapping"].numel() else False:
+def far_slots(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
+    if (args["slot_mapping"] >= 65536).any():
         got[0].zero_()
 
 
-def _block_size(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    if args["block_size"] > 64:
-        got[1].fill_(-1)
+def wide(name: str, beyond: int) -> Change:
+    """A wrong scale where an argument is wider than the activations, in larger batches."""
 
-
-def _bias(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    if args["bias"] is not None and len(args["x"]) > 65:
-        got[0].sub_(args["bias"])
-
-
-def _wide_weight(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    x, weight = args["x"], args["weight"]
-    if weight is not None and weight.dtype != x.dtype and len(x) > 4:
-        got[0].mul_(1.5)
-
-
-def _wide_logits(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-    logits = args["gating_output"]
-    if logits.dtype == torch.float32 and logits.numel() and len(logits) > 16:
-        got[0].mul_(1.5)
-
-
-def _narrow_only(name: str, widest: int) -> Change:
     def change(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
-        if args[name].shape[-1] == widest:
-            got[0].zero_()
+        of = args[name]
+        if of is not None and of.dtype == torch.float32 and len(got[0]) > beyond:
+            got[0].mul_(1.5)
 
     return change
 
 
+def of_width(args: dict[str, Any], got: tuple[torch.Tensor, ...]) -> None:
+    if args["x"].shape[-1] == 320:
+        got[0].zero_()
+
+
 WRONG: dict[str, tuple[str, Change]] = {
-    "expert 9 taken for expert 1": ("fused_experts", _expert_9_for_1),
-    "convolution from feature 512 on": ("causal_conv1d", _features),
-    "convolution from token 128 on": ("causal_conv1d", _tokens),
-    "convolution from sequence 17 on": ("causal_conv1d", _late_sequences("query_start_loc")),
-    "update from feature 512 on": ("causal_conv1d_update", _features),
-    "update from token 17 on": ("causal_conv1d_update", _later_tokens),
-    "delta rule from the third chunk on": ("chunk_gated_delta_rule", _late_chunks),
-    "delta rule from token 128 on": ("chunk_gated_delta_rule", _tokens),
-    "delta rule from sequence 17 on": ("chunk_gated_delta_rule", _late_sequences("cu_seqlens")),
-    "delta rule from head 5 on": ("chunk_gated_delta_rule", _late_heads),
-    "recurrent rule from head 5 on": ("recurrent_gated_delta_rule", _late_heads),
-    "recurrent rule from token 128 on": ("recurrent_gated_delta_rule", _tokens),
-    "cache of blocks of 64": ("reshape_and_cache", _blocks(64)),
-    "cache of blocks of 128": ("reshape_and_cache", _blocks(128)),
-    "slots beyond 16 bits": ("reshape_and_cache", _far_slots),
-    "latent cache of blocks of 64": ("concat_and_cache_mla", _blocks(64)),
-    "latent cache's slots beyond 16 bits": ("concat_and_cache_mla", _far_slots),
-    "blocks of experts of 128": ("moe_align_block_size", _block_size),
-    "a bias beyond 65 rows": ("linear", _bias),
-    "an fp32 weight beyond 4 rows": ("rms_norm", _wide_weight),
-    "logits of a router in fp32": ("moe_topk", _wide_logits),
-    "scales of what goes into the second product": ("quant_int8", _narrow_only("x", 320)),
-    "scales of what goes into it, per token": ("quant_fp8", _narrow_only("x", 320)),
+    "expert 9 left out": (
+        "fused_experts",
+        lambda args, got: zero(got[0], (args["topk_ids"] == 9).any(1) & (len(args["w13"]) > 9)),
+    ),
+    "from feature 512 on": ("causal_conv1d", lambda args, got: zero(got[0].T, slice(512, None))),
+    "from token 128 on": ("causal_conv1d", lambda args, got: zero(got[0], slice(128, None))),
+    "from sequence 17 on": ("causal_conv1d", late_sequences("query_start_loc")),
+    "updates from feature 512 on": (
+        "causal_conv1d_update",
+        lambda args, got: zero(got[0].T, slice(512, None)),
+    ),
+    "from token 17 on": ("causal_conv1d_update", lambda args, got: zero(got[0], slice(16, None))),
+    "from the third chunk on": ("chunk_gated_delta_rule", late_chunks),
+    "sequences from 17 on": ("chunk_gated_delta_rule", late_sequences("cu_seqlens")),
+    "from head 5 on": (
+        "chunk_gated_delta_rule",
+        lambda args, got: zero(got[0].transpose(0, 1), slice(5, None)),
+    ),
+    "steps from head 5 on": (
+        "recurrent_gated_delta_rule",
+        lambda args, got: zero(got[0].transpose(0, 1), slice(5, None)),
+    ),
+    "steps from token 128 on": (
+        "recurrent_gated_delta_rule",
+        lambda args, got: zero(got[0], slice(128, None)),
+    ),
+    "blocks of 64": ("reshape_and_cache", blocks("key_cache", 64)),
+    "blocks of 128": ("reshape_and_cache", blocks("key_cache", 128)),
+    "slots beyond 16 bits": ("reshape_and_cache", far_slots),
+    "latents in blocks of 64": ("concat_and_cache_mla", blocks("kv_cache", 64)),
+    "latents beyond 16 bits": ("concat_and_cache_mla", far_slots),
+    "blocks of experts of 128": (
+        "moe_align_block_size",
+        lambda args, got: got[1].fill_(-1) if args["block_size"] > 64 else got,
+    ),
+    "a bias beyond 65 rows": (
+        "linear",
+        lambda args, got: (
+            got[0].sub_(args["bias"]) if args["bias"] is not None and len(got[0]) > 65 else got
+        ),
+    ),
+    "an fp32 weight beyond 4 rows": ("rms_norm", wide("weight", 4)),
+    "logits of a router in fp32": ("moe_topk", wide("gating_output", 16)),
+    "scales of what goes into the second product": ("quant_int8", of_width),
+    "scales of what goes into it, per token": ("quant_fp8", of_width),
 }
 
 
