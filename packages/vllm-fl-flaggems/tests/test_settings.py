@@ -107,10 +107,3 @@ def test_a_flaggems_that_is_missing_or_lacks_triton(monkeypatch: pytest.MonkeyPa
     assert "Triton" in finding.what
     versions["triton"] = "3.7.1"
     assert not list(settings.findings(read()))
-
-
-def test_two_owners_of_its_import_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "version_of", {"flag-gems": "5.0.2", "triton": "3.7.1"}.get)
-    monkeypatch.setattr(settings, "packages_distributions", lambda: {"flag_gems": ["b", "a", "a"]})
-    (finding,) = settings.findings(read())
-    assert "a, b" in finding.what

@@ -86,18 +86,6 @@ def test_nothing_is_compiled_after_a_warm_up(op: str, impls: dict[str, OpImpl]) 
     assert compiled_later(impls[op], warm_counts(LARGEST)) == set()
 
 
-@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul"])
-@pytest.mark.parametrize(
-    "counts",
-    [[1, 7, 33, 301], [16, 48, 2048]],
-    ids=["odd", "multiples of 16"],
-)
-def test_fewer_counts_leave_something_to_compile(
-    op: str, counts: list[int], impls: dict[str, OpImpl]
-) -> None:
-    assert compiled_later(impls[op], counts)
-
-
 @pytest.mark.parametrize("op", sorted(ANEW))
 def test_what_no_warm_up_helps_is_known(op: str, impls: dict[str, OpImpl]) -> None:
     """As soon as this fails, the op belongs with the others, and docs say so."""

@@ -147,21 +147,6 @@ def test_a_device_of_vllms_own_keeps_its_experts() -> None:
         assert CHOICE.route(op)(object()) == own
 
 
-def test_what_stock_means_in_tritons_experts_is_vllms_own_call() -> None:
-    call = sample("16 tokens")
-    output = torch.zeros_like(call["hidden_states"])
-    seen: list[Any] = []
-    arguments = triton_call(call, output)
-
-    def own(*args: Any) -> None:
-        seen.extend(args)
-        args[1].fill_(3.0)
-
-    TRITON.route(TRITON.native(own))(*arguments)
-    assert all(one is other for one, other in zip(seen, arguments, strict=True))
-    assert (output == 3.0).all()
-
-
 @pytest.fixture(scope="module")
 def kernels() -> Any:
     """vLLM's own two operators."""

@@ -18,7 +18,7 @@ from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl_ops.bindings._hybrid import FLA_EPSILON, has_states
+from vllm_fl_ops.bindings._hybrid import FLA_EPSILON
 
 CPU = torch.device("cpu")
 OPS = (
@@ -176,18 +176,6 @@ def test_the_layer_adds_a_dimension_and_takes_flags() -> None:
     out, final = forward(*(x.unflatten(1, (2, 35))[0] for x in flat), state, False)
     want, _ = rounded(spec)(*qkv, state, torch.tensor([0, 35, 70]), FLA_EPSILON)
     assert final is None and torch.equal(out.flatten(0, 1), want)
-
-
-def test_models_that_keep_states_have_the_ops() -> None:
-    class Config:
-        class model_config:
-            is_hybrid = False
-            is_attention_free = False
-
-    assert all(known_contracts().bindings[op].when is has_states for op in OPS)
-    assert not has_states(Config)
-    Config.model_config.is_attention_free = True
-    assert has_states(Config)
 
 
 def serving_plan(spec: OpSpec, refused: bool) -> Plan:

@@ -22,7 +22,7 @@ from builders import engine_of, managing, planning
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
+from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.seams import functions
 from vllm_fl.integration.serving import calling
@@ -152,19 +152,6 @@ def test_operators_leave_weights_and_ids_and_no_experts_for_padding(
     assert (ids[count:] == -1).all()
 
 
-@pytest.mark.parametrize("place", places("moe_topk", OperatorPlace), ids=lambda p: p.parameters[-1])
-def test_the_replaced_operator_is_called_with_its_own_parameters(place: OperatorPlace) -> None:
-    called: list[tuple[Any, ...]] = []
-    op = place.native(lambda *args: called.append(args))
-    weights, ids = op(LOGITS, 4, True, "", 2.5, BIAS)
-    (args,) = called
-    given = dict(zip(place.parameters, args, strict=True))
-    assert given["topk_weights"] is weights and given["topk_indices"] is ids
-    assert given["gating_output"] is LOGITS and given["bias"] is BIAS and given["renormalize"]
-    assert given.get("is_padding") is None
-    assert given.get("routed_scaling_factor", 2.5) == 2.5
-
-
 def test_the_sum_is_left_where_the_operator_leaves_it() -> None:
     (place,) = places("moe_sum", OperatorPlace)
     op = contracts()["moe_sum"].oracle
@@ -178,15 +165,6 @@ def test_the_sum_is_left_where_the_operator_leaves_it() -> None:
     calls: list[Any] = []
     place.native(lambda *args: calls.append(args))(x, ids, None)
     assert calls[0][0] is x and calls[0][1].shape == out.shape and calls[0][2:] == (ids, None)
-
-
-def test_the_layer_of_grouped_routing_gives_what_is_planned() -> None:
-    (place,) = places("grouped_topk", LayerPlace)
-    module, _, name = place.path.rpartition(".")
-    assert name in vars(import_module(module))
-    seen: list[Any] = []
-    place.adapt(None, lambda *args: seen.append(args))(torch.randn(7, 8), LOGITS, BIAS)
-    assert seen == [(LOGITS, BIAS)]
 
 
 ALIGN = "moe_align_block_size"

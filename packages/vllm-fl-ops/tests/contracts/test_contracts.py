@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 from telling import per_case
 
 import vllm_fl_ops.contracts
-from vllm_fl.contracts import ModelSizes, OpSpec, contracts
+from vllm_fl.contracts import ModelSizes, OpSpec, Sample, contracts
+from vllm_fl.engine.verification import compare
+from vllm_fl.engine.wanted import closed, parts
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_ops.contracts.rules import typical_sizes
 from vllm_fl_tools.testing.mistakes import bad_inputs
 
@@ -268,3 +272,128 @@ def test_tolerances_have_reasons_and_grow_with_the_rounding(spec: OpSpec) -> Non
         )
     with pytest.raises(KeyError):
         spec.tolerance(torch.float64)
+
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
+
+
+def disagreements(spec: OpSpec, dtype: torch.dtype) -> list[str]:
+    """The samples on which the two forms differ, in results or in their number."""
+    second = spec.second_form
+    assert second is not None, f"{spec.name} has no second form to compare its oracle with"
+    assert second.__code__ is not spec.oracle.__code__
+    found = []
+    for sample in spec.samples(dtype, CPU):
+        results = (closed(form(*sample.args), sample) for form in (spec.oracle, second))
+        pairs = zip(*map(parts, results), strict=True)
+        if not all(_same(one, other) for one, other in pairs):
+            found.append(sample.name)
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.allclose(one, other, **EXACT)
+
+
+@per_case
+def test_the_oracle_is_its_second_form(spec: OpSpec, dtype: torch.dtype) -> None:
+    assert disagreements(spec, dtype) == []
+
+
+@per_spec
+def test_an_oracle_that_is_off_by_a_millionth_is_seen(spec: OpSpec) -> None:
+    @wraps(spec.oracle)
+    def off(*args: Any) -> Any:
+        results = spec.oracle(*args)
+        if not isinstance(results, tuple):
+            return _off(results)
+        return (*results[:-1], None if results[-1] is None else _off(results[-1]))
+
+    dtype = getattr(torch, spec.dtypes[0])
+    assert disagreements(replace(spec, oracle=off), dtype)
+
+
+def _off(result: torch.Tensor) -> torch.Tensor:
+    return result * (1 + 1e-6) if result.is_floating_point() else result + 1
+
+
+@per_spec
+def test_oracles_leave_their_inputs_alone_in_fp64_too(spec: OpSpec) -> None:
+    for sample in spec.samples(torch.float64, CPU):
+        before = [a.clone() if isinstance(a, torch.Tensor) else a for a in sample.args]
+        for result in parts(spec.oracle(*sample.args)):
+            if result is not None:
+                result.fill_(7.0)
+        for old, new in zip(before, sample.args, strict=True):
+            if isinstance(old, torch.Tensor):
+                torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+
+
+def activations(spec: OpSpec, sample: Sample) -> list[torch.Tensor]:
+    return list(spec.with_rows(sample.args).values())
+
+
+@per_spec
+def test_every_contract_asks_for_nan_beside_rows_without(spec: OpSpec) -> None:
+    if spec.name in {"moe_align_block_size"}:
+        return
+    for name in spec.dtypes:
+        samples = list(spec.samples(getattr(torch, name), CPU))
+        broken = [
+            sample
+            for sample in samples
+            for x in activations(spec, sample)
+            if x.isnan().any() and not x.isnan().flatten(1).any(1).all()
+        ]
+        assert broken, f"{name}: no sample has NaN in a row, and none in another"
+        for sample in broken:
+            rows = len(activations(spec, sample)[0])
+            assert len(sample.open_rows) < rows, f"{sample.name}: nothing is compared"
+
+
+@per_spec
+def test_every_contract_asks_for_no_tokens(spec: OpSpec) -> None:
+    samples = spec.samples(getattr(torch, spec.dtypes[-1]), CPU)
+    assert any(not len(x) for sample in samples for x in activations(spec, sample))
+
+
+@per_spec
+def test_a_result_of_open_rows_may_be_anything_and_no_other(spec: OpSpec) -> None:
+    dtype = getattr(torch, spec.dtypes[-1])
+    for sample in spec.samples(dtype, CPU):
+        rows = len(activations(spec, sample)[0])
+        for spoilt in sample.open_rows and range(rows):
+            result = compare(_spoiling(spec, spoilt), spec, sample, dtype)
+            wanted = "ok" if spoilt in sample.open_rows else "wrong"
+            assert result.status == wanted, (sample.name, spoilt, result.reason)
+
+
+def _spoiling(spec: OpSpec, row: int) -> OpImpl:
+    """The oracle, rounded, with one row that is off."""
+
+    def fn(*args: Any) -> Any:
+        exact, shapes = spec.oracle(*args), spec.fake(*args)
+        if not isinstance(exact, tuple):
+            return _spoilt(exact.to(shapes.dtype), row)
+        if shapes[0].dtype in (torch.int8, torch.float8_e4m3fn):
+            whole = (
+                exact[1]
+                if exact[1].ndim < 2
+                else exact[1].repeat_interleave(exact[0].shape[1] // exact[1].shape[1], 1)
+            )
+            most = 127.0 if shapes[0].dtype == torch.int8 else 448.0
+            value = (exact[0] / whole).nan_to_num(0.0, 0.0, 0.0)
+            exact = (value.round().clamp(-most, most) if most < 200 else value, *exact[1:])
+        results = [part.to(shape.dtype) for part, shape in zip(exact, shapes, strict=True)]
+        return (_spoilt(results[0], row), *results[1:])
+
+    return OpImpl(spec.name, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+
+
+def _spoilt(result: torch.Tensor, row: int) -> torch.Tensor:
+    result = result.clone()
+    result[row] = (result[row].float().nan_to_num(0.0, 0.0, 0.0) * -0.5 + 9.0).to(result.dtype)
+    return result
