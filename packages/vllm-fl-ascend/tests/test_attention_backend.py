@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from attention_requests import PLAIN, UNSUPPORTED
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_fl import AttentionRequest
 from vllm_fl_ascend.attention_request import supports_attention
 from vllm_fl_ascend.impl import attention, masks
 
@@ -353,16 +353,6 @@ def test_a_layer_that_asks_for_more_is_refused(asked: dict[str, Any], reason: st
         layer(DECODE, **asked)
 
 
-PLAIN = AttentionRequest(
-    head_size=128,
-    dtype=torch.bfloat16,
-    kv_cache_dtype="auto",
-    block_size=BLOCK,
-    num_heads=32,
-    extras={"attn_type": "decoder", "has_sliding_window": True, "use_mm_prefix": False},
-)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -382,23 +372,12 @@ def test_what_the_kernel_can_do_is_taken(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"use_mla": True}, "not MLA"),
-        ({"use_sparse": True}, "not sparse"),
-        ({"has_sink": True}, "sinks"),
-        ({"dtype": torch.float32}, "float32"),
-        ({"kv_cache_dtype": "fp8"}, "fp8"),
-        ({"kv_cache_dtype": "float16"}, "the KV cache is float16 and the model bfloat16"),
+        *UNSUPPORTED,
         ({"head_size": 80}, "heads of 80"),
         ({"head_size": 256}, "heads of 256"),
         ({"block_size": 16}, "blocks of 16 tokens: set --block-size 128"),
         ({"block_size": 256}, "blocks of 256"),
-        ({"extras": {"attn_type": "encoder_only"}}, "encoder_only"),
-        ({"extras": {"use_mm_prefix": True}}, "use_mm_prefix"),
-        ({"extras": {"use_kv_connector": True}}, "use_kv_connector"),
-        ({"extras": {"use_dcp": True}}, "use_dcp"),
-        ({"extras": {"is_hybrid": True}}, "keep states"),
         ({"extras": {"use_non_causal": True, "has_sliding_window": True}}, "not causal"),
-        ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(change: dict[str, Any], reason: str) -> None:

@@ -52,10 +52,3 @@ def test_nothing_of_torch_npu_is_loaded() -> None:
     maps = Path("/proc/self/maps")
     assert not maps.exists() or "torch_npu" not in maps.read_text()
     assert not distribution("torch-npu").entry_points  # one of them would load it with torch
-
-
-def test_without_the_wheel_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("", "/nowhere/torch_npu-2.13.0-cp311.whl"):
-        monkeypatch.setenv(wheel.VARIABLE, value)
-        with pytest.raises(emulated.WheelMissing, match="pip download --no-deps torch-npu=="):
-            wheel.wheel()

@@ -13,6 +13,8 @@ import torch
 from emulated.calls import VARIABLE as COUNTS
 from engine_run import STOCK, Job, largest_difference, run
 
+pytestmark = pytest.mark.slow
+
 # In one process all prompts of a batch are there before its first step: what a step holds is
 # the same in every run.
 STEPS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

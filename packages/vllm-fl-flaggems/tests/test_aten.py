@@ -155,12 +155,11 @@ def test_a_second_engine_keeps_what_the_first_set(gems: Gems, tmp_path: Path) ->
         assert "first engine" in report.lines[0]
 
 
-def test_only_the_first_rank_writes_the_list(gems: Gems, tmp_path: Path) -> None:
+def test_only_the_first_rank_writes_the_list_and_a_failure_is_a_line(
+    gems: Gems, tmp_path: Path
+) -> None:
     aten.start(context(tmp_path, rank=1, **ALL_BUT))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_list_that_cannot_be_written_is_a_line(gems: Gems, tmp_path: Path) -> None:
     path = str(tmp_path / "missing" / "list.txt")
     report = aten.start(context(tmp_path, FLAGGEMS_ENABLE_OPLIST_PATH=path, **ALL_BUT))
     assert report is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(find_spec("flag_gems") is None, reason="FlagGems is not installed"),
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
 ]

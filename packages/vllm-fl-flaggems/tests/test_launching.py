@@ -336,6 +336,7 @@ for impl in traced:
 """
 
 
+@pytest.mark.slow
 def test_what_graphs_launch_themselves_is_launched_for_any_number_of_tokens() -> None:
     """With Triton's own functions, whose kernels the other tests interpret."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

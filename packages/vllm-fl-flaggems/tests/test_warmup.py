@@ -21,9 +21,12 @@ from vllm_fl.testing.triton import to_compile
 from vllm_fl_flaggems.plugin import register_ops
 from vllm_fl_ops.contracts.rules import typical_sizes
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("TRITON_INTERPRET"), reason="counts what the interpreter launches"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not os.environ.get("TRITON_INTERPRET"), reason="counts what the interpreter launches"
+    ),
+]
 
 LARGEST = 2048
 LATER = [17, 100, 1000, *random.Random(5).choices(range(1, LARGEST + 1), k=20)]

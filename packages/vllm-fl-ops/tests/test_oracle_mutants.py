@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from oracle_mutants import CHANGES, oracle_impl, oracle_mutants
+from oracle_mutants import oracle_impl, oracle_mutants
 
 from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.plugins.types import OpImpl
@@ -30,10 +30,3 @@ def test_the_oracle_itself_passes(spec: OpSpec) -> None:
 def test_every_mutant_of_an_oracle_fails(mutant: OpImpl) -> None:
     """No contract has to bring these: whoever adds one adds them."""
     assert next(failures(mutant, without=BUT_VALUES), None) is not None
-
-
-def test_every_contract_has_mutants_of_its_results_arguments_and_options() -> None:
-    for spec in contracts().values():
-        names = [what for what, _ in oracle_mutants(spec)]
-        assert len(names) > len(CHANGES) and len(set(names)) == len(names)
-        assert any(what.endswith("overwritten") for what in names)

@@ -118,13 +118,16 @@ def test_calls_with_several_tokens_of_a_sequence_are_left_to_vllm() -> None:
 
     with pytest.raises(AssertionError, match="was called"):
         asked()
-    assert asked(cu_seqlens=at[::2]) is NotImplemented
-    assert asked(ssm_state_indices=at[1:, None]) is NotImplemented
-    assert asked(num_accepted_tokens=at[1:]) is NotImplemented
-    assert asked(inplace_final_state=False) is NotImplemented
-    assert asked(scale=1.0) is NotImplemented
-    assert asked(threshold=30.0) is NotImplemented
-    assert asked(initial_state=None) is NotImplemented
+    for change in (
+        {"cu_seqlens": at[::2]},
+        {"ssm_state_indices": at[1:, None]},
+        {"num_accepted_tokens": at[1:]},
+        {"inplace_final_state": False},
+        {"scale": 1.0},
+        {"threshold": 30.0},
+        {"initial_state": None},
+    ):
+        assert asked(**change) is NotImplemented
 
     convolve = refuses("causal_conv1d_update", "causal_conv1d_update", 13)
     x, state, weight = torch.zeros(4, 8), torch.zeros(6, 8, 3), torch.zeros(8, 4)

@@ -1,0 +1,34 @@
+"""Requests for attention that backends are tested with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_fl import AttentionRequest
+
+PLAIN = AttentionRequest(
+    head_size=128,
+    dtype=torch.bfloat16,
+    kv_cache_dtype="auto",
+    block_size=128,
+    num_heads=32,
+    extras={"attn_type": "decoder", "has_sliding_window": True, "use_mm_prefix": False},
+)
+
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"use_mla": True}, "MLA"),
+    ({"use_sparse": True}, "sparse"),
+    ({"has_sink": True}, "sinks"),
+    ({"dtype": torch.float32}, "float32"),
+    ({"kv_cache_dtype": "fp8"}, "fp8"),
+    ({"kv_cache_dtype": "float16"}, "bfloat16"),
+    ({"extras": {"attn_type": "encoder_only"}}, "encoder_only"),
+    ({"extras": {"use_mm_prefix": True}}, "use_mm_prefix"),
+    ({"extras": {"use_kv_connector": True}}, "use_kv_connector"),
+    ({"extras": {"use_dcp": True}}, "use_dcp"),
+    ({"extras": {"is_hybrid": True}}, "keep states"),
+    ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
+]
+"""What neither Ascend's nor FlagGems's kernels have, with a part of the reason."""
