@@ -59,15 +59,5 @@ def test_what_0_2_had_in_core_is_found_under_its_older_name() -> None:
         import_module("vllm_fl.contracts.nothing_of_the_kind")
 
 
-def test_what_activations_share_is_found_where_0_2_had_it() -> None:
-    from vllm_fl.contracts.checks import gated_tensor
-    from vllm_fl.contracts.sampling import bad_activation_inputs, served_gated_inputs
-
-    for one in (gated_tensor, bad_activation_inputs, served_gated_inputs):
-        assert one is getattr(vllm_fl_ops.contracts.activations, one.__name__)
-    for module in (vllm_fl.contracts.checks, vllm_fl.contracts.sampling):
-        assert not hasattr(module, "nothing_of_the_kind")
-
-
 def test_the_contracts_of_this_project_are_these() -> None:
     assert {*vllm_fl.contracts.contracts()} == RESERVED_OPS
