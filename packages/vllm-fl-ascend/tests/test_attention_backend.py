@@ -206,16 +206,8 @@ def check(case: Case, seed: int = 0) -> None:
     for plane, new in zip(want_cache, (step.key, step.value), strict=True):
         plane[slots] = new[written]
     output = torch.full_like(step.query, 7.0)
-    impl = layer(case)
-    got = impl.forward(
-        None,
-        step.query,
-        step.key,
-        step.value,
-        step.cache,
-        metadata(step.common),
-        output,
-    )
+    tensors = step.query, step.key, step.value, step.cache
+    got = layer(case).forward(None, *tensors, metadata(step.common), output)
     assert got is output
     tokens = step.common.num_actual_tokens
     # The emulated kernel computes in fp32 and rounds once: half a unit in the last place.
