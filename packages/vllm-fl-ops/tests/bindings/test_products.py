@@ -128,10 +128,16 @@ DTYPES = pytest.mark.parametrize(
         pytest.param(torch.float32, True, marks=pytest.mark.slow),
     ],
 )
-RIGHT = pytest.mark.parametrize("function", [as_vllm, other_order, in_chunks, in_pieces])
+FORMS = [as_vllm, other_order, in_chunks, in_pieces]
 
 
-@RIGHT
+def slow_but(first: Function, *others: Function) -> pytest.MarkDecorator:
+    """Functions of which the first alone is compiled by default."""
+    slow = [pytest.param(other, marks=pytest.mark.slow) for other in others]
+    return pytest.mark.parametrize("function", [first, *slow])
+
+
+@slow_but(*FORMS)
 @DTYPES
 def test_it_is_found_in_the_graphs_of_a_compiler(
     function: Function, dtype: torch.dtype, dynamic: bool
@@ -142,14 +148,14 @@ def test_it_is_found_in_the_graphs_of_a_compiler(
     torch.testing.assert_close(PLACE.native(*args), function(*args))
 
 
-@pytest.mark.parametrize("function", [as_vllm, in_pieces, one_row])
+@slow_but(one_row, as_vllm, in_pieces)
 def test_it_is_found_where_a_graph_is_of_one_row(function: Function) -> None:
     args = made(1, torch.float32)
     assert len(found_by_inductor(function, *args)) == len(found(function, *args)) == 1
     torch.testing.assert_close(PLACE.native(*args), function(*args))
 
 
-@RIGHT
+@pytest.mark.parametrize("function", FORMS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_it_is_found_where_silu_is_one_operator_too(function: Function, whole: bool) -> None:
     assert len(found(function, *made(), whole=whole)) == 1
@@ -278,7 +284,7 @@ def gelu_behind(x: Tensor, weight: Tensor) -> Tensor:
     return up * gelu(gate, approximate="tanh")
 
 
-@pytest.mark.parametrize("function", [gelu_first, gelu_behind])
+@slow_but(gelu_first, gelu_behind)
 @DTYPES
 def test_gelu_is_found_by_the_op_that_has_it(
     function: Function, dtype: torch.dtype, dynamic: bool

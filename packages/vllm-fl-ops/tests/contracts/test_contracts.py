@@ -298,6 +298,7 @@ def test_the_oracle_is_its_second_form(spec: OpSpec, dtype: torch.dtype) -> None
     assert disagreements(spec, dtype) == []
 
 
+@pytest.mark.slow
 @per_spec
 def test_an_oracle_that_is_off_by_a_millionth_is_seen(spec: OpSpec) -> None:
     @wraps(spec.oracle)

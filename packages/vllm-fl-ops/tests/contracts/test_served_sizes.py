@@ -161,6 +161,7 @@ def test_a_kernel_that_is_wrong_at_a_served_size_is_taken_out_at_start(name: str
     assert [op for op, _ in found.faults] == [op]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", sorted({op for op, _ in WRONG.values()}))
 def test_the_right_one_stays(op: str) -> None:
     impl = oracle_impl(contracts()[op])
@@ -212,6 +213,7 @@ def test_what_stands_is_tried_as_it_stands(spec: Any) -> None:
     assert spec.stands or not trials.standing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
 def test_the_kit_has_public_models_for_each_op(spec: Any) -> None:
     """Six families or, of an op of linear attention, latent attention and groups, all that are."""
@@ -226,6 +228,7 @@ def test_the_kit_has_public_models_for_each_op(spec: Any) -> None:
     assert len(families_of(spec)) >= few.get(spec.name, 6)
 
 
+@pytest.mark.slow
 def test_what_is_smaller_than_served_is_told_by_op() -> None:
     told = smaller(contracts())
     assert {"fused_experts", "chunk_gated_delta_rule"} <= told.keys() <= contracts().keys()
