@@ -197,9 +197,10 @@ def metadata(common: CommonAttentionMetadata) -> Any:
     return builder.build(0, common)
 
 
-def check(case: Case, seed: int = 0) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_is_attention_over_the_cache(case: Case) -> None:
     """The layer's output is right to the last bit but one, and the cache holds what it should."""
-    step = made(case, seed)
+    step = made(case)
     want_cache = step.planes.clone()
     written = step.common.slot_mapping >= 0
     slots = step.common.slot_mapping[written]
@@ -218,11 +219,6 @@ def check(case: Case, seed: int = 0) -> None:
     assert (output[tokens:] == 7.0).all()
     ours = want_cache[:, BLOCK:].view(torch.int16)  # bits: block 0 belongs to nobody
     assert torch.equal(step.planes[:, BLOCK:].contiguous().view(torch.int16), ours)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_is_attention_over_the_cache(case: Case) -> None:
-    check(case)
 
 
 def forward(impl: Any, step: Step, cache: Tensor | None = None, **others: Any) -> Tensor:

@@ -19,7 +19,6 @@ from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 CPU = torch.device("cpu")
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-NEAREST: Callable[[Tensor], Tensor] = torch.round
 
 
 def int8(
@@ -28,7 +27,7 @@ def int8(
     azp: Tensor | None = None,
     asymmetric: bool | None = None,
     *,
-    rounding: Callable[[Tensor], Tensor] = NEAREST,
+    rounding: Callable[[Tensor], Tensor] = torch.round,
     sign: int = 1,
     whole: bool = False,
     equal: bool = True,
