@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import enum
 import inspect
 import json
@@ -499,13 +498,6 @@ def test_a_reader_is_led_to_few_words(sections: tuple[str, ...], most: int) -> N
     )
 
 
-def test_drawings_fit_a_hundred_columns() -> None:
-    for path in PAGES:
-        if path.parent == ROOT and path.name != "README.md":
-            drawn = "".join(blocks(path.read_text(), "text"))
-            assert not [line for line in drawn.splitlines() if len(line) > 100], path.name
-
-
 RUNS = {path.name: json.loads(path.read_text()) for path in support_matrix.RUNS.glob("*.json")}
 
 
@@ -528,29 +520,6 @@ def test_the_page_of_layers_is_what_the_releases_say() -> None:
     assert {"0.26", "0.27", "0.32", "0.33"} <= {release.rpartition(".")[0] for release in data}
     classes = {layer["cls"] for layer in data["0.32.0"]["layers"]}
     assert {cls for cls in layer_table.REMARKS if cls not in classes} == set()
-
-
-def test_a_run_on_a_stand_in_is_shown_as_emulated_and_a_wrong_one_as_wrong() -> None:
-    real = (run for run in RUNS.values() if not run["environment"]["emulated"])
-    run = copy.deepcopy(next(real))
-    result = run["results"][0]
-    sound = support_matrix.page({"x.json": run})
-    assert "mulated" not in sound
-    assert "wrong**" not in sound
-    run["environment"]["emulated"] = "Acme's simulator"
-    result["samples"]["wrong"] = 2
-    shown = support_matrix.page({"x.json": run})
-    assert "## Emulated: Acme's simulator\n\n**No such hardware was used.**" in shown
-    assert f"**2 of {sum(result['samples'].values())} wrong**" in shown
-    both = support_matrix.page({**RUNS, "x.json": run})
-    assert both.count("\n## ") == len(RUNS) + 1
-
-
-@pytest.mark.parametrize("change", [{"schema": 2}, {"results": []}, {"complete": False}])
-def test_what_is_no_run_is_refused(change: dict[str, Any]) -> None:
-    run = next(iter(RUNS.values())) | change
-    with pytest.raises(ValueError, match=r"x\.json"):
-        support_matrix.page({"x.json": run})
 
 
 def test_the_pages_of_the_ops_are_what_contracts_and_bindings_say() -> None:

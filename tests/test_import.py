@@ -30,10 +30,9 @@ def test_no_heavy_module_is_imported_or_even_tried(install: Install, module: str
     assert install().script(RECORD.format(denied=DENIED, module=module)) == []
 
 
-@pytest.mark.parametrize("denied", DENIED)
-def test_the_recorder_sees_an_import(install: Install, denied: str) -> None:
+def test_the_recorder_sees_an_import(install: Install) -> None:
     code = RECORD.format(denied=DENIED, module="contextlib").replace(
         "import contextlib",
-        f"import contextlib\nwith contextlib.suppress(ImportError):\n    import {denied}",
+        "import contextlib\nwith contextlib.suppress(ImportError):\n    import torch_npu",
     )
-    assert install().script(code) == [denied]
+    assert install().script(code) == ["torch_npu"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from operator_schemas import PASS, TABLE, bound, defined, facts, read, table
+from operator_schemas import PASS, TABLE, bound, facts
 
 CPP = """
 STABLE_TORCH_LIBRARY_FRAGMENT(_C, ops) {
@@ -50,18 +50,6 @@ def sdist(tmp_path: Path) -> Sdist:
     return make
 
 
-def test_definitions_are_read_with_the_namespace_of_their_block() -> None:
-    assert dict(defined(CPP, "_moe_C")) == {
-        "_C::norm": "_C::norm(Tensor! result, Tensor input, float epsilon) -> ()",
-        "_moe_C_cache_ops::swap": "_moe_C_cache_ops::swap(Tensor! a) -> ()",
-        "_moe_C::gate": "_moe_C::gate(Tensor! out) -> ()",
-    }
-
-
-def test_what_a_pass_asks_for_first_is_not_read_unconditionally() -> None:
-    assert read(PYTHON) == {"_C::norm", "aten::copy"}
-
-
 def test_a_release_is_its_cuda_builds_schemas_and_what_the_pass_reads(sdist: Sdist) -> None:
     files = {
         "csrc/libtorch_stable/torch_bindings.cpp": CPP,
@@ -84,40 +72,6 @@ def test_an_operator_that_vllm_reads_here_and_probes_for_there_is_an_error(sdist
     files = {"csrc/torch_bindings.cpp": CPP, PASS: PYTHON, "vllm/layers.py": probe}
     with pytest.raises(ValueError, match="probes for _C::norm"):
         facts(sdist("0.30.0", files))
-
-
-def test_two_schemas_of_one_operator_are_an_error(sdist: Sdist) -> None:
-    other = CPP.replace("result", "out")
-    files = {"csrc/torch_bindings.cpp": CPP, "csrc/libtorch_stable/torch_bindings.cpp": other}
-    with pytest.raises(ValueError, match="_C::norm has two schemas"):
-        facts(sdist("0.30.0", files))
-
-
-def test_releases_that_agree_are_one_span_and_one_that_differs_begins_another() -> None:
-    old = ({"_C::norm": ("_C::norm(Tensor! a) -> ()", "x.cpp")}, {"_C::norm", "aten::copy"})
-    moved = ({"_C::norm": ("_C::norm(Tensor! a) -> ()", "y.cpp")}, {"_C::norm"})
-    new = ({"_C::norm": ("_C::norm(Tensor! a, int n) -> ()", "y.cpp")}, set[str]())
-    found = {(0, 9): [old, old], (0, 10): [moved], (0, 11): [new]}
-    assert table(found, ["_C::norm", "_C::nowhere"])["operators"] == [
-        {
-            "schema": "_C::norm(Tensor! a) -> ()",
-            "read": True,
-            "first": "0.9",
-            "last": "0.10",
-            "sources": ["x.cpp", "y.cpp"],
-        },
-        {
-            "schema": "_C::norm(Tensor! a, int n) -> ()",
-            "read": False,
-            "first": "0.11",
-            "last": "0.11",
-            "sources": ["y.cpp"],
-        },
-    ]
-    with pytest.raises(ValueError, match=r"the sdists of 0\.9 differ"):
-        table({(0, 9): [old, moved]}, [])
-    with pytest.raises(ValueError, match="nothing defines _C::lost"):
-        table({(0, 9): [({}, {"_C::lost"})]}, [])
 
 
 CPU_BUILDS_ALONE = {

@@ -127,31 +127,6 @@ def test_the_python_classifiers_are_the_pythons_that_are_tested() -> None:
         assert said == list(envs.PYTHONS), folder.name
 
 
-def test_every_entry_point_loads(install: Install) -> None:
-    loaded = install(TOOLS, *BACKENDS, engine=True).script(
-        """
-import json
-from importlib.metadata import distributions
-loaded = []
-for dist in distributions():
-    if dist.name.startswith("vllm-fl-"):
-        for entry in dist.entry_points:
-            entry.load()
-            loaded.append(f"{entry.group}: {entry.name}")
-print(json.dumps(sorted(loaded)))
-"""
-    )
-    plugins = [f"vllm_fl.plugin: {name.removeprefix('vllm-fl-')}" for name in BACKENDS]
-    ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
-    ours += ["vllm_fl.contracts: ops", "pytest11: vllm-fl"]
-    verbs = [
-        f"vllm_fl.cli: {verb}"
-        for name in (CORE, TOOLS)
-        for verb in release_check.project(DISTRIBUTIONS[name])["entry-points"]["vllm_fl.cli"]
-    ]
-    assert loaded == sorted(ours + plugins + verbs)
-
-
 def test_the_publishing_job_knows_every_distribution() -> None:
     workflow = (envs.ROOT / ".github" / "workflows" / "publish.yml").read_text()
     published = re.findall(r'^      - "(\w+)-v\*"$', workflow, re.M)
@@ -196,6 +171,7 @@ def test_actions_are_pinned_to_a_commit_of_a_release(workflow: Path) -> None:
     assert [action for action in uses if not pinned.fullmatch(action)] == []
 
 
+@pytest.mark.slow
 def test_a_plain_pytest_collects_and_says_what_it_leaves_out(install: Install) -> None:
     done = install(engine=True).env.run("-m", "pytest", "--collect-only", "-q", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -203,6 +179,7 @@ def test_a_plain_pytest_collects_and_says_what_it_leaves_out(install: Install) -
         assert f": {name} is not installed" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [TOOLS, *BACKENDS])
 def test_what_a_session_names_is_never_skipped(install: Install, name: str) -> None:
     tests = str(DISTRIBUTIONS[name] / "tests")

@@ -1,15 +1,18 @@
-"""Core with each backend of this repository alone, and with all of them."""
+"""Core with all backends of this repository, and with each alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import release_check
 
 import envs
-from installed import Install
+from installed import Install, Installed
 
-BACKENDS = sorted(set(envs.distributions()) - {"vllm-fl-core", "vllm-fl-ops", "vllm-fl-tools"})
+CORE, OPS_DIST, TOOLS = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-tools"
+DISTRIBUTIONS = envs.distributions()
+BACKENDS = sorted(set(DISTRIBUTIONS) - {CORE, OPS_DIST, TOOLS})
 WITHOUT_OPS = {"vllm-fl-flagcx"}
 """What brings a communicator, and no ops."""
 
@@ -19,62 +22,78 @@ ELSEWHERE = {"vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"}
 OPS = ["gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul"]
 """Ops that each of them brings; some bring more."""
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_backend_is_seen_and_no_other(install: Install, backend: str) -> None:
-    installed = install(backend, engine=True)
-    (plugin,) = installed.plugins(status=0).values()
-    assert plugin["distribution"] == backend
-    assert plugin["name"] == backend.removeprefix("vllm-fl-")
-    assert plugin["status"] == "ok"
-    assert plugin["error"] is None
-    assert plugin["version"]
-    assert plugin["path"].startswith(str(installed.env.path))
-    assert ("communicator" if backend in WITHOUT_OPS else "register_ops") in plugin["hooks"]
-
-
-@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - ELSEWHERE - WITHOUT_OPS))
-def test_every_candidate_is_from_the_one_backend(install: Install, backend: str) -> None:
-    # Without AVX-512 vLLM's CPU build lacks kernels: an op that is not among `OPS` has nobody then.
-    is_whole = "avx512f" in Path("/proc/cpuinfo").read_text()
-    ops = install(backend, engine=True).ops(status=0 if is_whole else None)
-    assert set(OPS) <= set(ops)
-    for op in OPS:
-        (candidate,) = ops[op]["candidates"]
-        assert candidate["distribution"] == backend
-        assert candidate["status"] == "selected"
-        assert ops[op]["selected"] == candidate["impl_id"]
+ENTRY_POINTS = """
+import json
+from importlib.metadata import distributions
+loaded = []
+for dist in distributions():
+    if dist.name.startswith("vllm-fl-"):
+        for entry in dist.entry_points:
+            entry.load()
+            loaded.append(f"{entry.group}: {entry.name}")
+print(json.dumps(sorted(loaded)))
+"""
 
 
-@pytest.mark.parametrize("backend", sorted(ELSEWHERE))
-def test_a_backend_for_another_machine_says_why_it_is_not_taken(
-    install: Install, backend: str
-) -> None:
-    installed = install(backend, engine=True)
-    ops = installed.ops()
-    for op in OPS:
-        (candidate,) = ops[op]["candidates"]
-        assert candidate["distribution"] == backend
-        assert candidate["status"] == "rejected"
-        assert candidate["reason"].startswith("not available: ")
-        assert "availability check" not in candidate["reason"]  # it is the backend's own reason
+@pytest.fixture(scope="module")
+def everything(install: Install) -> Installed:
+    return install(TOOLS, *BACKENDS, engine=True)
 
 
-def test_all_backends_together(install: Install) -> None:
-    installed = install(*BACKENDS, engine=True)
+def assert_listed(installed: Installed, *backends: str) -> None:
+    """These plugins are loaded from there, and no other."""
     plugins = installed.plugins(status=0)
-    assert sorted(plugins) == BACKENDS
-    assert {plugin["status"] for plugin in plugins.values()} == {"ok"}
-    ops = installed.ops(status=0)
+    assert sorted(plugins) == sorted(backends)
+    for backend, plugin in plugins.items():
+        assert plugin["name"] == backend.removeprefix("vllm-fl-")
+        assert (plugin["status"], plugin["error"]) == ("ok", None)
+        assert plugin["version"] and plugin["path"].startswith(str(installed.env.path))
+        assert ("communicator" if backend in WITHOUT_OPS else "register_ops") in plugin["hooks"]
+
+
+def test_all_backends_together(everything: Installed) -> None:
+    assert_listed(everything, *BACKENDS)
+    ops = everything.ops(status=0)
     for op in OPS:
         candidates = ops[op]["candidates"]
         assert [c["status"] for c in candidates].count("selected") == 1
         assert {c["distribution"] for c in candidates} == set(BACKENDS) - WITHOUT_OPS
-        assert all(c["reason"] for c in candidates if c["status"] == "rejected")
+        for candidate in candidates:
+            if candidate["distribution"] in ELSEWHERE:  # for another machine: it gives its reason
+                assert candidate["status"] == "rejected"
+                assert candidate["reason"].startswith("not available: ")
+                assert "availability check" not in candidate["reason"]
 
 
-def test_what_our_wheels_depend_on_is_installed(install: Install) -> None:
+def test_the_requirements_of_our_wheels_are_installed(everything: Installed) -> None:
     """pip's own check, for our distributions: a dependency that is not declared cannot hide."""
-    everything = install("vllm-fl-tools", *BACKENDS, engine=True)
     done = everything.run("-m", "pip", "check", "--disable-pip-version-check")
     assert not [line for line in done.stdout.splitlines() if line.startswith("vllm-fl-")]
+
+
+def test_every_entry_point_loads(everything: Installed) -> None:
+    plugins = [f"vllm_fl.plugin: {name.removeprefix('vllm-fl-')}" for name in BACKENDS]
+    ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
+    ours += ["vllm_fl.contracts: ops", "pytest11: vllm-fl"]
+    verbs = [
+        f"vllm_fl.cli: {verb}"
+        for name in (CORE, TOOLS)
+        for verb in release_check.project(DISTRIBUTIONS[name])["entry-points"]["vllm_fl.cli"]
+    ]
+    assert everything.script(ENTRY_POINTS) == sorted(ours + plugins + verbs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_backend_is_seen_and_no_other(install: Install, backend: str) -> None:
+    installed = install(backend, engine=True)
+    assert_listed(installed, backend)
+    if backend in WITHOUT_OPS | ELSEWHERE:
+        return
+    # Without AVX-512 vLLM's CPU build lacks kernels: an op that is not among `OPS` has nobody then.
+    is_whole = "avx512f" in Path("/proc/cpuinfo").read_text()
+    ops = installed.ops(status=0 if is_whole else None)
+    for op in OPS:
+        (candidate,) = ops[op]["candidates"]
+        assert (candidate["distribution"], candidate["status"]) == (backend, "selected")
+        assert ops[op]["selected"] == candidate["impl_id"]

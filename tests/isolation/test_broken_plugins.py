@@ -1,148 +1,148 @@
-"""Core with a plugin that is broken, beside one that is sound: the broken one costs itself only."""
+"""One environment with every kind of broken plugin and a sound one: each costs only itself.
+
+packages/vllm-fl-core/tests/plugins/test_loading.py has the same failures as modules.
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from installed import Install
+from installed import Install, Installed
 
-# distribution, what the user must be able to read, the op at fault when there is one
-BROKEN = [
-    ("fl-broken-import", "libacme.so.3: cannot open shared object file", None),
-    ("fl-half-registers", "the device table of acme is missing", None),
-    ("fl-wrong-type", "dict", None),
-    ("fl-wrong-parameters", "eps", "rms_norm"),
-    ("fl-other-hook-api", "99", None),
-]
+BROKEN: dict[str, tuple[str, str | None]] = {
+    "fl-broken-import": ("libacme.so.3: cannot open shared object file", None),
+    "fl-half-registers": ("the device table of acme is missing", None),
+    "fl-wrong-type": ("dict", None),
+    "fl-wrong-parameters": ("eps", "rms_norm"),
+    "fl-other-hook-api": ("99", None),
+    "fl-squatter": ("ids that begin with 'reference.' are vllm-fl-reference's", "silu_and_mul"),
+    "fl-twin-a": ("fl-twin-b 1.0", "silu_and_mul"),
+    "fl-twin-b": ("fl-twin-a 1.0", "silu_and_mul"),
+}
+"""Distribution -> what the user must be able to read, and the op at fault if there is one."""
+
+EXITS = "fl-exits"
+LIVE = {"VLLM_FL_PLUGINS": ",".join(["fl-sound", *BROKEN])}
+"""All but the one whose import ends the process."""
+
 ERRORS = """
 import json
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.dispatch import OpRegistry, discover_plugins
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins.loading import discover, load
-errors = [plugin.error for plugin in load(OpRegistry(), discover()) if plugin.error]
+errors = [plugin.error for plugin in discover_plugins(OpRegistry()) if plugin.error]
 assert all(isinstance(error, PluginError) for error in errors)
-print(json.dumps([
-    {"plugin": e.plugin, "distribution": e.distribution, "op": e.op, "cause": repr(e.cause),
-     "message": str(e)} for e in errors
-]))
+print(json.dumps({
+    e.distribution: {"plugin": e.plugin, "op": e.op, "text": repr(e.cause) + str(e)} for e in errors
+}))
 """
+LOAD = "from vllm_fl.dispatch import get_default_manager; get_default_manager().startup"
 
 
-@pytest.mark.parametrize(
-    ("distribution", "cause", "op"), BROKEN, ids=[name for name, _, _ in BROKEN]
-)
-def test_it_is_shown_with_its_cause_and_the_sound_one_works(
-    install: Install, distribution: str, cause: str, op: str | None
+@pytest.fixture(scope="module")
+def installed(install: Install) -> Installed:
+    return install("fl-sound", EXITS, *BROKEN)
+
+
+def test_each_is_named_with_its_cause_and_code_and_the_sound_one_works(
+    installed: Installed,
 ) -> None:
-    installed = install("fl-sound", distribution)
-    plugins = installed.plugins(status=1)
-    assert set(plugins) == {"fl-sound", distribution}
-    assert plugins["fl-sound"]["status"] == "ok"
-    failed = plugins[distribution]
-    assert failed["status"] == "failed"
-    assert failed["name"] == distribution.removeprefix("fl-")
-    assert failed["version"] == "1.0"
-    assert cause in json.dumps(failed["error"])
+    done = installed.command("plugins", "--json")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    plugins = {p["distribution"]: p for p in json.loads(done.stdout)["plugins"]}
+    assert plugins.pop("vllm-fl-ops")["status"] == plugins.pop("fl-sound")["status"] == "ok"
+    assert set(plugins) == {EXITS, *BROKEN}
+    logged = [line for line in done.stderr.splitlines() if line.endswith("[FL201]")]
+    for name, plugin in plugins.items():
+        cause, _ = BROKEN.get(name, ("ended the process with status 0", None))
+        assert plugin["status"] == ("partial" if name == "fl-squatter" else "failed")
+        assert (plugin["name"], plugin["version"]) == (name.removeprefix("fl-"), "1.0")
+        assert cause in plugin["error"] and str(installed.env.path) in plugin["error"]
+        assert len([line for line in logged if f"of {name} 1.0" in line.split(": ")[0]]) == 1
+    for twin in ("fl-twin-a", "fl-twin-b"):
+        for fact in ("silu_and_mul", "vendor.twin", "fl-twin-a", "fl-twin-b"):
+            assert fact in plugins[twin]["error"]
+    doctor = installed.answer("doctor", status=1)["findings"]
+    assert any("'exits'" in f["what"] and "fl-exits 1.0" in f["why"] for f in doctor)
 
-    ops = installed.ops()
+
+def test_nothing_of_them_is_left_and_scripts_get_their_errors_as_fields(
+    installed: Installed,
+) -> None:
+    ops = installed.ops(**LIVE)
     assert ops["silu_and_mul"]["selected"] == "vendor.sound"
-    for listed in ops.values():  # nothing of it is left
-        assert distribution not in {c["distribution"] for c in listed["candidates"]}
-
-    (error,) = installed.script(ERRORS)
-    assert error["plugin"] == distribution.removeprefix("fl-")
-    assert error["distribution"] == f"{distribution} 1.0"
-    assert error["op"] == op
-    assert cause in error["cause"] + error["message"]
-
-
-def test_asking_by_name_for_what_a_failed_plugin_brings_quotes_the_cause(install: Install) -> None:
-    done = install("fl-sound", "fl-half-registers").run(
-        "-c",
-        "from vllm_fl.dispatch import call_op; call_op('silu_and_mul', 1)",
-        VLLM_FL_PER_OP="silu_and_mul=impl:vendor.half",
+    found = {c["impl_id"] for listed in ops.values() for c in listed["candidates"]}
+    assert found == {"vendor.sound", "vendor.squat"}
+    errors = installed.script(ERRORS, **LIVE)
+    assert set(errors) == {f"{name} 1.0" for name in BROKEN}
+    for name, (cause, op) in BROKEN.items():
+        error = errors[f"{name} 1.0"]
+        assert (error["plugin"], error["op"]) == (name.removeprefix("fl-"), op)
+        assert cause in error["text"]
+    done = installed.run(
+        *("-c", "from vllm_fl.dispatch import call_op; call_op('silu_and_mul', 1)"),
+        **{**LIVE, "VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.half"},
     )
-    assert done.returncode != 0
-    assert "the device table of acme is missing" in done.stderr
+    assert done.returncode and "the device table of acme is missing" in done.stderr
 
 
-def test_a_broken_plugin_that_is_left_out_is_no_finding(install: Install) -> None:
-    installed = install("fl-sound", "fl-broken-import")
-    plugins = installed.plugins(status=0, VLLM_FL_PLUGINS="fl-sound")
-    assert plugins["fl-broken-import"]["status"] == "disabled"
-    assert plugins["fl-sound"]["status"] == "ok"
+def test_one_that_ends_the_process_is_named_by_the_next_one_and_imported_by_no_verb(
+    installed: Installed, tmp_path: Path
+) -> None:
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    only = {"VLLM_FL_PLUGINS": "fl-sound", **cache}
+    for verb in ("plugins", "ops", "policy", "doctor"):
+        done = installed.command(verb, "--json", **only)
+        assert done.stdout and "ended the process" not in done.stdout
+    done = installed.run("-c", "import vllm_fl.plugins.breadcrumb as b; print(b.lost())", **cache)
+    assert done.stdout == "()\n"
+    done = installed.run("-c", f"{LOAD}; print('not reached')", **cache)
+    assert (done.returncode, done.stdout) == (0, "")
+    (finding,) = [
+        f
+        for f in installed.answer("doctor", status=1, **cache)["findings"]
+        if f["check"] == "ended"
+    ]
+    assert "the import of plugin 'exits' of fl-exits" in finding["what"]
+    assert "the import of plugin 'exits' of fl-exits" in installed.run("-c", LOAD, **only).stderr
 
 
-@pytest.mark.parametrize("strict", ["0", "1"])
 @pytest.mark.parametrize(
     ("only", "sound", "broken"),
     [
-        (None, "ok", "failed"),
         ("", "disabled", "disabled"),
         ("fl-sound", "ok", "disabled"),
         ("FL_Broken.Import", "disabled", "failed"),
         ("fl-sound,fl-broken-import", "ok", "failed"),
     ],
 )
-def test_narrowing_and_strictness(
-    install: Install, only: str | None, sound: str, broken: str, strict: str
-) -> None:
-    """What VLLM_FL_PLUGINS leaves out cannot fail; what it loads fails the start when strict."""
-    installed = install("fl-sound", "fl-broken-import")
-    variables = {"VLLM_FL_STRICT_PLUGINS": strict}
-    if only is not None:
-        variables["VLLM_FL_PLUGINS"] = only
-    if broken == "failed" and strict == "1":
-        done = installed.command("ops", **variables)
+def test_narrowing_and_strictness(installed: Installed, only: str, sound: str, broken: str) -> None:
+    """A plugin that VLLM_FL_PLUGINS leaves out cannot fail; one it loads does, when strict."""
+    listed = installed.plugins(status=int(broken == "failed"), VLLM_FL_PLUGINS=only)
+    statuses: dict[str, Any] = {name: plugin["status"] for name, plugin in listed.items()}
+    expected = dict.fromkeys([EXITS, *BROKEN], "disabled")
+    assert statuses == {**expected, "fl-sound": sound, "fl-broken-import": broken}
+    strict = {"VLLM_FL_PLUGINS": only, "VLLM_FL_STRICT_PLUGINS": "1"}
+    done = installed.command("ops", **strict)
+    if broken == "failed":
         assert done.returncode == 1
         assert done.stderr.count("libacme.so.3: cannot open shared object file") == 1
         assert "VLLM_FL_STRICT_PLUGINS=1 makes this an error" in done.stderr
-        return
-    plugins = installed.plugins(status=int(broken == "failed"), **variables)
-    assert {name: plugin["status"] for name, plugin in plugins.items()} == {
-        "fl-sound": sound,
-        "fl-broken-import": broken,
-    }
 
 
-def test_two_distributions_with_one_implementation_id(install: Install) -> None:
-    installed = install("fl-twin-a", "fl-twin-b", "fl-sound")
-    plugins = installed.plugins(status=1)
-    assert plugins["fl-sound"]["status"] == "ok"
-    failed = [plugin for plugin in plugins.values() if plugin["status"] == "failed"]
-    assert failed
-    for plugin in failed:
-        text = json.dumps(plugin["error"])
-        for fact in ("silu_and_mul", "vendor.twin", "fl-twin-a", "fl-twin-b", "1.0"):
-            assert fact in text
-        assert text.count(str(installed.env.path)) >= 2  # the path of each
-    for error in installed.script(ERRORS):
-        assert error["op"] == "silu_and_mul"
-
-
-def test_the_older_form_works(install: Install) -> None:
-    installed = install("fl-old-form")
-    assert installed.plugins(status=0)["fl-old-form"]["status"] == "ok"
-    op = installed.ops()["silu_and_mul"]
-    (candidate,) = op["candidates"]
-    assert (candidate["impl_id"], candidate["vendor"]) == ("vendor.older", "older")
-    assert candidate["priority"] == 100
-    assert candidate["distribution"] == "fl-old-form"
-    assert op["selected"] == "vendor.older"
-
-
-def test_vendors_in_the_older_form_are_found_by_their_entry_points(install: Install) -> None:
-    installed = install("fl-form-musa", "fl-form-iluvatar")
-    plugins = installed.plugins(status=0)
-    assert {name: plugin["status"] for name, plugin in plugins.items()} == {
-        "fl-form-iluvatar": "ok",
-        "fl-form-musa": "ok",
-    }
+def test_the_older_forms_are_found_by_their_entry_points(install: Install) -> None:
+    installed = install("fl-old-form", "fl-form-musa", "fl-form-iluvatar")
+    assert {p["status"] for p in installed.plugins(status=0).values()} == {"ok"}
     ops = installed.ops("eager")
     brought = {c["impl_id"] for c in ops["attention_backend"]["candidates"]}
     assert {"vendor.iluvatar", "vendor.musa"} <= brought
+    candidates = {c["impl_id"]: c for c in ops["silu_and_mul"]["candidates"]}
+    older = candidates["vendor.older"]
+    assert (older["vendor"], older["priority"]) == ("older", 100)
+    assert older["distribution"] == "fl-old-form"
 
 
 def test_an_older_vllm_plugin_fl_is_one_error_with_the_line_that_ends_it(install: Install) -> None:

@@ -121,6 +121,7 @@ def test_without_the_ops_each_verb_says_what_to_install(install: Install) -> Non
     assert found["FL217"]["todo"] == "pip install vllm-fl-ops"
 
 
+@pytest.mark.slow
 def test_a_backend_without_the_ops_runs_nothing_unverified(install: Install) -> None:
     installed = install("vllm-fl-reference", engine=True, ops=False)
     done = installed.command("explain", "rms_norm")
@@ -133,6 +134,7 @@ def test_a_backend_without_the_ops_runs_nothing_unverified(install: Install) -> 
     assert "FL217" in {f["code"] for f in installed.answer("doctor", status=1)["findings"]}
 
 
+@pytest.mark.slow
 def test_a_backend_that_does_not_ask_for_the_ops_is_told(install: Install) -> None:
     installed = install("fl-old-form", engine=True)
     (finding,) = installed.answer("doctor", status=1)["findings"]

@@ -5,12 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from installed import Install
 
 TOOLS = "vllm-fl-tools"
 
 
-def test_a_new_backend_builds_is_found_and_passes_the_kit(install: Install, tmp_path: Path) -> None:
+def test_a_new_backend_builds_and_is_found(install: Install, tmp_path: Path) -> None:
+    written = install(TOOLS).command("new", "foo", "--dir", str(tmp_path))
+    assert written.returncode == 0, written.stderr
+    plugin = install(str(tmp_path / "vllm-fl-foo")).plugins(status=None)["vllm-fl-foo"]
+    assert plugin["version"] and "No module named 'torch'" in (plugin["error"] or "torch")
+
+
+@pytest.mark.slow
+def test_a_new_backend_passes_the_kit(install: Install, tmp_path: Path) -> None:
     written = install(TOOLS).command("new", "foo", "--dir", str(tmp_path))
     assert written.returncode == 0, written.stderr
     folder = tmp_path / "vllm-fl-foo"
@@ -23,6 +33,7 @@ def test_a_new_backend_builds_is_found_and_passes_the_kit(install: Install, tmp_
     assert "failed" not in done.stdout
 
 
+@pytest.mark.slow
 def test_one_for_somebody_elses_device_passes_the_kit_and_is_chosen_there(
     install: Install, tmp_path: Path
 ) -> None:
@@ -40,6 +51,7 @@ def test_one_for_somebody_elses_device_passes_the_kit_and_is_chosen_there(
     assert "failed" not in done.stdout
 
 
+@pytest.mark.slow
 def test_one_over_a_platform_plugin_is_chosen_there_and_the_rest_stays(
     install: Install, tmp_path: Path
 ) -> None:
@@ -55,6 +67,7 @@ def test_one_over_a_platform_plugin_is_chosen_there_and_the_rest_stays(
         assert eager["selected"] == chosen
 
 
+@pytest.mark.slow
 def test_one_for_a_device_that_is_not_here_skips_with_the_reason(
     install: Install, tmp_path: Path
 ) -> None:

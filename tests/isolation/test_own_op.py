@@ -17,6 +17,8 @@ import pytest
 import envs
 from installed import Install, Installed
 
+pytestmark = pytest.mark.slow
+
 OP = "softcap_and_mul"
 TOOLS = str(envs.ROOT / "tools")
 
@@ -149,9 +151,8 @@ def test_the_tool_that_makes_the_pages_of_ops_makes_its_page(
     ("impl", "eager"),
     [
         pytest.param("vendor.acme", False, id="vendor.acme-compiled"),
-        pytest.param("vendor.acme", True, id="vendor.acme-eager", marks=pytest.mark.slow),
-        pytest.param("acme.torch", False, id="acme.torch-compiled", marks=pytest.mark.slow),
-        pytest.param("acme.torch", True, id="acme.torch-eager", marks=pytest.mark.slow),
+        pytest.param("vendor.acme", True, id="vendor.acme-eager"),
+        pytest.param("acme.torch", False, id="acme.torch-compiled"),
     ],
 )
 def test_a_model_that_has_it_runs_with_it(serve: Any, impl: str, eager: bool) -> None:
