@@ -74,14 +74,6 @@ def test_what_disagrees_is_named(
     assert said in problem and Path(file).parts[0] in problem
 
 
-def test_tools_of_another_version_than_core_are_named(folders: dict[str, Path]) -> None:
-    for file in ("pyproject.toml", "CHANGELOG.md"):
-        path = folders["vllm-fl-tools"] / file
-        path.write_text(path.read_text().replace("0.10.0", "0.10.1", 1))
-    (problem,) = inconsistencies(folders, TAGS)
-    assert problem == "vllm-fl-tools is 0.10.1, and vllm-fl-core 0.10.0: both are of one version"
-
-
 def test_a_tag_on_another_version_or_of_nothing_is_named(folders: dict[str, Path]) -> None:
     tags = {"core-v0.10.0": lambda: "0.9.1", "nobody-v1.0.0": lambda: "1.0.0"}
     wrong, nothing = inconsistencies(folders, tags)

@@ -130,7 +130,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 """Name -> transformers' class prefix and what it has beside COMMON."""
 
 
-def make(folder: Path, family: str = "qwen3", *, seed: int = 0, **sizes: float) -> Path:
+def make(folder: Path, family: str = "qwen3", *, seed: int = 0, **sizes: object) -> Path:
     """Save a model of this family into `folder/family`, in bfloat16, and return that folder."""
     import torch
     import transformers

@@ -1,5 +1,6 @@
 """The fixtures of the engine's tests."""
 
-from engines import both, engine, model, once, plugin
+from engines import both, engine, model, once, plugin, shared_folder
+from startups import shared, startup
 
-__all__ = ["both", "engine", "model", "once", "plugin"]
+__all__ = ["both", "engine", "model", "once", "plugin", "shared", "shared_folder", "startup"]

@@ -89,17 +89,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of pytest-xdist have."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
+def once(shared_folder: Path) -> Once:
     """`once(name, job, VARIABLE=…)`: the run of this job, which is made once and kept by this name.
 
     The workers of pytest-xdist share it: a second one that asks waits until the first has it.
     """
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # of all workers
 
     def kept(name: str, job: Job, **options: Any) -> Result:
-        file = folder / f"{name}.json"
+        file = shared_folder / f"{name}.json"
         with envs.locked(file):
             if not file.exists():
                 file.write_text(json.dumps(run(job, **options)))
@@ -155,6 +159,14 @@ def plugin() -> Callable[..., dict[str, str]]:
         return {"VLLM_FL_PLUGIN_MODULES": ",".join(names), "PYTHONPATH": str(PLUGINS)}
 
     return variables
+
+
+def change(folder: Path) -> None:
+    """Give a model other weights."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file)
 
 
 def batches() -> list[list[list[int]]]:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from engine_run import BIND, Job, cores
-from engines import IN_ONE_PROCESS, REFERENCE, Runner, batches, run
+from engines import IN_ONE_PROCESS, REFERENCE, Runner, batches, change, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_model(
@@ -43,44 +45,6 @@ def test_a_reload_of_equal_weights_changes_nothing_in_an_engine_longer_than_its_
     assert result["midway"]["tokens"] == last, "of requests that were under way"
 
 
-def test_what_is_wrong_beside_the_cache_is_out_and_what_keeps_old_weights_is_named(
-    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]], tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model("qwen3"), other)
-    change(other)
-    job = Job(
-        str(model("qwen3")),
-        batches(),
-        updates=[
-            ["reload_weights", {}, True],
-            ["reload_weights", {"weights_path": str(other)}, True],
-        ],
-    )
-    orders = "rms_norm=vendor:afterstart|reference;silu_and_mul=vendor:afterstart|reference"
-    variables = {**IN_ONE_PROCESS, **REFERENCE, **plugin("after_start")}
-    result = run(job, VLLM_FL_PER_OP=orders, **variables)
-    (report,) = result["report"]
-    (why,) = report["demotions"]["silu_and_mul"].values()
-    assert "(with the KV cache in memory)" in why and "silu_and_mul" not in report["wrong"]
-    assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
-    assert f"digest {report['digest']}" in result["log"]
-    equal, changed = result["updates"]
-    assert equal == {"answers": [None], "tokens": result["tokens"]}
-    assert changed["error"].startswith("ServingError: Since the weights were updated, wrong is ")
-    assert "'vendor.afterstart' of op 'rms_norm'" in changed["error"]
-    assert report["wrong"].keys() == {"rms_norm"}
-
-
-def change(folder: Path) -> None:
-    """Give a model other weights."""
-    from safetensors.torch import load_file, save_file
-
-    (file,) = folder.glob("*.safetensors")
-    save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_engines_of_one_rank_and_of_two_name_it_too(
     model: Callable[[str], Path],

@@ -11,7 +11,7 @@ import forked
 import pytest
 import tiny_model
 from engine_run import STOCK, Job
-from engines import IN_ONE_PROCESS, run
+from engines import run
 
 HERE = Path(__file__).parent
 PLUGIN = {"PYTHONPATH": str(HERE / "plugins"), "VLLM_FL_PLUGIN_MODULES": "counting_attention"}
@@ -109,28 +109,9 @@ def test_a_class_that_cannot_be_used_is_a_fault_at_start(
     assert chosen[which]["path"] == STOCK_PATH
 
 
-@pytest.mark.slow
-def test_the_older_form_is_taken_too(tmp_path: Path) -> None:
-    model = tiny_model.make(tmp_path)
-    (case,) = ask(model, [{}], VLLM_FL_PLUGIN_MODULES="older_attention")
-    assert (case["planned"], case["path"]) == ("vendor.older", COUNTING)
-
-
 def job_for(folder: Path) -> Job:
     batches = [[[3, 17, 170, 99, 41, 7, 250, 12]]]
     return Job(str(tiny_model.make(folder)), batches, new_tokens=NEW_TOKENS)
-
-
-def test_an_engine_runs_on_it(tmp_path: Path) -> None:
-    file = tmp_path / "uses"
-    variables = {**PLUGIN, **IN_ONE_PROCESS, "COUNTING_FILE": str(file)}
-    ours = run(job_for(tmp_path), timeout=300, **variables)
-    (report,) = ours["report"]
-    planned = {"impl": "vendor.counting", "reason": "the order says vendor"}
-    assert report["ops"]["attention_backend"] == planned
-    assert report["fallbacks"] == report["demotions"] == {}
-    assert file.stat().st_size >= LAYERS * NEW_TOKENS
-    assert "attention_backend=vendor.counting" in ours["log"]
 
 
 @pytest.mark.slow

@@ -355,33 +355,3 @@ def test_an_operator_that_a_model_calls_by_name_is_there_and_the_plans(
     assert ours["tokens"] == stock["tokens"]
     worst, magnitude = largest_difference(stock, ours)
     assert worst <= 1e-4 * magnitude
-
-
-@pytest.mark.slow
-def test_beside_a_platform_plugin_nothing_changes_until_a_policy_says_so(
-    once: Once, tmp_path: Path
-) -> None:
-    """The hardware by a platform plugin of vLLM's, with fl-bare-cpu's own hooks left out."""
-    folder = tiny_model.make(tmp_path, "qwen3")
-    updates = [["calls", {}, True], ["calls", {}, False]]
-    options = {"dtype": "float32"}
-    job = Job(str(folder), batches()[:2], new_tokens=6, options=options, updates=updates)
-    path = {"PYTHONPATH": str(PLUGINS / "bare_vendor"), **IN_ONE_PROCESS}
-
-    def served(name: str, **variables: str) -> tuple[dict[str, Any], int]:
-        """(the run, how often the vendor's layer was called for the batches)."""
-        told = once(f"bare-vendor-{name}", job, timeout=300, **path, **variables)
-        (first,), (second,) = (update["answers"] for update in told["updates"])
-        return told, second.get("SiluAndMul", 0) - first.get("SiluAndMul", 0)
-
-    alone, calls = served("alone", VLLM_PLUGINS="bare_vendor", **STOCK)
-    beside, same = served("beside", VLLM_FL_PLUGINS="vllm-fl-reference")
-    assert beside["tokens"] == alone["tokens"] and beside["logits"] == alone["logits"]
-    assert same == calls > 0
-    impls = {told["impl"] for told in beside["report"][0]["ops"].values()}
-    assert impls == {"foreign", "stock"}
-
-    silu = {"VLLM_FL_PER_OP": "silu_and_mul=reference|foreign", "VLLM_FL_DISPATCH_DEBUG": "1"}
-    taken, none = served("silu", VLLM_FL_PLUGINS="vllm-fl-reference", **silu)
-    assert taken["tokens"] == alone["tokens"] and none == 0
-    assert taken["report"][0]["calls"]["silu_and_mul"]["reference.torch"] > 0

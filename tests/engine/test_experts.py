@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_model
 import torch
-from engine_run import STOCK, Job
+from engine_run import STOCK, Job, largest_difference
 from engines import IN_ONE_PROCESS, assert_same_bits, batches, run
 
 from vllm_fl.contracts import contracts
+
+pytestmark = pytest.mark.slow
 
 LAYERS = 2
 
@@ -56,7 +59,6 @@ def assert_near_transformers(mixture: Path, answer: dict[str, Any]) -> None:
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
-@pytest.mark.slow
 def test_a_vendor_that_calls_the_kernel_leaves_it_and_its_weights_to_vllm(
     mixture: Path, stock: dict[str, Any]
 ) -> None:
@@ -70,7 +72,7 @@ def test_a_vendor_that_calls_the_kernel_leaves_it_and_its_weights_to_vllm(
 
 @pytest.mark.parametrize(
     "eager",
-    [pytest.param(True, id="eager"), pytest.param(False, id="compiled", marks=pytest.mark.slow)],
+    [pytest.param(True, id="eager"), pytest.param(False, id="compiled")],
 )
 def test_experts_in_torch_get_weights_that_are_not_packed(mixture: Path, eager: bool) -> None:
     ours = served_by("reference", mixture, eager=eager)
@@ -79,3 +81,23 @@ def test_experts_in_torch_get_weights_that_are_not_packed(mixture: Path, eager: 
     assert report["calls"]["fused_experts"]["reference.torch"] >= LAYERS * ours["steps"]
     assert not report["fallbacks"] and not report["demotions"]
     assert_near_transformers(mixture, ours)
+
+
+RULES = {"chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta_rule"}
+"""The ops that every CPU reaches: those of AVX512-BF16 convolve with weights that vLLM packed."""
+
+
+def test_the_reference_serves_linear_attention_as_vllms_kernels_do(tmp_path: Path) -> None:
+    """Every token takes all experts: none is chosen otherwise for a difference in rounding."""
+    job = Job(str(tiny_model.make(tmp_path, "qwen3_next", num_experts_per_tok=8)), batches())
+    orders = {op: "reference" if op in RULES else "stock" for op in contracts()}
+    per_op = {"VLLM_FL_PER_OP": ";".join(f"{op}={order}" for op, order in orders.items())}
+    variables = {**IN_ONE_PROCESS, "VLLM_FL_DISPATCH_DEBUG": "1"}
+    stock, ours = run(job, **variables, **STOCK), run(job, **variables, **per_op)
+    (report,) = ours["report"]
+    assert {report["ops"][op]["impl"] for op in RULES} == {"reference.torch"}
+    assert all(report["calls"][op]["reference.torch"] for op in RULES)
+    assert not report["fallbacks"] and not report["demotions"]
+    # vLLM's kernels round q and k to bfloat16 once they are normed, and the reference does not.
+    worst, magnitude = largest_difference(stock, ours)
+    assert 0 < worst < 0.05 * magnitude

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_run import EngineFailed, Job, largest_difference, run
 from engines import PLUGINS, Runner, assert_same_bits, batches
+
+pytestmark = pytest.mark.slow
 
 OWNER = "foreign_layer.ForeignSilu of foreign-layer 2.1"
 LEFT = f"layer SiluAndMul is {OWNER}, not vllm-fl's: to take it, name foreign behind yours"
 GONE = "vanishing: the settings files are gone"
 
 
-def foreign(folder: Path, turn: str) -> str:
-    """The PYTHONPATH on which another plugin lies that vLLM loads before or after vllm-fl."""
+def foreign(folder: Path) -> str:
+    """The PYTHONPATH of another plugin, which vLLM loads after vllm-fl."""
     site = folder / "site"
     info = site / "foreign_layer-2.1.dist-info"
     info.mkdir(parents=True)
@@ -29,24 +28,11 @@ def foreign(folder: Path, turn: str) -> str:
         "[vllm.general_plugins]\nforeign = foreign_layer:register\n"
     )
     (info / "top_level.txt").write_text("foreign_layer\n")
-    first = site
-    if turn == "after":  # vLLM loads in the order of the path, and PYTHONPATH comes first
-        first = folder / "start"
-        first.mkdir()
-        (first / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(site)!r})\n")
+    # vLLM loads in the order of the path, and PYTHONPATH comes first.
+    first = folder / "start"
+    first.mkdir()
+    (first / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(site)!r})\n")
     return os.pathsep.join(map(str, (first, PLUGINS)))
-
-
-def python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
@@ -55,7 +41,7 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
     """Three faults that touch one another in nothing, in one engine of forked processes."""
     config = tmp_path / "policy.yaml"
     config.write_text("op_backends: {rms_norm: reference, silu_and_mul: vendor:cpu}\n")
-    path = foreign(tmp_path, "after")
+    path = foreign(tmp_path)
     half = tmp_path / "site" / "vllm_fl_half-3.0.dist-info"
     half.mkdir()
     (half / "entry_points.txt").write_text("[vllm_fl.plugin]\nhalf = vllm_fl_half\n")
@@ -84,7 +70,6 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
     assert worst <= 0.05 * magnitude  # as for any right plan
 
 
-@pytest.mark.slow
 def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     engine: Runner, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -108,7 +93,6 @@ def test_vanished_files_of_a_plugin_and_of_the_user_where_processes_are_spawned(
     assert_same_bits(engine("qwen3", "stock-native"), result)
 
 
-@pytest.mark.slow
 def test_a_file_that_was_never_there_ends_the_start(
     model: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -116,38 +100,3 @@ def test_a_file_that_was_never_there_ends_the_start(
         run(Job(str(model("qwen3")), batches()), VLLM_FL_CONFIG=str(tmp_path / "absent.yaml"))
     said = [line for line in failure.value.log.splitlines() if "MissingFileError: " in line]
     assert len(said) == 1 and "absent.yaml' does not exist" in said[0]
-
-
-PLAN = """
-import json, sys
-from vllm.engine.arg_utils import EngineArgs
-from vllm_fl.integration.planning import facts_of, plan_for
-config = EngineArgs(sys.argv[1], skip_tokenizer_init=True).create_engine_config()
-entry = plan_for(facts_of(config)).entries["silu_and_mul"]
-print(json.dumps({
-    "label": entry.label, "reason": entry.reason,
-    "custom_ops": config.compilation_config.custom_ops,
-}))
-"""
-
-
-@pytest.mark.slow
-def test_a_foreign_layer_is_in_the_plan_and_explained(
-    model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Here the other plugin comes first; in the engine above it comes after vllm-fl."""
-    variables = {"PYTHONPATH": foreign(tmp_path, "before"), "VLLM_FL_PER_OP": "silu_and_mul=vendor"}
-    done = python("-c", PLAN, str(model("qwen3")), **variables)
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert "foreign: in the order ['foreign', 'fl']" in done.stdout
-    plan: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert (plan["label"], plan["reason"]) == ("foreign", LEFT)
-    assert "+silu_and_mul" not in plan["custom_ops"]
-
-    explain = (
-        "import sys; from vllm_fl.cli import main; sys.exit(main(['explain', 'silu_and_mul']))"
-    )
-    done = python("-c", explain, **variables)
-    assert done.returncode == 0, done.stderr[-5000:]
-    said = [line for line in done.stdout.splitlines() if OWNER in line]
-    assert len(said) == 2 and all(LEFT in line for line in said), "in the table of each mode"

@@ -7,16 +7,27 @@ out by vLLM's own variable, so that nothing of it is loaded.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import vendors
-from engine_run import STOCK
+from engine_run import BIND, STOCK, Job
 from engines import IN_ONE_PROCESS, PLUGINS, Once, Result
-from vendors import ALONE, LAYERS, assert_untouched
+
+import envs
+
+pytestmark = pytest.mark.slow
+
+ALONE = {**STOCK, "VLLM_PLUGINS": "acme,acme_patches"}
+"""The variables under which vLLM loads nothing of vllm-fl."""
+
+LAYERS = {
+    *("RMSNorm", "SiluAndMul", "RotaryEmbedding"),
+    *("RowParallelLinear", "VocabParallelEmbedding"),
+}
+"""What the vendor's plugin registers."""
 
 FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
 SILU = {"VLLM_FL_PER_OP": "silu_and_mul=reference|foreign"}
@@ -33,12 +44,39 @@ Start = Callable[..., Result]
 def start(
     model: Callable[[str], Path], once: Once, tmp_path_factory: pytest.TempPathFactory
 ) -> Start:
-    """`start(plugin, how, eager=True, ranks=1, **variables)`: `vendors.start` on a tiny model."""
-    installed = cache(lambda plugin: vendors.installed(plugin, tmp_path_factory.mktemp(plugin)))
+    """`start(how, eager=True, ranks=1, **variables)`: an engine on the vendor's platform.
 
-    def begin(plugin: str, how: str, **more: Any) -> Result:
-        path = os.pathsep.join((installed(plugin), str(PLUGINS)))
-        return vendors.start(once, plugin, how, model("qwen3"), PYTHONPATH=path, **more)
+    Its batches run twice; `served` is how often each of the vendor's layers was called on each rank
+    while they ran the second time.
+    """
+    folder = tmp_path_factory.mktemp("acme")
+    with zipfile.ZipFile(envs.wheel(envs.PLUGINS / "fl-platform-acme")) as wheel:
+        wheel.extractall(folder)
+    path = os.pathsep.join((str(folder), str(PLUGINS)))
+    prompts = [[(11 * i + 5 * j) % 500 + 3 for j in range(9 + 3 * i)] for i in range(5)]
+    updates = [["calls", {}, True], ["calls", {}, False]]
+
+    def begin(how: str, *, eager: bool = True, ranks: int = 1, **variables: str) -> Result:
+        options: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
+        if ranks > 1:
+            options["tensor_parallel_size"] = ranks
+            variables = {BIND: "0|1", **variables}
+        job = Job(
+            str(model("qwen3")),
+            [prompts[:1], prompts[1:]],
+            eager=eager,
+            options=options,
+            updates=updates,
+        )
+        name = f"acme-{how}-{'eager' if eager else 'compiled'}-{ranks}"
+        debug = {"VLLM_FL_DISPATCH_DEBUG": "1", "PYTHONPATH": path}
+        told = once(name, job, timeout=400, **debug, **variables)
+        first, second = (update["answers"] for update in told["updates"])
+        served = [
+            {name: calls[name] - before.get(name, 0) for name in calls}
+            for before, calls in zip(first, second, strict=True)
+        ]
+        return {**told, "served": served}
 
     return begin
 
@@ -46,19 +84,30 @@ def start(
 @pytest.fixture(scope="session")
 def acme(start: Start) -> Callable[..., Result]:
     """`acme(how, **variables)`: the eager engines of one process that the short tests share."""
-    return lambda how, **variables: start("acme", how, **IN_ONE_PROCESS, **variables)
+    return lambda how, **variables: start(how, **IN_ONE_PROCESS, **variables)
+
+
+def assert_untouched(alone: Result, beside: Result) -> None:
+    """The same tokens and logits, the same calls, and nothing planned but what the vendor has."""
+    assert beside["tokens"] == alone["tokens"] and beside["logits"] == alone["logits"]
+    assert beside["steps"] == alone["steps"]
+    assert beside["served"] == alone["served"]
+    for report in beside["report"]:
+        impls = {told["impl"] for told in report["ops"].values()}
+        assert all(impl.startswith(("foreign", "stock")) for impl in impls), report["ops"]
+        assert report["demotions"] == report["fallbacks"] == {}
 
 
 def test_both_installed_nothing_changes(acme: Callable[..., Result]) -> None:
-    alone, beside = acme("alone", **ALONE["acme"]), acme("beside")
+    alone, beside = acme("alone", **ALONE), acme("beside")
     assert_untouched(alone, beside)
     (served,) = beside["served"]
-    assert served.keys() >= LAYERS["acme"] | {"attention"} and all(served[n] for n in served)
+    assert served.keys() >= LAYERS | {"attention"} and all(served[n] for n in served)
     assert beside["report"][0]["mode"] == "eager"
 
 
 def test_one_op_is_taken_by_policy_and_the_others_stay(acme: Callable[..., Result]) -> None:
-    alone, taken = acme("alone", **ALONE["acme"]), acme("silu", **SILU)
+    alone, taken = acme("alone", **ALONE), acme("silu", **SILU)
     (served,), (stock,) = taken["served"], alone["served"]
     assert served.pop("SiluAndMul", 0) == 0 and stock.pop("SiluAndMul") > 0
     assert served == stock
@@ -68,18 +117,16 @@ def test_one_op_is_taken_by_policy_and_the_others_stay(acme: Callable[..., Resul
     assert taken["tokens"] == alone["tokens"]
 
 
-@pytest.mark.slow
 def test_one_setting_goes_back(acme: Callable[..., Result]) -> None:
-    alone, back = acme("alone", **ALONE["acme"]), acme("back", **SILU, **STOCK)
+    alone, back = acme("alone", **ALONE), acme("back", **SILU, **STOCK)
     assert back["tokens"] == alone["tokens"] and back["logits"] == alone["logits"]
     assert back["served"] == alone["served"]
 
 
-@pytest.mark.slow
 def test_all_ops_are_taken_and_one_is_left_to_the_vendor(acme: Callable[..., Result]) -> None:
     reached = ("rms_norm", "silu_and_mul", "rotary_embedding")
     everything = ";".join(f"{op}=reference|foreign" for op in reached)
-    alone, taken = acme("alone", **ALONE["acme"]), acme("all", VLLM_FL_PER_OP=everything)
+    alone, taken = acme("alone", **ALONE), acme("all", VLLM_FL_PER_OP=everything)
     (served,), (stock,) = taken["served"], alone["served"]
     for layer in ("RMSNorm", "SiluAndMul", "RotaryEmbedding"):
         assert served.pop(layer, 0) == 0 and stock.pop(layer) > 0
@@ -88,42 +135,37 @@ def test_all_ops_are_taken_and_one_is_left_to_the_vendor(acme: Callable[..., Res
 
     order = everything.replace("rms_norm=reference|foreign", "rms_norm=foreign|reference")
     left = acme("left", VLLM_FL_PER_OP=order)
-    (served,), (stock,) = left["served"], acme("alone", **ALONE["acme"])["served"]
+    (served,), (stock,) = left["served"], acme("alone", **ALONE)["served"]
     assert served["RMSNorm"] == stock["RMSNorm"] and not served.get("SiluAndMul")
     assert left["report"][0]["ops"]["rms_norm"]["impl"] == "foreign"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plugin", ["acme", "forge"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_processes_ranks_and_compilers_change_nothing_either(
-    plugin: str, eager: bool, ranks: int, start: Start
+    eager: bool, ranks: int, start: Start
 ) -> None:
-    alone = start(plugin, "alone-spawned", eager=eager, ranks=ranks, **ALONE[plugin])
-    beside = start(plugin, "beside-spawned", eager=eager, ranks=ranks)
+    alone = start("alone-spawned", eager=eager, ranks=ranks, **ALONE)
+    beside = start("beside-spawned", eager=eager, ranks=ranks)
     assert_untouched(alone, beside)
-    seen = LAYERS[plugin] | {"attention"} | ({"all_reduce"} if ranks > 1 else set())
+    seen = LAYERS | {"attention"} | ({"all_reduce"} if ranks > 1 else set())
     for served in beside["served"]:
         assert {name for name in served if served[name]} >= seen
     assert len(beside["served"]) == ranks
-    if plugin == "acme" and not eager:  # whose compiler keeps nothing
+    if not eager:  # whose compiler keeps nothing
         assert all(calls["graphs"] for calls in beside["updates"][0]["answers"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_forked_processes_change_nothing_either(eager: bool, start: Start) -> None:
-    alone = start("acme", "alone-forked", eager=eager, ranks=2, **FORKED, **ALONE["acme"])
-    beside = start("acme", "beside-forked", eager=eager, ranks=2, **FORKED)
+    alone = start("alone-forked", eager=eager, ranks=2, **FORKED, **ALONE)
+    beside = start("beside-forked", eager=eager, ranks=2, **FORKED)
     assert_untouched(alone, beside)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plugin", ["acme", "forge"])
-def test_one_op_is_taken_in_compiled_code(plugin: str, start: Start) -> None:
-    alone = start(plugin, "alone-spawned", eager=False, **ALONE[plugin])
-    taken = start(plugin, "silu", eager=False, **SILU)
+def test_one_op_is_taken_in_compiled_code(start: Start) -> None:
+    alone = start("alone-spawned", eager=False, **ALONE)
+    taken = start("silu", eager=False, **SILU)
     (served,), (stock,) = taken["served"], alone["served"]
     assert served.pop("SiluAndMul", 0) == 0 and stock.pop("SiluAndMul") > 0
     assert served == stock
@@ -131,14 +173,13 @@ def test_one_op_is_taken_in_compiled_code(plugin: str, start: Start) -> None:
     assert taken["tokens"] == alone["tokens"]
 
 
-@pytest.mark.slow
 def test_attention_of_ours_serves_in_the_vendors_worker(
     acme: Callable[..., Result], tmp_path: Path
 ) -> None:
     uses = tmp_path / "uses"
     ours = {"VLLM_FL_PLUGIN_MODULES": "counting_attention", "COUNTING_FILE": str(uses)}
     order = {"VLLM_FL_PER_OP": "attention_backend=vendor:counting|stock"}
-    alone, left = acme("alone", **ALONE["acme"]), acme("attention-left", **ours)
+    alone, left = acme("alone", **ALONE), acme("attention-left", **ours)
     assert_untouched(alone, left)
     assert not uses.exists()
     taken = acme("attention", **ours, **order)
@@ -149,13 +190,12 @@ def test_attention_of_ours_serves_in_the_vendors_worker(
     assert taken["tokens"] == alone["tokens"] and taken["logits"] == alone["logits"]
 
 
-@pytest.mark.slow
 def test_orders_by_size_serve_beside_the_vendors_pass_manager(start: Start, tmp_path: Path) -> None:
     """A pass of ours would inline them: the manager is the vendor's own, and is left alone."""
     config = tmp_path / "fl.yaml"
     config.write_text(ROWS)
-    alone = start("acme", "alone-spawned", eager=False, **ALONE["acme"])
-    ours = start("acme", "rows", eager=False, VLLM_FL_OP_CONFIG=str(config))
+    alone = start("alone-spawned", eager=False, **ALONE)
+    ours = start("rows", eager=False, VLLM_FL_OP_CONFIG=str(config))
     (report,) = ours["report"]
     assert report["ops"]["silu_and_mul"]["rows"][0]["impl"] == "reference.torch"
     assert report["ranges"] == {}

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from engines import answer_of
 
+pytestmark = pytest.mark.slow
+
 EMULATED = """
 import sys, types
 

@@ -24,6 +24,8 @@ from engines import (
     batches,
 )
 
+pytestmark = pytest.mark.slow
+
 ALL_EXPERTS: dict[str, dict[str, int]] = {
     "mixtral": {"num_experts_per_tok": 8},
     "qwen3_moe": {"num_experts_per_tok": 8},
@@ -89,11 +91,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, once: Once) -> Runner:
     "family",
     [
         "qwen3_moe",
-        pytest.param("deepseek_v3", marks=pytest.mark.slow),
-        pytest.param("gpt_oss", marks=pytest.mark.slow),
-        pytest.param("qwen3_next", marks=pytest.mark.slow),
-        pytest.param("mixtral", marks=pytest.mark.slow),
-        pytest.param("llama4", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3"),
+        pytest.param("gpt_oss"),
+        pytest.param("qwen3_next"),
+        pytest.param("mixtral"),
+        pytest.param("llama4"),
     ],
 )
 def test_the_reference_plan_is_stock_bit_for_bit(served: Runner, family: str) -> None:

@@ -9,6 +9,8 @@ import pytest
 from engine_run import STOCK, Job, largest_difference
 from engines import IN_ONE_PROCESS, batches, run
 
+pytestmark = pytest.mark.slow
+
 ORDERS = """\
 op_backends:
   silu_and_mul:
@@ -22,7 +24,6 @@ op_backends:
 LAYERS = 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("eager", [True, False])
 def test_decoding_and_prompts_run_different_implementations(
     model: Callable[[str], Path], tmp_path: Path, eager: bool

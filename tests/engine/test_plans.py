@@ -6,8 +6,10 @@ import pytest
 from engine_run import largest_difference
 from engines import Pair, Runner, assert_same_bits
 
+pytestmark = pytest.mark.slow
+
 COMPILED = pytest.param(False, id="compiled", marks=pytest.mark.oldest)
-EAGER = pytest.param(True, id="eager", marks=pytest.mark.slow)  # quickstart shows it, too
+EAGER = pytest.param(True, id="eager")
 
 VENDOR_SHARE = 0.05
 """Largest difference of logits, as a share of the largest logit, between two right plans: bf16
@@ -29,13 +31,11 @@ def test_where_no_plugin_is_loaded_vllm_is_stock(both: Pair) -> None:
     assert set(ours["report"][0]["ops"]) == {"attention_backend"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "phi", "llama"])
 def test_the_reference_plan_is_stock_for_other_families(both: Pair, family: str) -> None:
     assert_same_bits(*both(family, "stock-native", "reference"))
 
 
-@pytest.mark.slow
 def test_a_norm_that_casts_in_another_order_shows_in_the_bits(both: Pair) -> None:
     """The control of the tests above. It is right, so that the start finds nothing."""
     stock, ours = both("llama", "stock-native", "cast-order")
@@ -61,8 +61,6 @@ def test_the_vendor_plan_is_near_stock_and_really_runs(both: Pair, eager: bool) 
     assert ours["kv_blocks"] == stock["kv_blocks"]
 
 
-@pytest.mark.oldest
-@pytest.mark.slow
 def test_without_the_ir_the_eager_reference_plan_is_stock_bit_for_bit(both: Pair) -> None:
     """Norms are layers then. With the IR, the test above says the same of them."""
     stock, ours = both("qwen3", "stock-native", "reference-without-ir")
@@ -70,7 +68,6 @@ def test_without_the_ir_the_eager_reference_plan_is_stock_bit_for_bit(both: Pair
     assert ours["report"][0]["ops"]["rms_norm"]["impl"] == "reference.torch"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["reference", "vendor"])
 def test_without_the_ir_compiled_norms_run_in_the_layers(engine: Runner, variant: str) -> None:
     ours = engine("qwen3", f"{variant}-without-ir", False)
@@ -91,7 +88,6 @@ VENDOR_RUNS = {
 """Family -> ops whose CPU kernel its model must call."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", VENDOR_RUNS)
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_the_vendor_plan_of_every_family(engine: Runner, family: str, eager: bool) -> None:
@@ -103,7 +99,6 @@ def test_the_vendor_plan_of_every_family(engine: Runner, family: str, eager: boo
         assert 0.0 < worst <= VENDOR_SHARE * magnitude
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi"])
 def test_the_compiled_reference_plan_of_other_families(both: Pair, family: str) -> None:
     assert_same_bits(*both(family, "stock-native", "reference", False))
@@ -116,14 +111,6 @@ def test_a_compiled_reference_plan_is_traced_not_called(engine: Runner) -> None:
         assert 0 < report["calls"][op]["reference.torch"] <= 8
 
 
-def test_the_start_line_says_the_plan(engine: Runner) -> None:
-    log = engine("qwen3", "vendor", False)["log"]
-    lines = [line for line in log.splitlines() if "vllm-fl: " in line and " planned: " in line]
-    assert len(lines) == 1 and len(lines[0][lines[0].index("vllm-fl: ") :]) <= 200
-    assert "rms_norm=vendor.cpu" in lines[0] and "verified in" in lines[0]
-
-
-@pytest.mark.slow
 def test_two_plans_have_two_digests_and_the_same_has_one(engine: Runner) -> None:
     digests = {
         (variant, eager): engine("qwen3", variant, eager)["report"][0]["digest"]
@@ -133,9 +120,3 @@ def test_two_plans_have_two_digests_and_the_same_has_one(engine: Runner) -> None
     assert len(set(digests.values())) == 4
     same = {engine(f, "reference")["report"][0]["digest"] for f in ("qwen3", "llama", "phi")}
     assert len(same) == 1  # the plan is the same in another process and for another model
-
-
-def test_vllm_neither_warns_of_our_variables_nor_fails(engine: Runner) -> None:
-    for variant in ("stock-native", "vendor"):
-        log = engine("qwen3", variant, False)["log"]
-        assert "Unknown vLLM environment variable" not in log

@@ -9,28 +9,11 @@ import pytest
 from engine_run import EngineFailed, Job
 from engines import IN_ONE_PROCESS, run
 
-PLUGINS = Path(__file__).parents[1] / "plugins"
-TWO = {
-    "VLLM_FL_PLUGIN_MODULES": "fl_left,fl_right",
-    "PYTHONPATH": ":".join(str(PLUGINS / name / "src") for name in ("fl-left", "fl-right")),
-    "VLLM_FL_DISPATCH_DEBUG": "1",
-}
+pytestmark = pytest.mark.slow
+
 BATCHES = [[[3, 17, 170, 99, 41]], [[5 * i + 3, 60, 7, 11] for i in range(3)]]
 
 
-def test_two_vendors_with_two_policies_on_one_platform(model: Callable[[str], Path]) -> None:
-    """Beside them lies the platform's own file, of vllm-fl-cpu: three are merged."""
-    ours = run(Job(str(model("qwen3")), BATCHES), **IN_ONE_PROCESS, **TWO)
-    report = ours["report"][0]
-    assert report["ops"]["silu_and_mul"]["impl"] == "vendor.left"
-    assert report["ops"]["rms_norm"]["impl"] == "vendor.right"
-    assert report["ops"]["rotary_embedding"]["impl"] == "stock"  # what cpu.yaml alone orders
-    assert report["calls"]["silu_and_mul"]["vendor.left"] > 0
-    assert report["demotions"] == report["fallbacks"] == {}
-    assert "sets it differently" not in ours["log"]
-
-
-@pytest.mark.slow
 def test_a_ban_falls_to_vllms_own_in_a_compiled_engine(model: Callable[[str], Path]) -> None:
     banned = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_DENY_VENDORS": "cpu"}
     job = Job(str(model("qwen3")), BATCHES, eager=False)
@@ -43,7 +26,6 @@ SLIP = {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.cup"}
 MEANT = "'impl:vendor.cup'. Did you mean 'impl:vendor.cpu'?"
 
 
-@pytest.mark.slow
 def test_a_slip_is_in_the_engines_log_once(model: Callable[[str], Path]) -> None:
     ours = run(Job(str(model("qwen3")), BATCHES), **SLIP)
     assert ours["report"][0]["ops"]["silu_and_mul"]["impl"] == "stock"
@@ -51,7 +33,6 @@ def test_a_slip_is_in_the_engines_log_once(model: Callable[[str], Path]) -> None
     assert "silu_and_mul has lost every implementation" in ours["log"]
 
 
-@pytest.mark.slow
 def test_strict_and_an_absent_backend_end_the_start(model: Callable[[str], Path]) -> None:
     with pytest.raises(EngineFailed) as failure:
         run(Job(str(model("qwen3")), BATCHES), VLLM_FL_STRICT="1", **SLIP)
@@ -59,3 +40,14 @@ def test_strict_and_an_absent_backend_end_the_start(model: Callable[[str], Path]
     assert "vllm-fl ends the start" in log
     assert "strict mode, and nothing that the list of op 'silu_and_mul' names" in log
     assert MEANT in log
+
+
+def test_strict_mode_raises_a_refusal_by_name(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+) -> None:
+    order = {"VLLM_FL_PER_OP": "rms_norm=impl:vendor.late", "VLLM_FL_STRICT": "1"}
+    with pytest.raises(EngineFailed) as failure:
+        run(Job(str(model("qwen3")), BATCHES), **plugin("late_refusal"), **order)
+    log = failure.value.log
+    assert " planned: " in log, "it starts, and refuses its first request"
+    assert "Implementation 'vendor.late' refused op 'rms_norm': NotImplementedError" in log

@@ -11,47 +11,23 @@ from pathlib import Path
 import pytest
 from engine_run import EngineFailed, Job
 from engines import IN_ONE_PROCESS, Runner, assert_same_bits, batches, run
+from startups import CAUSES
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-
-CAUSES = {
-    "silu_and_mul": "bfloat16",
-    "gelu_and_mul": "no kernel image is available",
-    "rms_norm": "the worst by",
-    "rotary_embedding": "elements are off",
-}
-"""The ops of plugins/faulty.py, and what is said of each."""
 
 FAULTY = {"VLLM_FL_PER_OP": ";".join(f"{op}=vendor:faulty|reference" for op in CAUSES)}
 
 LIVE_ONLY = "silu_and_mul=vendor:liveonly|reference"
 
 
-def test_faulty_kernels_are_taken_out_by_name(
-    engine: Runner, model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
-) -> None:
-    job = Job(str(model("qwen3")), batches())
-    result = run(job, **FAULTY, **plugin("faulty"))
-    report = result["report"][0]
-    for op, cause in CAUSES.items():
-        assert report["ops"][op]["impl"] == "reference.torch"
-        assert cause in report["demotions"][op]["vendor.faulty"]
-        named = f"Implementation 'vendor.faulty' failed for op '{op}'"
-        lines = [line for line in result["log"].splitlines() if named in line]
-        assert len(lines) == 1 and cause in lines[0]
-    assert_same_bits(engine("qwen3", "stock-native"), result)
-
-
-@pytest.mark.parametrize(
-    "eager", [pytest.param(True, marks=pytest.mark.slow), False], ids=["eager", "compiled"]
-)
-def test_what_is_wrong_on_the_loaded_model_alone_is_taken_out_by_its_layer(
+def test_a_compiled_engine_disables_what_is_wrong_on_the_loaded_model_by_its_layer(
     engine: Runner,
     model: Callable[[str], Path],
     plugin: Callable[..., dict[str, str]],
-    eager: bool,
 ) -> None:
-    job = Job(str(model("qwen3")), batches(), eager=eager)
+    job = Job(str(model("qwen3")), batches(), eager=False)
     orders = {"VLLM_FL_PREFER": "reference", "VLLM_FL_PER_OP": LIVE_ONLY}
     result = run(job, VLLM_FL_DISPATCH_DEBUG="1", **orders, **plugin("live_only"))
     report = result["report"][0]
@@ -63,12 +39,11 @@ def test_what_is_wrong_on_the_loaded_model_alone_is_taken_out_by_its_layer(
     assert report["calls"]["silu_and_mul"].keys() == {"reference.torch"}
     assert report["fallbacks"] == {}, "the layers are bound to what serves"
     assert f"digest {report['digest']}" in result["log"]
-    stock = engine("qwen3", "stock-native", eager)
+    stock = engine("qwen3", "stock-native", False)
     assert_same_bits(stock, result)
     assert result["kv_blocks"] == stock["kv_blocks"]
 
 
-@pytest.mark.slow
 def test_in_strict_mode_a_faulty_kernel_ends_the_start(
     model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
 ) -> None:
@@ -79,7 +54,6 @@ def test_in_strict_mode_a_faulty_kernel_ends_the_start(
     assert "implementation 'vendor.faulty' failed for op 'rms_norm'" in failure.value.log
 
 
-@pytest.mark.slow
 def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
     plugin: Callable[..., dict[str, str]],
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from engines import answer_of
-from measured_here import measured
 
 BOTH = """
 import io, json, os, pickle, sys
@@ -127,8 +126,6 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "VLLM_FL_PLATFORM": ("cpu", "cuda", "none"),
     "VLLM_FL_PLUGINS": ("vllm-fl-ops,vllm-fl-reference", "vllm-fl-ops,vllm-fl-cpu"),
     "VLLM_FL_CONFIG": tuple(FILES),
-    "VLLM_FL_TABLE": ("table.json",),
-    "VLLM_FL_TABLE_UNACCEPTED": ("1",),
     "VLLM_FL_REQUIRE": ("batch_invariant",),
     "VLLM_FL_DISPATCH_DEBUG": ("1",),
 }
@@ -173,8 +170,6 @@ def compared(cases: list[Case], model: Families, folder: Path) -> list[tuple[Cas
     """Each case, with what the preview says and what a worker plans."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    if any("VLLM_FL_TABLE" in settings for _, settings, _ in cases):
-        (folder / "table.json").write_text(measured(str(model("qwen3")), "silu_and_mul").text)
     asked = [
         {
             "model": str(model(family)),

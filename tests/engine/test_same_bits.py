@@ -9,11 +9,12 @@ import pytest
 from engine_run import EngineFailed, Job
 from engines import IN_ONE_PROCESS, batches, run
 
+pytestmark = pytest.mark.slow
+
 ORDER = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:otherbits|reference"}
 REQUIRED = {"VLLM_FL_REQUIRE": "batch_invariant"}
 
 
-@pytest.mark.slow
 def test_what_rounds_otherwise_in_large_batches_is_rejected_by_name(
     model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
 ) -> None:
@@ -34,7 +35,6 @@ def test_what_rounds_otherwise_in_large_batches_is_rejected_by_name(
     assert "VLLM_FL_REQUIRE=batch_invariant: measured; vLLM's own code is not" in log
 
 
-@pytest.mark.slow
 def test_on_the_cpu_vllms_own_mode_ends_the_start_in_one_line(
     model: Callable[[str], Path],
 ) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from engines import answer_of
 
+pytestmark = pytest.mark.slow
+
 PRELUDE = """
 import json, os, sys
 import torch
@@ -116,7 +118,6 @@ def test_an_engine_starts_where_another_one_could_not_load(
     assert told["sealed"] and not told["again"]
 
 
-@pytest.mark.slow
 def test_two_engines_of_one_process(model: Callable[[str], Path]) -> None:
     told = ran(TWO, model("qwen3"))
     first, second = told["ops"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import forked
 import layer_table
 import pytest
-from engine_run import EngineFailed, Job
+from engine_run import Job
 from engines import IN_ONE_PROCESS, assert_same_bits, batches, run
 
 Runner = Callable[..., dict[str, Any]]
@@ -86,73 +84,12 @@ def test_they_serve_and_the_lists_leave_layers_alone(serve: Runner) -> None:
     assert_same_bits(stock, ours)
 
 
-@pytest.mark.oldest
 @pytest.mark.slow
 def test_they_serve_in_a_compiled_engine(serve: Runner) -> None:
     ours, stock = serve(False), serve(False, **ALL_STOCK)
     assert_they_serve(ours)
     assert impls(stock) == dict.fromkeys(IN_QWEN3, "stock")
     assert_same_bits(stock, ours)
-
-
-def test_each_class_is_asked_once_for_an_engine(serve: Runner) -> None:
-    result = serve(options={"max_model_len": 256})
-    assert_they_serve(result)
-    asked = [line for line in result["log"].splitlines() if "own layers: asked" in line]
-    assert len(asked) == len(IN_QWEN3)
-    assert all("dtype=torch.bfloat16, quantization=None" in line for line in asked)
-    assert all("tensor_parallel_size=1" in line and "compiled=False" in line for line in asked)
-
-
-BROKEN = {
-    "RowParalelLinear": "own_classes.OwnRow",
-    "RowParallelLinear": "own_classes.NoLayer",
-    "QKVParallelLinear": "own_classes.Absent",
-    "VocabParallelEmbedding": "no_such_module.Embedding",
-    "row_parallel_linear": "own_classes.OwnRow",
-    "SiluAndMul": "own_classes.OwnRow",
-}
-
-FAULTS = {
-    "RowParalelLinear": "has no layer class 'RowParalelLinear'. Did you mean 'RowParallelLinear'?",
-    "RowParallelLinear": "own_classes.NoLayer is no subclass of vLLM's "
-    "vllm.model_executor.layers.linear.RowParallelLinear",
-    "QKVParallelLinear": "its class own_classes.Absent failed: AttributeError",
-    "VocabParallelEmbedding": "failed: ModuleNotFoundError: No module named 'no_such_module'",
-    "row_parallel_linear": "Did you mean 'RowParallelLinear'?",
-}
-
-
-@pytest.mark.slow
-def test_what_cannot_be_used_is_out_at_start_by_name(serve: Runner) -> None:
-    result = serve(OWN_LAYERS=json.dumps(BROKEN))
-    report = result["report"]
-    for layer, why in FAULTS.items():
-        assert why in report["demotions"][layer]["vendor.own"]
-        assert report["ops"][layer]["impl"] == "stock"
-        assert f"Implementation 'vendor.own' failed for op '{layer}'" in result["log"]
-    assert report["layers"] == {}
-    assert (
-        "vllm-fl reaches SiluAndMul by the op silu_and_mul"
-        in (report["ops"]["SiluAndMul"]["reason"])
-    )
-
-
-@pytest.mark.slow
-def test_strict_mode_ends_the_start(serve: Runner) -> None:
-    with pytest.raises(EngineFailed) as caught:
-        serve(OWN_LAYERS='{"RowParalelLinear": "own_classes.OwnRow"}', VLLM_FL_STRICT="1")
-    assert "strict mode, and implementation 'vendor.own' failed for op 'RowParalelLinear'" in (
-        caught.value.log
-    )
-
-
-@pytest.mark.slow
-def test_a_class_that_registers_itself_is_the_policys_all_the_same(serve: Runner) -> None:
-    greedy = '{"RowParallelLinear": "greedy_class.GreedyRow"}'
-    result = serve(OWN_LAYERS=greedy)
-    assert result["report"]["layers"] == {"RowParallelLinear": 4}
-    assert "greedy_class.GreedyRow registers itself with vLLM" in result["log"]
 
 
 @pytest.mark.slow
@@ -162,43 +99,6 @@ def test_loras_checks_of_classes_find_them(serve: Runner) -> None:
     assert result["report"]["layers"] == IN_QWEN3
     for layer, number in IN_QWEN3.items():
         assert f"Layer {layer}: LoRA wraps {number} of them" in result["log"]
-
-
-TWO = """
-import json, os, sys
-from vllm import LLM
-from vllm.model_executor import custom_op
-
-def serve(**variables):
-    os.environ.update(variables)
-    llm = LLM(sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=128)
-    left = [n for n in custom_op.op_registry_oot if n == "RowParallelLinear"]
-    (report,) = llm.collective_rpc("vllm_fl_report")
-    return llm, report["layers"], left
-
-_, *first = serve()
-_, *second = serve(VLLM_FL_PER_OP="RowParallelLinear=stock")
-print("TWO " + json.dumps([first, second]))
-"""
-
-
-@pytest.mark.slow
-def test_the_next_engine_of_the_process_has_its_own_plan(
-    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TWO, str(model("qwen3"))],
-        env={**os.environ, **IN_ONE_PROCESS, "HF_HUB_OFFLINE": "1", **plugin("own_layers")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    marked = [line for line in done.stdout.splitlines() if line.startswith("TWO ")]
-    assert marked, done.stdout[-3000:] + done.stderr[-3000:]
-    first, second = json.loads(marked[0].removeprefix("TWO "))
-    assert first == [IN_QWEN3, []]
-    assert second == [{n: c for n, c in IN_QWEN3.items() if n != "RowParallelLinear"}, []]
 
 
 LAYERS = """
@@ -223,6 +123,7 @@ print("REGISTRY " + json.dumps({{
 
 
 @pytest.mark.oldest
+@pytest.mark.slow
 def test_the_page_of_all_layers_is_what_this_vllm_registers() -> None:
     from vllm_fl.integration.compat import vllm_version
 

@@ -133,20 +133,6 @@ def test_the_kit_judges_it(installed: Installed, folder: Path, wrong: dict[str, 
     assert done.returncode == 1 and OP in done.stdout
 
 
-def test_the_tool_that_makes_the_pages_of_ops_makes_its_page(
-    installed: Installed, tmp_path: Path
-) -> None:
-    asked = ("--of", "Acme_Softcap", str(tmp_path))
-    done = installed.run(f"{TOOLS}/op_pages.py", *asked)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    (page,) = tmp_path.iterdir()
-    assert page.name == f"{OP}.md"
-    for said in (f"# {OP}\n", "cap * tanh", "| bfloat16 | 0.016 |", "- layer SoftcapAndMul"):
-        assert said in page.read_text()
-    done = installed.run(f"{TOOLS}/op_pages.py", "--of", "vllm-fl-reference", str(tmp_path))
-    assert done.returncode == 1 and "vllm-fl-reference brings no op here" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("impl", "eager"),
     [

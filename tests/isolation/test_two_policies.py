@@ -56,11 +56,3 @@ def test_a_setting_on_which_they_differ_is_the_default_and_a_finding(both: Insta
     assert view["modes"][0]["selected"] == "vendor.right"
     assert view["merged"] is None
     assert "disagree about" not in both.command("doctor", "--json", **decided).stdout
-
-
-@pytest.mark.slow
-def test_installing_one_more_changes_nothing_that_the_first_decided_alone(install: Install) -> None:
-    alone = order(install("fl-left"), "silu_and_mul")["modes"][0]
-    beside = order(install("fl-left", "fl-sound"), "silu_and_mul")["modes"][0]
-    assert alone["order"] == beside["order"]
-    assert alone["selected"] == beside["selected"] == "vendor.left"

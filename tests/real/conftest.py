@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from engines import once
+from engines import once, shared_folder
 from real_engines import model, scored, true
 
-__all__ = ["model", "once", "scored", "true"]
+__all__ = ["model", "once", "scored", "shared_folder", "true"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -53,7 +53,6 @@ def server(
     options = ("--served-model-name", "real", "--max-model-len", "2048", "--max-num-seqs", "64")
     chunked = ("--max-num-batched-tokens", str(STEP), "--enable-prefix-caching")
     variables = {
-        "VLLM_SERVER_DEV_MODE": "1",  # it has the paths /sleep and /wake_up
         "VLLM_FL_DISPATCH_DEBUG": "1",
         "VLLM_FL_SHADOW": "0.05",
         BIND: str(own_core()),
@@ -166,15 +165,6 @@ def test_an_answer_in_the_form_of_a_json_schema(server: Server) -> None:
     told = json.loads(answer.choices[0].message.content)
     assert set(told) == {"city", "inhabitants"}
     assert told["city"] in ("Paris", "Berlin") and isinstance(told["inhabitants"], int)
-
-
-def test_it_answers_the_same_after_it_slept(server: Server) -> None:
-    before = complete(server, "The three primary colours are")
-    for path in ("sleep?level=0", "wake_up"):
-        asked = urllib.request.Request(f"{server.url}/{path}", method="POST")
-        assert urllib.request.urlopen(asked).status == 200
-    after = complete(server, "The three primary colours are")
-    assert_alike(before, after.choices[0].token_ids)
 
 
 @pytest.mark.slow

@@ -22,10 +22,6 @@ def worker_start(context: WorkerContext) -> WorkerReport:
     from vllm.distributed.parallel_state import get_tp_group
     from vllm.platforms import current_platform
 
-    from .watch import watch_layers
-
-    if context.vllm_config.model_config.enforce_eager:  # a compiler cannot trace what it prints
-        watch_layers()
     communicator = get_tp_group().device_communicator
     return WorkerReport(
         (

@@ -1,0 +1,169 @@
+"""The engines of the default run: five startups, which all of its engine tests share.
+
+| name | engine | what it shows |
+|---|---|---|
+| stock | vLLM without vllm-fl, eager | what the others are compared with |
+| eager | a plugin's code in each kind of target of eager mode | near stock, really called |
+| compiled | a plugin's device, graphs compiled by range of tokens | passes that replace and fuse |
+| ranks | two ranks; a kernel and a communicator are wrong on rank 1 | off on both; a fallback |
+| faulty | wrong kernels, each seen at another moment | off by name, then stock bit for bit |
+
+Everything else that starts an engine is marked `slow`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_model
+from engine_run import STOCK, Job
+from engines import IN_ONE_PROCESS, PLUGINS, REFERENCE, Once, Result, batches, change
+
+__all__ = ["CAUSES", "FUSED", "OWN", "Startup", "shared", "startup"]
+
+SIZES: dict[str, Any] = {"num_experts_per_tok": 8, "mlp_only_layers": [0]}
+"""A dense block, and one of experts of which every token takes all: where it takes some, a score
+that differs in the last bit gives it another expert, and other logits."""
+
+DEBUG = {"VLLM_FL_DISPATCH_DEBUG": "1"}
+DEVICE = PLUGINS.parents[1] / "plugins" / "fl-bare-cpu" / "src"
+
+OWN = {"RowParallelLinear": 3, "QKVParallelLinear": 2, "VocabParallelEmbedding": 1}
+"""Layers of the model that the plugin `own_layers` has a class for."""
+
+FUSED = {"qk_norm_rope": 2, "linear": 6, "linear_silu_and_mul": 1}
+"""Op that passes put into graphs -> how often the model's have it."""
+
+NOT_STOCK_BIT_FOR_BIT = ("fused_experts", "moe_topk")
+"""Ops whose reference is correct and rounds otherwise than vLLM: see test_models.LEFT."""
+
+CAUSES = {
+    "silu_and_mul": "bfloat16",
+    "gelu_and_mul": "no kernel image is available",
+    "rms_norm": "the worst by",
+    "rotary_embedding": "elements are off",
+}
+"""The ops of plugins/faulty.py, and what is said of each."""
+
+Startup = Callable[[str], Result]
+
+
+def modules(*names: str) -> dict[str, str]:
+    """The variables under which these plugins are loaded."""
+    path = f"{PLUGINS}:{DEVICE}"
+    return {"VLLM_FL_PLUGIN_MODULES": ",".join(names), "PYTHONPATH": path}
+
+
+def per_op(**orders: str) -> dict[str, str]:
+    return {"VLLM_FL_PER_OP": ";".join(f"{op}={order}" for op, order in orders.items())}
+
+
+def startups(model: Path, other: Path, folder: Path) -> dict[str, tuple[Job, dict[str, str]]]:
+    """Name -> (what the engine does, its variables).
+
+    Args:
+        model: the model's folder.
+        other: the same model with other weights.
+        folder: for the files that an engine leaves.
+    """
+    vendor = "vendor:cpu|reference"
+    native = {"compilation_config": {"custom_ops": ["none"]}}
+    updates: list[list[Any]] = [
+        ["reload_weights", {}, True],
+        ["reload_weights", {"weights_path": str(other)}, True],
+    ]
+    return {
+        "stock": (Job(str(model), batches(), options=native), {**IN_ONE_PROCESS, **STOCK}),
+        "eager": (
+            Job(str(model), batches()),
+            {
+                **IN_ONE_PROCESS,
+                **DEBUG,
+                **modules("own_layers", "counting_attention", "broken_import"),
+                **per_op(
+                    **dict.fromkeys(("rms_norm", "rotary_embedding", "silu_and_mul"), vendor),
+                    **dict.fromkeys(NOT_STOCK_BIT_FOR_BIT, "reference"),
+                ),
+                "COUNTING_FILE": str(folder / "uses"),
+            },
+        ),
+        "compiled": (
+            Job(str(model), batches(), eager=False),
+            {
+                **IN_ONE_PROCESS,
+                **DEBUG,
+                **REFERENCE,
+                **modules("fl_bare_cpu", "one_kernel"),
+                **per_op(
+                    **dict.fromkeys(
+                        ("qk_norm_rope", "linear", "linear_silu_and_mul"), "vendor:one"
+                    ),
+                    **dict.fromkeys(("silu_and_mul", *NOT_STOCK_BIT_FOR_BIT), "stock"),
+                ),
+                "VLLM_FL_PLATFORM": "bare_cpu",
+            },
+        ),
+        "ranks": (
+            Job(str(model), batches(), options={"tensor_parallel_size": 2}),
+            {
+                **DEBUG,
+                **modules("rank_one", "communicators", "late_refusal"),
+                **per_op(
+                    silu_and_mul="vendor:rankone|reference",
+                    rms_norm="vendor:late|reference",
+                    communicator="vendor:wrong|vendor:counting|stock",
+                ),
+                "RANK_ONE": "wrong",
+                "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            },
+        ),
+        "faulty": (
+            Job(str(model), batches(), updates=updates),
+            {
+                **DEBUG,
+                **REFERENCE,
+                **modules("faulty", "live_only", "after_start"),
+                **per_op(
+                    **dict.fromkeys(NOT_STOCK_BIT_FOR_BIT, "stock"),
+                    **{
+                        **dict.fromkeys(CAUSES, "vendor:faulty|reference"),
+                        "silu_and_mul": "vendor:faulty|vendor:liveonly|vendor:afterstart|reference",
+                        "rms_norm": "vendor:faulty|vendor:afterstart|reference",
+                    },
+                ),
+                "VLLM_FL_METRICS": str(folder / "chat.prom"),
+            },
+        ),
+    }
+
+
+@pytest.fixture(scope="session")
+def shared(shared_folder: Path) -> Path:
+    """The folder for the files that the shared engines leave."""
+    folder = shared_folder / "startups"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def startup(once: Once, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Startup:
+    """`startup(name)`: the run of one of `startups`; it is started once in a test run."""
+
+    @cache
+    def jobs() -> dict[str, tuple[Job, dict[str, str]]]:
+        model = tiny_model.make(tmp_path_factory.mktemp("models"), "qwen3_moe", **SIZES)
+        other = model.with_name("other")
+        shutil.copytree(model, other)
+        change(other)
+        return startups(model, other, shared)
+
+    def run(name: str) -> Result:
+        job, variables = jobs()[name]
+        return once(f"startup-{name}", job, timeout=400, **variables)
+
+    return cache(run)

@@ -1,0 +1,65 @@
+"""The shared engine with wrong kernels, each seen at another moment: off by name, then stock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engines import assert_same_bits
+from startups import CAUSES, Startup
+
+
+@pytest.mark.parametrize("op", CAUSES)
+def test_a_kernel_that_is_wrong_on_made_inputs_is_off_by_name(startup: Startup, op: str) -> None:
+    result = startup("faulty")
+    (report,) = result["report"]
+    assert CAUSES[op] in report["demotions"][op]["vendor.faulty"]
+    named = f"Implementation 'vendor.faulty' failed for op '{op}'"
+    lines = [line for line in result["log"].splitlines() if named in line]
+    assert len(lines) == 1 and CAUSES[op] in lines[0]
+
+
+def test_one_that_is_wrong_on_the_loaded_model_is_off_by_its_layer(startup: Startup) -> None:
+    (report,) = startup("faulty")["report"]
+    why = report["demotions"]["silu_and_mul"]["vendor.liveonly"]
+    assert "in layer model.layers.0.mlp.act_fn, x (256, " in why
+
+
+def test_one_that_is_wrong_once_the_cache_is_there_is_off(startup: Startup) -> None:
+    result = startup("faulty")
+    (report,) = result["report"]
+    why = report["demotions"]["silu_and_mul"]["vendor.afterstart"]
+    assert "(with the KV cache in memory)" in why and "silu_and_mul" not in report["wrong"]
+    assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+    assert report["calls"]["silu_and_mul"].keys() == {"reference.torch"}
+    assert report["fallbacks"] == {}, "the layers are bound to the final plan"
+    assert f"digest {report['digest']}" in result["log"]
+
+
+def test_the_plan_that_is_left_is_stock_bit_for_bit(startup: Startup) -> None:
+    stock, ours = startup("stock"), startup("faulty")
+    assert_same_bits(stock, ours)
+    assert ours["kv_blocks"] == stock["kv_blocks"]
+    (report,) = ours["report"]
+    for op in ("rotary_embedding", "gelu_and_mul"):
+        assert report["ops"][op]["impl"] == "reference.torch"
+
+
+def test_one_that_keeps_old_weights_is_named_when_they_are_updated(startup: Startup) -> None:
+    result = startup("faulty")
+    equal, changed = result["updates"]
+    assert equal == {"answers": [None], "tokens": result["tokens"]}
+    assert changed["error"].startswith("ServingError: Since the weights were updated, wrong is ")
+    assert "'vendor.afterstart' of op 'rms_norm'" in changed["error"]
+    assert result["report"][0]["wrong"].keys() == {"rms_norm"}
+
+
+def test_report_and_counters_are_left_after_shutdown(startup: Startup, shared: Path) -> None:
+    log = startup("faulty")["log"]
+    assert "fallbacks none, calls {" in log and "'reference.torch':" in log
+    left = json.loads((shared / "chat.report.json").read_text())
+    assert (left["state"], left["error"]) == ("ended", None)
+    assert left["report"]["ops"]["silu_and_mul"]["impl"] == "reference.torch"
+    assert left["report"]["calls"]["rotary_embedding"]["reference.torch"] > 0
+    assert not (shared / "chat.rank0.prom").exists(), "an engine that ended is not shown"
