@@ -98,7 +98,7 @@ def startups(model: Path, other: Path, folder: Path) -> dict[str, tuple[Job, dic
                 **IN_ONE_PROCESS,
                 **DEBUG,
                 **REFERENCE,
-                **modules("fl_bare_cpu", "one_kernel"),
+                **modules("fl_bare_cpu", "one_kernel", "read_operators"),
                 **per_op(
                     **dict.fromkeys(
                         ("qk_norm_rope", "linear", "linear_silu_and_mul"), "vendor:one"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
 
-class CountingCommunicator(CpuCommunicator):
+class CountingCommunicator(DeviceCommunicatorBase):
     said = False
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
@@ -17,6 +17,6 @@ class CountingCommunicator(CpuCommunicator):
         return super().all_reduce(input_)
 
 
-class WrongCommunicator(CpuCommunicator):
+class WrongCommunicator(DeviceCommunicatorBase):
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
         return super().all_reduce(input_) + dist.get_rank()

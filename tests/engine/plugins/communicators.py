@@ -1,4 +1,4 @@
-"""Communicators over vLLM's own for the CPU: one counts what it reduces, one is wrong on rank 1."""
+"""Communicators over gloo: one counts what it reduces, one is wrong on rank 1."""
 
 from __future__ import annotations
 
