@@ -151,6 +151,22 @@ def assert_same_bits(stock: Result, ours: Result) -> None:
     assert largest_difference(stock, ours)[0] == 0.0
 
 
+def assert_near_transformers(model: Path, answer: Result) -> None:
+    """Every logit of an engine in float32 is that of Hugging Face's model on its tokens."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    prompts = [prompt for batch in batches() for prompt in batch]
+    for prompt, tokens, rows in zip(prompts, answer["tokens"], answer["logits"], strict=True):
+        got = torch.tensor(rows)
+        with torch.inference_mode():
+            want = exact(torch.tensor([prompt + tokens])).logits[0]
+        # The engine gives none for the first token, which nothing comes before.
+        want = want[len(prompt) + len(tokens) - 1 - len(got) : -1]
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
 @pytest.fixture
 def plugin() -> Callable[..., dict[str, str]]:
     """`plugin(name)`: the variables under which a module of tests/engine/plugins is loaded."""

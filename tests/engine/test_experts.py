@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import tiny_model
-import torch
 from engine_run import STOCK, Job, largest_difference
-from engines import IN_ONE_PROCESS, assert_same_bits, batches, run
+from engines import (
+    IN_ONE_PROCESS,
+    assert_near_transformers,
+    assert_same_bits,
+    batches,
+    run,
+)
 
 from vllm_fl.contracts import contracts
 
@@ -42,21 +47,6 @@ def served_by(tokens: str, mixture: Path, *, eager: bool = True) -> dict[str, An
 @pytest.fixture(scope="module")
 def stock(mixture: Path) -> dict[str, Any]:
     return served(mixture, **STOCK)
-
-
-def assert_near_transformers(mixture: Path, answer: dict[str, Any]) -> None:
-    """Every logit of the engine is that of Hugging Face's model in float32 on its tokens."""
-    from transformers import Qwen3MoeForCausalLM
-
-    model = Qwen3MoeForCausalLM.from_pretrained(mixture, dtype=torch.float32).eval()
-    prompts = [prompt for batch in batches() for prompt in batch]
-    for prompt, tokens, rows in zip(prompts, answer["tokens"], answer["logits"], strict=True):
-        got = torch.tensor(rows)
-        with torch.inference_mode():
-            want = model(torch.tensor([prompt + tokens])).logits[0]
-        # The engine gives none for the first token, which nothing comes before.
-        want = want[len(prompt) + len(tokens) - 1 - len(got) : -1]
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
 def test_a_vendor_that_calls_the_kernel_leaves_it_and_its_weights_to_vllm(

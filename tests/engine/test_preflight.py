@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_run import EngineFailed, Job
+from engine_run import BIND, EngineFailed, Job
 from engines import IN_ONE_PROCESS, Runner, assert_same_bits, batches, run
 from startups import CAUSES
 
@@ -74,3 +75,16 @@ def test_quickstart_finds_a_wrong_kernel_that_nobody_verified(
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FINDING: log-probabilities differ: vllm-fl" in done.stdout
     assert "silu_and_mul      vendor.wrong" in done.stdout
+
+
+def test_a_rank_that_dies_while_it_verifies_ends_the_start(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
+) -> None:
+    job = Job(str(model("qwen3")), batches(), options={"tensor_parallel_size": 2})
+    two_ranks = {BIND: "0|1", "VLLM_FL_PER_OP": "silu_and_mul=vendor:rankone|reference"}
+    start = time.monotonic()
+    with pytest.raises(EngineFailed) as failure:
+        run(job, RANK_ONE="dies", **two_ranks, **plugin("rank_one"))
+    # No timing of ours: a hang would last vLLM's own half hour, and the run's limit ends it first.
+    assert time.monotonic() - start < 600
+    assert "one of them is gone" in failure.value.log or "died" in failure.value.log

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from engine_run import largest_difference
+from collections.abc import Callable
+from pathlib import Path
+
+from engines import assert_near_transformers
 from startups import FUSED, Startup
 
-VENDOR_SHARE = 0.1
-"""As in test_startup_eager."""
 
-
-def test_compiled_code_is_near_stock(startup: Startup) -> None:
-    stock, ours = startup("stock"), startup("compiled")
-    worst, magnitude = largest_difference(stock, ours)
-    assert 0.0 < worst <= VENDOR_SHARE * magnitude
-    assert ours["steps"] == stock["steps"]
+def test_compiled_code_is_near_transformers(startup: Startup, model: Callable[[str], Path]) -> None:
+    ours = startup("compiled")
+    assert_near_transformers(model("qwen3"), ours)
     (report,) = ours["report"]
     assert report["mode"] == "compiled"
     assert report["fallbacks"] == report["demotions"] == {}

@@ -7,14 +7,6 @@ import pytest
 from installed import Install
 
 
-def test_neither_torch_nor_vllm_is_there(install: Install) -> None:
-    absent = install().script(
-        "import importlib.util as u, json;"
-        "print(json.dumps([n for n in ('torch', 'vllm', 'numpy') if u.find_spec(n) is None]))"
-    )
-    assert absent == ["torch", "vllm", "numpy"]
-
-
 def test_what_a_script_and_the_command_line_need_imports(install: Install) -> None:
     imported = install().script(
         """
