@@ -44,10 +44,6 @@ def replace(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_what_agrees_is_quiet(folders: dict[str, Path]) -> None:
-    assert list(inconsistencies(folders, TAGS)) == []
-
-
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [

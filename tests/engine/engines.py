@@ -57,17 +57,10 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {},
     ),
     "vendor": (VENDOR, {}),
-    **{
-        f"{name}-without-ir": (
-            {
-                "VLLM_FL_PLUGIN_MODULES": "no_ir",
-                "PYTHONPATH": str(PLUGINS),
-                **preferring,
-            },
-            {},
-        )
-        for name, preferring in (("reference", REFERENCE), ("vendor", VENDOR))
-    },
+    "reference-without-ir": (
+        {"VLLM_FL_PLUGIN_MODULES": "no_ir", "PYTHONPATH": str(PLUGINS), **REFERENCE},
+        {},
+    ),
 }
 """Name -> environment variables and arguments of vllm.LLM."""
 
@@ -106,8 +99,14 @@ def once(shared_folder: Path) -> Once:
         file = shared_folder / f"{name}.json"
         with envs.locked(file):
             if not file.exists():
-                file.write_text(json.dumps(run(job, **options)))
+                try:
+                    made = run(job, **options)
+                except engine_run.EngineFailed as failure:
+                    made = {"failed": failure.log}
+                file.write_text(json.dumps(made))
         answered: Result = json.loads(file.read_text())
+        if "failed" in answered:
+            raise engine_run.EngineFailed(answered["failed"])
         return answered
 
     return kept
