@@ -15,8 +15,10 @@ TOOLS = "vllm-fl-tools"
 def test_a_new_backend_builds_and_is_found(install: Install, tmp_path: Path) -> None:
     written = install(TOOLS).command("new", "foo", "--dir", str(tmp_path))
     assert written.returncode == 0, written.stderr
-    plugin = install(str(tmp_path / "vllm-fl-foo")).plugins(status=None)["vllm-fl-foo"]
-    assert plugin["version"] and "No module named 'torch'" in (plugin["error"] or "torch")
+    (plugin,) = install(str(tmp_path / "vllm-fl-foo")).plugins(status=1).values()
+    assert (plugin["name"], plugin["version"]) == ("foo", "0.1.0")
+    # Its modules are there, and this environment has no torch.
+    assert "No module named 'torch'" in plugin["error"] and "vllm_fl_foo/impl" in plugin["error"]
 
 
 @pytest.mark.slow
