@@ -221,7 +221,6 @@ def test_no_file_names_a_machine_s_path_or_a_registry_s_address() -> None:
 OWN_FOLDERS = {
     "_listing.py": "an answer in such a folder",
     "_engines.py": "a log in a folder that no one else may enter",
-    "_flashinfer_bench.py": "a draft in such a folder",
     "bisect.py": "settings in such a folder",
     "engine.py": "a model in such a folder",
     "lock.py": "a draft in such a folder",

@@ -9,16 +9,13 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import SCHEMA, ReportFile, UsageError, answer, say
-from vllm_fl.dispatch import get_default_manager
 from vllm_fl.settings.table import MAX_BYTES, read_table
 from vllm_fl.settings.values import read_text
 
-from ._flashinfer_bench import Dataset, write
 from ._page import Measured, page
 
 
@@ -30,29 +27,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a table of `vllm-fl tune`, or what `verify --json` or `coverage --json` printed",
     )
-    parser.add_argument("--html", metavar="OUT", help="write the page there")
-    parser.add_argument(
-        "--flashinfer-bench",
-        metavar="DIR",
-        help="write the tables there as a dataset of FlashInfer-Bench: Definitions and Traces",
-    )
+    parser.add_argument("--html", metavar="OUT", required=True, help="write the page there")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 0 when what was asked for was written."""
-    if not (arguments.html or arguments.flashinfer_bench):
-        raise UsageError("report: say where it goes: --html OUT, --flashinfer-bench DIR, or both")
+    """Exit 0 when the page was written."""
     measured = _read(arguments.files)
-    told: dict[str, Any] = {"files": [{"name": m.name, "kind": m.kind} for m in measured]}
-    with ExitStack() as stack:
-        if arguments.html:
-            out = stack.enter_context(ReportFile(arguments.html, "--html"))
-            text = page(measured)
-        if arguments.flashinfer_bench:
-            told["flashinfer_bench"] = _export(measured, arguments.flashinfer_bench)
-        if arguments.html:
-            out.write(text)
-            told |= {"html": str(out.path), "bytes": len(text.encode())}
+    with ReportFile(arguments.html, "--html") as out:
+        text = page(measured)
+        out.write(text)
+    told = {
+        "files": [{"name": m.name, "kind": m.kind} for m in measured],
+        "html": str(out.path),
+        "bytes": len(text.encode()),
+    }
     answer(told, _show, as_json=arguments.json)
     return 0
 
@@ -96,30 +84,5 @@ def _known(path: str) -> tuple[str, Any]:
     )
 
 
-def _export(measured: Sequence[Measured], path: str) -> dict[str, Any]:
-    """Write the dataset, and say what is in it."""
-    manager = get_default_manager()
-    manager.ensure_initialized(defer_errors=True)
-    contracts = manager.registry.snapshot().contracts
-    dataset = Dataset()
-    for one in measured:
-        if one.kind == "table":
-            dataset.add(one.content, contracts)
-        else:
-            dataset.left_out.append((one.name, f"a {one.kind} has no times by tokens"))
-    target = write(dataset, path)
-    return {
-        "path": str(target),
-        "definitions": len(dataset.definitions),
-        "traces": sum(map(len, dataset.traces.values())),
-        "left_out": [{"name": name, "reason": reason} for name, reason in dataset.left_out],
-    }
-
-
 def _show(facts: Mapping[str, Any]) -> None:
-    if "html" in facts:
-        say(f"{facts['html']}: {facts['bytes'] / 1e6:.2f} MB of {len(facts['files'])} files")
-    if told := facts.get("flashinfer_bench"):
-        say(f"{told['path']}: {told['definitions']} Definitions, {told['traces']} Traces")
-        for one in told["left_out"]:
-            say(f"  left out: {one['name']}: {one['reason']}")
+    say(f"{facts['html']}: {facts['bytes'] / 1e6:.2f} MB of {len(facts['files'])} files")
