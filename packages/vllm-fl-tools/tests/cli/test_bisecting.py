@@ -1,4 +1,4 @@
-"""A bisection, with a stand-in for the engines: what it names, asks, and keeps."""
+"""A bisection, with a stand-in for the engines: what it names and asks."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Machine:
         finally:
             self.running -= 1
 
-    def run(self, known: Any = (), keep: Callable[[Any], None] = lambda _: None) -> Finding:
-        return Bisection(self.start, lambda vocabulary: [[3, 4, vocabulary]], keep, known).run()
+    def run(self) -> Finding:
+        return Bisection(self.start, lambda vocabulary: [[3, 4, vocabulary]]).run()
 
 
 class Engine:
@@ -170,8 +170,10 @@ def test_a_share_of_the_tokens_may_be_far_off_whatever_the_baseline_s_are() -> N
             decode = [[-5.0] * far + [-1.0 + error] * (256 - far)]
             return {"kind": kind, "left": {}, "ops": {}, "score": {**score, "decode": decode}}
 
-        known = [line(EXACT, 0.0, 0), line(BASELINE, NOISE, 0), line(PLAN, NOISE, far)]
-        return Machine(times(1.0)).run(known=known)
+        answers = [line(EXACT, 0.0, 0), line(BASELINE, NOISE, 0), line(PLAN, NOISE, far)]
+        bisection = Bisection(Machine(times(1.0)).start, lambda vocabulary: [[3, 4, vocabulary]])
+        bisection._answers |= {(each["kind"], frozenset()): each for each in answers}
+        return bisection.run()
 
     assert not found(5).elsewhere and found(6).elsewhere
     assert found(6).excess.allowed == 5
@@ -237,18 +239,10 @@ def test_a_baseline_in_float32_has_an_error_all_the_same() -> None:
     assert not found.culprits and found.excess.times == pytest.approx(0.1)
 
 
-def test_an_engine_that_fails_ends_it_and_what_was_told_is_kept() -> None:
+def test_an_engine_that_fails_ends_it() -> None:
     wrong = times(2.0, ("rms_norm", layer(2)))
-    machine = Machine(wrong, failing=lambda left: "attention_backend" in left)
-    kept: list[Any] = []
     with pytest.raises(VllmFLError, match="without"):
-        machine.run(keep=kept.append)
-    assert [line["kind"] for line in kept] == [EXACT, BASELINE, PLAN]
-    again = Machine(wrong)
-    found = again.run(known=kept)
-    assert [{*culprit.ops} for culprit in found.culprits] == [{"rms_norm"}]
-    assert all(left for _, left in again.started), "what is known is not asked again"
-    assert found == Machine(wrong).run()
+        Machine(wrong, failing=lambda left: "attention_backend" in left).run()
 
 
 def test_an_op_is_named_though_its_layers_cannot_be_told_apart() -> None:
@@ -265,7 +259,7 @@ def test_an_op_is_named_though_its_layers_cannot_be_told_apart() -> None:
         with machine.start(kind, left):
             yield Dying(machine, kind, left)
 
-    found = Bisection(start, lambda vocabulary: [[3, 4, 50]], lambda line: None).run()
+    found = Bisection(start, lambda vocabulary: [[3, 4, 50]]).run()
     (culprit,) = found.culprits
     assert {*culprit.ops} == {"rms_norm"} and culprit.layers is None
     assert "no stock form" in culprit.remark
@@ -281,7 +275,7 @@ def test_an_op_that_does_not_let_itself_be_left_is_an_error() -> None:
             yield engine if kind == PLAN else Engine(machine, kind, left)
 
     with pytest.raises(VllmFLError, match="although its list names stock alone"):
-        Bisection(start, lambda vocabulary: [[3, 4, 50]], lambda line: None).run()
+        Bisection(start, lambda vocabulary: [[3, 4, 50]]).run()
 
 
 def test_a_baseline_with_orders_by_size_is_refused() -> None:

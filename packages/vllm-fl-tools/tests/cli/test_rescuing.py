@@ -91,7 +91,7 @@ def suspects() -> Suspects:
 
 
 def rescued(suspects: Suspects, engines: Engines) -> Any:
-    return Rescue(suspects, engines, lambda line: None).run()
+    return Rescue(suspects, engines).run()
 
 
 @pytest.mark.parametrize("number", [0, 57, 399])
@@ -177,23 +177,6 @@ def test_a_failure_that_comes_and_goes_is_told_as_that(suspects: Suspects) -> No
         lambda on, _: len(engines.asked) == 2
     )  # the first start as asked, and no other
     assert rescued(suspects, engines).status == "unsteady"
-
-
-def test_it_goes_on_where_it_stopped(suspects: Suspects) -> None:
-    kept: list[dict[str, Any]] = []
-
-    def stops(on: frozenset[str], _: bool) -> bool:
-        if len(kept) == 4:
-            raise KeyboardInterrupt
-        return off(57) in on
-
-    with pytest.raises(KeyboardInterrupt):
-        Rescue(suspects, Engines(stops), kept.append).run()
-    engines = Engines(lambda on, _: off(57) in on)
-    finding = Rescue(suspects, engines, kept.append, list(kept)).run()
-    (culprit,) = finding.culprits
-    assert culprit.parts == (off(57),)
-    assert finding.starts == len(kept) == len(engines.asked) + 4
 
 
 def test_what_an_engine_without_some_parts_is_started_with(suspects: Suspects) -> None:

@@ -33,7 +33,7 @@ from vllm_fl.settings.table import Table, Verdict, read_table
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
 from ._engines import Engine, check_model, running
-from ._part import ended_by_signal
+from ._watch import ended_by_signal
 
 __all__ = ["add_arguments", "judged", "run"]
 

@@ -166,19 +166,11 @@ class Bisection:
     Args:
         start: starts an engine.
         draw: gives the prompts.
-        keep: is told each answer, as what JSON can hold.
-        known: those that an earlier run kept.
     """
 
-    def __init__(
-        self,
-        start: Start,
-        draw: Draw,
-        keep: Callable[[dict[str, Any]], None],
-        known: Iterable[dict[str, Any]] = (),
-    ) -> None:
-        self._start, self._draw, self._keep = start, draw, keep
-        self._answers = {_key(line["kind"], line["left"]): line for line in known}
+    def __init__(self, start: Start, draw: Draw) -> None:
+        self._start, self._draw = start, draw
+        self._answers: dict[tuple[str, frozenset[str]], dict[str, Any]] = {}
 
     @property
     def engines(self) -> int:
@@ -250,7 +242,6 @@ class Bisection:
                     (only,) = differing
                     line |= self._layers(engine, only, asked)
         self._answers[key] = line
-        self._keep(line)
         return line
 
     def _layers(self, engine: Running, op: str, asked: Mapping[str, Any]) -> dict[str, Any]:

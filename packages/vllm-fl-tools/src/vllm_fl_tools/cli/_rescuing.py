@@ -103,8 +103,6 @@ class Rescue:
     Args:
         suspects: the parts.
         start: starts an engine.
-        keep: is told how each start fared, as what JSON can hold.
-        known: those that an earlier run kept.
         limit: seconds that a start may take; None for some times what stock takes.
         repeats: how often a start as asked is tried again where answers contradict each other.
     """
@@ -113,13 +111,11 @@ class Rescue:
         self,
         suspects: Suspects,
         start: Start,
-        keep: Callable[[dict[str, Any]], None],
-        known: Iterable[dict[str, Any]] = (),
         limit: float | None = None,
         repeats: int = 2,
     ) -> None:
-        self._suspects, self._start, self._keep = suspects, start, keep
-        self._known = {_key(line["kind"], line["on"], line["blocking"]): line for line in known}
+        self._suspects, self._start = suspects, start
+        self._known: dict[tuple[str, frozenset[str], bool], dict[str, Any]] = {}
         self._limit, self._repeats = limit, repeats
         self._blocking = True
         self._named: tuple[str, ...] = ()
@@ -219,7 +215,6 @@ class Rescue:
             line["score"] = score if stock is None else None
         line["seconds"] = time.monotonic() - started
         self._known[key] = line
-        self._keep(line)
         return line
 
     def _failure(self, error: EngineError, limit: float | None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ settings, is no question about two parts.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 import subprocess
@@ -99,15 +98,6 @@ class Suspects:
     def environment(self) -> dict[str, str]:
         """What an engine runs on: the device, versions, and the plugins' code."""
         return dict(self._told["environment"])
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """What a start is made of, as digests."""
-        told = {"file": self._told["file"], "parts": [*self.parts]}
-        return {
-            name: hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:12]
-            for name, of in told.items()
-        }
 
     def _add_settings(self, of: str | None, is_of: Callable[[str], bool]) -> None:
         for each in filter(lambda each: is_of(each["key"]), self._told["settings"]):

@@ -1,4 +1,4 @@
-"""The work of `vllm-fl tune`: every op at every number of tokens, kept as it is done."""
+"""The work of `vllm-fl tune`: every op at every number of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
@@ -38,7 +38,6 @@ from vllm_fl.text import quote
 
 from ..integration.parts import taken_in
 from ._estimate import estimates
-from ._part import PartFile
 from ._watch import TookTooLong, Watch
 
 if TYPE_CHECKING:
@@ -302,12 +301,10 @@ class Work:
     ) -> None:
         self.manager, self.subject = manager, subject
         self.remarks: list[str] = []
-        self.taken_over = 0
         self._bindings, self._impls = bindings, impls
         self._owners: dict[str, Owner] = {}
         self._seconds: dict[tuple[str, int], float] = defaultdict(float)
         self._without_stock = ""
-        self._hung: dict[tuple[str, int], dict[str, str]] = {}
         self._found: dict[tuple[str, int], Measured] = {}
         specs = manager.registry.snapshot().contracts
         self._tunings = {
@@ -344,31 +341,6 @@ class Work:
     def done(self) -> int:
         """How many are there."""
         return len(self._found)
-
-    @property
-    def heading(self) -> dict[str, dict[str, str]]:
-        """What the measurements are good for."""
-        from vllm_fl.engine.identity import identity
-        from vllm_fl.engine.verification import dtype_name
-
-        subject = self.subject
-        told = {name: f"{value:g}" for name, value in subject.told.items()}
-        return {
-            "identity": identity(subject.device, self._owners.values()),
-            "arguments": {
-                "model": subject.name,
-                "mode": subject.mode,
-                "dtype": dtype_name(subject.dtype),
-                "tokens": ",".join(map(str, subject.tokens)),
-                **({"first": ",".join(map(str, subject.first))} if subject.first else {}),
-                "thorough": str(subject.thorough),
-                **{f"size {name}": value for name, value in told.items()},
-            },
-            "candidates": {
-                op: " ".join([tuning.default, "of", *(c.name for c in tuning.contenders)])
-                for op, tuning in self._tunings.items()
-            },
-        }
 
     # Who is compared.
 
@@ -489,32 +461,13 @@ class Work:
 
     # Measuring.
 
-    def take_over(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """What an earlier run has measured."""
-        from ..engine.timing import Measured
-
-        for line in lines:
-            if "hung" in line:
-                reasons = self._hung.setdefault((line["op"], line["tokens"]), {})
-                reasons[line["hung"]] = "did not come back, and ended the run that measured it"
-            else:
-                unit = line["op"], line["measured"]["tokens"]
-                self._found[unit] = Measured(**line["measured"])
-                self._seconds[unit] += line["seconds"]
-        for unit, reasons in self._hung.items():
-            if unit in self._found:
-                self._found[unit].rejected |= reasons
-        self.taken_over = len(self._found)
-
-    def run(self, part: PartFile, limit: float) -> None:
-        """Measure what is not there yet; each measurement is in `part` as soon as it is done.
+    def run(self, limit: float) -> None:
+        """Measure everything.
 
         Args:
-            part: where it is kept.
             limit: seconds that one call may take.
 
         Raises:
-            OSError: it cannot be kept.
             KeyboardInterrupt: the user wants no more.
         """
         running = ["", 0, ""]
@@ -522,9 +475,8 @@ class Work:
         def stuck() -> None:
             """A call is in native code and ends by no signal: the process must go."""
             op, tokens, name = running
-            part.append({"op": op, "tokens": tokens, "hung": name})
             told = f"{op}, {tokens} tokens: {name} does not come back and cannot be given up"
-            say(f"vllm-fl: {told}; the same command goes on without it", error=True)
+            say(f"vllm-fl: {told}; name the others with --impl", error=True)
 
         watch = Watch(self.units, limit, stuck)
 
@@ -538,9 +490,8 @@ class Work:
             running[:2] = op, tokens
             if (op, tokens) in self._found:
                 return
-            known = self._hung.get((op, tokens))
             watch.at(f"{op}, {tokens} tokens", self.done + 1)
-            found = self._kept(part, op, partial(self._tunings[op].measure, tokens, known))
+            found = self._kept(op, partial(self._tunings[op].measure, tokens))
             where = f"[{100 * self.done // self.units:3} %] {op}, {tokens} tokens"
             rest = left_after(self._seconds, (n for _, n in self._wanted - self._found.keys()))
             say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
@@ -550,7 +501,7 @@ class Work:
             found = self._found[op, tokens]
             if not found.is_settled:
                 watch.at(f"{op}, {tokens} tokens again", self.done)
-                self._kept(part, op, partial(self._tunings[op].measure_again, found))
+                self._kept(op, partial(self._tunings[op].measure_again, found))
                 told = "holds" if found.winner == found.promoted else "does not hold: default"
                 told = f"{op}, {tokens} tokens: {found.promoted} again: {told}"
                 say(f"        {told}", error=True)
@@ -610,11 +561,10 @@ class Work:
     def _by_op(self) -> list[tuple[InGraphs, list[Measured]]]:
         return [(self._graphs(op), self._of(op)) for op in self._tunings]
 
-    def _kept(self, part: PartFile, op: str, measure: Callable[[], Measured]) -> Measured:
+    def _kept(self, op: str, measure: Callable[[], Measured]) -> Measured:
         start = time.monotonic()
         found = measure()
         seconds = round(time.monotonic() - start, 3)
-        part.append({"op": op, "measured": asdict(found), "seconds": seconds})
         self._seconds[op, found.tokens] += seconds
         self._found[op, found.tokens] = found
         return found
@@ -648,8 +598,10 @@ class Work:
     def table(self) -> Table:
         """What came of it."""
         from vllm_fl.contracts.meaning import contract_digest
+        from vllm_fl.engine.identity import identity
+        from vllm_fl.engine.verification import dtype_name
 
-        subject, heading = self.subject, self.heading
+        subject = self.subject
         found, ops = self._by_op(), {}
         for (graphs, measured), rows in zip(found, rows_by_op(found), strict=True):
             tuning = self._tunings[graphs.op]
@@ -657,9 +609,9 @@ class Work:
             digest = contract_digest(tuning.spec)
             ops[graphs.op] = TunedOp(digest, tuning.default, rows, figures)
         return Table(
-            heading["identity"],
+            identity(subject.device, self._owners.values()),
             subject.mode,
-            heading["arguments"]["dtype"],
+            dtype_name(subject.dtype),
             subject.told,
             subject.name,
             datetime.now(UTC).isoformat(timespec="seconds"),

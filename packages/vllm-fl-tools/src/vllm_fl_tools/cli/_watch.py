@@ -14,7 +14,10 @@ from typing import IO
 from vllm_fl.cli.common import current
 from vllm_fl.text import clean
 
-__all__ = ["TookTooLong", "Watch"]
+__all__ = ["INTERRUPTED", "TookTooLong", "Watch", "ended_by_signal"]
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it."""
 
 GRACE = 10.0
 """Seconds that a call may take, beyond its limit, to come back from native code to Python, where
@@ -136,6 +139,20 @@ class Watch:
         for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
             stream.flush()
         os._exit(1)
+
+
+@contextmanager
+def ended_by_signal() -> Iterator[None]:
+    """In the block, SIGTERM ends the run as Ctrl-C does."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -39,10 +39,7 @@ from ._bisecting import (
     Start,
 )
 from ._engines import Engine, check_model, has_weights, planned, running
-from ._part import INTERRUPTED, PartFile, ended_by_signal
-
-PART = "vllm-fl-bisect.part"
-"""What a run that stopped has found, in the folder where it was started."""
+from ._watch import INTERRUPTED, ended_by_signal
 
 STOCK, REFERENCE = "stock", "reference"
 
@@ -88,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if against not in (STOCK, REFERENCE) and not Path(against).is_file():
         raise UsageError(f"--against {against}: expected stock, reference or a policy file")
-    settings = planned().settings
+    planned()
     impls = get_default_manager().registry.snapshot().impls_by_op.values()
     plain = any(impl.kind is BackendImplKind.REFERENCE for of_op in impls for impl in of_op)
     if against == REFERENCE and not plain:
@@ -105,20 +102,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     started = time.monotonic()
     with ExitStack() as stack:
-        part = stack.enter_context(PartFile(Path(PART), "bisect"))
         stack.enter_context(ended_by_signal())
-        known = part.resume(_heading(model, against, text, settings))
-        if known:
-            say(f"vllm-fl: the answers of {len(known)} engines taken over from {PART}", error=True)
         engines = stack.enter_context(_engines(model, against, length + NEW_TOKENS))
-        bisection = Bisection(engines, draw, part.append, known)
+        bisection = Bisection(engines, draw)
         try:
             finding = bisection.run()
         except KeyboardInterrupt:
-            told = f"the answers of {bisection.engines} engines lie in {PART}"
-            say(f"vllm-fl: interrupted: {told}; the same command goes on there", error=True)
+            say(f"vllm-fl: interrupted after {bisection.engines} engines", error=True)
             return INTERRUPTED
-        part.remove()
     facts = {"model": model, "against": against, **_facts(finding)}
     answer({**facts, "seconds": time.monotonic() - started}, _show, as_json=arguments.json)
     return 1 if finding.culprits or finding.elsewhere else 0
@@ -174,30 +165,6 @@ def _encoded(model: str, texts: list[str]) -> list[list[int]]:
     except Exception as error:  # whatever a tokenizer raises that is not there, or not whole
         why = clean(str(error)) or type(error).__name__
         raise UsageError(f"--model {model}: its tokenizer cannot be used: {why}") from error
-
-
-def _heading(
-    model: str, against: str, text: str | None, settings: Settings
-) -> dict[str, dict[str, str]]:
-    """What the engines' answers are good for."""
-    import torch
-
-    from vllm_fl.engine.identity import identity
-
-    known = get_default_manager().registry.snapshot()
-    owners = (*known.owners.values(), *known.authors.values())
-    policy = "" if against in (STOCK, REFERENCE) else _read(against, "--against")
-    return {
-        "identity": identity(torch.device("cpu"), owners),
-        "settings": {key: str(setting.value) for key, setting in settings.items()},
-        "arguments": {
-            "model": str(Path(model).resolve()),
-            "its config": _digest(_read(f"{model}/config.json", "--model")),
-            "against": against,
-            "its content": _digest(policy),
-            "prompts": "random" if text is None else _digest(text),
-        },
-    }
 
 
 def _digest(text: str) -> str:

@@ -9,7 +9,6 @@ import argparse
 import math
 import os
 import random
-import shlex
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,10 +20,10 @@ from vllm_fl.settings.schema import CONFIG, Settings
 
 from ._engines import ANSWER_TIMEOUT, START_TIMEOUT, check_model, running, takes_model
 from ._options import positive_seconds
-from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._rescued import report, said, settings_file
 from ._rescuing import AS_ASKED, LEAST_LIMIT, STOCK, TIMES, Finding, Rescue, Status
 from ._suspects import Suspects, listed
+from ._watch import INTERRUPTED, ended_by_signal
 
 OUT = "vllm-fl-rescue.yaml"
 
@@ -84,22 +83,16 @@ def run(arguments: argparse.Namespace) -> int:
         stack.enter_context(ended_by_signal())
         file = stack.enter_context(ReportFile(str(out), "--out"))
         told = stack.enter_context(ReportFile(str(beside), "--out"))
-        part = stack.enter_context(PartFile(Path(f"{out}.part"), "--out"))
         suspects = listed(os.environ)
-        known = part.resume(_heading(arguments, suspects))
-        if known:
-            say(f"vllm-fl: {len(known)} starts taken over from {part.path}", error=True)
-        rescue = _Rescue(arguments, suspects, part, known)
+        rescue = _Rescue(arguments, suspects)
         try:
             finding = rescue.run()
         except KeyboardInterrupt:
-            told_so_far = f"how {rescue.starts} starts fared lies in {part.path}"
-            say(f"vllm-fl: interrupted: {told_so_far}; the same command goes on there", error=True)
+            say(f"vllm-fl: interrupted after {rescue.starts} starts", error=True)
             return INTERRUPTED
         if finding.status == "found":
             file.write(settings_file(finding, suspects, model))
             told.write(report(finding, suspects, model, arguments.more))
-        part.remove()
     facts = _facts(finding, suspects, out, beside)
     answer(facts, _show, as_json=arguments.json)
     return STATUS[finding.status]
@@ -111,18 +104,10 @@ class _Rescue(Rescue):
     Args:
         arguments: the command's.
         suspects: the parts.
-        part: where it is kept how each start fared.
-        known: what an earlier run kept there.
     """
 
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        suspects: Suspects,
-        part: PartFile,
-        known: list[dict[str, Any]],
-    ) -> None:
-        super().__init__(suspects, self._started, part.append, known, arguments.limit)
+    def __init__(self, arguments: argparse.Namespace, suspects: Suspects) -> None:
+        super().__init__(suspects, self._started, arguments.limit)
         self._model, self._more = arguments.model, arguments.more
         self._about = math.ceil(math.log2(len(suspects.parts) + 1)) + 4
 
@@ -174,18 +159,6 @@ def _prompts(vocabulary: int, length: int) -> list[list[int]]:
     pick = random.Random("rescue")
     tokens = max(2, min(PROMPT_TOKENS, length - NEW_TOKENS))
     return [[pick.randrange(3, vocabulary) for _ in range(tokens)] for _ in range(PROMPTS)]
-
-
-def _heading(arguments: argparse.Namespace, suspects: Suspects) -> dict[str, dict[str, str]]:
-    """What the starts are good for."""
-    return {
-        "environment": suspects.environment,
-        "settings": suspects.settings,
-        "arguments": {
-            "model": str(Path(arguments.model).resolve()),
-            "vLLM's": shlex.join(arguments.more),
-        },
-    }
 
 
 def _facts(finding: Finding, suspects: Suspects, out: Path, beside: Path) -> dict[str, Any]:

@@ -40,8 +40,8 @@ from ..integration.threads import worker_threads
 from . import _accept, _tiles
 from ._counts import counts
 from ._options import check_known, positive_seconds
-from ._part import INTERRUPTED, PartFile, ended_by_signal
 from ._tuning import STOCK, Subject, Work
+from ._watch import INTERRUPTED, ended_by_signal
 
 if TYPE_CHECKING:
     import torch
@@ -144,18 +144,12 @@ def run(arguments: argparse.Namespace) -> int:
     experts = None if arguments.tiles is None else _tiles.experts_of(subject)
     with ExitStack() as stack:
         stack.enter_context(_threads_of_a_worker(device))
-        part = stack.enter_context(PartFile(Path(f"{out}.part"), "--out"))
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
         tiles: tuple[Path, Mapping[int, Chosen]] | None = None
         try:
-            lines = part.resume(work.heading)
-            if lines:
-                work.take_over(lines)
-                told = f"{work.done} of {work.units} taken over from {part.path}"
-                say(f"vllm-fl: {told}", error=True)
             with redirect_stdout(sys.stderr):  # a kernel's own output is no result
-                work.run(part, arguments.timeout)
+                work.run(arguments.timeout)
             table = work.table()
             with ReportFile(str(out), "--out") as file:
                 file.write(table.text)
@@ -164,18 +158,16 @@ def run(arguments: argparse.Namespace) -> int:
                     found = work.tiles(experts, arguments.timeout)
                 tiles = _tiles.write(experts, arguments.tiles, found), found
         except KeyboardInterrupt:
-            told = f"{work.done} of {work.units} are measured and lie in {part.path}"
-            say(f"vllm-fl: interrupted: {told}; the same command goes on there", error=True)
+            told = f"after {work.done} of {work.units} measurements; no table was written"
+            say(f"vllm-fl: interrupted {told}", error=True)
             return INTERRUPTED
         except OSError as error:
             why = f"{error.filename or out} cannot be written: {error.strerror or error}"
-            say(f"vllm-fl: {why}; what is measured lies in {part.path}", error=True)
+            say(f"vllm-fl: {why}", error=True)
             return 1
-        part.remove()
     if arguments.json:
         print_json(
             path=str(out),
-            taken_over=work.taken_over,
             remarks=[*work.remarks, *_of_device(work.subject, table)],
             measurements=work.done,
             phases=work.phases,

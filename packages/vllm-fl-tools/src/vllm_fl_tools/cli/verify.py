@@ -42,7 +42,7 @@ from vllm_fl_ops.contracts.rules import typical_sizes
 
 from ..engine.timing import quartiles
 from ._options import check_known, positive_seconds
-from ._watch import TookTooLong, Watch
+from ._watch import INTERRUPTED, TookTooLong, Watch
 
 if TYPE_CHECKING:
     import torch
@@ -65,9 +65,6 @@ TIMEOUT = 120.0
 
 GIVEN_UP = 2
 """Samples of one implementation that may take longer, before the rest of them is left out."""
-
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it."""
 
 STATES = ("ok", "refused", "wrong", "raised")
 HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits", "µs")

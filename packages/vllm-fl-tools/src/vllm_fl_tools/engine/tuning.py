@@ -169,19 +169,13 @@ class OpTuning:
         """The calls that the model makes of the op; none where its sizes are not told."""
         return self._trials.forms
 
-    def measure(self, tokens: int, known: Mapping[str, str] | None = None) -> Measured:
-        """Check everybody at this number of tokens, and time who is right.
-
-        Args:
-            tokens: rows of the calls.
-            known: who is not even tried, and why.
-        """
-        found = Measured(tokens, self.default, dict(known or {}), thorough=self.thorough)
+    def measure(self, tokens: int) -> Measured:
+        """Check everybody at this number of tokens, and time who is right."""
+        found = Measured(tokens, self.default, {}, thorough=self.thorough)
         self._wholes.clear()
         with torch.inference_mode():
-            asked = [one for one in self.contenders if one.name not in found.rejected]
             with self.phases.of("checking"):
-                sound = self._all_sound(asked, found)
+                sound = self._all_sound(self.contenders, found)
             if not sound:
                 return found
             bench = self._bench(tokens, sound, found)
