@@ -312,7 +312,6 @@ class TestBadArguments:
             (("--sizes", "hidden=4.5"), "--sizes hidden=4.5: expected a positive number"),
             (("--sizes", "hidden=nan"), "--sizes hidden=nan: expected a positive number"),
             (("--device", "abacus"), "--device abacus: "),
-            (("--tiles", "tiles"), "--tiles: they are of vLLM's Triton kernel"),
             (("--out", "absent/t.json"), "--out absent/t.json: cannot be written: "),
         ],
     )

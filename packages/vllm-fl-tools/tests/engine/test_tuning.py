@@ -691,7 +691,7 @@ class TestCompiled:
 
 class TestNeverAtBoot:
     ROOT = Path(vllm_fl_tools.__file__).parent
-    MEASURING = ("tuning", "timing", "bench", "tiles")
+    MEASURING = ("tuning", "timing", "bench")
 
     def test_only_verbs_import_it(self) -> None:
         importers = set()
@@ -703,7 +703,7 @@ class TestNeverAtBoot:
                         importers.add(str(path.relative_to(self.ROOT)))
         of_tune = {"cli/_accept.py", "cli/_tiles.py", "cli/_tuning.py", "cli/tune.py"}
         of_verify = {"cli/verify.py"}  # the spread of what it times
-        own = {f"engine/{name}.py" for name in ("bench", "tiles", "tuning")}
+        own = {f"engine/{name}.py" for name in ("bench", "tuning")}
         assert importers == {*of_tune, *of_verify, *own}
 
     @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

@@ -43,10 +43,8 @@ from ._watch import TookTooLong, Watch
 if TYPE_CHECKING:
     import torch
 
-    from ..engine.tiles import Chosen
     from ..engine.timing import Measured
     from ..engine.tuning import Contender, OpTuning
-    from ..integration.experts import Experts
 
 __all__ = [
     "STOCK",
@@ -87,8 +85,6 @@ class Subject:
         thorough: as for `OpTuning`; otherwise plain PyTorch is no candidate on a GPU either.
         layers: how many hidden layers it has; 0 where that is not known.
         vocabulary: how many tokens it knows; 0 where that is not known.
-        quantised: whether its weights are.
-        largest: the engine's largest batch, in tokens; 0 where that is not known.
         ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
@@ -105,8 +101,6 @@ class Subject:
     thorough: bool = False
     layers: int = 0
     vocabulary: int = 0
-    quantised: bool = False
-    largest: int = 0
     ordered: tuple[str, ...] = ()
 
     @property
@@ -523,23 +517,6 @@ class Work:
                 measure(op, tokens)
                 settle(op, tokens)
                 self._forget(self._tunings[op])
-
-    def tiles(self, experts: Experts, limit: float) -> dict[int, Chosen]:
-        """Search tiles for vLLM's experts.
-
-        Args:
-            experts: the model's.
-            limit: seconds that one call may take.
-        """
-        from ..integration.experts import OP
-        from . import _tiles
-
-        watch = Watch(1, limit, lambda: say("vllm-fl: tiles: one does not come back", error=True))
-        watch.at("tiles", 1)
-        contract = self.manager.registry.snapshot().contracts[OP]
-        with _without_old_objects(self.subject.mode):
-            over = partial(_limited, watch, limit)
-            return _tiles.search(experts, self.subject, contract, over, CLOCK)
 
     def _forget(self, tuning: OpTuning) -> None:
         import torch

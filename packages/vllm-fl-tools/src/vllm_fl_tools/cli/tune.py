@@ -35,9 +35,9 @@ from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import RULES
 
-from ..integration.parts import hidden_layers, is_quantised, vocabulary_of, without
+from ..integration.parts import hidden_layers, vocabulary_of, without
 from ..integration.threads import worker_threads
-from . import _accept, _tiles
+from . import _accept
 from ._counts import counts
 from ._options import check_known, positive_seconds
 from ._tuning import STOCK, Subject, Work
@@ -45,8 +45,6 @@ from ._watch import INTERRUPTED, ended_by_signal
 
 if TYPE_CHECKING:
     import torch
-
-    from ..engine.tiles import Chosen
 
 DEFAULT_FILE = "vllm-fl-table.json"
 
@@ -105,12 +103,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the table; a file there is replaced. Default: {DEFAULT_FILE}, which is not",
     )
     parser.add_argument(
-        "--tiles",
-        metavar="FOLDER",
-        help="also search tiles for vLLM's Triton kernel of routed experts, and write them there "
-        "in vLLM's own format; up to two minutes",
-    )
-    parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         type=positive_seconds,
@@ -141,22 +133,16 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = _sizes(arguments.sizes, bindings.values()) if arguments.sizes else None
     device = device_of(arguments.device)
     subject = _subject(arguments, sizes, asked, bindings, device)
-    experts = None if arguments.tiles is None else _tiles.experts_of(subject)
     with ExitStack() as stack:
         stack.enter_context(_threads_of_a_worker(device))
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
-        tiles: tuple[Path, Mapping[int, Chosen]] | None = None
         try:
             with redirect_stdout(sys.stderr):  # a kernel's own output is no result
                 work.run(arguments.timeout)
             table = work.table()
             with ReportFile(str(out), "--out") as file:
                 file.write(table.text)
-            if experts is not None:
-                with redirect_stdout(sys.stderr):
-                    found = work.tiles(experts, arguments.timeout)
-                tiles = _tiles.write(experts, arguments.tiles, found), found
         except KeyboardInterrupt:
             told = f"after {work.done} of {work.units} measurements; no table was written"
             say(f"vllm-fl: interrupted {told}", error=True)
@@ -172,16 +158,13 @@ def run(arguments: argparse.Namespace) -> int:
             measurements=work.done,
             phases=work.phases,
             estimate=work.estimates(table),
-            tiles=None if tiles is None else _tiles.told(*tiles),
             table=json.loads(table.text),
         )
     else:
         worth = [*work.estimates(table), *_of_device(work.subject, table)]
         worth += _spent(work.done, work.phases)
         _show(out, table, [*work.remarks, *worth])
-        if tiles is not None:
-            _tiles.shown(*tiles)
-    return 0 if table.ops or tiles else 1
+    return 0 if table.ops else 1
 
 
 def _out(path: str | None) -> Path:
@@ -236,7 +219,7 @@ def _subject(
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
-        captured, plan, layers, vocabulary, quantised, largest = None, None, 0, 0, False, 0
+        captured, plan, layers, vocabulary = None, None, 0, 0
         ordered: tuple[str, ...] = ()
     else:
         if arguments.dtype is not None:
@@ -254,7 +237,6 @@ def _subject(
         sizes, dtype = facts.sizes, facts.dtype
         absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
         layers, vocabulary = hidden_layers(engine), vocabulary_of(engine)
-        quantised, largest = is_quantised(engine), sizes.tokens[-1]
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
@@ -273,8 +255,6 @@ def _subject(
         thorough=arguments.thorough,
         layers=layers,
         vocabulary=vocabulary,
-        quantised=quantised,
-        largest=largest,
         ordered=ordered,
     )
 

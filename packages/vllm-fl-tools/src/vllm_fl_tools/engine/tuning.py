@@ -218,10 +218,6 @@ class OpTuning:
             found.rejected |= dropped
         return found
 
-    def forget_calls(self) -> None:
-        """Free what was made of the contenders, and keep what they are checked by."""
-        self._functions.clear()
-
     def forget(self) -> None:
         """Free what was made for measuring; it is made again where it is needed."""
         self._functions.clear()

@@ -16,7 +16,7 @@ from vllm_fl.contracts.binding import (
 if TYPE_CHECKING:
     from vllm_fl.engine.described import Described
 
-__all__ = ["hidden_layers", "is_quantised", "taken_in", "vocabulary_of", "without"]
+__all__ = ["hidden_layers", "taken_in", "vocabulary_of", "without"]
 
 
 def hidden_layers(engine: Described) -> int:
@@ -28,11 +28,6 @@ def hidden_layers(engine: Described) -> int:
 def vocabulary_of(engine: Described) -> int:
     """How many tokens the model knows."""
     return int(engine.config.model_config.get_vocab_size()) if engine.config else 0
-
-
-def is_quantised(engine: Described) -> bool:
-    """Whether the model's weights are quantised."""
-    return engine.config is not None and engine.config.model_config.quantization is not None
 
 
 def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:
