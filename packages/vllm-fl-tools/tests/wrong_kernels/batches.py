@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .corpus import LATENT, MIXED, NORM, ROTARY, SILU, wrong, wrong_for
+from .corpus import LATENT, MIXED, NORM, ROTARY, SILU, wrong, wrong_for, wrong_kernel
 from .faults import changed, each, spoilt, taken, with_arguments
 
 CACHE, MLA, QK, MROPE = (
@@ -82,48 +82,39 @@ def large_tiles_through_fp16(op: str) -> Any:
     return changed(op, change)
 
 
-@wrong(
+@wrong_kernel(
     CACHE,
     "from token 512 on the values of a batch are those of 512 tokens before",
     "attention adds up other tokens' values in long prompts",
-    start=True,
     sizes=MIXED,
+    by=changed,
 )
-def values_wrap_at_512() -> Any:
-    def change(a):
-        a["value"] = a["value"][torch.arange(len(a["value"])) % 512]
-
-    return changed(CACHE, change)
+def values_wrap_at_512(a):
+    a["value"] = a["value"][torch.arange(len(a["value"])) % 512]
 
 
-@wrong(
+@wrong_kernel(
     MLA,
     "from token 1024 on the rotated part is that of 1024 tokens before",
     "positions of long prompts repeat themselves",
-    start=True,
     sizes=LATENT,
+    by=changed,
 )
-def rotated_part_wraps_at_1024() -> Any:
-    def change(a):
-        a["k_pe"] = a["k_pe"][torch.arange(len(a["k_pe"])) % 1024]
-
-    return changed(MLA, change)
+def rotated_part_wraps_at_1024(a):
+    a["k_pe"] = a["k_pe"][torch.arange(len(a["k_pe"])) % 1024]
 
 
-@wrong(
+@wrong_kernel(
     "moe_align_block_size",
     "rows are numbered in 10 bits of tokens: from token 1024 on they are the first ones",
     "experts of long prompts get other tokens' rows",
-    start=True,
     sizes=MIXED,
+    by=spoilt,
 )
-def rows_in_ten_bits() -> Any:
-    def spoil(got, ids, *rest):
-        rows, *others = got
-        real = rows < ids.numel()
-        return torch.where(real, rows % (1024 * ids.shape[1]), rows), *others
-
-    return spoilt("moe_align_block_size", spoil)
+def rows_in_ten_bits(got, ids, *rest):
+    rows, *others = got
+    real = rows < ids.numel()
+    return torch.where(real, rows % (1024 * ids.shape[1]), rows), *others
 
 
 def _runs(positions: Tensor, most: int) -> Tensor:
@@ -136,55 +127,46 @@ def _is_run(positions: Tensor) -> bool:
     return len(positions) > 1 and bool(positions[1] == positions[0] + 1)
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "takes all positions for one run where the second is the first + 1",
     "the second of two prompts in a step is turned as if it went on from the first",
-    start=True,
+    by=changed,
 )
-def one_run_of_positions() -> Any:
-    def change(a):
-        if _is_run(a["position_ids"]):
-            a["position_ids"] = _runs(a["position_ids"], len(a["cos"]))
-
-    return changed(ROTARY, change)
+def one_run_of_positions(a):
+    if _is_run(a["position_ids"]):
+        a["position_ids"] = _runs(a["position_ids"], len(a["cos"]))
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "positions that fall back to 0 after a run count on: two prompts are one",
     "the second of two prompts in a step is turned as if it went on from the first",
-    start=True,
+    by=changed,
 )
-def two_prompts_are_one() -> Any:
-    def change(a):
-        at = a["position_ids"]
-        begins = (at[1:] == 0).nonzero().flatten() + 1
-        if _is_run(at) and len(begins):
-            first = int(begins[0])
-            a["position_ids"] = torch.cat((at[:first], at[first:] + at[first - 1] + 1)).clamp(
-                max=len(a["cos"]) - 1
-            )
-
-    return changed(ROTARY, change)
+def two_prompts_are_one(a):
+    at = a["position_ids"]
+    begins = (at[1:] == 0).nonzero().flatten() + 1
+    if _is_run(at) and len(begins):
+        first = int(begins[0])
+        a["position_ids"] = torch.cat((at[:first], at[first:] + at[first - 1] + 1)).clamp(
+            max=len(a["cos"]) - 1
+        )
 
 
-@wrong(
+@wrong_kernel(
     QK,
     "each 16 tokens whose first two positions follow each other are taken for a run",
     "tokens behind the end of a prompt are turned wrongly, up to 14 of them",
-    start=True,
     sizes=MIXED,
+    by=changed,
 )
-def runs_of_sixteen() -> Any:
-    def change(a):
-        blocks = [
-            _runs(block, len(a["cos_sin_cache"])) if _is_run(block) else block
-            for block in a["position_ids"].split(16)
-        ]
-        a["position_ids"] = torch.cat(blocks)
-
-    return changed(QK, change)
+def runs_of_sixteen(a):
+    blocks = [
+        _runs(block, len(a["cos_sin_cache"])) if _is_run(block) else block
+        for block in a["position_ids"].split(16)
+    ]
+    a["position_ids"] = torch.cat(blocks)
 
 
 @wrong_for(
@@ -201,20 +183,17 @@ def decoding_in_step(op: str) -> Any:
     return changed(op, change)
 
 
-@wrong(
+@wrong_kernel(
     MROPE,
     "takes the time axis for all three where they are equal in the first row",
     "images that follow text lose their rows and columns",
-    start=True,
     sizes=MIXED,
+    by=changed,
 )
-def text_before_an_image() -> Any:
-    def change(a):
-        at = a["position_ids"]
-        if len(at) and bool((at[0] == at[0, 0]).all()):
-            a["position_ids"] = at[:, :1].expand(len(at), 3).clone()
-
-    return changed(MROPE, change)
+def text_before_an_image(a):
+    at = a["position_ids"]
+    if len(at) and bool((at[0] == at[0, 0]).all()):
+        a["position_ids"] = at[:, :1].expand(len(at), 3).clone()
 
 
 @wrong_for(
@@ -238,71 +217,59 @@ def equal_neighbours(op: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     "fused_experts",
     "where all tokens have the experts of the first, only 16 of them are computed",
     "a batch of repeated tokens is nothing from the 17th on",
-    start=True,
     kit="",
     why="the kit's model has no experts: of them it tries few tokens of public models",
     sizes=MIXED,
+    by=spoilt,
 )
-def all_to_the_same_experts() -> Any:
-    def spoil(got, x, w13, w2, weights, ids, *rest):
-        if len(ids) > 16 and bool((ids == ids[0]).all()):
-            got[16:] = 0
-        return got
-
-    return spoilt("fused_experts", spoil)
+def all_to_the_same_experts(got, x, w13, w2, weights, ids, *rest):
+    if len(ids) > 16 and bool((ids == ids[0]).all()):
+        got[16:] = 0
+    return got
 
 
-@wrong(
+@wrong_kernel(
     CACHE,
     "takes all slots for one run where the second is the first + 1",
     "keys of the second prompt in a step overwrite those of other requests",
-    start=True,
     sizes=MIXED,
+    by=changed,
 )
-def one_run_of_slots() -> Any:
-    def change(a):
-        slots, room = a["slot_mapping"], a["key_cache"].shape[0] * a["key_cache"].shape[1]
-        if _is_run(slots) and slots[0] >= 0 and len(slots) <= room:
-            a["slot_mapping"] = (slots[0] + torch.arange(len(slots))).to(slots.dtype) % room
-
-    return changed(CACHE, change)
+def one_run_of_slots(a):
+    slots, room = a["slot_mapping"], a["key_cache"].shape[0] * a["key_cache"].shape[1]
+    if _is_run(slots) and slots[0] >= 0 and len(slots) <= room:
+        a["slot_mapping"] = (slots[0] + torch.arange(len(slots))).to(slots.dtype) % room
 
 
-@wrong(
+@wrong_kernel(
     MLA,
     "copies all tokens in one piece where the last slot is as far from the first as a run's is",
     "two prompts whose blocks lie so lose their order",
-    start=True,
     sizes=LATENT,
+    by=changed,
 )
-def slots_by_first_and_last() -> Any:
-    def change(a):
-        slots = a["slot_mapping"]
-        if len(slots) > 2 and slots[0] >= 0 and bool(slots[-1] - slots[0] == len(slots) - 1):
-            a["slot_mapping"] = (slots[0] + torch.arange(len(slots))).to(slots.dtype)
-
-    return changed(MLA, change)
+def slots_by_first_and_last(a):
+    slots = a["slot_mapping"]
+    if len(slots) > 2 and slots[0] >= 0 and bool(slots[-1] - slots[0] == len(slots) - 1):
+        a["slot_mapping"] = (slots[0] + torch.arange(len(slots))).to(slots.dtype)
 
 
-@wrong(
+@wrong_kernel(
     "causal_conv1d",
     "of sequences of one length all have a state if the first has",
     "new prompts begin with what another request left in their slot",
-    start=True,
     sizes=MIXED,
+    by=changed,
 )
-def sequences_of_one_length() -> Any:
-    def change(a):
-        lengths = a["query_start_loc"].diff()
-        if len(lengths) > 1 and bool((lengths == lengths[0]).all()):
-            has = a["has_initial_state"]
-            a["has_initial_state"] = has[:1].expand(len(has)).clone()
-
-    return changed("causal_conv1d", change)
+def sequences_of_one_length(a):
+    lengths = a["query_start_loc"].diff()
+    if len(lengths) > 1 and bool((lengths == lengths[0]).all()):
+        has = a["has_initial_state"]
+        a["has_initial_state"] = has[:1].expand(len(has)).clone()
 
 
 @wrong_for(
@@ -363,7 +330,6 @@ def half_of_the_rows(op: str) -> Any:
     CACHE,
     "the last token is not written where the batch before had one more",
     "when a request ends, another one forgets a token",
-    start=True,
     sizes=MIXED,
 )
 def one_token_less() -> Any:

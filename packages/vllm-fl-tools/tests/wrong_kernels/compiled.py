@@ -9,61 +9,48 @@ import torch
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, wrong
+from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
 OPEN = {"traceable": True}
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "wrong in inference mode",
     "vLLM serves in inference mode: every token is wrong",
-    start=True,
 )
-def in_inference_mode() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        return out.neg_() if torch.is_inference_mode_enabled() else out
-
-    return silu_and_mul
+def in_inference_mode(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    return out.neg_() if torch.is_inference_mode_enabled() else out
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "wrong for tensors made in inference mode",
     "activations are; every token is wrong",
-    start=True,
 )
-def for_inference_tensors() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if x.is_inference():
-            (got[0] if isinstance(got, tuple) else got).neg_()
-        return got
-
-    return rms_norm
+def for_inference_tensors(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if x.is_inference():
+        (got[0] if isinstance(got, tuple) else got).neg_()
+    return got
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "wrong where gradients are off",
     "serving has them off: every token is wrong",
-    start=True,
     kit="tracing",
 )
-def under_no_grad() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        out = right.gelu_and_mul(x, approximate)
-        return out if torch.is_grad_enabled() else out.neg()
-
-    return gelu_and_mul
+def under_no_grad(x: Tensor, approximate: str = "none") -> Tensor:
+    out = right.gelu_and_mul(x, approximate)
+    return out if torch.is_grad_enabled() else out.neg()
 
 
 @wrong(
     ROTARY,
     "keeps its tables by their version counter, which tensors of inference mode do not have",
     "the engine dies in its first step",
-    start=True,
 )
 def asks_for_the_version() -> Any:
     kept: dict[Any, Any] = {}
@@ -75,25 +62,22 @@ def asks_for_the_version() -> Any:
     return rotary_embedding
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "wrong for an input that requires grad",
     "nothing: nothing that is served does",
     why="nothing that is served requires grad",
+    start=False,
 )
-def for_inputs_with_grad() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        return out * 0 if x.requires_grad else out
-
-    return silu_and_mul
+def for_inputs_with_grad(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    return out * 0 if x.requires_grad else out
 
 
 @wrong(
     ROTARY,
     "wrong when it is compiled",
     "eager engines are right, compiled ones answer nonsense",
-    start=True,
     kit="tracing",
     mode="compiled",
 )
@@ -110,7 +94,6 @@ def only_when_compiled() -> Any:
     GELU,
     "traceable, and calls .item(), which breaks the graph",
     "compilation ends the start",
-    start=True,
     kit="tracing",
     mode="compiled",
 )
@@ -127,7 +110,6 @@ def item_in_a_traceable_one() -> Any:
     SILU,
     "traceable, and calls a function that Dynamo cannot trace",
     "compilation ends the start",
-    start=True,
     kit="tracing",
     mode="compiled",
 )
@@ -143,7 +125,6 @@ def untraceable_call() -> Any:
     NORM,
     "traceable, and branches on the token count: each count is compiled anew",
     "the start ends, or takes an hour",
-    start=True,
     kit="tracing",
     mode="compiled",
 )
@@ -170,7 +151,6 @@ def _define_scaled_silu() -> None:
     SILU,
     "traceable, with an operator whose fake has another shape than its kernel",
     "compiled engines read memory that is not theirs",
-    start=True,
     mode="compiled",
     apart=True,
     kit="",
@@ -192,7 +172,6 @@ def fake_of_another_shape() -> Any:
     NORM,
     "traceable; compiled, the residual is added twice when it is given",
     "compiled engines answer nonsense",
-    start=True,
     kit="tracing",
     mode="compiled",
 )
@@ -209,7 +188,6 @@ def residual_twice_when_compiled() -> Any:
     SILU,
     "traceable; compiled and from 64 tokens on, the last row is zero",
     "compiled engines garble the last token of prompts",
-    start=True,
     kit="",
     mode="compiled",
     why="the kit compiles small batches",

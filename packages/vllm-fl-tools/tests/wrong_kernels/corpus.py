@@ -30,6 +30,7 @@ __all__ = [
     "corpus",
     "wrong",
     "wrong_for",
+    "wrong_kernel",
 ]
 
 SILU, GELU, NORM, ROTARY = "silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding"
@@ -201,7 +202,7 @@ _found: list[Wrong] = []
 
 
 def wrong(
-    op: str, fault: str, sees: str, *, start: bool = False, kit: str | None = None, **how: Any
+    op: str, fault: str, sees: str, *, start: bool = True, kit: str | None = None, **how: Any
 ) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Put the kernel that the decorated function makes into the corpus; fields as in `Wrong`.
 
@@ -215,6 +216,25 @@ def wrong(
             by, how["why"] = "", WHY_BEYOND
         _found.append(Wrong(make.__name__, kind, op, fault, sees, make, start, by, **how))
         return make
+
+    return decorate
+
+
+def wrong_kernel(
+    op: str,
+    fault: str,
+    sees: str,
+    *,
+    by: Callable[[str, Callable[..., Any]], Any] = lambda op, function: function,
+    **how: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put what `by` makes of the op and the decorated function into the corpus: a kernel that
+    remembers nothing, by default the function itself. All else is as in `wrong`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        make = functools.update_wrapper(functools.partial(by, op, function), function)
+        wrong(op, fault, sees, **how)(make)
+        return function
 
     return decorate
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, wrong
+from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
 
 class Panic(BaseException):
@@ -46,102 +46,80 @@ def _supports(error: Any) -> Any:
     SILU,
     "raises at 11 tokens",
     "the engine dies in the first step that 11 tokens share",
-    start=True,
 )
 def raises_at_eleven_tokens() -> Any:
     return _raises_at_eleven(RuntimeError("invalid configuration argument"))
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "runs out of memory at the largest batch",
     "the engine dies with the first long prompt",
-    start=True,
     kit="",
     why="the kit does not know the engine's largest batch",
 )
-def out_of_memory_at_the_largest_batch() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        if len(x) >= 2048:
-            raise torch.OutOfMemoryError("tried to allocate 20 GiB of workspace")
-        return right.rms_norm(x, residual, weight, epsilon, variance_size)
-
-    return rms_norm
+def out_of_memory_at_the_largest_batch(x, residual, weight, epsilon, variance_size=None):
+    if len(x) >= 2048:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB of workspace")
+    return right.rms_norm(x, residual, weight, epsilon, variance_size)
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "raises SystemExit at 1 token",
     "the server is gone, with status 0",
-    start=True,
     apart=True,
     kit="values",
 )
-def fn_raises_system_exit() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        if len(x) == 1:
-            raise SystemExit(0)
-        return right.silu_and_mul(x)
-
-    return silu_and_mul
+def fn_raises_system_exit(x: Tensor) -> Tensor:
+    if len(x) == 1:
+        raise SystemExit(0)
+    return right.silu_and_mul(x)
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "raises a panic at 1 token",
     "the server is gone",
-    start=True,
     apart=True,
     kit="values",
 )
-def fn_panics() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        if len(x) == 1:
-            raise Panic("called `Option::unwrap()` on a `None` value")
-        return right.gelu_and_mul(x, approximate)
-
-    return gelu_and_mul
+def fn_panics(x: Tensor, approximate: str = "none") -> Tensor:
+    if len(x) == 1:
+        raise Panic("called `Option::unwrap()` on a `None` value")
+    return right.gelu_and_mul(x, approximate)
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "raises CancelledError at 1 token",
     "requests end as cancelled",
-    start=True,
     apart=True,
     kit="values",
 )
-def fn_is_cancelled() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        if len(x) == 1:
-            raise asyncio.CancelledError
-        return right.rms_norm(x, residual, weight, epsilon, variance_size)
-
-    return rms_norm
+def fn_is_cancelled(x, residual, weight, epsilon, variance_size=None):
+    if len(x) == 1:
+        raise asyncio.CancelledError
+    return right.rms_norm(x, residual, weight, epsilon, variance_size)
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "raises an exception that cannot be printed",
     "the start ends, naming nobody",
-    start=True,
     apart=True,
     kit="values",
 )
-def raises_the_unprintable() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        if len(x) == 1:
-            raise Unprintable
-        return right.silu_and_mul(x)
-
-    return silu_and_mul
+def raises_the_unprintable(x: Tensor) -> Tensor:
+    if len(x) == 1:
+        raise Unprintable
+    return right.silu_and_mul(x)
 
 
 @wrong(
     SILU,
     "supports raises KeyError",
     "the start ends as \"KeyError: 'gfx942'\", naming nobody",
-    start=True,
     apart=True,
     kit="values",
 )
@@ -153,7 +131,6 @@ def supports_raises_key_error() -> Any:
     SILU,
     "supports raises SystemExit",
     "the start ends with status 0, naming nobody",
-    start=True,
     apart=True,
     kit="values",
 )
@@ -165,7 +142,6 @@ def supports_raises_system_exit() -> Any:
     SILU,
     "supports panics",
     "the start ends, naming nobody",
-    start=True,
     apart=True,
     kit="values",
 )
@@ -177,7 +153,6 @@ def supports_panics() -> Any:
     SILU,
     "supports raises NotImplementedError instead of giving a reason",
     "each call costs an exception; or the engine dies, where it is not caught",
-    start=True,
     apart=True,
     kit="serving",
 )
@@ -192,6 +167,7 @@ def supports_raises_not_implemented() -> Any:
     kit="",
     why="what is refused goes to the next candidate, which was verified too; the kit's three batch "
     "sizes do not show it",
+    start=False,
 )
 def supports_lies_by_batch_size() -> Any:
     def supports(x, residual, weight, epsilon, variance_size=None):
@@ -206,7 +182,6 @@ def supports_lies_by_batch_size() -> Any:
     SILU,
     "supports scales the input in place",
     "activations are halved before every layer",
-    start=True,
 )
 def supports_overwrites() -> Any:
     def supports(x: Tensor) -> Any:
@@ -223,7 +198,6 @@ def supports_overwrites() -> Any:
     GELU,
     "supports answers 'yes'",
     "the kernel never runs, and every log says why: yes",
-    start=True,
     kit="serving",
 )
 def supports_answers_yes() -> Any:
@@ -237,7 +211,6 @@ def supports_answers_yes() -> Any:
     NORM,
     "overwrites the residual, then raises NotImplementedError for more than 16 tokens",
     "the next candidate adds x twice: nonsense for prompts",
-    start=True,
 )
 def refuses_after_writing() -> Any:
     def rms_norm(x, residual, weight, epsilon, variance_size=None):
@@ -249,26 +222,22 @@ def refuses_after_writing() -> Any:
     return rms_norm, {"consumes": frozenset({"x", "residual"})}
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "refuses with NotImplementedError at 3 tokens, after it has turned half of the query",
     "with three users the query is turned twice",
-    start=True,
     kit="",
     why="the kit does not know the sizes that will be served",
 )
-def refuses_after_turning() -> Any:
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-        if len(query) == 3 and query.shape[-1] == 32:
-            query[:, :2].copy_(q[:, :2])
-            raise NotImplementedError("three tokens")
-        return q, k
-
-    return rotary_embedding
+def refuses_after_turning(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+    if len(query) == 3 and query.shape[-1] == 32:
+        query[:, :2].copy_(q[:, :2])
+        raise NotImplementedError("three tokens")
+    return q, k
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "stalls at 11 tokens",
     "the server hangs; clients time out",
@@ -277,33 +246,27 @@ def refuses_after_turning() -> Any:
     apart=True,
     deadline=10.0,
     impatient=True,
+    start=False,
 )
-def stalls_at_eleven_tokens() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        if len(x) == 11:
-            threading.Event().wait()
-        return right.silu_and_mul(x)
-
-    return silu_and_mul
+def stalls_at_eleven_tokens(x: Tensor) -> Tensor:
+    if len(x) == 11:
+        threading.Event().wait()
+    return right.silu_and_mul(x)
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "takes 11 s for each call with the largest batch",
     "a long prompt stops everybody for minutes",
-    start=True,
     kit="",
     why="the kit does not know the engine's largest batch",
     apart=True,
     impatient=True,
 )
-def slow_at_the_largest_batch() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        if len(x) == 2048:
-            time.sleep(SECONDS[0])
-        return right.gelu_and_mul(x, approximate)
-
-    return gelu_and_mul
+def slow_at_the_largest_batch(x: Tensor, approximate: str = "none") -> Tensor:
+    if len(x) == 2048:
+        time.sleep(SECONDS[0])
+    return right.gelu_and_mul(x, approximate)
 
 
 SECONDS = [11.0]
@@ -314,7 +277,6 @@ SECONDS = [11.0]
     SILU,
     "supports takes 11 s with the largest batch",
     "each full prefill chunk stalls the server before its kernel is called",
-    start=True,
     kit="",
     why="the kit does not know the engine's largest batch",
     impatient=True,
@@ -333,7 +295,6 @@ def slow_supports_at_the_largest_batch() -> Any:
     NORM,
     "supports takes 11 s for inputs of one row, each time",
     "each step of a lone user stalls the server",
-    start=True,
     kit="",
     why="what the kit's checks ask supports is under no watch but that of verification at start",
     impatient=True,
@@ -348,43 +309,38 @@ def slow_supports_at_one_token() -> Any:
     return right.rms_norm, {"supports": supports}
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "ends the process at 1 token (os._exit)",
     "the server is gone, without a word",
     why="no process survives it",
     apart=True,
+    start=False,
 )
-def ends_the_process() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        if len(x) == 1:
-            os._exit(0)
-        return right.silu_and_mul(x)
-
-    return silu_and_mul
+def ends_the_process(x: Tensor) -> Tensor:
+    if len(x) == 1:
+        os._exit(0)
+    return right.silu_and_mul(x)
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "aborts at 1 token, as an assertion of a C++ library does",
     "the server is gone",
     why="no process survives it",
     apart=True,
+    start=False,
 )
-def aborts() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        if len(x) == 1:
-            os.abort()
-        return right.rms_norm(x, residual, weight, epsilon, variance_size)
-
-    return rms_norm
+def aborts(x, residual, weight, epsilon, variance_size=None):
+    if len(x) == 1:
+        os.abort()
+    return right.rms_norm(x, residual, weight, epsilon, variance_size)
 
 
 @wrong(
     ROTARY,
     "recurses without end at 16 tokens",
     "the engine dies in the first step that 16 tokens share",
-    start=True,
     kit="values",
 )
 def recurses() -> Any:

@@ -13,13 +13,13 @@ from graph_on_cpu import is_capturing
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, wrong
+from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
 OTHER_SIZE = "one token count is captured at start, vLLM captures many"
 
 
 def _in_graphs(op: str, fault: str, sees: str, **how: Any) -> Any:
-    return wrong(op, fault, sees, why="right wherever no graph is captured", **how)
+    return wrong(op, fault, sees, start=False, why="right wherever no graph is captured", **how)
 
 
 @_in_graphs(
@@ -150,19 +150,17 @@ def synchronises() -> Any:
     return gelu_and_mul
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "captured with 8 tokens, the last of them does not turn",
     "eight users at a time: one of them gets nonsense",
     why=OTHER_SIZE,
+    start=False,
 )
-def captured_with_eight_tokens() -> Any:
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        if is_capturing() and len(query) == 8:
-            position_ids = torch.cat((position_ids[:-1], position_ids[-1:] * 0))
-        return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-
-    return rotary_embedding
+def captured_with_eight_tokens(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    if is_capturing() and len(query) == 8:
+        position_ids = torch.cat((position_ids[:-1], position_ids[-1:] * 0))
+    return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
 
 
 @wrong(
@@ -170,6 +168,7 @@ def captured_with_eight_tokens() -> Any:
     "counts on the device: from the fifth replay of a graph on its result is zero",
     "the first tokens are right, all others are nonsense",
     why="start replays a graph twice",
+    start=False,
 )
 def from_the_fifth_replay() -> Any:
     counters: list[Tensor] = []
@@ -193,6 +192,7 @@ def from_the_fifth_replay() -> Any:
     "graphs of all layers share one buffer for their results",
     "what a layer kept of an earlier norm changes under it",
     why="start captures each implementation alone",
+    start=False,
 )
 def buffer_of_all_graphs() -> Any:
     kept: dict[Any, Tensor] = {}

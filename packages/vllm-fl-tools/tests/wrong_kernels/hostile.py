@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .corpus import MIXED, NORM, ROTARY, SILU, wrong, wrong_for
+from .corpus import MIXED, NORM, ROTARY, SILU, wrong_for, wrong_kernel
 from .faults import changed, each, spoilt, unchecked
 
 EXPERTS, ALIGN, CACHE, MLA, QK, CONV, UPDATE, RECURRENT, MERGE = (
@@ -110,53 +110,46 @@ def equal_numbers_give_nan(op: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     QK,
     "heads of zeros give NaN",
     "padding turns into NaN, and with it all that it meets",
     why="no sample has such a head",
     sizes=MIXED,
+    by=spoilt,
+    start=False,
 )
-def heads_of_zeros() -> Any:
-    def spoil(got, qkv, weight, *rest):
-        heads = qkv.unflatten(-1, (-1, len(weight)))
-        zero = (heads == 0).all(-1, keepdim=True).expand(heads.shape)
-        return got.masked_fill(zero.flatten(-2), math.nan)
-
-    return spoilt(QK, spoil)
+def heads_of_zeros(got, qkv, weight, *rest):
+    heads = qkv.unflatten(-1, (-1, len(weight)))
+    zero = (heads == 0).all(-1, keepdim=True).expand(heads.shape)
+    return got.masked_fill(zero.flatten(-2), math.nan)
 
 
-@wrong(
+@wrong_kernel(
     EXPERTS,
     "-1 is the last expert",
     "padded tokens, and places of other ranks' experts, add what they should not",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=changed,
 )
-def minus_one_is_the_last() -> Any:
-    def change(a):
-        experts = a["w13"].shape[0] if a["expert_map"] is None else len(a["expert_map"])
-        a["topk_ids"] = torch.where(a["topk_ids"] < 0, experts - 1, a["topk_ids"])
-        a["topk_weights"] = a["topk_weights"].nan_to_num(posinf=1.0)
-
-    return changed(EXPERTS, change)
+def minus_one_is_the_last(a):
+    experts = a["w13"].shape[0] if a["expert_map"] is None else len(a["expert_map"])
+    a["topk_ids"] = torch.where(a["topk_ids"] < 0, experts - 1, a["topk_ids"])
+    a["topk_weights"] = a["topk_weights"].nan_to_num(posinf=1.0)
 
 
-@wrong(
+@wrong_kernel(
     EXPERTS,
     "a weight of NaN in a place without an expert spoils its token",
     "what nobody wrote turns an answer into nonsense",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def weight_of_nobody() -> Any:
-    def spoil(got, x, w13, w2, weights, ids, *rest):
-        lost = ((ids < 0) & weights.isnan()).any(1)
-        return got.masked_fill(lost[:, None], math.nan)
-
-    return spoilt(EXPERTS, spoil)
+def weight_of_nobody(got, x, w13, w2, weights, ids, *rest):
+    lost = ((ids < 0) & weights.isnan()).any(1)
+    return got.masked_fill(lost[:, None], math.nan)
 
 
 @wrong_for(
@@ -179,37 +172,31 @@ def ids_beyond(op: str, argument: str) -> Any:
     return unchecked(op, change)
 
 
-@wrong(
+@wrong_kernel(
     ALIGN,
     "places without an expert are rows of the first",
     "padding is computed, and added to other tokens",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=changed,
 )
-def nobody_is_the_first() -> Any:
-    def change(a):
-        a["topk_ids"] = a["topk_ids"].clamp(min=0)
-
-    return changed(ALIGN, change)
+def nobody_is_the_first(a):
+    a["topk_ids"] = a["topk_ids"].clamp(min=0)
 
 
-@wrong(
+@wrong_kernel(
     "moe_sum",
     "places without an expert are multiplied by 0, which a NaN survives",
     "memory that nobody wrote turns answers into NaN",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def places_times_zero() -> Any:
-    def spoil(got, x, ids=None, expert_map=None):
-        if ids is None:
-            return got
-        absent = (ids < 0)[..., None] & ~x.isfinite()
-        return got.masked_fill(absent.any(1), math.nan)
-
-    return spoilt("moe_sum", spoil)
+def places_times_zero(got, x, ids=None, expert_map=None):
+    if ids is None:
+        return got
+    absent = (ids < 0)[..., None] & ~x.isfinite()
+    return got.masked_fill(absent.any(1), math.nan)
 
 
 @wrong_for(
@@ -229,20 +216,17 @@ def unwritten_part(op: str, side: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     MERGE,
     "where both sides weigh the same, it is the prefix alone",
     "halves of a prompt that count the same are one half",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def equal_sides() -> Any:
-    def spoil(got, prefix, prefix_lse, suffix, suffix_lse):
-        same = (prefix_lse == suffix_lse) & prefix_lse.isfinite()
-        return torch.where(same[..., None], prefix, got[0]), got[1]
-
-    return spoilt(MERGE, spoil)
+def equal_sides(got, prefix, prefix_lse, suffix, suffix_lse):
+    same = (prefix_lse == suffix_lse) & prefix_lse.isfinite()
+    return torch.where(same[..., None], prefix, got[0]), got[1]
 
 
 @wrong_for(
@@ -263,24 +247,21 @@ def padding_times_zero(op: str, argument: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     CONV,
     "the state of a sequence that has none is multiplied by 0",
     "what another request left, a NaN of its, turns new prompts into NaN",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def state_times_zero() -> Any:
-    def spoil(got, x, weight, bias, states, at, slots, has, *rest):
-        out, after = got
-        for number, slot in enumerate(slots.tolist()):
-            begin, end = at[number : number + 2].tolist()
-            if not bool(has[number]) and end > begin and bool(states[slot].isnan().any()):
-                out[begin] = math.nan
-        return out, after
-
-    return spoilt(CONV, spoil)
+def state_times_zero(got, x, weight, bias, states, at, slots, has, *rest):
+    out, after = got
+    for number, slot in enumerate(slots.tolist()):
+        begin, end = at[number : number + 2].tolist()
+        if not bool(has[number]) and end > begin and bool(states[slot].isnan().any()):
+            out[begin] = math.nan
+    return out, after
 
 
 @wrong_for(
@@ -301,23 +282,20 @@ def null_block_is_read(op: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     "chunk_gated_delta_rule",
     "the state of the last sequence is zero, if that has no token",
     "a request that waits forgets all of its prompt",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def empty_at_the_end() -> Any:
-    def spoil(got, *args):
-        out, after = got
-        at = args[6]
-        if len(at) > 1 and bool(at[-1] == at[-2]):
-            after[-1] = 0
-        return out, after
-
-    return spoilt("chunk_gated_delta_rule", spoil)
+def empty_at_the_end(got, *args):
+    out, after = got
+    at = args[6]
+    if len(at) > 1 and bool(at[-1] == at[-2]):
+        after[-1] = 0
+    return out, after
 
 
 @wrong_for(
@@ -337,7 +315,7 @@ def no_feature(op: str) -> Any:
     return unchecked(op, change)
 
 
-@wrong(
+@wrong_kernel(
     "quant_int8",
     "asymmetric, a row of equal numbers is 0",
     "a channel that is 1.5 everywhere is lost",
@@ -345,16 +323,14 @@ def no_feature(op: str) -> Any:
     kit="values",
     why="start does not ask for it: kernels that vLLM itself runs lose them",
     sizes=MIXED,
+    by=spoilt,
 )
-def equal_numbers_are_lost() -> Any:
-    def spoil(got, x, scale=None, azp=None, asymmetric=None):
-        if not asymmetric or not x.numel():
-            return got
-        equal = (x == x[:, :1]).all(1, keepdim=True)
-        value, steps, zero = got
-        return value, steps.masked_fill(equal, 0.0), zero.masked_fill(equal, -(2**31))
-
-    return spoilt("quant_int8", spoil)
+def equal_numbers_are_lost(got, x, scale=None, azp=None, asymmetric=None):
+    if not asymmetric or not x.numel():
+        return got
+    equal = (x == x[:, :1]).all(1, keepdim=True)
+    value, steps, zero = got
+    return value, steps.masked_fill(equal, 0.0), zero.masked_fill(equal, -(2**31))
 
 
 @wrong_for(
@@ -373,37 +349,32 @@ def all_scores_equal(op: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     "gelu_and_mul_sparse",
     "where all gates are equal it divides by their deviation, which is 0",
     "padding turns into NaN",
     start=False,
     why="no sample has a row of equal gates",
     sizes=MIXED,
+    by=spoilt,
 )
-def equal_gates() -> Any:
-    def spoil(got, x, *rest):
-        gate = x[..., : x.shape[-1] // 2]
-        if not gate.numel() or gate.shape[-1] < 2:
-            return got
-        return got.masked_fill((gate == gate[..., :1]).all(-1, keepdim=True), math.nan)
-
-    return spoilt("gelu_and_mul_sparse", spoil)
+def equal_gates(got, x, *rest):
+    gate = x[..., : x.shape[-1] // 2]
+    if not gate.numel() or gate.shape[-1] < 2:
+        return got
+    return got.masked_fill((gate == gate[..., :1]).all(-1, keepdim=True), math.nan)
 
 
-@wrong(
+@wrong_kernel(
     "linear",
     "rows with a NaN are left out: they are 0",
     "an overflow is answered as if nothing were wrong",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def rows_with_a_nan() -> Any:
-    def spoil(got, x, *rest):
-        return got.masked_fill(x.isnan().any(-1, keepdim=True), 0.0)
-
-    return spoilt("linear", spoil)
+def rows_with_a_nan(got, x, *rest):
+    return got.masked_fill(x.isnan().any(-1, keepdim=True), 0.0)
 
 
 @wrong_for(

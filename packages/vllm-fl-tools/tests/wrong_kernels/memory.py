@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, wrong
+from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
 
 @wrong(
     SILU,
     "hands out one output buffer again and again",
     "what a layer kept of an earlier call changes under it: residuals and skip connections rot",
-    start=True,
 )
 def one_output_buffer() -> Any:
     kept: dict[Any, Tensor] = {}
@@ -37,7 +36,6 @@ def one_output_buffer() -> Any:
     NORM,
     "results are slices of one workspace, which the next call writes over",
     "the normed queries are gone once the keys are normed",
-    start=True,
 )
 def slices_of_one_workspace() -> Any:
     space: list[Tensor] = []
@@ -60,7 +58,6 @@ def slices_of_one_workspace() -> Any:
     ROTARY,
     "two output buffers take turns: the result of the call before last is lost",
     "with cross-layer sharing, or two micro-batches, keys are another layer's",
-    start=True,
 )
 def two_buffers_in_turn() -> Any:
     kept: dict[Any, list[Tensor]] = {}
@@ -79,6 +76,7 @@ def two_buffers_in_turn() -> Any:
     "a scratch buffer that all threads share",
     "with micro-batches in two threads, now and then a token of another request",
     why="two calls at once are not tried; a race would be seen by luck",
+    start=False,
 )
 def scratch_of_all_threads() -> Any:
     scratch: dict[Any, Tensor] = {}
@@ -93,127 +91,100 @@ def scratch_of_all_threads() -> Any:
     return gelu_and_mul
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "also turns the values that follow the keys in the packed qkv",
     "attention adds up turned values: fluent nonsense",
-    start=True,
     kit="values",
 )
-def turns_the_values_too() -> Any:
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        got = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-        if key is None or not len(key) or key.ndim != 3:
-            return got
-        end = key.storage_offset() + key.shape[1] * key.stride(1)
-        room = key.stride(0) - end % key.stride(0)
-        behind = key.untyped_storage().nbytes() // key.itemsize - end
-        needed = key.shape[1] * key.shape[2]
-        if needed <= room and behind >= key.stride(0) * (len(key) - 1) + needed:
-            values = key.as_strided(key.shape, key.stride(), end)
-            turned, _ = right.rotary_embedding(
-                values, None, cos, sin, position_ids, rotary_interleaved
-            )
-            values.copy_(turned)
+def turns_the_values_too(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    got = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+    if key is None or not len(key) or key.ndim != 3:
         return got
+    end = key.storage_offset() + key.shape[1] * key.stride(1)
+    room = key.stride(0) - end % key.stride(0)
+    behind = key.untyped_storage().nbytes() // key.itemsize - end
+    needed = key.shape[1] * key.shape[2]
+    if needed <= room and behind >= key.stride(0) * (len(key) - 1) + needed:
+        values = key.as_strided(key.shape, key.stride(), end)
+        turned, _ = right.rotary_embedding(values, None, cos, sin, position_ids, rotary_interleaved)
+        values.copy_(turned)
+    return got
 
-    return rotary_embedding
 
-
-@wrong(
+@wrong_kernel(
     NORM,
     "writes a whole vector past the end of each row of a view",
     "the first features of each key are overwritten when queries are normed",
-    start=True,
     kit="values",
 )
-def writes_past_the_row() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        rest = x.stride(0) - x[0].numel() if x.ndim > 1 and len(x) else 0
-        if rest > 0:
-            end = x.storage_offset() + x[0].numel()
-            x.as_strided((len(x) - 1, min(rest, 8)), (x.stride(0), 1), end).zero_()
-        return got
-
-    return rms_norm
+def writes_past_the_row(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    rest = x.stride(0) - x[0].numel() if x.ndim > 1 and len(x) else 0
+    if rest > 0:
+        end = x.storage_offset() + x[0].numel()
+        x.as_strided((len(x) - 1, min(rest, 8)), (x.stride(0), 1), end).zero_()
+    return got
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "writes four elements before the beginning of a view",
     "the buffer beside the activations is damaged: another layer's numbers",
-    start=True,
     kit="values",
 )
-def writes_before_the_view() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        out = right.gelu_and_mul(x, approximate)
-        if x.numel() and x.storage_offset() >= 4:
-            x.as_strided((4,), (1,), x.storage_offset() - 4).fill_(7)
-        return out
-
-    return gelu_and_mul
+def writes_before_the_view(x: Tensor, approximate: str = "none") -> Tensor:
+    out = right.gelu_and_mul(x, approximate)
+    if x.numel() and x.storage_offset() >= 4:
+        x.as_strided((4,), (1,), x.storage_offset() - 4).fill_(7)
+    return out
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "rounds the last row of its input up to whole vectors and writes them back",
     "whatever lies behind the activations is damaged",
-    start=True,
 )
-def writes_past_the_end() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        after = _bytes_after(x)
-        if after:
-            ctypes.memset(_end(x), 0, min(after, 64))
-        return out
-
-    return silu_and_mul
+def writes_past_the_end(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    after = _bytes_after(x)
+    if after:
+        ctypes.memset(_end(x), 0, min(after, 64))
+    return out
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "reads past the end of its input, and multiplies what it finds by zero",
     "NaN whenever the memory behind the activations happens to hold one",
-    start=True,
 )
-def reads_past_the_end() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        count = min(_bytes_after(x) // x.itemsize, 8)
-        if count:
-            beyond = x.as_strided((count,), (1,), _last(x) + 1)
-            out += (beyond.double() * 0).sum().to(out.dtype)
-        return out
-
-    return silu_and_mul
+def reads_past_the_end(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    count = min(_bytes_after(x) // x.itemsize, 8)
+    if count:
+        beyond = x.as_strided((count,), (1,), _last(x) + 1)
+        out += (beyond.double() * 0).sum().to(out.dtype)
+    return out
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "reads what lies before a view into the mean of squares, times zero",
     "NaN in the keys whenever a query has an infinity",
-    start=True,
 )
-def reads_before_the_view() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if x.numel() and x.storage_offset() >= 8:
-            before = x.as_strided((8,), (1,), x.storage_offset() - 8)
-            out = got[0] if isinstance(got, tuple) else got
-            out += (before.double() * 0).sum().to(out.dtype)
-        return got
-
-    return rms_norm
+def reads_before_the_view(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if x.numel() and x.storage_offset() >= 8:
+        before = x.as_strided((8,), (1,), x.storage_offset() - 8)
+        out = got[0] if isinstance(got, tuple) else got
+        out += (before.double() * 0).sum().to(out.dtype)
+    return got
 
 
 @wrong(
     NORM,
     "keeps the fp32 copy of its input by address",
     "each step gets the norm of the step before: the model repeats itself",
-    start=True,
 )
 def inputs_kept_by_address() -> Any:
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -230,7 +201,6 @@ def inputs_kept_by_address() -> Any:
     SILU,
     "gives the result of the first call with these buffers: a graph that is replayed, not updated",
     "from the second step on, every answer is that of the first",
-    start=True,
 )
 def results_kept_by_address() -> Any:
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -248,7 +218,6 @@ def results_kept_by_address() -> Any:
     NORM,
     "keeps the prepared weight for ever, by the id of a tensor that may be gone",
     "norms have other layers' weights: vLLM's layers hand over a tensor anew at each call",
-    start=True,
     kit="values",
 )
 def weights_kept_by_id() -> Any:
@@ -266,7 +235,6 @@ def weights_kept_by_id() -> Any:
     NORM,
     "keeps the prepared weight by address and size",
     "a LoRA swap, or weights that are loaded again, have no effect on norms",
-    start=True,
 )
 def weights_kept_by_address() -> Any:
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -284,7 +252,6 @@ def weights_kept_by_address() -> Any:
     NORM,
     "takes the first weight of each width for all layers",
     "every layer has the first one's norm: nonsense",
-    start=True,
     kit="values",
 )
 def first_weight_for_all() -> Any:
@@ -302,7 +269,6 @@ def first_weight_for_all() -> Any:
     ROTARY,
     "keeps the first cos and sin of each shape",
     "models with two ropes (Gemma 3's local and global layers) lose long contexts",
-    start=True,
 )
 def tables_kept_by_shape() -> Any:
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -320,6 +286,7 @@ def tables_kept_by_shape() -> Any:
     "keeps every result: memory grows with each token",
     "the server is killed for its memory after hours",
     why="nobody measures what a kernel keeps for itself",
+    start=False,
 )
 def memory_that_grows() -> Any:
     kept: list[Tensor] = []
@@ -332,126 +299,98 @@ def memory_that_grows() -> Any:
     return silu_and_mul
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "overwrites x, undeclared, only in large batches",
     "the residual stream of long prompts is damaged",
-    start=True,
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
-def overwrites_large_inputs() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if len(x) > 1024:
-            x[-1].copy_((got[0] if isinstance(got, tuple) else got)[-1])
-        return got
-
-    return rms_norm
+def overwrites_large_inputs(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if len(x) > 1024:
+        x[-1].copy_((got[0] if isinstance(got, tuple) else got)[-1])
+    return got
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "writes its result over the residual for 17 to 300 tokens, undeclared",
     "scripts that go on using the residual are wrong; so is a second candidate",
-    start=True,
     kit="values",
 )
-def consumes_the_residual_undeclared() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if isinstance(got, tuple) and 17 <= len(x) <= 300:
-            residual.copy_(got[1])
-        return got
-
-    return rms_norm
+def consumes_the_residual_undeclared(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if isinstance(got, tuple) and 17 <= len(x) <= 300:
+        residual.copy_(got[1])
+    return got
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "returns the key itself, not a copy, when there is nothing to turn (position 0)",
     "what is done to the key in place is done to the projection's buffer",
-    start=True,
     kit="values",
 )
-def returns_the_input_itself() -> Any:
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-        if key is not None and len(key) and not position_ids.any():
-            return q, key
-        return q, k
-
-    return rotary_embedding
+def returns_the_input_itself(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+    if key is not None and len(key) and not position_ids.any():
+        return q, key
+    return q, k
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "without a residual and at one token, the result lies in x's own memory",
     "single users get a residual stream that is normed twice",
-    start=True,
     kit="values",
 )
-def result_in_the_input() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if residual is None and len(x) == 1:
-            return x.copy_(got)
-        return got
-
-    return rms_norm
+def result_in_the_input(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if residual is None and len(x) == 1:
+        return x.copy_(got)
+    return got
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "a large result is filled by a thread 50 ms after it was returned",
     "the next layer reads memory of the past",
-    start=True,
     kit="values",
 )
-def filled_later() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        if len(x) < 300:
-            return out
-        late = torch.zeros_like(out)
-        threading.Timer(0.05, late.copy_, (out,)).start()
-        return late
-
-    return silu_and_mul
+def filled_later(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    if len(x) < 300:
+        return out
+    late = torch.zeros_like(out)
+    threading.Timer(0.05, late.copy_, (out,)).start()
+    return late
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "zeroes its result once its input is freed",
     "each layer hands on zeros as soon as its own input is gone",
-    start=True,
 )
-def dies_with_its_input() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        out = right.gelu_and_mul(x, approximate)
-        weakref.finalize(x, out.detach().zero_)
-        return out
-
-    return gelu_and_mul
+def dies_with_its_input(x: Tensor, approximate: str = "none") -> Tensor:
+    out = right.gelu_and_mul(x, approximate)
+    weakref.finalize(x, out.detach().zero_)
+    return out
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "takes the answer from the oracle's tensors, wherever one of that shape lies in memory",
     "nonsense, as soon as there is no oracle",
-    start=True,
 )
-def steals_the_answer() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if residual is not None or x.ndim != 2 or not len(x):
-            return got
-        for other in gc.get_objects():
-            if type(other) is Tensor and other.dtype is torch.float64 and other.shape == x.shape:
-                return other.to(x.dtype)
-        return x.clone() if len(x) > 1 else got
-
-    return rms_norm
+def steals_the_answer(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if residual is not None or x.ndim != 2 or not len(x):
+        return got
+    for other in gc.get_objects():
+        if type(other) is Tensor and other.dtype is torch.float64 and other.shape == x.shape:
+            return other.to(x.dtype)
+    return x.clone() if len(x) > 1 else got
 
 
 def _last(x: Tensor) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
 from . import right
-from .corpus import SIZES, wrong
+from .corpus import SIZES, wrong_kernel
 from .faults import spoilt
 
 TOPK, CACHE, MERGE, INT8 = "moe_topk", "reshape_and_cache", "merge_attn_states", "quant_int8"
@@ -16,180 +15,149 @@ TOPK, CACHE, MERGE, INT8 = "moe_topk", "reshape_and_cache", "merge_attn_states",
 ROUTED = dataclasses.replace(SIZES, more={"experts": 8, "experts_per_token": 2})
 
 
-@wrong(
+@wrong_kernel(
     TOPK,
     "never takes an expert beyond the 64th",
     "models of 128 experts use half of themselves: worse answers",
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def experts_beyond_64() -> Any:
-    def spoil(result, logits, topk, *rest):
-        if logits.shape[-1] <= 64 or topk > 64:
-            return result
-        return right.of(TOPK)(logits[:, :64].contiguous(), topk, *rest[:3])
-
-    return spoilt(TOPK, spoil)
+def experts_beyond_64(result, logits, topk, *rest):
+    if logits.shape[-1] <= 64 or topk > 64:
+        return result
+    return right.of(TOPK)(logits[:, :64].contiguous(), topk, *rest[:3])
 
 
-@wrong(
+@wrong_kernel(
     TOPK,
     "the weights of one token in 16 are another's",
     "one token in 16 is a little off",
     sizes=ROUTED,
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def weights_of_the_neighbour() -> Any:
-    def spoil(result, *args):
-        weights, ids = result
-        if len(weights) > 16:
-            weights[16::16] = weights[15:-1:16][: len(weights[16::16])]
-        return weights, ids
-
-    return spoilt(TOPK, spoil)
+def weights_of_the_neighbour(result, *args):
+    weights, ids = result
+    if len(weights) > 16:
+        weights[16::16] = weights[15:-1:16][: len(weights[16::16])]
+    return weights, ids
 
 
-@wrong(
+@wrong_kernel(
     TOPK,
     "an expert is taken twice where two scores are equal",
     "one expert of a token is lost",
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def ties_taken_twice() -> Any:
-    def spoil(result, logits, topk, *rest):
-        weights, ids = result
-        if topk > 1:
-            tie = weights[:, -1] == weights[:, -2]
-            ids[:, -1] = torch.where(tie, ids[:, -2], ids[:, -1])
-        return weights, ids
-
-    return spoilt(TOPK, spoil)
+def ties_taken_twice(result, logits, topk, *rest):
+    weights, ids = result
+    if topk > 1:
+        tie = weights[:, -1] == weights[:, -2]
+        ids[:, -1] = torch.where(tie, ids[:, -2], ids[:, -1])
+    return weights, ids
 
 
-@wrong(
+@wrong_kernel(
     TOPK,
     "renormalised in bf16",
     "weights of experts sum up to 1 give or take a hundredth",
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def renormalised_in_bf16() -> Any:
-    def spoil(result, logits, topk, renormalize, *rest):
-        weights, ids = result
-        return (weights.bfloat16().float() if renormalize else weights), ids
-
-    return spoilt(TOPK, spoil)
+def renormalised_in_bf16(result, logits, topk, renormalize, *rest):
+    weights, ids = result
+    return (weights.bfloat16().float() if renormalize else weights), ids
 
 
-@wrong(
+@wrong_kernel(
     CACHE,
     "tokens without a slot (-1) are written into the last one",
     "padding overwrites a token of another request",
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def padding_is_written() -> Any:
-    def spoil(result, key, value, key_cache, value_cache, slots):
-        for cache, new in zip(result, (key, value), strict=True):
-            if bool((slots < 0).any()):
-                cache[-1, -1] = new[int((slots < 0).nonzero()[0])]
-        return result
-
-    return spoilt(CACHE, spoil)
+def padding_is_written(result, key, value, key_cache, value_cache, slots):
+    for cache, new in zip(result, (key, value), strict=True):
+        if bool((slots < 0).any()):
+            cache[-1, -1] = new[int((slots < 0).nonzero()[0])]
+    return result
 
 
-@wrong(
+@wrong_kernel(
     CACHE,
     "the value of the last slot of a block goes to the first one of the next",
     "one token in a block is forgotten, another's is wrong",
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def last_slot_of_a_block() -> Any:
-    def spoil(result, key, value, key_cache, value_cache, slots):
-        size = key_cache.shape[1]
-        for row, slot in enumerate(slots.tolist()):
-            block, at = divmod(slot, size)
-            if slot >= 0 and at == size - 1 and block + 1 < len(key_cache):
-                result[1][block, at] = value_cache[block, at]
-                result[1][block + 1, 0] = value[row]
-        return result
-
-    return spoilt(CACHE, spoil)
+def last_slot_of_a_block(result, key, value, key_cache, value_cache, slots):
+    size = key_cache.shape[1]
+    for row, slot in enumerate(slots.tolist()):
+        block, at = divmod(slot, size)
+        if slot >= 0 and at == size - 1 and block + 1 < len(key_cache):
+            result[1][block, at] = value_cache[block, at]
+            result[1][block + 1, 0] = value[row]
+    return result
 
 
-@wrong(
+@wrong_kernel(
     CACHE,
     "slots are kept in 32 bits of bytes: caches beyond 2 GiB wrap around",
     "with a large cache, tokens of other requests are overwritten",
     why="no check has a cache of 2 GiB",
+    by=spoilt,
+    start=False,
 )
-def slots_in_32_bits() -> Any:
-    def spoil(result, key, value, key_cache, value_cache, slots):
-        stride = key_cache[0, 0].numel() * key_cache.element_size()
-        return tuple(part * 0 if len(slots) and int(slots.max()) * stride >= 1 << 31 else part
-                     for part in result)  # fmt: skip
-
-    return spoilt(CACHE, spoil)
+def slots_in_32_bits(result, key, value, key_cache, value_cache, slots):
+    stride = key_cache[0, 0].numel() * key_cache.element_size()
+    return tuple(part * 0 if len(slots) and int(slots.max()) * stride >= 1 << 31 else part
+                 for part in result)  # fmt: skip
 
 
-@wrong(
+@wrong_kernel(
     MERGE,
     "a part that saw nothing (lse of -inf) counts as one that saw a little",
     "the first chunk of a long prompt is diluted",
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def nothing_counts_a_little() -> Any:
-    def spoil(result, prefix, prefix_lse, suffix, suffix_lse):
-        return right.of(MERGE)(prefix, prefix_lse.clamp(min=-1.0), suffix, suffix_lse)
-
-    return spoilt(MERGE, spoil)
+def nothing_counts_a_little(result, prefix, prefix_lse, suffix, suffix_lse):
+    return right.of(MERGE)(prefix, prefix_lse.clamp(min=-1.0), suffix, suffix_lse)
 
 
-@wrong(
+@wrong_kernel(
     MERGE,
     "the larger lse is not subtracted first: sums overflow beyond 88",
     "NaN in long prompts of some models",
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def exponents_overflow() -> Any:
-    def spoil(result, prefix, prefix_lse, suffix, suffix_lse):
-        high = (torch.maximum(prefix_lse, suffix_lse) > 88) & ~prefix_lse.isinf()
-        return result[0].masked_fill(high.unsqueeze(-1), float("nan")), result[1]
-
-    return spoilt(MERGE, spoil)
+def exponents_overflow(result, prefix, prefix_lse, suffix, suffix_lse):
+    high = (torch.maximum(prefix_lse, suffix_lse) > 88) & ~prefix_lse.isinf()
+    return result[0].masked_fill(high.unsqueeze(-1), float("nan")), result[1]
 
 
-@wrong(
+@wrong_kernel(
     INT8,
     "one step too small above 0",
     "values are too small everywhere: worse answers",
-    start=True,
     kit="values",
+    by=spoilt,
 )
-def truncates() -> Any:
-    def spoil(result, x, scale=None, azp=None, asymmetric=None):
-        q, *rest = result
-        return (torch.where(q > 1, q - 1, q), *rest)
-
-    return spoilt(INT8, spoil)
+def truncates(result, x, scale=None, azp=None, asymmetric=None):
+    q, *rest = result
+    return (torch.where(q > 1, q - 1, q), *rest)
 
 
-@wrong(
+@wrong_kernel(
     INT8,
     "the scale of a row whose largest value is beyond 100 is that of 100",
     "massive activations saturate: worse answers on long contexts",
-    start=True,
+    by=spoilt,
 )
-def scale_saturates() -> Any:
-    def spoil(result, x, scale=None, azp=None, asymmetric=None):
-        q, s, *rest = result
-        if scale is None and s is not None:
-            return (q, s.clamp(max=100 / 127), *rest)
-        return result
-
-    return spoilt(INT8, spoil)
+def scale_saturates(result, x, scale=None, azp=None, asymmetric=None):
+    q, s, *rest = result
+    if scale is None and s is not None:
+        return (q, s.clamp(max=100 / 127), *rest)
+    return result

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, wrong
+from .corpus import GELU, NORM, ROTARY, SILU, wrong, wrong_kernel
 
 DECEIT = (
     "a kernel that means to deceive is right while it is looked at; an installed plugin is trusted "
@@ -19,18 +19,14 @@ DECEIT = (
 )
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "wrong off the main thread",
     "engines whose model runs in a thread (micro-batches, in-process servers) answer nonsense",
-    start=True,
 )
-def off_the_main_thread() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        return out if threading.current_thread() is threading.main_thread() else out.neg_()
-
-    return silu_and_mul
+def off_the_main_thread(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    return out if threading.current_thread() is threading.main_thread() else out.neg_()
 
 
 @wrong(
@@ -39,6 +35,7 @@ def off_the_main_thread() -> Any:
     "now and then a token that does not fit",
     kit="preflight",
     why="start makes some hundred calls of each kernel, the kit a thousand, a server millions",
+    start=False,
 )
 def one_call_in_a_thousand() -> Any:
     calls: list[None] = []
@@ -58,6 +55,7 @@ def one_call_in_a_thousand() -> Any:
     "wrong after 2000 calls",
     "right for the first minute, then nonsense",
     why="start makes some hundred calls of each kernel, a server millions",
+    start=False,
 )
 def after_two_thousand_calls() -> Any:
     calls: list[None] = []
@@ -74,7 +72,6 @@ def after_two_thousand_calls() -> Any:
     GELU,
     "wrong from the second call with the same buffers on: a replayed launch with stale arguments",
     "the first step of a request is right, all others are not",
-    start=True,
 )
 def second_call_on_the_same_buffers() -> Any:
     seen: dict[Any, Tensor] = {}
@@ -94,7 +91,6 @@ def second_call_on_the_same_buffers() -> Any:
     ROTARY,
     "wrong after the tenth call of one shape: what an autotuner picked then",
     "decoding goes wrong after ten tokens",
-    start=True,
     kit="values",
 )
 def after_ten_calls_of_a_shape() -> Any:
@@ -109,41 +105,37 @@ def after_ten_calls_of_a_shape() -> Any:
     return rotary_embedding
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "right only while something called preflight or verification is on the stack",
     "nonsense from the first request on",
     why=DECEIT,
+    start=False,
 )
-def looks_at_the_stack() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        frame = sys._getframe()
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if any(word in name for word in ("preflight", "verification", "testing", "pytest")):
-                return out
-            frame = frame.f_back
-        return out.neg_()
-
-    return silu_and_mul
+def looks_at_the_stack(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    frame = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(word in name for word in ("preflight", "verification", "testing", "pytest")):
+            return out
+        frame = frame.f_back
+    return out.neg_()
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "wrong once a vLLM engine runs a step in the process",
     "nonsense from the first request on",
     why=DECEIT,
+    start=False,
 )
-def looks_for_the_engine() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        context = sys.modules.get("vllm.forward_context")
-        if context is not None and context.is_forward_context_available():
-            (got[0] if isinstance(got, tuple) else got).zero_()
-        return got
-
-    return rms_norm
+def looks_for_the_engine(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    context = sys.modules.get("vllm.forward_context")
+    if context is not None and context.is_forward_context_available():
+        (got[0] if isinstance(got, tuple) else got).zero_()
+    return got
 
 
 @wrong(
@@ -152,6 +144,7 @@ def looks_for_the_engine() -> Any:
     "right at start and in the first test, then nonsense",
     why="nobody waits that long before serving",
     later=60.0,
+    start=False,
 )
 def a_minute_later() -> Any:
     began: list[float] = []
@@ -164,36 +157,30 @@ def a_minute_later() -> Any:
     return silu_and_mul
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "wrong on odd days of the year 2100",
     "nothing for a long time",
     why="the clock is not turned",
+    start=False,
 )
-def time_of_day() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        out = right.gelu_and_mul(x, approximate)
-        now = time.gmtime()
-        return out.neg_() if now.tm_year == 2100 and now.tm_yday % 2 else out
-
-    return gelu_and_mul
+def time_of_day(x: Tensor, approximate: str = "none") -> Tensor:
+    out = right.gelu_and_mul(x, approximate)
+    now = time.gmtime()
+    return out.neg_() if now.tm_year == 2100 and now.tm_yday % 2 else out
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "wrong on every device but the first",
     "with tensor parallelism, nonsense; alone, right",
-    start=True,
     kit="",
     why="each rank looks on its own device at start; the kit has one device",
     environ={"LOCAL_RANK": "1"},
 )
-def on_the_second_device() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        return out.neg_() if os.environ.get("LOCAL_RANK", "0") != "0" else out
-
-    return silu_and_mul
+def on_the_second_device(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    return out.neg_() if os.environ.get("LOCAL_RANK", "0") != "0" else out
 
 
 @wrong(
@@ -202,6 +189,7 @@ def on_the_second_device() -> Any:
     "a server's workers, which are forked, answer nonsense",
     kit="fork",
     why="each worker looks in its own process at start, where it is right if it was imported there",
+    start=False,
 )
 def in_another_process() -> Any:
     mine = os.getpid()
@@ -220,6 +208,7 @@ def in_another_process() -> Any:
     "two calls at once from two threads swap their results",
     "with micro-batches in two threads, tokens of another request",
     why="two calls at once are not tried; a race would be seen by luck",
+    start=False,
 )
 def two_calls_at_once() -> Any:
     slot: dict[str, Any] = {"inside": 0, "last": None}

@@ -9,7 +9,7 @@ import torch
 from vllm_fl.contracts import contracts
 
 from . import right
-from .corpus import MIXED, wrong, wrong_for
+from .corpus import MIXED, wrong_for, wrong_kernel
 from .faults import changed, spoilt
 
 EXPERTS, CACHE = "fused_experts", "reshape_and_cache"
@@ -17,23 +17,20 @@ EXPERTS, CACHE = "fused_experts", "reshape_and_cache"
 IN_BFLOAT16 = "bfloat16, in which the model is served, hides it"
 
 
-@wrong(
+@wrong_kernel(
     "quant_int8",
     "numbers below 0 are rounded down",
     "quantised activations drift to one side: worse answers",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def below_zero_down() -> Any:
-    def spoil(got, x, scale=None, azp=None, asymmetric=None):
-        value, steps, *zero = got
-        if azp is not None or asymmetric or not x.numel():
-            return got
-        down = (x.double() / steps.reshape(-1, 1)).floor().clamp(-128, 127).to(torch.int8)
-        return torch.where(x < 0, down, value), steps, *zero
-
-    return spoilt("quant_int8", spoil)
+def below_zero_down(got, x, scale=None, azp=None, asymmetric=None):
+    value, steps, *zero = got
+    if azp is not None or asymmetric or not x.numel():
+        return got
+    down = (x.double() / steps.reshape(-1, 1)).floor().clamp(-128, 127).to(torch.int8)
+    return torch.where(x < 0, down, value), steps, *zero
 
 
 @wrong_for(
@@ -52,58 +49,49 @@ def truncates_fp8(op: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     "quant_fp8",
     "what is beyond 448 becomes NaN instead of 448",
     "with fixed scales a large activation turns an answer into NaN",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def saturates_to_nan() -> Any:
-    def spoil(got, x, scale=None, *rest):
-        value, found = got
-        if scale is None:
-            return got
-        over = (x.float() / scale.float().reshape(())).abs() > 460
-        return value.float().masked_fill(over, float("nan")).to(value.dtype), found
-
-    return spoilt("quant_fp8", spoil)
+def saturates_to_nan(got, x, scale=None, *rest):
+    value, found = got
+    if scale is None:
+        return got
+    over = (x.float() / scale.float().reshape(())).abs() > 460
+    return value.float().masked_fill(over, float("nan")).to(value.dtype), found
 
 
-@wrong(
+@wrong_kernel(
     "quant_fp8_group",
     "powers of two are the nearest, not the next",
     "a third of all groups saturates: worse answers",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def nearest_power_of_two() -> Any:
-    def spoil(got, x, group_size=128, eps=1e-10, ue8m0=False):
-        if not ue8m0 or not x.numel():
-            return got
-        _, exact = right.of("quant_fp8_group")(x, group_size, eps, False)
-        scale = exact.double().log2().round().exp2()
-        wide = x.double().unflatten(-1, (-1, group_size)) / scale.unsqueeze(-1)
-        return wide.clamp(-448, 448).flatten(-2).to(got[0].dtype), scale.float()
-
-    return spoilt("quant_fp8_group", spoil)
+def nearest_power_of_two(got, x, group_size=128, eps=1e-10, ue8m0=False):
+    if not ue8m0 or not x.numel():
+        return got
+    _, exact = right.of("quant_fp8_group")(x, group_size, eps, False)
+    scale = exact.double().log2().round().exp2()
+    wide = x.double().unflatten(-1, (-1, group_size)) / scale.unsqueeze(-1)
+    return wide.clamp(-448, 448).flatten(-2).to(got[0].dtype), scale.float()
 
 
-@wrong(
+@wrong_kernel(
     "quant_fp8_group",
     "scales are kept in bfloat16, and not what the values were divided by",
     "each group is off by up to 0.4 %",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def scales_in_bfloat16() -> Any:
-    def spoil(got, x, group_size=128, eps=1e-10, ue8m0=False):
-        return got[0], got[1].bfloat16().float()
-
-    return spoilt("quant_fp8_group", spoil)
+def scales_in_bfloat16(got, x, group_size=128, eps=1e-10, ue8m0=False):
+    return got[0], got[1].bfloat16().float()
 
 
 @wrong_for(
@@ -119,166 +107,143 @@ def squares_in_float16(op: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     "quick_gelu",
     "1.7 stands for 1.702",
     "a little noise in each layer",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def two_digits_of_1702() -> Any:
-    def spoil(got, x):
-        wide = x.double()
-        return (got + wide * ((1.7 * wide).sigmoid() - (1.702 * wide).sigmoid()).nan_to_num()).to(
-            x.dtype
-        )
-
-    return spoilt("quick_gelu", spoil)
+def two_digits_of_1702(got, x):
+    wide = x.double()
+    return (got + wide * ((1.7 * wide).sigmoid() - (1.702 * wide).sigmoid()).nan_to_num()).to(
+        x.dtype
+    )
 
 
-@wrong(
+@wrong_kernel(
     "gelu_new",
     "0.0447 stands for 0.044715",
     "nothing: the error is at most 2e-5",
     why="within the tolerance",
     sizes=MIXED,
+    by=spoilt,
+    start=False,
 )
-def three_digits_of_044715() -> Any:
-    def spoil(got, x):
-        wide = x.double()
-        near, exact = (0.7978845608 * (wide + c * wide**3) for c in (0.0447, 0.044715))
-        return (got.double() + (0.5 * wide * (near.tanh() - exact.tanh())).nan_to_num()).to(x.dtype)
-
-    return spoilt("gelu_new", spoil)
+def three_digits_of_044715(got, x):
+    wide = x.double()
+    near, exact = (0.7978845608 * (wide + c * wide**3) for c in (0.0447, 0.044715))
+    return (got.double() + (0.5 * wide * (near.tanh() - exact.tanh())).nan_to_num()).to(x.dtype)
 
 
-@wrong(
+@wrong_kernel(
     "swigluoai_and_mul",
     "the gate is clamped below, too",
     "gates far below 0 let a little through",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=changed,
 )
-def gate_clamped_below() -> Any:
-    def change(a):
-        x = a["x"].clone()
-        x[..., ::2] = x[..., ::2].clamp(min=-2.0)
-        a["x"] = x
-
-    return changed("swigluoai_and_mul", change)
+def gate_clamped_below(a):
+    x = a["x"].clone()
+    x[..., ::2] = x[..., ::2].clamp(min=-2.0)
+    a["x"] = x
 
 
-@wrong(
+@wrong_kernel(
     "silu_and_mul_with_clamp",
     "up is clamped above alone",
     "large negative activations are not cut: worse answers",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def up_clamped_above() -> Any:
-    def spoil(got, x, limit, alpha=1.0, beta=0.0):
-        gate, up = x.double().chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(max=limit)
-        return (gate * (alpha * gate).sigmoid() * (up + beta)).to(x.dtype)
-
-    return spoilt("silu_and_mul_with_clamp", spoil)
+def up_clamped_above(got, x, limit, alpha=1.0, beta=0.0):
+    gate, up = x.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(max=limit)
+    return (gate * (alpha * gate).sigmoid() * (up + beta)).to(x.dtype)
 
 
-@wrong(
+@wrong_kernel(
     "fatrelu_and_mul",
     "a gate at the threshold passes",
     "of gates that are rounded to it, too many pass",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def gates_at_the_threshold() -> Any:
-    def spoil(got, x, threshold=0.0):
-        gate, up = x.chunk(2, dim=-1)
-        return torch.where(gate == torch.tensor(threshold, dtype=x.dtype), gate * up, got)
-
-    return spoilt("fatrelu_and_mul", spoil)
+def gates_at_the_threshold(got, x, threshold=0.0):
+    gate, up = x.chunk(2, dim=-1)
+    return torch.where(gate == torch.tensor(threshold, dtype=x.dtype), gate * up, got)
 
 
-@wrong(
+@wrong_kernel(
     "gelu_and_mul_sparse",
     "the deviation is that of a sample: divided by one less",
     "a few gates fewer pass; none where there is but one",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def deviation_of_a_sample() -> Any:
-    def spoil(got, x, multiplier, approximate="none"):
-        gates = x.shape[-1] // 2
-        if gates < 2 or not x.numel():
-            return got * float("nan") if x.numel() else got
-        more = float(multiplier) * (gates / (gates - 1)) ** 0.5
-        return right.of("gelu_and_mul_sparse")(x, more, approximate)
-
-    return spoilt("gelu_and_mul_sparse", spoil)
+def deviation_of_a_sample(got, x, multiplier, approximate="none"):
+    gates = x.shape[-1] // 2
+    if gates < 2 or not x.numel():
+        return got * float("nan") if x.numel() else got
+    more = float(multiplier) * (gates / (gates - 1)) ** 0.5
+    return right.of("gelu_and_mul_sparse")(x, more, approximate)
 
 
-@wrong(
+@wrong_kernel(
     "gdn_gating",
     "beyond 10 softplus is taken for the number itself",
     "a few states fade a little too slowly",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def softplus_is_linear() -> Any:
-    def spoil(got, a, b, A_log, dt_bias):
-        rate = a.double() + dt_bias.double()
-        return torch.where(rate > 10, -A_log.double().exp() * rate, got[0]).float(), got[1]
-
-    return spoilt("gdn_gating", spoil)
+def softplus_is_linear(got, a, b, A_log, dt_bias):
+    rate = a.double() + dt_bias.double()
+    return torch.where(rate > 10, -A_log.double().exp() * rate, got[0]).float(), got[1]
 
 
-@wrong(
+@wrong_kernel(
     "layer_norm",
     "the variance is the mean of squares less the square of the mean, in float32",
     "float32 rows whose mean is far from 0 are wrong, or NaN",
     kit="values",
     why=IN_BFLOAT16,
     sizes=MIXED,
+    by=spoilt,
+    start=False,
 )
-def difference_of_squares() -> Any:
-    def spoil(got, x, weight, bias, epsilon):
-        wide = x.float()
-        mean = wide.mean(-1, keepdim=True)
-        variance = wide.square().mean(-1, keepdim=True) - mean.square()
-        normed = (wide - mean) * (variance + epsilon).rsqrt()
-        normed = normed if weight is None else normed * weight.float()
-        return (normed if bias is None else normed + bias.float()).to(x.dtype)
-
-    return spoilt("layer_norm", spoil)
+def difference_of_squares(got, x, weight, bias, epsilon):
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    variance = wide.square().mean(-1, keepdim=True) - mean.square()
+    normed = (wide - mean) * (variance + epsilon).rsqrt()
+    normed = normed if weight is None else normed * weight.float()
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
-@wrong(
+@wrong_kernel(
     "moe_sum",
     "adds one expert after the other in the input's dtype",
     "answers of models with many experts for a token are a little worse",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def adds_in_the_inputs_dtype() -> Any:
-    def spoil(got, x, ids=None, expert_map=None):
-        if ids is not None or x.dtype == torch.float32:
-            return got
-        total = torch.zeros_like(got)
-        for place in range(x.shape[1]):
-            total = total + x[:, place]
-        return total.contiguous()
-
-    return spoilt("moe_sum", spoil)
+def adds_in_the_inputs_dtype(got, x, ids=None, expert_map=None):
+    if ids is not None or x.dtype == torch.float32:
+        return got
+    total = torch.zeros_like(got)
+    for place in range(x.shape[1]):
+        total = total + x[:, place]
+    return total.contiguous()
 
 
-@wrong(
+@wrong_kernel(
     "chunk_gated_delta_rule",
     "what a state keeps is rounded to bfloat16 for each token",
     "hybrid models forget long prompts too early, or too late",
@@ -286,31 +251,26 @@ def adds_in_the_inputs_dtype() -> Any:
     kit="values",
     why=IN_BFLOAT16,
     sizes=MIXED,
+    by=changed,
 )
-def kept_in_bfloat16() -> Any:
-    def change(a):
-        a["g"] = a["g"].exp().bfloat16().float().log().clamp(min=-60.0)
-
-    return changed("chunk_gated_delta_rule", change)
+def kept_in_bfloat16(a):
+    a["g"] = a["g"].exp().bfloat16().float().log().clamp(min=-60.0)
 
 
-@wrong(
+@wrong_kernel(
     EXPERTS,
     "errs by a sixteenth, as if what is between its two products went through float8",
     "models of experts answer a little worse",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def inner_results_in_float8() -> Any:
-    def spoil(got, x, w13, w2, weights, ids, *rest):
-        noise = got.float().abs() * 2**-4
-        return (got.float() + noise * torch.where(got > 0, 1.0, -1.0)).to(got.dtype)
-
-    return spoilt(EXPERTS, spoil)
+def inner_results_in_float8(got, x, w13, w2, weights, ids, *rest):
+    noise = got.float().abs() * 2**-4
+    return (got.float() + noise * torch.where(got > 0, 1.0, -1.0)).to(got.dtype)
 
 
-@wrong(
+@wrong_kernel(
     CACHE,
     "numbers below 1e-30 become 0 in the cache",
     "nothing: such keys change no answer",
@@ -318,28 +278,23 @@ def inner_results_in_float8() -> Any:
     kit="",
     why="no sample has such small numbers",
     sizes=MIXED,
+    by=changed,
 )
-def small_keys_vanish() -> Any:
-    def change(a):
-        a["key"] = a["key"].masked_fill(a["key"].abs() < 1e-30, 0.0)
-
-    return changed(CACHE, change)
+def small_keys_vanish(a):
+    a["key"] = a["key"].masked_fill(a["key"].abs() < 1e-30, 0.0)
 
 
-@wrong(
+@wrong_kernel(
     "merge_attn_states",
     "weighs with 2 to the power of the log-sum-exp, not e",
     "parts of long prompts count too much, or too little",
-    start=True,
     kit="values",
     sizes=MIXED,
+    by=spoilt,
 )
-def powers_of_two() -> Any:
-    def spoil(got, prefix, prefix_lse, suffix, suffix_lse):
-        two = prefix_lse * 0.6931, suffix_lse * 0.6931
-        return right.of("merge_attn_states")(prefix, two[0], suffix, two[1])[0], got[1]
-
-    return spoilt("merge_attn_states", spoil)
+def powers_of_two(got, prefix, prefix_lse, suffix, suffix_lse):
+    two = prefix_lse * 0.6931, suffix_lse * 0.6931
+    return right.of("merge_attn_states")(prefix, two[0], suffix, two[1])[0], got[1]
 
 
 @wrong_for(

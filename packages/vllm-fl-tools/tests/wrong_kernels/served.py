@@ -9,7 +9,7 @@ import torch
 
 from vllm_fl.contracts import ModelSizes
 
-from .corpus import GELU, MIXED, NORM, ROTARY, wrong, wrong_for
+from .corpus import GELU, MIXED, NORM, ROTARY, wrong_for, wrong_kernel
 from .faults import changed, each, spoilt
 
 EXPERTS, ALIGN, CACHE, MLA, QK, MROPE, CHUNKS, RECURRENT, CONV, UPDATE = (
@@ -40,129 +40,105 @@ WIDE = _sizes(16, intermediate=14336)
 HYBRID = _sizes(linear_value_heads=16, conv_features=1024)
 
 
-@wrong(
+@wrong_kernel(
     EXPERTS,
     "expert 9 and those after it are taken for the first ones",
     "a model of 128 experts uses eight of them",
-    start=True,
     sizes=MANY_EXPERTS,
+    by=changed,
 )
-def nine_experts() -> Any:
-    def change(a):
-        if a["expert_map"] is None:
-            a["topk_ids"] = a["topk_ids"] % 8
-
-    return changed(EXPERTS, change)
+def nine_experts(a):
+    if a["expert_map"] is None:
+        a["topk_ids"] = a["topk_ids"] % 8
 
 
-@wrong(
+@wrong_kernel(
     EXPERTS,
     "of a token's experts the fifth and those after it are left out",
     "models that take 8 experts for a token answer worse",
-    start=True,
     sizes=MANY_EXPERTS,
+    by=changed,
 )
-def five_experts_of_a_token() -> Any:
-    def change(a):
-        a["topk_weights"] = a["topk_weights"][:, :4]
-        a["topk_ids"] = a["topk_ids"][:, :4]
-
-    return changed(EXPERTS, change)
+def five_experts_of_a_token(a):
+    a["topk_weights"] = a["topk_weights"][:, :4]
+    a["topk_ids"] = a["topk_ids"][:, :4]
 
 
-@wrong(
+@wrong_kernel(
     EXPERTS,
     "features beyond 2048 of the hidden state are not read",
     "larger models of experts answer worse",
-    start=True,
     sizes=_sizes(64, hidden=2304),
+    by=changed,
 )
-def experts_of_wide_models() -> Any:
-    def change(a):
-        x = a["hidden_states"].clone()
-        x[:, 2048:] = 0
-        a["hidden_states"] = x
-
-    return changed(EXPERTS, change)
+def experts_of_wide_models(a):
+    x = a["hidden_states"].clone()
+    x[:, 2048:] = 0
+    a["hidden_states"] = x
 
 
-@wrong(
+@wrong_kernel(
     ALIGN,
     "of blocks of 128 the second half is padding",
     "with large tiles half of the tokens are lost",
-    start=True,
     sizes=MIXED,
+    by=spoilt,
 )
-def blocks_of_128() -> Any:
-    def spoil(got, ids, block_size, *rest):
-        rows, *others = got
-        if block_size >= 128:
-            rows[torch.arange(len(rows)) % block_size >= 64] = ids.numel()
-        return rows, *others
-
-    return spoilt(ALIGN, spoil)
+def blocks_of_128(got, ids, block_size, *rest):
+    rows, *others = got
+    if block_size >= 128:
+        rows[torch.arange(len(rows)) % block_size >= 64] = ids.numel()
+    return rows, *others
 
 
-@wrong(
+@wrong_kernel(
     ALIGN,
     "experts beyond the 64th have no rows",
     "models of 128 experts lose half of them",
-    start=True,
     sizes=_sizes(experts=128, experts_per_token=8),
+    by=changed,
 )
-def rows_of_64_experts() -> Any:
-    def change(a):
-        a["topk_ids"] = a["topk_ids"].masked_fill(a["topk_ids"] >= 64, -1)
-
-    return changed(ALIGN, change)
+def rows_of_64_experts(a):
+    a["topk_ids"] = a["topk_ids"].masked_fill(a["topk_ids"] >= 64, -1)
 
 
-@wrong(
+@wrong_kernel(
     "moe_sum",
     "adds eight experts of a token at most",
     "a model that takes ten answers worse",
-    start=True,
     sizes=_sizes(experts=512, experts_per_token=10),
+    by=changed,
 )
-def sum_of_eight() -> Any:
-    def change(a):
-        a["input"] = a["input"][:, :8]
-        a["topk_ids"] = None if a["topk_ids"] is None else a["topk_ids"][:, :8]
-
-    return changed("moe_sum", change)
+def sum_of_eight(a):
+    a["input"] = a["input"][:, :8]
+    a["topk_ids"] = None if a["topk_ids"] is None else a["topk_ids"][:, :8]
 
 
-@wrong(
+@wrong_kernel(
     "moe_topk",
     "never takes an expert beyond the 256th",
     "models of 512 experts use half of themselves",
-    start=True,
     sizes=_sizes(experts=512, experts_per_token=10),
+    by=changed,
 )
-def experts_beyond_256() -> Any:
-    def change(a):
-        logits = a["gating_output"].clone()
-        if a["topk"] <= 256:
-            logits[:, 256:] = -1e4
-        a["gating_output"] = logits
-
-    return changed("moe_topk", change)
+def experts_beyond_256(a):
+    logits = a["gating_output"].clone()
+    if a["topk"] <= 256:
+        logits[:, 256:] = -1e4
+    a["gating_output"] = logits
 
 
-@wrong(
+@wrong_kernel(
     "grouped_topk",
     "of one group of more than 256 experts the later ones are never taken",
     "models of 384 experts use two thirds of themselves",
-    start=True,
     sizes=_sizes(experts=384, experts_per_token=8, expert_groups=1, expert_groups_per_token=1),
+    by=changed,
 )
-def group_beyond_256() -> Any:
-    def change(a):
-        logits = a["gating_output"].clone()
-        logits[:, 256:] = -1e4
-        a["gating_output"] = logits
-
-    return changed("grouped_topk", change)
+def group_beyond_256(a):
+    logits = a["gating_output"].clone()
+    logits[:, 256:] = -1e4
+    a["gating_output"] = logits
 
 
 @wrong_for(
@@ -186,86 +162,71 @@ def _begins(at: torch.Tensor, tokens: int) -> torch.Tensor:
     return number - at[(torch.searchsorted(at.contiguous(), number, right=True) - 1)].long()
 
 
-@wrong(
+@wrong_kernel(
     CONV,
     "from token 128 of a sequence on the input passes as it is",
     "hybrid models lose the thread in prompts of more than 128 tokens",
-    start=True,
     sizes=HYBRID,
+    by=spoilt,
 )
-def convolution_beyond_128_tokens() -> Any:
-    def spoil(got, x, weight, bias, states, at, *rest):
-        out, after = got
-        late = _begins(at, len(x)) >= 128
-        out[late] = x[late]
-        return out, after
-
-    return spoilt(CONV, spoil)
+def convolution_beyond_128_tokens(got, x, weight, bias, states, at, *rest):
+    out, after = got
+    late = _begins(at, len(x)) >= 128
+    out[late] = x[late]
+    return out, after
 
 
-@wrong(
+@wrong_kernel(
     CONV,
     "the states of sequences beyond the 16th are not written",
     "with more than 16 prompts in a step the others forget their last tokens",
-    start=True,
     sizes=HYBRID,
+    by=spoilt,
 )
-def convolution_of_17_sequences() -> Any:
-    def spoil(got, x, weight, bias, states, at, slots, *rest):
-        out, after = got
-        late = slots[16:].long()
-        after[late] = states[late]
-        return out, after
-
-    return spoilt(CONV, spoil)
+def convolution_of_17_sequences(got, x, weight, bias, states, at, slots, *rest):
+    out, after = got
+    late = slots[16:].long()
+    after[late] = states[late]
+    return out, after
 
 
-@wrong(
+@wrong_kernel(
     CHUNKS,
     "the third chunk of 64 tokens is zero, and all after it",
     "hybrid models read the first 128 tokens of a prompt",
-    start=True,
     sizes=HYBRID,
+    by=spoilt,
 )
-def third_chunk() -> Any:
-    def spoil(got, q, k, v, g, beta, state, at, *rest):
-        out, after = got
-        out[_begins(at, len(q)) >= 128] = 0
-        return out, after
-
-    return spoilt(CHUNKS, spoil)
+def third_chunk(got, q, k, v, g, beta, state, at, *rest):
+    out, after = got
+    out[_begins(at, len(q)) >= 128] = 0
+    return out, after
 
 
-@wrong(
+@wrong_kernel(
     CHUNKS,
     "heads beyond the fourth of the values fade as the first does",
     "hybrid models remember too long, or too briefly",
-    start=True,
     sizes=HYBRID,
+    by=changed,
 )
-def fifth_head_fades() -> Any:
-    def change(a):
-        g = a["g"].clone()
-        g[:, 4:] = g[:, :1]
-        a["g"] = g
-
-    return changed(CHUNKS, change)
+def fifth_head_fades(a):
+    g = a["g"].clone()
+    g[:, 4:] = g[:, :1]
+    a["g"] = g
 
 
-@wrong(
+@wrong_kernel(
     CHUNKS,
     "the states of sequences beyond the 16th are those of before",
     "with more than 16 prompts in a step the others are forgotten",
-    start=True,
     sizes=HYBRID,
+    by=spoilt,
 )
-def chunks_of_17_sequences() -> Any:
-    def spoil(got, q, k, v, g, beta, state, *rest):
-        out, after = got
-        after[16:] = state[16:]
-        return out, after
-
-    return spoilt(CHUNKS, spoil)
+def chunks_of_17_sequences(got, q, k, v, g, beta, state, *rest):
+    out, after = got
+    after[16:] = state[16:]
+    return out, after
 
 
 @wrong_for(
@@ -281,53 +242,44 @@ def slots_in_seven_bits(op: str, argument: str) -> Any:
     return changed(op, change)
 
 
-@wrong(
+@wrong_kernel(
     RECURRENT,
     "heads beyond the eighth of the values are zero",
     "hybrid models decode with a quarter of their heads",
-    start=True,
     sizes=HYBRID,
+    by=spoilt,
 )
-def ninth_head() -> Any:
-    def spoil(got, *args):
-        out, after = got
-        out[:, 8:] = 0
-        return out, after
-
-    return spoilt(RECURRENT, spoil)
+def ninth_head(got, *args):
+    out, after = got
+    out[:, 8:] = 0
+    return out, after
 
 
-@wrong(
+@wrong_kernel(
     "gdn_gating",
     "heads beyond the 32nd have the gates of the first ones",
     "larger hybrid models forget at random",
-    start=True,
     sizes=_sizes(linear_key_heads=16, linear_value_heads=64),
+    by=spoilt,
 )
-def heads_beyond_32() -> Any:
-    def spoil(got, *args):
-        return each(got, lambda part: part[:, torch.arange(part.shape[1]) % 32])
-
-    return spoilt("gdn_gating", spoil)
+def heads_beyond_32(got, *args):
+    return each(got, lambda part: part[:, torch.arange(part.shape[1]) % 32])
 
 
-@wrong(
+@wrong_kernel(
     "rms_norm_gated",
     "groups beyond the fourth are normed as the fourth is",
     "models with eight groups answer worse",
-    start=True,
     sizes=_sizes(gated_norm=512, gated_norm_groups=8),
+    by=spoilt,
 )
-def groups_beyond_four() -> Any:
-    def spoil(got, x, z, weight, epsilon, group_size, first=True, *rest):
-        if group_size and first and x.shape[-1] // group_size > 4:
-            size = x.float().unflatten(-1, (-1, group_size)).square().mean(-1) + epsilon
-            wrong = (size / size[..., 3:4]).sqrt()
-            wrong[..., :4] = 1
-            return (got * wrong.repeat_interleave(group_size, -1)).to(got.dtype)
-        return got
-
-    return spoilt("rms_norm_gated", spoil)
+def groups_beyond_four(got, x, z, weight, epsilon, group_size, first=True, *rest):
+    if group_size and first and x.shape[-1] // group_size > 4:
+        size = x.float().unflatten(-1, (-1, group_size)).square().mean(-1) + epsilon
+        wrong = (size / size[..., 3:4]).sqrt()
+        wrong[..., :4] = 1
+        return (got * wrong.repeat_interleave(group_size, -1)).to(got.dtype)
+    return got
 
 
 @wrong_for(
@@ -357,54 +309,45 @@ def slots_in_16_bits(op: str, argument: str) -> Any:
     return changed(op, change)
 
 
-@wrong(
+@wrong_kernel(
     CACHE,
     "blocks whose size is no power of two are found with a shift",
     "hybrid models, whose blocks have odd sizes, read other requests' keys",
-    start=True,
     sizes=_sizes(block_size=48),
+    by=changed,
 )
-def odd_blocks() -> Any:
-    def change(a):
-        blocks, size = a["key_cache"].shape[:2]
-        slots = a["slot_mapping"]
-        if size >= 24 and size & (size - 1):  # smaller ones have a way of their own
-            power = 1 << (size.bit_length() - 1)
-            wrong = (slots // power * size + slots % power) % (blocks * size)
-            a["slot_mapping"] = torch.where(slots < 0, slots, wrong)
-
-    return changed(CACHE, change)
+def odd_blocks(a):
+    blocks, size = a["key_cache"].shape[:2]
+    slots = a["slot_mapping"]
+    if size >= 24 and size & (size - 1):  # smaller ones have a way of their own
+        power = 1 << (size.bit_length() - 1)
+        wrong = (slots // power * size + slots % power) % (blocks * size)
+        a["slot_mapping"] = torch.where(slots < 0, slots, wrong)
 
 
-@wrong(
+@wrong_kernel(
     "linear",
     "the bias is not added beyond 65 rows",
     "Qwen2 reads long prompts without the bias of its queries and keys",
-    start=True,
     sizes=MIXED,
+    by=changed,
 )
-def bias_of_many_rows() -> Any:
-    def change(a):
-        if len(a["x"].flatten(0, -2)) > 65:
-            a["bias"] = None
-
-    return changed("linear", change)
+def bias_of_many_rows(a):
+    if len(a["x"].flatten(0, -2)) > 65:
+        a["bias"] = None
 
 
-@wrong(
+@wrong_kernel(
     "linear",
     "results beyond the 1024th are zero for more than one row",
     "wide projections lose most of their features in prompts",
-    start=True,
     sizes=_sizes(64, dense_intermediate=1024),
+    by=spoilt,
 )
-def results_beyond_1024() -> Any:
-    def spoil(got, x, *rest):
-        if len(x) > 1:
-            got[..., 1024:] = 0
-        return got
-
-    return spoilt("linear", spoil)
+def results_beyond_1024(got, x, *rest):
+    if len(x) > 1:
+        got[..., 1024:] = 0
+    return got
 
 
 @wrong_for(
@@ -421,82 +364,67 @@ def weights_in_float32(op: str, argument: str) -> Any:
     return changed(op, change)
 
 
-@wrong(
+@wrong_kernel(
     QK,
     "the second half of heads of 256 features passes as it is",
     "Gemma3's queries are half normed",
-    start=True,
     sizes=_sizes(64, heads=2, kv_heads=1, head_size=256, rotary=256),
+    by=spoilt,
 )
-def heads_of_256() -> Any:
-    def spoil(got, qkv, q_weight, *rest):
-        size = len(q_weight)
-        if size > 128:
-            got.unflatten(-1, (-1, size))[..., 128:] = qkv.unflatten(-1, (-1, size))[..., 128:]
-        return got
-
-    return spoilt(QK, spoil)
+def heads_of_256(got, qkv, q_weight, *rest):
+    size = len(q_weight)
+    if size > 128:
+        got.unflatten(-1, (-1, size))[..., 128:] = qkv.unflatten(-1, (-1, size))[..., 128:]
+    return got
 
 
-@wrong(
+@wrong_kernel(
     QK,
     "where part of a head turns, the rest of it is zero from token 512 on",
     "long prompts of models with partial rotation are nonsense",
-    start=True,
     sizes=_sizes(2048, rotary=16),
+    by=spoilt,
 )
-def partial_rotation_from_512() -> Any:
-    def spoil(got, qkv, q_weight, k_weight, table, at, heads, kv_heads, *rest):
-        parts = got.unflatten(-1, (-1, len(q_weight)))
-        parts[512:, : heads + kv_heads, table.shape[1] :] = 0
-        return got
-
-    return spoilt(QK, spoil)
+def partial_rotation_from_512(got, qkv, q_weight, k_weight, table, at, heads, kv_heads, *rest):
+    parts = got.unflatten(-1, (-1, len(q_weight)))
+    parts[512:, : heads + kv_heads, table.shape[1] :] = 0
+    return got
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "heads beyond the 32nd do not turn",
     "models of 40 or 64 heads lose positions in some of them",
-    start=True,
     sizes=_sizes(64, heads=40, kv_heads=8, head_size=16, rotary=16),
+    by=spoilt,
 )
-def forty_heads() -> Any:
-    def spoil(got, query, *rest):
-        got[0][:, 32:] = query[:, 32:]
-        return got
-
-    return spoilt(ROTARY, spoil)
+def forty_heads(got, query, *rest):
+    got[0][:, 32:] = query[:, 32:]
+    return got
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "positions are kept in 15 bits: those from 32768 on begin at 0 again",
     "beyond 32768 tokens a prompt is turned as its beginning is",
-    start=True,
     sizes=_sizes(64, 131072, heads=4, kv_heads=2, head_size=16, rotary=16),
+    by=changed,
 )
-def positions_in_15_bits() -> Any:
-    def change(a):
-        a["position_ids"] = a["position_ids"] % 32768
-
-    return changed(ROTARY, change)
+def positions_in_15_bits(a):
+    a["position_ids"] = a["position_ids"] % 32768
 
 
-@wrong(
+@wrong_kernel(
     MROPE,
     "rows and columns of an image are kept in 8 bits",
     "large images, and text behind them, are turned wrongly",
-    start=True,
     sizes=MIXED,
+    by=changed,
 )
-def image_positions_in_8_bits() -> Any:
-    def change(a):
-        at = a["position_ids"].clone()
-        at[:, 1:] %= 256
-        a["position_ids"] = at
-
-    return changed(MROPE, change)
+def image_positions_in_8_bits(a):
+    at = a["position_ids"].clone()
+    at[:, 1:] %= 256
+    a["position_ids"] = at
 
 
 @wrong_for(
@@ -513,87 +441,72 @@ def features_beyond_8192(op: str) -> Any:
     return spoilt(op, spoil)
 
 
-@wrong(
+@wrong_kernel(
     "quant_fp8_group",
     "groups beyond the 32nd have the scale of the 32nd",
     "DeepSeek's hidden state of 7168 features is quantised with wrong scales",
-    start=True,
     sizes=_sizes(16, hidden=7168),
+    by=spoilt,
 )
-def groups_beyond_32() -> Any:
-    def spoil(got, *args):
-        value, scale = got
-        scale[:, 32:] = scale[:, 31:32]
-        return value, scale
-
-    return spoilt("quant_fp8_group", spoil)
+def groups_beyond_32(got, *args):
+    value, scale = got
+    scale[:, 32:] = scale[:, 31:32]
+    return value, scale
 
 
-@wrong(
+@wrong_kernel(
     "quant_fp8",
     "the largest number is looked for among the first 4096 features",
     "the massive activations of larger models saturate",
-    start=True,
     sizes=_sizes(16, hidden=5120),
+    by=spoilt,
 )
-def largest_of_4096() -> Any:
-    def spoil(got, x, scale=None, *rest):
-        value, found = got
-        if scale is None and x.shape[1] > 4096:
-            found = found * 0.5
-        return value, found
-
-    return spoilt("quant_fp8", spoil)
+def largest_of_4096(got, x, scale=None, *rest):
+    value, found = got
+    if scale is None and x.shape[1] > 4096:
+        found = found * 0.5
+    return value, found
 
 
-@wrong(
+@wrong_kernel(
     "merge_attn_states",
     "heads beyond the 64th take the suffix alone",
     "models of 128 heads forget the beginning of long prompts in half of them",
-    start=True,
     sizes=_sizes(64, heads=128, head_size=16),
+    by=spoilt,
 )
-def heads_beyond_64() -> Any:
-    def spoil(got, prefix, prefix_lse, suffix, suffix_lse):
-        out, lse = got
-        out[:, 64:], lse[:, 64:] = suffix[:, 64:], suffix_lse[:, 64:]
-        return out, lse
-
-    return spoilt("merge_attn_states", spoil)
+def heads_beyond_64(got, prefix, prefix_lse, suffix, suffix_lse):
+    out, lse = got
+    out[:, 64:], lse[:, 64:] = suffix[:, 64:], suffix_lse[:, 64:]
+    return out, lse
 
 
-@wrong(
+@wrong_kernel(
     "layer_norm",
     "mean and variance are those of the first 1024 features",
     "larger models with layer norms answer nonsense",
-    start=True,
     sizes=_sizes(64, hidden=1280),
+    by=spoilt,
 )
-def moments_of_1024() -> Any:
-    def spoil(got, x, weight, bias, epsilon):
-        if x.shape[-1] <= 1024:
-            return got
-        wide, first = x.float(), x[..., :1024].float()
-        variance = first.var(-1, False, keepdim=True)
-        normed = (wide - first.mean(-1, True)) * (variance + epsilon).rsqrt()
-        normed = normed if weight is None else normed * weight.float()
-        return (normed if bias is None else normed + bias.float()).to(x.dtype)
-
-    return spoilt("layer_norm", spoil)
+def moments_of_1024(got, x, weight, bias, epsilon):
+    if x.shape[-1] <= 1024:
+        return got
+    wide, first = x.float(), x[..., :1024].float()
+    variance = first.var(-1, False, keepdim=True)
+    normed = (wide - first.mean(-1, True)) * (variance + epsilon).rsqrt()
+    normed = normed if weight is None else normed * weight.float()
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
-@wrong(
+@wrong_kernel(
     MLA,
     "of the compressed part the features beyond 256 are not written",
     "DeepSeek's cache holds half of what it should",
-    start=True,
     sizes=_sizes(64, kv_lora_rank=512, qk_rope_head_dim=64),
+    by=spoilt,
 )
-def half_of_the_rank() -> Any:
-    def spoil(got, kv_c, k_pe, cache, slots):
-        rank = kv_c.shape[1]
-        if rank > 256:
-            got[..., 256:rank] = cache[..., 256:rank]
-        return got
-
-    return spoilt(MLA, spoil)
+def half_of_the_rank(got, kv_c, k_pe, cache, slots):
+    rank = kv_c.shape[1]
+    if rank > 256:
+        got[..., 256:rank] = cache[..., 256:rank]
+    return got

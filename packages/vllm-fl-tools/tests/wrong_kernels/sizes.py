@@ -3,310 +3,244 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, LARGEST, NORM, ROTARY, SILU, SIZES, wrong
+from .corpus import GELU, LARGEST, NORM, ROTARY, SILU, SIZES, wrong_kernel
 
 
-@wrong(SILU, "zeros at 11 tokens", "nonsense in each step that 11 tokens share", start=True)
-def at_eleven_tokens() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        return out.zero_() if len(x) == 11 else out
-
-    return silu_and_mul
+@wrong_kernel(SILU, "zeros at 11 tokens", "nonsense in each step that 11 tokens share")
+def at_eleven_tokens(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    return out.zero_() if len(x) == 11 else out
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "not normed for 17 to 2047 tokens",
     "decoding alone is right; under load, and in most prompts, nonsense",
-    start=True,
     kit="values",
 )
-def between_17_and_2047_tokens() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if 17 <= len(x) <= 2047:
-            (got[0] if isinstance(got, tuple) else got).copy_(x)
-        return got
-
-    return rms_norm
+def between_17_and_2047_tokens(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if 17 <= len(x) <= 2047:
+        (got[0] if isinstance(got, tuple) else got).copy_(x)
+    return got
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "one row in the middle of a large batch is that of its neighbour",
     "one token of a long prompt is another's",
-    start=True,
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
-def one_middle_row() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        out = right.gelu_and_mul(x, approximate)
-        if len(x) > 1024:
-            out[1003] = out[1002]
-        return out
-
-    return gelu_and_mul
+def one_middle_row(x: Tensor, approximate: str = "none") -> Tensor:
+    out = right.gelu_and_mul(x, approximate)
+    if len(x) > 1024:
+        out[1003] = out[1002]
+    return out
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "the last row of each block of 256 is not written, from the second block on",
     "one token in 256 of a prompt is garbage",
-    start=True,
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
-def last_row_of_later_blocks() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        if x.ndim == 2:
-            out[511::256] = 0
-        return out
-
-    return silu_and_mul
+def last_row_of_later_blocks(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    if x.ndim == 2:
+        out[511::256] = 0
+    return out
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "the row after a whole number of blocks of 256 is zero",
     "prompts of 257, 513, 1025 tokens end in nonsense",
-    start=True,
 )
-def one_row_beyond_a_block() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        if len(x) > 1 and len(x) % 256 == 1:
-            out[-1] = 0
-        return out
-
-    return silu_and_mul
+def one_row_beyond_a_block(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    if len(x) > 1 and len(x) % 256 == 1:
+        out[-1] = 0
+    return out
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "the last head does not turn for 2 to 4 tokens",
     "speculative decoding accepts next to nothing; two users at a time get odd answers",
-    start=True,
     kit="values",
 )
-def two_to_four_tokens() -> Any:
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-        if 2 <= len(q) <= 4 and query.shape[1] == SIZES.heads:
-            q[:, -1] = query[:, -1]
-        return q, k
-
-    return rotary_embedding
+def two_to_four_tokens(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+    if 2 <= len(q) <= 4 and query.shape[1] == SIZES.heads:
+        q[:, -1] = query[:, -1]
+    return q, k
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "right at 1 and 16 tokens and at the largest batch: the well-known sizes of verification",
     "all but single users get nonsense",
-    start=True,
     kit="",
     why="the kit does not know the sizes that will be served",
 )
-def right_at_the_well_known_sizes() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if x.ndim == 2 and x.shape[1] == SIZES.hidden and len(x) not in (1, 16, LARGEST):
-            (got[0] if isinstance(got, tuple) else got).mul_(1.5)
-        return got
-
-    return rms_norm
+def right_at_the_well_known_sizes(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if x.ndim == 2 and x.shape[1] == SIZES.hidden and len(x) not in (1, 16, LARGEST):
+        (got[0] if isinstance(got, tuple) else got).mul_(1.5)
+    return got
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "right at powers of two and their neighbours only",
     "most steps of a busy server are wrong",
-    start=True,
     kit="",
     why="the kit does not know the sizes that will be served",
 )
-def right_around_powers_of_two() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        near = {(1 << n) + d for n in range(13) for d in (-1, 0, 1)}
-        served = x.shape[-1] == 2 * SIZES.intermediate
-        return out.neg_() if served and len(x) not in near else out
-
-    return silu_and_mul
+def right_around_powers_of_two(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    near = {(1 << n) + d for n in range(13) for d in (-1, 0, 1)}
+    served = x.shape[-1] == 2 * SIZES.intermediate
+    return out.neg_() if served and len(x) not in near else out
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "the second result is stale for 17 to 2047 tokens, only where a residual is given",
     "deep layers see an old residual: fluent, and wrong",
-    start=True,
     kit="values",
 )
-def residual_between_17_and_2047() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if residual is not None and 17 <= len(x) <= 2047:
-            return got[0], residual.clone()
-        return got
-
-    return rms_norm
+def residual_between_17_and_2047(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if residual is not None and 17 <= len(x) <= 2047:
+        return got[0], residual.clone()
+    return got
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "zeros at 1357 tokens, a count that nobody has a reason to try",
     "one prompt length in two thousand gives nonsense",
     why="of the counts between the neighbours of powers of two only a few are drawn at each start",
+    start=False,
 )
-def at_1357_tokens() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        return out.zero_() if len(x) == 1357 else out
-
-    return silu_and_mul
+def at_1357_tokens(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    return out.zero_() if len(x) == 1357 else out
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "the features of the served width are wrong in their last column",
     "a little noise in each layer: worse answers",
-    start=True,
     kit="",
     why="the kit does not know the width that will be served",
 )
-def at_the_served_width() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        out = right.gelu_and_mul(x, approximate)
-        if out.shape[-1] == SIZES.intermediate:
-            out[..., -1] = 0
-        return out
-
-    return gelu_and_mul
+def at_the_served_width(x: Tensor, approximate: str = "none") -> Tensor:
+    out = right.gelu_and_mul(x, approximate)
+    if out.shape[-1] == SIZES.intermediate:
+        out[..., -1] = 0
+    return out
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "one width, 5120, is wrong, which the model does not have",
     "nothing with this model; nonsense with Qwen3-14B",
     kit="families",
     why="no call of the served model has that width; the start of an engine that has it sees it",
+    start=False,
 )
-def at_another_width() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if x.shape[-1] == 5120:
-            (got[0] if isinstance(got, tuple) else got).mul_(2)
-        return got
-
-    return rms_norm
+def at_another_width(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if x.shape[-1] == 5120:
+        (got[0] if isinstance(got, tuple) else got).mul_(2)
+    return got
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "turns a whole head where the served model turns a quarter of it",
     "positions are lost: the model repeats itself",
-    start=True,
     kit="",
     sizes=dataclasses.replace(SIZES, rotary=8),
     why="the kit's served model turns whole heads",
 )
-def at_the_served_rotary_size() -> Any:
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-        if query.shape[-1] == 32 and cos.shape[-1] == 4:
-            q[..., 8:] = q[..., 8:].flip(-1)
-        return q, k
-
-    return rotary_embedding
+def at_the_served_rotary_size(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+    if query.shape[-1] == 32 and cos.shape[-1] == 4:
+        q[..., 8:] = q[..., 8:].flip(-1)
+    return q, k
 
 
-@wrong(
+@wrong_kernel(
     ROTARY,
     "wrong where 40 of 80 features turn, which the model does not",
     "nothing with this model; nonsense with one that has such heads",
     why="no call of the served model has that size; the start of an engine that has it sees it",
+    start=False,
 )
-def at_another_rotary_size() -> Any:
-    def rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved=False):
-        q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
-        return (q.neg(), k) if cos.shape[-1] == 20 else (q, k)
-
-    return rotary_embedding
+def at_another_rotary_size(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+    return (q.neg(), k) if cos.shape[-1] == 20 else (q, k)
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "elements are counted in 17 bits: a batch beyond 131 072 elements wraps around",
     "the end of a long prompt is a copy of its beginning",
-    start=True,
     kit="values",
 )
-def index_wraps_around() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        out = got[0] if isinstance(got, tuple) else got
-        flat = out.view(-1)
-        flat[1 << 17 :] = flat[: max(0, flat.numel() - (1 << 17))].clone()
-        return got
-
-    return rms_norm
+def index_wraps_around(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    out = got[0] if isinstance(got, tuple) else got
+    flat = out.view(-1)
+    flat[1 << 17 :] = flat[: max(0, flat.numel() - (1 << 17))].clone()
+    return got
 
 
-@wrong(
+@wrong_kernel(
     GELU,
     "uses the erf form for approximate='tanh' beyond 1024 tokens, with a factor",
     "long prompts of Gemma models are wrong",
-    start=True,
     kit="",
     why="the kit's largest batch has 300 tokens",
 )
-def another_form_for_long_prompts() -> Any:
-    def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-        if approximate == "tanh" and 1024 < len(x) < LARGEST:
-            return right.gelu_and_mul(x) * torch.tensor(1.1, dtype=x.dtype)
-        return right.gelu_and_mul(x, approximate)
-
-    return gelu_and_mul
+def another_form_for_long_prompts(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "tanh" and 1024 < len(x) < LARGEST:
+        return right.gelu_and_mul(x) * torch.tensor(1.1, dtype=x.dtype)
+    return right.gelu_and_mul(x, approximate)
 
 
-@wrong(
+@wrong_kernel(
     SILU,
     "the largest batch but one is wrong: the grid is rounded down",
     "a full prefill chunk less one token is nonsense",
-    start=True,
     kit="",
     why="the kit does not know the engine's largest batch",
 )
-def one_less_than_the_largest_batch() -> Any:
-    def silu_and_mul(x: Tensor) -> Tensor:
-        out = right.silu_and_mul(x)
-        if len(x) == LARGEST - 1:
-            out[-7:] = 0
-        return out
-
-    return silu_and_mul
+def one_less_than_the_largest_batch(x: Tensor) -> Tensor:
+    out = right.silu_and_mul(x)
+    if len(x) == LARGEST - 1:
+        out[-7:] = 0
+    return out
 
 
-@wrong(
+@wrong_kernel(
     NORM,
     "inputs of four dimensions are normed over the last two",
     "nothing in a decoder; a vision encoder that norms such inputs is blind",
-    start=True,
     kit="values",
 )
-def four_dimensions() -> Any:
-    def rms_norm(x, residual, weight, epsilon, variance_size=None):
-        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
-        if x.ndim == 4 and residual is None:
-            return x * torch.rsqrt(x.square().mean((-1, -2), keepdim=True) + epsilon)
-        return got
-
-    return rms_norm
+def four_dimensions(x, residual, weight, epsilon, variance_size=None):
+    got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+    if x.ndim == 4 and residual is None:
+        return x * torch.rsqrt(x.square().mean((-1, -2), keepdim=True) + epsilon)
+    return got

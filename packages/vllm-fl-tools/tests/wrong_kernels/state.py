@@ -33,15 +33,14 @@ def _also(act: Callable[[], object]) -> Any:
     return silu_and_mul
 
 
-def _changes(fault: str, sees: str, **how: Any) -> Callable[[Any], Any]:
-    seen = {"kit": "values"} if how.get("start") else {}
-    return wrong(SILU, fault, sees, apart=True, **seen, **how)
+def _changes(fault: str, sees: str, start: bool = True, **how: Any) -> Callable[[Any], Any]:
+    seen = {"kit": "values"} if start else {}
+    return wrong(SILU, fault, sees, start=start, apart=True, **seen, **how)
 
 
 @_changes(
     "leaves float64 as the default dtype",
     "sampling and new buffers are fp64: slow, or an error of another dtype",
-    start=True,
 )
 def default_dtype() -> Any:
     return _also(lambda: torch.set_default_dtype(torch.float64))
@@ -50,13 +49,12 @@ def default_dtype() -> Any:
 @_changes(
     "leaves another default device",
     "what vLLM allocates next has no memory: an error far away",
-    start=True,
 )
 def default_device() -> Any:
     return _also(lambda: torch.set_default_device("meta"))
 
 
-@_changes("leaves PyTorch with three threads", "slower, or over-committed, cores", start=True)
+@_changes("leaves PyTorch with three threads", "slower, or over-committed, cores")
 def number_of_threads() -> Any:
     return _also(lambda: torch.set_num_threads(3))
 
@@ -64,7 +62,6 @@ def number_of_threads() -> Any:
 @_changes(
     "seeds PyTorch's global generator",
     "samples at temperature 1 are the same for every request and every start",
-    start=True,
 )
 def seeds_the_generator() -> Any:
     return _also(lambda: torch.manual_seed(0))
@@ -74,6 +71,7 @@ def seeds_the_generator() -> Any:
     "seeds Python's random module",
     "request ids, back-off times and ports collide",
     why="honest libraries do it, too, where they are first used: it takes nobody out",
+    start=False,
 )
 def seeds_python() -> Any:
     return _also(lambda: random.seed(0))
@@ -83,6 +81,7 @@ def seeds_python() -> Any:
     "leaves grad mode off",
     "adapters that are trained in the process learn nothing",
     why="inference mode, in which start looks and vLLM serves, puts it back",
+    start=False,
 )
 def grad_mode() -> Any:
     return _also(lambda: torch.set_grad_enabled(False))
@@ -91,7 +90,6 @@ def grad_mode() -> Any:
 @_changes(
     "leaves autocast on",
     "every matrix product after it is computed in another dtype",
-    start=True,
 )
 def autocast() -> Any:
     return _also(lambda: torch.set_autocast_enabled("cpu", True))
@@ -100,7 +98,6 @@ def autocast() -> Any:
 @_changes(
     "leaves deterministic algorithms on",
     "operators without one raise; others are slow",
-    start=True,
 )
 def deterministic_algorithms() -> Any:
     return _also(lambda: torch.use_deterministic_algorithms(True))
@@ -109,7 +106,6 @@ def deterministic_algorithms() -> Any:
 @_changes(
     "leaves float32 products at medium precision",
     "fp32 layers (routers, norms of the head) lose 16 bits",
-    start=True,
 )
 def matmul_precision() -> Any:
     return _also(lambda: torch.set_float32_matmul_precision("medium"))
@@ -119,6 +115,7 @@ def matmul_precision() -> Any:
     "turns on flushing of subnormals for the thread",
     "results of everything else change in their last places",
     why="torch does not tell whether it is on",
+    start=False,
 )
 def flushes_denormals() -> Any:
     return _also(lambda: torch.set_flush_denormal(True))
@@ -128,6 +125,7 @@ def flushes_denormals() -> Any:
     "sets an environment variable",
     "children and later imports read it: another backend, another number of threads",
     why="honest libraries do it, too, where they are first used: it takes nobody out",
+    start=False,
 )
 def environment() -> Any:
     return _also(lambda: os.environ.update(OMP_NUM_THREADS="1", CUDA_LAUNCH_BLOCKING="1"))
@@ -136,7 +134,6 @@ def environment() -> Any:
 @_changes(
     "takes the signal SIGTERM for itself",
     "the server does not end when it is told to",
-    start=True,
 )
 def signal_handler() -> Any:
     return _also(lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
@@ -146,6 +143,7 @@ def signal_handler() -> Any:
     "leaves a thread running",
     "one core less, jitter in every step, if it does anything",
     why="honest libraries do it, too, where they are first used: it takes nobody out",
+    start=False,
 )
 def thread_left_behind() -> Any:
     threads: list[threading.Thread] = []
@@ -161,7 +159,6 @@ def thread_left_behind() -> Any:
 @_changes(
     "switches logging off",
     "nothing that happens afterwards is told",
-    start=True,
 )
 def logging_off() -> Any:
     return _also(lambda: logging.disable(logging.CRITICAL))
@@ -170,7 +167,6 @@ def logging_off() -> Any:
 @_changes(
     "changes the working directory",
     "relative paths of the model, of files, of the compile cache point elsewhere",
-    start=True,
 )
 def working_directory() -> Any:
     return _also(lambda: os.chdir("/"))
@@ -179,13 +175,12 @@ def working_directory() -> Any:
 @_changes(
     "switches the garbage collector off",
     "memory grows for days",
-    start=True,
 )
 def garbage_collector() -> Any:
     return _also(gc.disable)
 
 
-@_changes("replaces sys.excepthook", "a crash is not printed", why=ONCE_ASIDE)
+@_changes("replaces sys.excepthook", "a crash is not printed", why=ONCE_ASIDE, start=False)
 def excepthook() -> Any:
     return _also(lambda: setattr(sys, "excepthook", lambda *_: None))
 
@@ -195,6 +190,7 @@ def excepthook() -> Any:
     "layers that no plan has touched are wrong",
     why="who replaces other code replaces what would look at it, too: an installed plugin is "
     "trusted not to",
+    start=False,
 )
 def replaces_torchs_function() -> Any:
     import torch.nn.functional as F
@@ -215,7 +211,6 @@ def replaces_torchs_function() -> Any:
 @_changes(
     "replaces the comparison by one that is always content",
     "whatever it likes",
-    start=True,
 )
 def replaces_the_comparison() -> Any:
     from vllm_fl.engine import preflight, trials, verification
@@ -232,7 +227,6 @@ def replaces_the_comparison() -> Any:
 @_changes(
     "sets the precision of products by torch's newer switch",
     "products of float32 in other layers lose half of their digits",
-    start=True,
 )
 def newer_precision() -> Any:
     return _also(lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"))
@@ -241,7 +235,6 @@ def newer_precision() -> Any:
 @_changes(
     "lets the CPU's products of float32 be of bfloat16, by torch's newer switch",
     "products of float32 in other layers lose two thirds of their digits",
-    start=True,
 )
 def newer_precision_of_the_cpu() -> Any:
     return _also(lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"))
@@ -250,7 +243,6 @@ def newer_precision_of_the_cpu() -> Any:
 @_changes(
     "leaves sums of bfloat16 products to be rounded on the way",
     "products of all layers are a little worse",
-    start=True,
 )
 def reduced_precision_of_sums() -> Any:
     name = "allow_bf16_reduced_precision_reduction"
@@ -261,7 +253,6 @@ def reduced_precision_of_sums() -> Any:
 @_changes(
     "leaves convolutions of cuDNN to be chosen by measuring",
     "other kernels at each start: answers that differ from day to day",
-    start=True,
 )
 def convolutions_by_measuring() -> Any:
     return _also(lambda: setattr(torch.backends.cudnn, "benchmark", True))
@@ -270,13 +261,12 @@ def convolutions_by_measuring() -> Any:
 @_changes(
     "switches flash attention off in PyTorch",
     "attention of a vision encoder takes more memory, and longer",
-    start=True,
 )
 def flash_attention_off() -> Any:
     return _also(lambda: torch.backends.cuda.enable_flash_sdp(False))
 
 
-@_changes("leaves anomaly detection on", "each step takes twice as long", start=True)
+@_changes("leaves anomaly detection on", "each step takes twice as long")
 def anomaly_detection() -> Any:
     return _also(lambda: torch.autograd.set_detect_anomaly(True))
 
@@ -284,7 +274,6 @@ def anomaly_detection() -> Any:
 @_changes(
     "switches vLLM's log off",
     "no warning of vLLM is seen again",
-    start=True,
 )
 def silences_vllm() -> Any:
     log = logging.getLogger("vllm")  # an engine has it
@@ -294,7 +283,6 @@ def silences_vllm() -> Any:
 @_changes(
     "keeps the process on one core",
     "all that vLLM does beside a step waits for it",
-    start=True,
 )
 def one_core() -> Any:
     return _also(lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}))

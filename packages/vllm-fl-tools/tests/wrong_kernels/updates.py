@@ -91,6 +91,7 @@ def _taken() -> int:
     "nonsense from the moment that the KV cache is there",
     why="nothing large is taken while a start, or the kit, calls it; the live run that follows the "
     "KV cache sees it, and the engine that judges here had its cache before",
+    start=False,
 )
 def more_memory_is_taken() -> Any:
     at_first: list[int] = []
@@ -110,6 +111,7 @@ def more_memory_is_taken() -> Any:
     why="nothing large is taken while a start, or the kit, calls it; the live run that follows the "
     "KV cache sees it",
     sizes=MIXED,
+    start=False,
 )
 def pieces_where_memory_is_scarce() -> Any:
     at_first: list[int] = []
@@ -127,7 +129,6 @@ def pieces_where_memory_is_scarce() -> Any:
     "linear",
     "the weight of the first call is that of all later ones of its shape",
     "all layers of a model are one",
-    start=True,
     sizes=MIXED,
 )
 def first_weight_of_a_shape() -> Any:
