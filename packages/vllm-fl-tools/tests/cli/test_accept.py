@@ -14,10 +14,9 @@ import pytest
 from commands import Command, Plugin
 
 from vllm_fl.cli.common import ReportFile
-from vllm_fl.plugins import breadcrumb
 from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
 from vllm_fl_tools.cli import _accept, _engines
-from vllm_fl_tools.cli._accept import DEFAULT, PHASES, TABLED, Served, _fitted, _part, judged
+from vllm_fl_tools.cli._accept import DEFAULT, PHASES, TABLED, Served, judged
 
 TABLE = Table(
     identity={"device": "A CPU, 2 threads"},
@@ -189,20 +188,6 @@ def test_the_engines_take_turns_within_a_round(accept: Any, tmp_path: Path) -> N
         assert turns == [first, other, other, first] * 2
 
 
-@pytest.mark.parametrize(
-    ("step", "decoded", "prefilled"), [(0.001, 64, 64), (0.05, 20, 20), (10.0, 16, 4)]
-)
-def test_a_round_has_as_many_steps_as_there_is_time_for(
-    step: float, decoded: int, prefilled: int
-) -> None:
-    """One prefill of some milliseconds says nothing: what else the host does takes as long."""
-    fitted = _fitted(PHASES, {name: dict.fromkeys(PHASES, step) for name in (DEFAULT, TABLED)})
-    decode, prefill = fitted["decode, batch 1"], fitted[SLOWEST]
-    assert (decode.new_tokens, decode.times) == (decoded, 1)
-    assert (prefill.new_tokens, prefill.times) == (1, prefilled)
-    assert _part(decode).new_tokens == decoded // 4 and _part(prefill).times == prefilled // 4
-
-
 def test_a_slower_one_is_not_accepted(accept: Any) -> None:
     path, done = accept("--json", tabled="0.011")
     assert done.status == 1
@@ -232,6 +217,8 @@ def test_what_does_not_hold_here_is_refused_and_the_file_left(accept: Any) -> No
         path, done = accept(**behaviour)
         assert done.status == 1 and words in done.err
         assert path.read_text() == TABLE.text
+        if behaviour == {"acts": "False"}:
+            assert done.err.count("starting an engine") == 1
 
 
 def test_sigterm_ends_the_engines_and_leaves_the_file(accept: Any, tmp_path: Path) -> None:
@@ -260,25 +247,6 @@ def test_on_a_full_disk_the_verdict_is_said_at_least(
     assert accept("--json")[1].json()["accepted"] is True
 
 
-def test_an_engine_that_is_ended_leaves_no_note_of_what_it_ran(accept: Any) -> None:
-    noted = "note() and os.kill(os.getppid(), 15) or __import__('time').sleep(60)"
-    head = "from vllm_fl.plugins.breadcrumb import running\n"
-    head += "runs = running('the verification of gelu_and_mul=vendor.cpu')\n"
-    head += "note = lambda: runs.__enter__() or 1"
-    _, done = accept(tokens=noted, graphs=f"exec({head!r}, globals()) or 0")
-    assert done.status == 130
-    assert breadcrumb.lost() == ()
-
-
-def test_one_that_dies_leaves_its_note(accept: Any) -> None:
-    head = "from vllm_fl.plugins.breadcrumb import running\nimport os\n"
-    head += "with running('the verification of gelu_and_mul=vendor.cpu'): os.abort()"
-    _, done = accept(graphs=f"exec({head!r}) or 0")
-    assert done.status == 1 and "failed" in done.err
-    (crumb,) = breadcrumb.lost()
-    assert crumb.what == "the verification of gelu_and_mul=vendor.cpu"
-
-
 @pytest.mark.parametrize(
     "ops",
     [{}, {"rms_norm": TunedOp("0", "stock", (Row(64, "default"),), ())}],
@@ -292,11 +260,6 @@ def test_a_table_without_a_choice_is_refused_before_an_engine_starts(accept: Any
     assert done.status == 1 and path.read_text() == before
     assert "chooses nothing" in done.err and "starting" not in done.err
     assert not done.out
-
-
-def test_a_table_that_does_not_hold_is_told_after_one_start(accept: Any) -> None:
-    _, done = accept(acts="False")
-    assert done.err.count("starting an engine") == 1
 
 
 CHOSEN = {

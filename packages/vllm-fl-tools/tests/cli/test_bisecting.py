@@ -179,13 +179,6 @@ def test_a_share_of_the_tokens_may_be_far_off_whatever_the_baseline_s_are() -> N
     assert found(6).excess.allowed == 5
 
 
-def test_two_ops_are_named_each_by_itself() -> None:
-    pairs = (("rms_norm", layer(1)), ("silu_and_mul", layer(4)))
-    found = Machine(lambda ours: 2.0 if ours & {*pairs} else 1.0).run()
-    told = {(*culprit.ops, *(culprit.layers or ())[0]) for culprit in found.culprits}
-    assert told == {*pairs}
-
-
 def test_ops_that_are_wrong_only_together_are_named_together_without_layers() -> None:
     pairs = (("rms_norm", layer(1)), ("rotary_embedding", layer(1)))
     (culprit,) = Machine(times(2.0, *pairs)).run().culprits
@@ -195,14 +188,6 @@ def test_ops_that_are_wrong_only_together_are_named_together_without_layers() ->
 def test_what_is_no_op_is_not_blamed_on_one() -> None:
     found = Machine(lambda ours: 5.0).run()
     assert found.elsewhere and not found.culprits and found.excess.times == pytest.approx(5.0)
-
-
-def test_where_nothing_differs_no_op_is_to_blame() -> None:
-    same = {op: {"impl": "vendor.acme"} for op in OPS}
-    machine = Machine(lambda ours: 5.0, baseline=same)
-    found = machine.run()
-    assert found.elsewhere and not found.culprits and len(machine.started) == 3
-    assert found.ops == {}
 
 
 def test_ops_in_which_the_two_agree_are_left_alone() -> None:
@@ -231,12 +216,6 @@ def test_values_that_are_not_finite_are_wrong(value: float) -> None:
 def test_a_baseline_that_is_not_finite_measures_nothing() -> None:
     with pytest.raises(VllmFLError, match="baseline's log-probabilities are not finite"):
         Machine(lambda ours: 1.0, noise=math.nan).run()
-
-
-def test_a_baseline_in_float32_has_an_error_all_the_same() -> None:
-    """Otherwise the rounding of the last bit would name every plan."""
-    found = Machine(lambda ours: 10.0, noise=1e-6).run()
-    assert not found.culprits and found.excess.times == pytest.approx(0.1)
 
 
 def test_an_engine_that_fails_ends_it() -> None:
