@@ -132,6 +132,7 @@ def test_a_refusal_is_told_with_what_runs_instead() -> None:
     assert worker.vllm_fl_places()["refused"] == ["silu_and_mul/vendor.no"]
 
 
+@pytest.mark.slow
 def test_the_compiler_s_kernels_are_known_by_the_layers_in_them(worker: Worker) -> None:
     act, relu = torch.nn.SiLU(), torch.nn.ReLU6()
     compiled = torch.compile(torch.nn.Sequential(act, relu), fullgraph=True)

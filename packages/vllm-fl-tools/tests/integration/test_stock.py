@@ -137,6 +137,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.slow
 def test_a_models_configuration_is_enough(tmp_path: Path) -> None:
     config = {
         "architectures": ["Qwen3ForCausalLM"],

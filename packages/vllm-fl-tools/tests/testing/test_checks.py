@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import dataclasses
 import inspect
@@ -9,6 +10,7 @@ import itertools
 import os
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from wrong_kernels import right
 
 from vllm_fl.contracts import ModelSizes, Sample, contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_tools import testing
 from vllm_fl_tools.testing import CHECKS, Failure, failures, processes
 from vllm_fl_tools.testing.families import families_of
 from vllm_fl_tools.testing.subject import Refused, Subject
@@ -66,14 +69,14 @@ def test_calls_of_other_checks_hide_no_change_of_the_process(change: Any) -> Non
         change()
         return out
 
+    subject = Subject(sound("silu_and_mul", fn=silu_and_mul), torch.device("cpu"))
+    (first, *_) = subject.all_samples("bfloat16")
     try:
-        told = {
-            failure.case.check
-            for failure in found(sound("silu_and_mul", fn=silu_and_mul), "serving", "values")
-        }
+        CHECKS["serving"].run(subject, "bfloat16", "")
+        with pytest.raises(AssertionError, match="of the whole process"):
+            CHECKS["values"].run(subject, "bfloat16", first.name)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert told == {"values"}
 
 
 def test_a_dtype_that_is_refused_with_a_reason_is_no_failure() -> None:
@@ -146,7 +149,7 @@ def test_a_kernel_that_ends_or_hangs_in_a_child_fails(in_child: Any) -> None:
         return right.silu_and_mul(x)
 
     wrong = dataclasses.replace(sound("silu_and_mul"), fn=kernel)
-    told = failures(wrong, without=CHECKS.keys() - {"fork"}, deadline=2.0)
+    told = failures(wrong, without=CHECKS.keys() - {"fork"}, deadline=0.5)
     assert [each.case.check for each in told] == ["fork"] * len(contracts()["silu_and_mul"].dtypes)
 
 
@@ -330,3 +333,14 @@ def test_numbers_that_are_right_are_packed_too() -> None:
     told = found(dataclasses.replace(sound("silu_and_mul"), fn=silu), "values")
     assert {one.case.sample for one in told} == {"16 tokens, x transposed in memory"}
     assert all("strides (1, 16)" in one.reason for one in told)
+
+
+def test_no_check_is_an_assert() -> None:
+    """The kit says the same under `python -O`."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in Path(testing.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Assert)
+    ]
+    assert found == []
