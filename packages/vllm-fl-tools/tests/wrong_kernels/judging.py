@@ -23,11 +23,13 @@ from envs import locked
 from vllm_fl.plugins import breadcrumb
 
 from . import serving
+from .chosen import chosen
 from .corpus import GELU, NORM, ROTARY, SILU, SIZES, Wrong, corpus
 from .verdict import Verdict, graph_verdict, kit_verdict, right_kit_verdict, start_verdicts
 
 __all__ = [
     "at_start",
+    "at_start_without",
     "by_kit",
     "in_a_graph",
     "in_engines",
@@ -47,6 +49,11 @@ FAMILIES = MappingProxyType({SILU: "qwen3", NORM: "qwen3", ROTARY: "qwen3", GELU
 def at_start(name: str) -> Verdict:
     """What verification at start makes of the kernel `name`."""
     return _group(_key(corpus()[name]))[name]
+
+
+def at_start_without(check: str, name: str) -> Verdict:
+    """What it makes of the kernel without one of its checks."""
+    return _in_a_child(start_verdicts, [name], (check,))[name]
 
 
 def right_at_start(like: str) -> Verdict:
@@ -134,7 +141,8 @@ def _model(folder: Path, family: str) -> str:
 
 def _key(wrong: Wrong) -> tuple[Any, ...]:
     alone = wrong.name if wrong.apart else wrong.kind == "sizes"
-    return wrong.op, wrong.mode, wrong.sizes, wrong.dtype, *wrong.environ.items(), alone
+    what = wrong.name in chosen(), wrong.op, wrong.mode, wrong.sizes, wrong.dtype
+    return *what, *wrong.environ.items(), alone
 
 
 @cache

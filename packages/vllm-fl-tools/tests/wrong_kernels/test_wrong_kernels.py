@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,33 @@ from graph_on_cpu import captured
 from vllm_fl.contracts import contracts
 
 from . import judging, right
+from .chosen import AT_START, BY_KIT, chosen
 from .corpus import GELU, KINDS, NORM, ROTARY, SILU, Wrong, corpus
 from .page import FOLDER, pages, seen
 
+NAME = attrgetter("name")
+RIGHT = (SILU, NORM, ROTARY, "quant_fp8", "merge_attn_states")
+"""Ops of which the kit judges a right kernel in the default run."""
 EVERY = list(corpus().values())
-LIKE = {(wrong.op, wrong.mode): wrong for wrong in EVERY if not wrong.apart}
+IN_DEFAULT_RUN_LAST = sorted(EVERY, key=lambda wrong: wrong.name in chosen())
+LIKE = {(wrong.op, wrong.mode): wrong for wrong in IN_DEFAULT_RUN_LAST if not wrong.apart}
 """A kernel of each op and mode."""
 LIKE_BY_OP = {wrong.op: wrong for wrong in LIKE.values()}
-CHECKED = [wrong for wrong in EVERY if wrong.kit not in ("", "preflight")]
+CHECKED = [w for w in EVERY if w.kit not in ("", "preflight") or w.name in BY_KIT.values()]
+GRAPHED = [wrong for wrong in EVERY if seen()[wrong.name].get("graph") == "named"]
+
+
+def some(
+    wrongs: Iterable[Wrong], default: Collection[str], *, name: Callable[[Wrong], str] = NAME
+) -> Any:
+    """A case for each kernel; those that are not of the default run are slow."""
+    return pytest.mark.parametrize(
+        "wrong",
+        [
+            pytest.param(w, id=name(w), marks=() if w.name in default else pytest.mark.slow)
+            for w in wrongs
+        ],
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,7 +54,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> None:
         judging.shared_in = folder
 
 
-@pytest.mark.parametrize("wrong", EVERY, ids=lambda wrong: wrong.name)
+@some(EVERY, chosen())
 def test_start(wrong: Wrong) -> None:
     verdict = judging.at_start(wrong.name)
     named = verdict.outcome == "named"
@@ -42,22 +63,33 @@ def test_start(wrong: Wrong) -> None:
     assert named == wrong.start, f"start does not see it: {verdict}"
 
 
-@pytest.mark.parametrize("wrong", CHECKED, ids=lambda wrong: wrong.name)
+@some(CHECKED, chosen())
 def test_kit(wrong: Wrong) -> None:
     """The rest of the kit, which takes minutes, is run by `python -m wrong_kernels`."""
     verdict = judging.by_kit(wrong.name, wrong.kit)
     assert verdict.outcome == "named", f"the kit does not see it: {verdict}"
 
 
-@pytest.mark.parametrize("like", LIKE.values(), ids=lambda wrong: f"{wrong.op}-{wrong.mode}")
-def test_start_passes_the_right_kernel(like: Wrong) -> None:
-    assert judging.right_at_start(like.name).outcome == "passes"
+@some(GRAPHED, AT_START.values())
+def test_a_graph(wrong: Wrong) -> None:
+    verdict = judging.in_a_graph(wrong.name)
+    assert verdict.outcome == "named", f"a captured graph does not show it: {verdict}"
 
 
-@pytest.mark.parametrize("like", LIKE_BY_OP.values(), ids=lambda wrong: wrong.op)
-def test_kit_passes_the_right_kernel(like: Wrong) -> None:
+@pytest.mark.parametrize("check", AT_START)
+def test_no_other_check_names_it(check: str) -> None:
+    assert judging.at_start_without(check, AT_START[check]).outcome == "passes"
+
+
+@some(LIKE.values(), chosen(), name=lambda wrong: f"{wrong.op}-{wrong.mode}")
+def test_start_passes_the_right_kernel(wrong: Wrong) -> None:
+    assert judging.right_at_start(wrong.name).outcome == "passes"
+
+
+@some(LIKE_BY_OP.values(), {LIKE_BY_OP[op].name for op in RIGHT}, name=lambda wrong: wrong.op)
+def test_kit_passes_the_right_kernel(wrong: Wrong) -> None:
     """As far as the checks go that name most of the wrong ones."""
-    verdict = judging.right_by_kit(like.name, "values", "bad_inputs")
+    verdict = judging.right_by_kit(wrong.name, "values", "bad_inputs")
     assert verdict.outcome == "passes", verdict
 
 
