@@ -56,12 +56,14 @@ def test_without_triton_one_error_says_what_to_install() -> None:
     assert switch == "None", "half applied"
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "3.2.0+ascend", "3.10.0", "4.0.0"])
-def test_a_triton_that_is_not_supported_is_named(version: str) -> None:
-    stub = f'sys.modules["triton"] = types.SimpleNamespace(__version__="{version}")'
-    problem, switch = asked(stub, TRITON_INTERPRET="0")
-    assert f"installed is {version}" in problem
-    assert "3.6 to 3.9" in problem
+def test_a_triton_that_is_not_supported_is_named() -> None:
+    versions = ["3.5.1", "3.2.0+ascend", "3.10.0", "4.0.0"]
+    stub = 'sys.modules["triton"] = types.SimpleNamespace(__version__="{}")\n'
+    ask = "try:\n    interpreted()\nexcept ImportError as error:\n    print(error)\n"
+    *problems, switch = asked(ask.join(map(stub.format, versions)), TRITON_INTERPRET="0")
+    for version, problem in zip(versions, problems, strict=True):
+        assert f"installed is {version}" in problem
+        assert "3.6 to 3.9" in problem
     assert switch == "0", "half applied"
 
 
