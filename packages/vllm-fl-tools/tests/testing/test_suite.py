@@ -230,8 +230,3 @@ def test_without_pytest_the_checks_run_and_the_class_says_what_it_needs() -> Non
     check, needs = done.stdout.splitlines()
     assert check in CHECKS
     assert needs == "OpConformance needs pytest: pip install 'vllm-fl-core[testing]'"
-
-
-def test_what_is_not_there_is_said_as_ever() -> None:
-    with pytest.raises(ImportError, match="cannot import name 'OpConformity'"):
-        from vllm_fl.testing import OpConformity  # type: ignore[attr-defined]  # noqa: F401
