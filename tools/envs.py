@@ -76,12 +76,10 @@ REPORT = (
     "kiwisolver==1.5.1",
     "pyparsing==3.3.3",
     "python-dateutil==4.0.0",
-    "flashinfer-bench==0.1.2",
     "argcomplete==3.7.2",
 )
-"""What draws the pages of `vllm-fl report`, with what it imports; FlashInfer-Bench, whose models of
-data read our export, installed without its requirements, which are CUDA's; and what completes the
-command line in a shell."""
+"""What draws the pages of `vllm-fl report`, with its requirements, and what completes the command
+line in a shell."""
 
 SITE = (
     "zensical==0.0.73",
@@ -302,7 +300,7 @@ def flaggems(python: str = sys.executable) -> Env:
 
 
 def report(python: str = sys.executable) -> Env:
-    """The engine environment with what `vllm-fl report` draws with, and FlashInfer-Bench."""
+    """The engine environment with what `vllm-fl report` draws with."""
     return _layer("report", engine(python=python), REPORT)
 
 
