@@ -25,8 +25,11 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import envs  # noqa: E402 (its folder is no package, and is on the path only from here on)
 
-nox.needs_version = ">=2025.2.9"
+nox.needs_version = ">=2026.10.20"
 nox.options.default_venv_backend = "none"
+# A plain `nox` runs two sessions at a time, and prints the output of each when it ends. A session
+# that is named prints as it goes.
+nox.options.parallel = 2 if len(sys.argv) == 1 else 1
 # nox looks for uv at the start of every session. Sessions here use the uv of tools/envs.py.
 logging.getLogger("nox").addFilter(lambda record: record.msg != "uv binary not found.")
 
@@ -36,8 +39,14 @@ FLAGCX, OPS, TOOLS = "vllm-fl-flagcx", "vllm-fl-ops", "vllm-fl-tools"
 SMOLLM2, GEMMA, MINILM = "SmolLM2-135M-Instruct", "gemma-3-270m", "all-MiniLM-L6-v2"
 
 
-def timed(name: str, *, default: bool = True) -> Callable[..., Callable[..., None]]:
-    """A nox session called `name` that prints its wall time, also when it fails."""
+def timed(
+    name: str, *, default: bool = True, exclusive: bool = False
+) -> Callable[..., Callable[..., None]]:
+    """A nox session called `name` that prints its wall time, also when it fails.
+
+    An exclusive session never runs next to another one: its tests have time limits of their own, or
+    engines whose threads wait for each other.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -50,7 +59,7 @@ def timed(name: str, *, default: bool = True) -> Callable[..., Callable[..., Non
             finally:
                 session.log(f"{session.name}: {time.monotonic() - start:.0f} s")
 
-        return nox.session(run, name=name, default=default)
+        return nox.session(run, name=name, default=default, allow_parallel=not exclusive)
 
     return decorate
 
@@ -346,7 +355,7 @@ def tests_flaggems(
     tests_in_parallel(session, env, *computing, "-k", chosen, **ON_INTERPRETER, **cache)
 
 
-@timed("tests-tools")
+@timed("tests-tools", exclusive=True)
 def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
@@ -373,7 +382,7 @@ def isolation(session: nox.Session) -> None:
     tests_in_parallel(session, env, *tests, "--dist=loadfile", "-m", "not slow")
 
 
-@timed("engine")
+@timed("engine", exclusive=True)
 def engine(session: nox.Session) -> None:
     """Run vLLM's CPU engine with the plugins, eager and compiled, on the newest release."""
     env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
