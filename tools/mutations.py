@@ -5,8 +5,9 @@
 
 A mutation changes one operator, one constant or one branch of a module under
 packages/vllm-fl-core/src or packages/vllm-fl-ops/src; there are as many of each. With sessions, the
-change is written into the working tree, `nox -s SESSION -- -x` runs in the order given until one
-fails, and the file is restored. Use a clean clone: the script refuses modified sources.
+change is written into the working tree, `nox -s SESSION -- -x` runs until one fails, and the file
+is restored. The tests of the changed distribution run first, then the others in the order given.
+Use a clean clone: the script refuses modified sources.
 """
 
 from __future__ import annotations
@@ -147,8 +148,9 @@ def seen_by(mutation: Mutation, sessions: list[str]) -> str | None:
     """The first of these sessions that fails under the mutation; None if all pass."""
     before = mutation.path.read_bytes()
     mutation.path.write_bytes(mutation.applied())
+    own = "tests-ops" if "vllm-fl-ops" in mutation.path.parts else "tests-core"
     try:
-        for session in sessions:
+        for session in sorted(sessions, key=lambda session: session != own):
             # mypy and ruff take no -x, and stop by themselves.
             more = () if session in ("lint", "typing") else ("--", "-x")
             command = [sys.executable, "-m", "nox", "-s", session, *more]
