@@ -44,8 +44,8 @@ def timed(
 ) -> Callable[..., Callable[..., None]]:
     """A nox session called `name` that prints its wall time, also when it fails.
 
-    An exclusive session never runs next to another one: its tests have time limits of their own, or
-    engines whose threads wait for each other.
+    An exclusive session never runs next to another one: the threads of its engines wait for each
+    other, and would take several times as long.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -185,6 +185,22 @@ def quickstart(session: nox.Session) -> None:
     model = real_model(session, SMOLLM2)
     options = ("--model", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
+
+
+@timed("tests-core")
+def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
+    """Test core, with neither a backend nor the tools installed."""
+    with_torch(session, interpreter)  # warns of a CUDA build
+    env = over(session, envs.report(interpreter), CORE, OPS)
+    tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", "not slow")
+
+
+@timed("tests-tools")
+def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None:
+    """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
+    with_torch(session, interpreter)  # warns of a CUDA build
+    env = over(session, envs.report(interpreter), CORE, OPS, TOOLS)
+    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", "not slow")
 
 
 @timed("tests-ops")
@@ -353,22 +369,6 @@ def tests_flaggems(
     tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
     tests_in_parallel(session, env, *computing, "-k", chosen, **ON_INTERPRETER, **cache)
-
-
-@timed("tests-tools", exclusive=True)
-def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None:
-    """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
-    with_torch(session, interpreter)  # warns of a CUDA build
-    env = over(session, envs.report(interpreter), CORE, OPS, TOOLS)
-    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", "not slow")
-
-
-@timed("tests-core")
-def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
-    """Test core, with neither a backend nor the tools installed."""
-    with_torch(session, interpreter)  # warns of a CUDA build
-    env = over(session, envs.report(interpreter), CORE, OPS)
-    tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", "not slow")
 
 
 @timed("isolation")

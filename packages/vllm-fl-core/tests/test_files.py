@@ -59,3 +59,9 @@ def test_what_grows_is_not_appended_to_what_a_link_names(tmp_path: Path) -> None
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is not a regular file"):
         open_to_append(tmp_path / "pipe")
+
+
+def test_a_file_that_grows_has_the_usual_permissions(tmp_path: Path) -> None:
+    open_to_append(tmp_path / "grows").close()
+    (tmp_path / "usual").touch()
+    assert (tmp_path / "grows").stat().st_mode == (tmp_path / "usual").stat().st_mode

@@ -11,10 +11,12 @@ import torch
 from builders import silu
 
 from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.traced import refused, trial
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.types import OpImpl
+from vllm_fl.settings.loading import load_settings
 
 SPEC = contracts()["silu_and_mul"]
 X = torch.randn(33, 8)
@@ -108,3 +110,19 @@ def test_start_up_catches_a_wrong_one_where_graphs_may_have_it(traced: Any, why:
 def test_it_must_be_a_function() -> None:
     with pytest.raises(TypeError, match="traced must be callable"):
         of("kernel")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "lowered"),
+    [
+        ("", "cpu", "inductor"),
+        ("inductor", "cuda", "inductor"),
+        ("inductor", "meta", "aot_eager"),
+        ("eager", "cpu", "aot_eager"),
+    ],
+)
+def test_a_form_is_lowered_as_the_engine_lowers_its_model(
+    backend: str, device: str, lowered: str
+) -> None:
+    facts = EngineFacts(load_settings({}), "compiled", compile_backend=backend)
+    assert facts.lowering(torch.device(device)) == lowered

@@ -170,6 +170,7 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
     assert len(plan) == len(told["report"]["ops"])
     assert all('engine="chat",dp="2",rank="0"' in line for line in plan)
     assert all(told["report"]["digest"] in line for line in plan)
+    assert told["report"]["device"] is None, "no order depends on it"
     assert told["left"] == [], "it ends with the worker"
     assert told["served"]["state"] == "serving", "at once: it is written every hour in this test"
 
