@@ -141,7 +141,7 @@ BFLOAT16 = "(bfloat16 or not float)"
 """Which tests of a backend further Pythons run: those in the dtype of most models."""
 
 WHOLE = ("-m", "", "--hypothesis-profile=nightly")
-"""Options of pytest for the tests marked `slow`, too, and for more examples of hypothesis."""
+"""Options of pytest that add the tests marked `slow`, and more examples of hypothesis."""
 
 MARKED = ("tests-core", "tests-ops", "tests-tools", "isolation", "engine")
 """The sessions that leave out tests marked `slow` unless they get the arguments `WHOLE`."""
@@ -265,7 +265,7 @@ def some(ops: Iterable[str], test_class: str) -> str:
 def kits(session: nox.Session) -> None:
     """Test all backends: each family of ops by the kit with plain kernels, one op with stand-ins.
 
-    The sessions of the backends, as `tests-reference`, run their kits whole.
+    Each backend's own session, such as `tests-reference`, runs its kit whole.
     """
     backends = (REFERENCE, CPU, CUDA, ASCEND, FLAGGEMS, FLAGCX)
     with_vllm(session)
