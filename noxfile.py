@@ -254,7 +254,7 @@ FAMILIES = (
 """One op of each family, the cheapest for the kit."""
 
 
-def some(ops: Iterable[str], test_class: str) -> str:
+def kit_checks(test_class: str, ops: Iterable[str]) -> str:
     """An expression for pytest's -k: the cheap checks of the kit on these ops."""
     cases = " or ".join(f"[{op}-bfloat16" for op in ops)
     checks = "not spawn and not families and not preflight and not tracing"
@@ -285,9 +285,9 @@ def kits(session: nox.Session) -> None:
         " or ".join(
             (
                 "not test_conformance",
-                some(FAMILIES, "TestReference"),
-                some(FAMILIES[:2], "TestCpu"),
-                some(one, "TestCuda"),
+                kit_checks("TestReference", FAMILIES),
+                kit_checks("TestCpu", FAMILIES[:2]),
+                kit_checks("TestCuda", one),
             )
         ),
         *(folder[name] for name in (REFERENCE, CPU, FLAGCX, FLAGGEMS)),
@@ -296,12 +296,12 @@ def kits(session: nox.Session) -> None:
     )
     # The stand-in for CUDA's kernels switches off what CUDA's other tests look at.
     run(
-        f"not test_conformance or {some(one, 'TestAscend')}",
+        f"not test_conformance or {kit_checks('TestAscend', one)}",
         *(folder[name] for name in (ASCEND, CUDA)),
         TORCH_NPU_WHEEL=str(envs.torch_npu_wheel()),
     )
     run(
-        f"({some(one, 'TestFlagGems')} and not determinism and not opcheck)"
+        f"({kit_checks('TestFlagGems', one)} and not determinism and not opcheck)"
         " or every_kernel or a_norm_of_more",
         *(f"{folder[FLAGGEMS]}/test_{name}.py" for name in ("conformance", "launching")),
         **ON_INTERPRETER,
@@ -407,16 +407,8 @@ def releases(session: nox.Session, vllm: str) -> None:
 
 
 NIGHTLY = (
-    *(
-        "lint",
-        "docs",
-        "typing",
-        "quickstart",
-        "tests-core",
-        "tests-ops",
-        "tests-tools",
-        "isolation",
-    ),
+    *("lint", "docs", "typing", "quickstart"),
+    *("tests-core", "tests-ops", "tests-tools", "isolation"),
     *("tests-reference", "tests-cpu", "tests-cuda", "tests-ascend", "tests-flagcx"),
     *("tests-flaggems", "tests-empty", "oldest", "ray", "rehearsal", "real", "engine"),
     *("pythons(version='3.12')", "pythons(version='3.13')"),

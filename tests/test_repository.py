@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import configparser
 import email
-import json
 import re
 import shutil
 import subprocess
@@ -15,7 +14,6 @@ from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
 
-import operator_schemas
 import pytest
 import release_check
 import yaml
@@ -313,21 +311,3 @@ def test_no_module_imports_one_that_imports_it(name: str) -> None:
         found = {each if each in modules else each.rpartition(".")[0] for each in names}
         graph[module] = found & modules.keys() - {module}
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
-
-
-CPU_BUILDS_ALONE = {
-    "_C::causal_conv1d_update_cpu_vec",
-    "_C::chunk_gated_delta_rule_cpu",
-    "_C::concat_and_cache_mla_cpu",
-    "_C::cpu_fused_moe",
-    "_C::fused_gdn_gating_cpu",
-    "_C::fused_sigmoid_gating_delta_rule_update_cpu",
-    "_C::prepack_moe_weight",
-}
-"""Operators of bindings that no CUDA build has."""
-
-
-def test_the_table_of_schemas_has_every_operator_that_core_binds() -> None:
-    table = json.loads(operator_schemas.TABLE.read_text())
-    kept = {e["schema"].partition("(")[0] for e in table["operators"]}
-    assert operator_schemas.bound() - CPU_BUILDS_ALONE <= kept
