@@ -17,8 +17,9 @@ from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.plugins.installed import canonical
 from vllm_fl.plugins.loading import discover, load
-from vllm_fl.plugins.registry import EMPTY, OpRegistry
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.snapshot import EMPTY
 
 __all__ = ["FOLDER", "pages"]
 

@@ -16,7 +16,8 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found, load
-from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, Impl, OpImpl, SettingSpec
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import Mode, SelectionPolicy

@@ -8,7 +8,8 @@ import pytest
 
 from vllm_fl import BackendImplKind, CommunicatorImpl, OpImpl, SettingsError
 from vllm_fl.plugins.loading import Found, load
-from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.schema import Settings
 from vllm_fl_flaggems import plugin, settings

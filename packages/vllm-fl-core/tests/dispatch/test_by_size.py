@@ -10,7 +10,8 @@ import torch
 from builders import failing, managing, refusing, silu
 
 from vllm_fl.contracts import OpSpec, contracts
-from vllm_fl.dispatch.guard import Chain, call_guard, method_guard
+from vllm_fl.dispatch.chain import Chain
+from vllm_fl.dispatch.guard import call_guard, method_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.errors import AllFailedError, CallError, NoImplementationError, SettingsError
 from vllm_fl.logs import get_logger

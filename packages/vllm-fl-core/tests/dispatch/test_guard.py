@@ -11,7 +11,8 @@ import torch
 from builders import X, failing, norm, refusing, silu
 
 from vllm_fl.contracts import contracts
-from vllm_fl.dispatch.guard import Chain, call_guard, method_guard
+from vllm_fl.dispatch.chain import Chain
+from vllm_fl.dispatch.guard import call_guard, method_guard
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.record import Record
 from vllm_fl.errors import AllFailedError

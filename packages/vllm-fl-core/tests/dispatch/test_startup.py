@@ -12,7 +12,8 @@ from vllm_fl.dispatch.startup import Startup, start
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found
-from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import (
     BackendImplKind,
     DeviceProfile,

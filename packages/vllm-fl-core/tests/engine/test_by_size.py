@@ -12,7 +12,9 @@ from builders import half, managing, planning, refusing, silu
 
 from vllm_fl.contracts import Tolerance
 from vllm_fl.contracts.arguments import declared, tensor
-from vllm_fl.dispatch.guard import Chain, Record, call_guard
+from vllm_fl.dispatch.chain import Chain
+from vllm_fl.dispatch.guard import call_guard
+from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.opaque import opaque_op
 from vllm_fl.engine.plan import Plan, PlanEntry, leave_place, take_place

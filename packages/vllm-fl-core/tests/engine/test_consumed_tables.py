@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.dispatch.guard import Chain, call_guard
+from vllm_fl.dispatch.chain import Chain
+from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role

@@ -18,8 +18,7 @@ from vllm_fl.engine import digest as digest_module
 from vllm_fl.engine.digest import UNKNOWN, _code_of, code_of, digest, fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
-from vllm_fl.plugins.plugin import Plugin
-from vllm_fl.plugins.registry import Owner
+from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
 from vllm_fl.settings.loading import load_settings
 

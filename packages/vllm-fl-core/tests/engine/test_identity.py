@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl.contracts import contracts
 from vllm_fl.engine.identity import contract_digest, identity
-from vllm_fl.plugins.registry import Owner
+from vllm_fl.plugins.plugin import Owner
 
 
 def test_it_names_the_device_what_computes_and_who_brought_it() -> None:

@@ -24,7 +24,8 @@ from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.integration import planning
 from vllm_fl.integration.planning import facts_of, plan_for
 from vllm_fl.integration.seams import layers
-from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SPEC = import_module("sample_contracts.greedy_token").SPEC
@@ -51,7 +52,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
         vendor = BackendImplKind.VENDOR
         mine = OpImpl(OP, "vendor.acme", vendor, greedy_token, "acme")
         registry.register_many([mine, silu("vendor.acme")])
-        monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry))
+        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", OpManager(registry))
         found = plan_for(facts_of(engine_config() if config is None else config)).entries
         return {op: found[op] for op in (OP, "silu_and_mul")}
 

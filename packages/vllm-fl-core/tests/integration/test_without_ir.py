@@ -51,7 +51,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
     def install(*impls: OpImpl) -> OpManager:
         order = {"rms_norm": ["flagos", "vendor", "reference"]}
         manager = managing(*impls, per_op_order=order)
-        monkeypatch.setattr(vllm_fl.dispatch, "_default", manager)
+        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
         return manager
 
     return install

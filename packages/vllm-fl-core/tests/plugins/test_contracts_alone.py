@@ -18,8 +18,10 @@ from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import CONTRACTS, GROUP, Found, discover, load
-from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner
+from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
+from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 

@@ -25,8 +25,8 @@ from vllm_fl.plugins.calling import (
     start_in_worker,
 )
 from vllm_fl.plugins.loading import Found, discover, load, named_twice, unmatched
-from vllm_fl.plugins.plugin import Plugin
-from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.plugin import Owner, Plugin
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import OpOrder, SelectionPolicy

@@ -25,8 +25,10 @@ from vllm_fl.contracts.binding import (
 from vllm_fl.errors import PlaceError
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import Found, discover, load
-from vllm_fl.plugins.registry import EMPTY, OpRegistry, Owner, RegistrySnapshot, known_contracts
+from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.snapshot import EMPTY, RegistrySnapshot
 
 SPEC = contracts()["silu_and_mul"]
 

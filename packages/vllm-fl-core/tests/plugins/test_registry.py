@@ -9,7 +9,8 @@ import torch
 from builders import silu
 
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins.registry import OpRegistry, Owner
+from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import SelectionPolicy, Token
 

@@ -53,7 +53,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = OpRegistry()
     registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry))
+    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", OpManager(registry))
     monkeypatch.setattr(planning, "foreign_ops", dict)
     on_platform(monkeypatch, is_cuda_alike=lambda: True)
 
@@ -163,7 +163,7 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = OpRegistry()
     impls = (impl(op) for op in (OP, "rms_norm", "rotary_embedding"))
     registry.register_many([replace(i, traceable=i.op_name == OP) for i in impls])
-    monkeypatch.setattr(vllm_fl.dispatch, "_default", OpManager(registry))
+    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", OpManager(registry))
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.plugins.plugin import Plugin
-from vllm_fl.plugins.registry import Owner
+from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
 from vllm_fl_tools.testing.cases import CHECKS, failures
 

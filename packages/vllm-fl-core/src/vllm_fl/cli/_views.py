@@ -8,7 +8,7 @@ from ..dispatch.manager import OpManager
 from ..dispatch.resolver import STOCK, Stock, Trace
 from ..engine.described import Described
 from ..engine.tables import under
-from ..plugins.registry import Owner
+from ..plugins.plugin import Owner
 from ..settings.policy import DEFAULT, Mode, OpOrder, Rows
 from ..settings.schema import Settings
 from ..settings.values import ORDER_PREFIX

@@ -34,9 +34,10 @@ from ..plugins.finding import Finding
 from ..plugins.installed import CORE, canonical
 from ..plugins.loading import Found
 from ..plugins.overrides import SPARE, STANDS
-from ..plugins.plugin import Plugin
-from ..plugins.registry import EMPTY, OpRegistry, Owner
+from ..plugins.plugin import Owner, Plugin
+from ..plugins.registry import OpRegistry
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
+from ..plugins.snapshot import EMPTY
 from ..settings.loading import load_startup
 from ..settings.policy import UNTOUCHED
 from ..settings.schema import CONFIG, TAKEN, Settings, undo

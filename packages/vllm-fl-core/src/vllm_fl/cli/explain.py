@@ -29,7 +29,7 @@ from ..integration.places import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..plugins.plugin import Plugin
-from ..plugins.registry import RegistrySnapshot
+from ..plugins.snapshot import RegistrySnapshot
 from ..settings.schema import Settings
 from ..settings.unmatched import unmatched
 from ..settings.values import ORDER_PREFIX

@@ -29,8 +29,10 @@ from ..plugins.types import (
 from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
 from ..settings.schema import TAKEN as _TAKEN
+from . import default as _default
 from . import manager as _manager
 from .context import chosen, override, policy_context
+from .default import get_default_manager
 from .manager import OpManager
 
 if TYPE_CHECKING:
@@ -68,13 +70,12 @@ __all__ = [
     "with_strict_mode",
 ]
 
-_default = OpManager()
 serve_modules()
 
 # The call path is the manager's own method: one function call less than a wrapper around it.
-call_op = _default.call
+call_op = _default.manager.call
 """`OpManager.call` of the default manager: run an op on these arguments, by the policy in force."""
-call_method_op = _default.call_as_method
+call_method_op = _default.manager.call_as_method
 """`OpManager.call_as_method` of the default manager: the same for a layer, which comes first."""
 
 
@@ -85,12 +86,7 @@ def resolve_op(op_name: str) -> Callable[..., Any]:
         UnknownOpError: neither a contract nor a plugin names the op.
         NoImplementationError: no implementation may run.
     """
-    return _default.resolve(op_name)
-
-
-def get_default_manager() -> OpManager:
-    """The manager behind `call_op`."""
-    return _default
+    return get_default_manager().resolve(op_name)
 
 
 def reset_default_manager() -> None:
@@ -101,12 +97,12 @@ def reset_default_manager() -> None:
     """
     chosen.policy = None
     _Found.hidden = False
-    _default.reset()
+    get_default_manager().reset()
 
 
 def get_policy() -> SelectionPolicy:
     """The policy in force: that of the running block, or the global one."""
-    return override.get() or _default.policy
+    return override.get() or get_default_manager().policy
 
 
 def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
@@ -121,7 +117,7 @@ def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
         SettingsError: the settings, which gave the policy before, cannot be read.
         PolicySealedError: an engine's layers are bound to a plan.
     """
-    before = _default.policy
+    before = get_default_manager().policy
     _manager.set_global_policy(policy)
     return before
 
@@ -181,7 +177,7 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
     """The plugins that were found, and what became of each."""
-    startup = None if _Found.hidden else _default.startup
+    startup = None if _Found.hidden else get_default_manager().startup
     return (*(startup.plugins if startup else ()), *_Found.by_hand)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from ..errors import NoImplementationError, PluginError, UnknownOpError
 from ..plugins.plugin import Plugin
-from ..plugins.registry import RegistrySnapshot
 from ..plugins.reserved import OPS, RESERVED_OPS, why_absent
+from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import Impl, OpImpl
 from ..settings.policy import closest
 from ..settings.unmatched import meant

@@ -20,14 +20,16 @@ from ..older import OlderManager, lookup
 from ..plugins.calling import rejections
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.plugin import Plugin
-from ..plugins.registry import EMPTY, OpRegistry
+from ..plugins.registry import OpRegistry
+from ..plugins.snapshot import EMPTY
 from ..plugins.types import BackendImplKind, OpImpl
 from ..settings.loading import Settings
 from ..settings.policy import DEFAULT_ORDERS, Mode, Rows, SelectionPolicy
 from ..settings.values import ORDER_PREFIX, wrong
 from .absent import check_contract, check_named, nothing_for, unknown
+from .chain import NEEDS_LAYER, Chain
 from .context import chosen, override
-from .guard import NEEDS_LAYER, Chain, call_guard, method_guard, uncontracted
+from .guard import call_guard, method_guard, uncontracted
 from .record import Record
 from .resolver import STOCK, Trace, resolve
 from .startup import Startup, read_settings, start, try_settings

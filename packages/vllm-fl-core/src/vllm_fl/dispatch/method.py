@@ -7,8 +7,9 @@ from functools import cache, partial
 from typing import Any
 
 from ..plugins.types import BackendImplKind, OpImpl, parameters_of
+from .chain import Left
 from .context import Binder, current_binder
-from .guard import Left
+from .default import get_default_manager
 from .resolver import FOREIGN, STOCK
 
 PLAN = "_vllm_fl_plan"
@@ -71,8 +72,6 @@ class dispatch_method:
         provider = self.stand_in(instance) if self.stand_in else instance
         base: OpImpl | None = None
         if plan is None:
-            from . import get_default_manager
-
             bound = get_default_manager().bind(self.op, provider, self.grants)
         elif plan.is_stock(self.op) or self._is_kept(plan):
             return self.own(instance)

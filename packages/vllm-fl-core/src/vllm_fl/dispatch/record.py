@@ -8,17 +8,12 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..logs import SAID_AT_MOST
-from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl
 from ..text import quote
 from .resolver import describe
-
-if TYPE_CHECKING:
-    from .guard import Chain
 
 Key = tuple[str, str]
 """(op, impl id)."""
@@ -28,38 +23,15 @@ class Skipped(Exception):
     """Stands for the first candidate's failure, where it is demoted."""
 
 
-def _skipped(*_: Any, **__: Any) -> Any:
-    raise Skipped
+class Switched(Protocol):
+    """A guard, as a record knows it."""
 
+    @property
+    def op(self) -> str:
+        """Return the name of its op."""
 
-def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] | None) -> OpImpl:
-    """`impl` with other functions, its own under its signature, which tells whether a layer is
-    taken."""
-    if fn is impl.fn and supports is impl.supports:
-        return impl
-    fn = fn if fn is impl.fn else functools.wraps(impl.fn)(fn)
-    return replace(impl, fn=fn, supports=supports)
-
-
-class Guard:
-    """A compiled guard as its record has it: what it calls can change while callers keep it.
-
-    The guard's code reads what it calls from its own table of globals: it looks up nothing else.
-
-    Args:
-        chain: the candidates, of one row, for which it was compiled.
-        scope: that table. The names that change are `_chain`, `_fn` and `_supports`.
-    """
-
-    def __init__(self, chain: Chain, scope: dict[str, Any]) -> None:
-        self.chain, self._scope = chain, scope
-
-    def run(self, chain: Chain, *, skips: bool = False) -> None:
-        """Call the first candidate of `chain` from now on; where it `skips` that, the others."""
-        first = chain.impls[0]
-        self._scope["_chain"] = chain
-        self._scope["_fn"] = _skipped if skips else first.fn
-        self._scope["_supports"] = _skipped if skips else asked_for(first, chain.spec)
+    def switch(self) -> None:
+        """Call the first candidate from now on, or the others if that is demoted."""
 
 
 class Record:
@@ -92,7 +64,7 @@ class Record:
         """Calls that went to this implementation from another, less those that went from it."""
         self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
-        self.guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+        self.guards: weakref.WeakSet[Switched] = weakref.WeakSet()
         """Every guard that was compiled for it, bare ones too, which a demotion does not switch."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
@@ -181,49 +153,15 @@ class Record:
         for table in (*counted, self.failures, self._announced, self._said):
             table.clear()
 
-    def watch(self, guard: Guard) -> None:
+    def watch(self, guard: Switched) -> None:
         """Keep `guard` to its first candidate for as long as that is not demoted."""
         self.guards.add(guard)
-        self._run(guard, guard.chain)
-
-    @contextmanager
-    def replacing(
-        self,
-        instead: Callable[[OpImpl], Callable[..., Any]],
-        asking: Callable[[OpImpl], Callable[..., Any] | None] = lambda impl: impl.supports,
-        *,
-        at_most: int | None = None,
-    ) -> Iterator[None]:
-        """Inside the block every guard calls `instead(impl)` in the place of its candidates.
-
-        Afterwards the guards are what they were. Inside, nothing may be demoted, and no other
-        thread may call them.
-
-        Args:
-            instead: a candidate -> a function of the parameters that the candidate's has.
-            asking: a candidate -> what is asked in the place of its `supports`.
-            at_most: of so many of the first candidates; None: of each.
-        """
-        guards = list(self.guards)
-        try:
-            for guard in guards:
-                own = guard.chain.impls
-                others = (_calling(i, instead(i), asking(i)) for i in own[:at_most])
-                impls = *others, *(() if at_most is None else own[at_most:])
-                self._run(guard, guard.chain.of(*impls, bare=guard.chain.bare))
-            yield
-        finally:
-            for guard in guards:
-                self._run(guard, guard.chain)
+        guard.switch()
 
     def _switch(self, op: str) -> None:
         for guard in list(self.guards):
-            if guard.chain.op == op:
-                self._run(guard, guard.chain)
-
-    def _run(self, guard: Guard, chain: Chain) -> None:
-        skips = not chain.bare and chain.impls[0].impl_id in self._demoted[chain.op]
-        guard.run(chain, skips=skips)
+            if guard.op == op:
+                guard.switch()
 
     # What happened.
 

@@ -18,7 +18,7 @@ from ..contracts import Exact, OpSpec
 from ..contracts.batches import POOL
 from ..logs import get_logger
 from ..plugins import breadcrumb
-from ..plugins.registry import RegistrySnapshot
+from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import OpImpl
 from .facts import EngineFacts
 from .guarded import bits, rows_of

@@ -20,8 +20,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ..plugins.plugin import Plugin
-from ..plugins.registry import Owner
+from ..plugins.plugin import Owner, Plugin
 from ..plugins.types import Impl, LayerImpl, OpImpl
 from ..settings.schema import Settings
 from .plan import Plan

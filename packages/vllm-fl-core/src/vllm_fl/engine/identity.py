@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..contracts import OpSpec
 from ..contracts.meaning import contract_digest
-from ..plugins.registry import Owner
+from ..plugins.plugin import Owner
 from .digest import code_facts, versions
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from ..contracts import ModelSizes, OpSpec, Sample
+from ..dispatch.guard import replacing
 from ..logs import get_logger
 from ..plugins import breadcrumb
-from ..plugins.registry import Owner
+from ..plugins.plugin import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
 from .guarded import Guarded, in_place, taken
-from .opaque import computes
 from .plan import Plan
 from .tries import Tries
 from .verification import (
@@ -149,7 +149,7 @@ class Live:
                     handles.append(module.register_forward_pre_hook(enter))
                     handles.append(module.register_forward_hook(self._leave, always_call=True))
             self._watch = breadcrumb.Watchdog(log)
-            with self._watch, record.replacing(self._instead, self._asking):
+            with self._watch, replacing(record, self._instead, self._asking):
                 yield
         finally:
             for handle in handles:
@@ -169,7 +169,7 @@ class Live:
 
     def _instead(self, impl: OpImpl) -> Callable[..., Any]:
         """What the guards call in the place of `impl`."""
-        if not computes(self.plan.entries.get(impl.op_name), impl):
+        if not self.plan.computes(impl):
             return impl.fn
         spec = self.plan.contracts[impl.op_name]
 

@@ -13,18 +13,16 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
 from ..contracts.routes import Route, by_place, put
-from ..dispatch.guard import Chain, call_guard
+from ..dispatch.chain import Chain
+from ..dispatch.guard import call_guard
 from ..plugins.types import OpImpl
-
-if TYPE_CHECKING:
-    from .plan import PlanEntry
 
 
 class Watched(TorchDispatchMode):
@@ -128,21 +126,6 @@ def is_opaque(impl: OpImpl) -> bool:
     decided once, by the shapes of the first compilation.
     """
     return not impl.traceable or impl.supports is not None
-
-
-def computes(entry: PlanEntry | None, impl: OpImpl) -> bool:
-    """Whether a guard's candidate is one of the plan's that computes the op where it is called.
-
-    vLLM's own form is none of the plan's; and inside an operator another guard has what computes.
-
-    Args:
-        entry: the op's in the plan, if it has one.
-        impl: the candidate.
-    """
-    own = next((i for i in entry.impls if i.impl_id == impl.impl_id), None) if entry else None
-    if entry is None or own is None:
-        return False
-    return impl.fn is own.fn or not (entry.ceilings or is_opaque(own))
 
 
 def is_inlined(impl: OpImpl) -> bool:

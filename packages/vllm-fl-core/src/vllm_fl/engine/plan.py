@@ -13,8 +13,9 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..contracts import OpSpec
+from ..dispatch.chain import Chain
 from ..dispatch.context import current_binder
-from ..dispatch.guard import Chain, call_guard, method_guard
+from ..dispatch.guard import call_guard, method_guard
 from ..dispatch.record import Record
 from ..dispatch.resolver import FOREIGN, STOCK, Stock, Trace
 from ..logs import get_logger
@@ -360,6 +361,19 @@ class Plan:
             first = dataclasses.replace(first, fn=counting)
         # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
         return guard(chain.of(first, bare=True))
+
+    def computes(self, impl: OpImpl) -> bool:
+        """Return whether a guard's candidate computes its op for this plan in the call itself.
+
+        vLLM's own form does not belong to the plan, and inside an operator another guard computes.
+        """
+        from .opaque import is_opaque
+
+        entry = self.entries.get(impl.op_name)
+        own = next((i for i in entry.impls if i.impl_id == impl.impl_id), None) if entry else None
+        if entry is None or not isinstance(own, OpImpl):
+            return False
+        return impl.fn is own.fn or not (entry.ceilings or is_opaque(own))
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
         """The op as a compiled layer's code calls it, by the contract's parameters.

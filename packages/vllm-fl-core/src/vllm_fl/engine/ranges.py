@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from ..dispatch.guard import Chain
+from ..dispatch.chain import Chain
 from ..plugins.types import OpImpl
 from .opaque import is_inlined
 

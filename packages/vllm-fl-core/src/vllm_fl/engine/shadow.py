@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from ..contracts import OpSpec
+from ..dispatch.guard import replacing
 from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
-from .opaque import computes
 from .plan import Plan
 from .verification import contract_args
 from .wanted import MEASURED, magnitudes, paired, parts, wanted_here
@@ -149,7 +149,7 @@ class Shadow:
         self._at.clear()
         self._on_device.clear()
         self._every = max(1, -(-self._most // CALLS))
-        with self.plan.record.replacing(self._beside, at_most=1):
+        with replacing(self.plan.record, self._beside, at_most=1):
             yield
         self._most = max(self._most, self._at.total())
         self._turns.update(self._at.keys())
@@ -202,7 +202,7 @@ class Shadow:
     def _beside(self, impl: OpImpl) -> Callable[..., Any]:
         """What the guards call in the place of `impl`."""
         op = impl.op_name
-        if op in self.left or not computes(self.plan.entries.get(op), impl):
+        if op in self.left or not self.plan.computes(impl):
             return impl.fn
         spec = self.plan.contracts[op]
 

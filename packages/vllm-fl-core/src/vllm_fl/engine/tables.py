@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..plugins.registry import RegistrySnapshot
+from ..plugins.snapshot import RegistrySnapshot
 from ..settings.table import DEFAULT, STOCK, Table
 from .digest import UNKNOWN
 from .facts import EngineFacts

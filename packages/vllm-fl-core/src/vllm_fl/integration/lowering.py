@@ -23,7 +23,7 @@ from torch._inductor.pattern_matcher import (
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..dispatch.guard import Chain
+from ..dispatch.chain import Chain
 from ..engine.opaque import Site, inlined, ordered
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..contracts.binding import AttentionPlace, Binding, LayerPlace, Place
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
-from ..plugins.registry import RegistrySnapshot
+from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import BackendImplKind, OpImpl
 
 if TYPE_CHECKING:

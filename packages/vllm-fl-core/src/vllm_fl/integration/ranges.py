@@ -12,7 +12,7 @@ from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contracts.binding import LayerPlace
-from ..dispatch.guard import Chain
+from ..dispatch.chain import Chain
 from ..engine.opaque import mutated
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice, edges

@@ -20,7 +20,7 @@ from torch import fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ..contracts.binding import new_node
-from ..dispatch.guard import Chain, refusal
+from ..dispatch.chain import Chain, refusal
 from ..dispatch.resolver import STOCK
 from ..engine.ranges import choice
 from ..logs import get_logger

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import pluggy
 
@@ -29,6 +29,7 @@ from .hookspecs import HOOK_API, PROJECT
 from .installed import CORE, canonical, entry_points, identity, required_by
 from .plugin import Owner, Plugin, Status
 from .reserved import brings_ops, op_holder, reservation
+from .snapshot import RegistrySnapshot
 from .types import (
     PLUGIN_KEY,
     AttentionImpl,
@@ -38,9 +39,6 @@ from .types import (
     OpImpl,
     SettingSpec,
 )
-
-if TYPE_CHECKING:
-    from .registry import OpRegistry
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
@@ -60,6 +58,22 @@ RETURNED = {
 """Hook -> what it returns an iterable of."""
 
 log = get_logger("plugins")
+
+
+class Registry(Protocol):
+    """The registry that plugins are loaded into; `OpRegistry` describes each method."""
+
+    plugins: tuple[Plugin, ...]
+
+    def snapshot(self) -> RegistrySnapshot: ...
+
+    def collector(self) -> Any: ...
+
+    def register_many(self, impls: Iterable[Impl], owner: Owner) -> None: ...
+
+    def add_contract(self, contract: Contract, binding: Binding, owner: Owner) -> None: ...
+
+    def remove(self, owner: Owner) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
 
 
 def load(
-    registry: OpRegistry,
+    registry: Registry,
     found: Sequence[Found],
     *,
     only: Collection[str] | None = None,
@@ -215,7 +229,7 @@ def _todo(found: Found, allowed: Iterable[str]) -> str:
     return f"No other plugin needs it: reinstall it, or leave it out with VLLM_FL_PLUGINS={told}."
 
 
-def _failed(registry: OpRegistry, plugin: Plugin, error: PluginError, **fields: Any) -> Plugin:
+def _failed(registry: Registry, plugin: Plugin, error: PluginError, **fields: Any) -> Plugin:
     """The same plugin with this error, and nothing of it left."""
     registry.remove(plugin.owner)
     return replace(
@@ -224,7 +238,7 @@ def _failed(registry: OpRegistry, plugin: Plugin, error: PluginError, **fields: 
 
 
 def _without_clashes(
-    registry: OpRegistry, brought: Iterable[tuple[Plugin, list[Any]]], taken: Collection[str]
+    registry: Registry, brought: Iterable[tuple[Plugin, list[Any]]], taken: Collection[str]
 ) -> list[tuple[Plugin, list[Any]]]:
     """The same, where a plugin that declares a setting of core's or of another one has failed."""
     holders = dict.fromkeys(taken, CORE)
@@ -244,7 +258,7 @@ def _without_clashes(
     return checked
 
 
-def _bring(found: Found, registry: OpRegistry, todo: str) -> tuple[Plugin, list[Any]]:
+def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[Any]]:
     """Import one plugin and ask it for its implementations; nothing is registered yet."""
     owner = found.owner
     own = _package(found.target)
@@ -323,7 +337,7 @@ def _binding(contract: object) -> Binding:
     return binding.routed(contract.spec)
 
 
-def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list[Refused]]:
+def _add_contracts(registry: Registry, plugins: Sequence[Plugin]) -> list[list[Refused]]:
     """Register the ops that plugins bring; for each plugin, which were refused and why.
 
     An op that two of them bring is loaded from neither. A place in vLLM that two ops name is that
@@ -367,7 +381,7 @@ def _add_contracts(registry: OpRegistry, plugins: Sequence[Plugin]) -> list[list
 
 
 def _register(
-    registry: OpRegistry,
+    registry: Registry,
     plugin: Plugin,
     impls: list[Any],
     claims: Mapping[tuple[str, str], Sequence[Owner]],
@@ -593,7 +607,7 @@ def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:
     return impls
 
 
-def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> list[Impl]:
+def _run_old_form(function: Callable[[Any], object], registry: Registry) -> list[Impl]:
     collector = registry.collector()
     function(collector)
     if not collector.impls:

@@ -6,26 +6,22 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
-from types import MappingProxyType
 from typing import TypeVar
 
 from ..contracts import OpSpec
-from ..contracts.binding import ATTENTION_BACKEND, Binding, Contract
-from ..errors import DuplicateError, PlaceError, PluginError
+from ..contracts.binding import Binding, Contract
+from ..errors import DuplicateError, PluginError
 from ..logs import get_logger
-from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .communicator import NAMED_CLASSES
 from .forms import fitted, shape
-from .installed import CORE
 from .loading import discover, load
 from .plugin import Owner, Plugin
 from .reserved import reservation
+from .snapshot import EMPTY, RegistrySnapshot
 from .types import Impl, LayerImpl, OpImpl, parameters_of
-
-__all__ = ["EMPTY", "SCRIPT", "OpRegistry", "Owner", "RegistrySnapshot", "known_contracts"]
 
 log = get_logger("plugins")
 
@@ -33,78 +29,6 @@ T = TypeVar("T")
 
 
 SCRIPT = Owner(plugin="(registered by a script)")
-
-
-@dataclass(frozen=True)
-class RegistrySnapshot:
-    """The registry at one moment, read-only.
-
-    Args:
-        impls_by_op: op -> its implementations, ordered by impl id. Attention backends stand under
-            `attention_backend`, communicators under `communicator`, whole layers under the name of
-            vLLM's class.
-        owners: (op, impl id) -> who brought it.
-        contracts: every op's contract by name.
-        bindings: op -> its places in vLLM.
-        authors: op -> who brought its contract and its binding.
-    """
-
-    impls_by_op: Mapping[str, tuple[Impl, ...]]
-    owners: Mapping[tuple[str, str], Owner]
-    contracts: Mapping[str, OpSpec] = field(default_factory=dict)
-    bindings: Mapping[str, Binding] = field(default_factory=dict)
-    authors: Mapping[str, Owner] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name, table in list(vars(self).items()):
-            object.__setattr__(self, name, MappingProxyType({**table}))
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        """Every op that has a contract or an implementation, in order of their names."""
-        return tuple(sorted({*self.contracts, *self.impls_by_op}))
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The whole layers of vLLM's that have an implementation."""
-        return tuple(op for op, i in self.impls_by_op.items() if isinstance(i[0], LayerImpl))
-
-    @property
-    def groups(self) -> dict[str, list[str]]:
-        """Group -> the ops of it, for the groups that contracts name."""
-        groups: dict[str, list[str]] = {}
-        for op, spec in self.contracts.items():
-            if spec.group:
-                groups.setdefault(spec.group, []).append(op)
-        return groups
-
-    def find(self, op: str, impl_id: str) -> Impl | None:
-        """The implementation of `op` with this id."""
-        return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
-
-    def objection(self, op: str, binding: Binding) -> tuple[str, type[PluginError]]:
-        """Why no contract may be added for this op and binding, and as which error; else empty."""
-        if op in self.contracts or op in NAMED_CLASSES:
-            holder = self.authors.get(op, CORE)
-            return f"{holder} has this op; give yours another name", DuplicateError
-        taken = {ATTENTION_BACKEND: ATTENTION}
-        for other, bound in self.bindings.items():
-            taken |= dict.fromkeys(bound.claims, other)
-        for place in binding.claims:
-            holder = taken.get(place, op)
-            if holder != op:
-                whose = clean(str(self.authors.get(holder, CORE)))
-                told = (
-                    f"{place} is a place of op {holder!r}, of {whose}, which keeps it: a place is "
-                    "one op's. Take it out of the binding, uninstall one of the two, or name the "
-                    "ones to load in VLLM_FL_PLUGINS"
-                )
-                return told, PlaceError
-        return "", PluginError
-
-
-EMPTY = RegistrySnapshot({}, {})
-"""A registry into which nothing was loaded."""
 
 
 class OpRegistry:

@@ -30,7 +30,7 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.calling import rejections
-from vllm_fl.plugins.registry import Owner
+from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp

@@ -22,7 +22,8 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.verification import as_call
 from vllm_fl.engine.wanted import parts, promised
 from vllm_fl.plugins.forms import verdict_of
-from vllm_fl.plugins.registry import EMPTY, SCRIPT, OpRegistry, RegistrySnapshot, known_contracts
+from vllm_fl.plugins.registry import SCRIPT, OpRegistry, known_contracts
+from vllm_fl.plugins.snapshot import EMPTY, RegistrySnapshot
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
 from vllm_fl_ops.contracts.rules import typical_sizes

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import FusionPlace, OperatorPlace
-from ...dispatch.guard import Chain
+from ...dispatch.chain import Chain
 from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...contracts.binding import IrPlace, LayerPlace
-from ...dispatch.guard import Chain
+from ...dispatch.chain import Chain
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl

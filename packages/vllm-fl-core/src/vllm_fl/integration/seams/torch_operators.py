@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...contracts.binding import GraphPlace
-from ...dispatch.guard import Chain
+from ...dispatch.chain import Chain
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind
