@@ -28,7 +28,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         import torch
         from vllm.platforms import current_platform
 
-        from vllm_fl.integration import serving
+        from vllm_fl.integration import engines
         from vllm_fl.integration.seams import operators
         from vllm_fl.plugins.registry import known_contracts
     except ImportError as error:
@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     )
     facts = EngineFacts(load_settings({}), "eager")
     plan = make_plan(OpManager(registry), facts)
-    engine = serving.Serving(plan, serving.Start(facts, 0, device))
+    engine = engines.Engine(plan, facts, 0, device)
     chosen = operators.choose(plan, known_contracts().bindings, device, torch.float32)
     if not chosen.taken:
         raise MeasurementFailed(f"the operator cannot be overridden: {dict(chosen.left)}")
@@ -63,14 +63,14 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
     direct, ours, others = called(), called(), called()
     copy = Case("out.copy_(ready)", out=out, ready=ready)
-    asking = Case("f()", f=serving.now)
+    asking = Case("f()", f=engine.now)
     for _ in range((options.rounds or ROUNDS) + 1):
         direct.run(CALLS)
         copy.run(CALLS)
         operators.take(engine, device)
         try:
             others.run(CALLS)
-            with serving.calling(engine):
+            with engine.calling(engine):
                 ours.run(CALLS)
                 asking.run(CALLS)
         finally:

@@ -277,16 +277,12 @@ def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: 
 
 
 class Imports(ast.NodeVisitor):
-    """The names that a module imports, inside functions too; not those for type checkers alone."""
+    """The names that a module imports: inside functions, for type checking, by name."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         self.names: set[str] = set()
         self.visit(ast.parse(path.read_text("utf-8")))
-
-    def visit_If(self, node: ast.If) -> None:
-        for part in node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else [node]:
-            self.generic_visit(part)
 
     def visit_Import(self, node: ast.Import) -> None:
         self.names |= {alias.name for alias in node.names}
@@ -294,6 +290,12 @@ class Imports(ast.NodeVisitor):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         home = resolve_name("." * node.level + (node.module or ""), self.package)
         self.names |= {f"{home}.{alias.name}" for alias in node.names}
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.args[0] if node.args else None
+        if "import_module" in ast.unparse(node.func) and isinstance(name, ast.Constant):
+            self.names.add(resolve_name(name.value, self.package))
+        self.generic_visit(node)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

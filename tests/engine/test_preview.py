@@ -24,7 +24,8 @@ from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.errors import StartError, VllmFLError
 from vllm_fl.integration.models import model_facts
 from vllm_fl.integration.planning import plan_for
-from vllm_fl.integration.verifying import Start, verified_plan
+from vllm_fl.integration.engines import Engine
+from vllm_fl.integration.verifying import verified_plan
 from vllm_fl.settings.loading import load_startup
 
 torch.set_num_threads(1)  # as in a worker
@@ -56,11 +57,13 @@ def planned(case):
         mode = "compiled" if config.compilation_config.mode else "eager"
         return {"mode": mode, "ops": {}, "ends": False, "sizes": sizes}
     facts, _ = model_facts(pickle.loads(pickle.dumps(config)))
-    start, ends = Start(facts, 0, torch.device("cpu")), False
+    engine = Engine(plan_for(facts), facts, 0, torch.device("cpu"), joins=True)
+    ends = False
     try:
-        plan, _ = verified_plan(start, alone=True)
+        verified_plan(engine)
     except StartError:
-        plan, ends = plan_for(facts, table=start.table), True
+        ends = True
+    plan = engine.plan
     ops = {op: entry.told for op, entry in plan.entries.items()}
     return {"mode": plan.mode, "ops": ops, "ends": ends, "sizes": sizes}
 

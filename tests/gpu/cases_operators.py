@@ -35,9 +35,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.engine.facts import EngineFacts
     from vllm_fl.engine.plan import make_plan
     from vllm_fl.integration.compat import vllm_version
+    from vllm_fl.integration.engines import Engine, calling
     from vllm_fl.integration.seams import empty, operators
-    from vllm_fl.integration.serving import Serving, calling
-    from vllm_fl.integration.verifying import Start
     from vllm_fl.plugins.registry import OpRegistry, known_contracts
     from vllm_fl.settings.loading import load_settings
 
@@ -51,7 +50,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     settings = load_settings({"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PREFER": "reference"})
     facts = EngineFacts(settings, "eager")
     plan = make_plan(OpManager(registry), facts)
-    engine = Serving(plan, Start(facts, 0, device))
+    engine = Engine(plan, facts, 0, device)
     chosen = engine.operators = operators.choose(
         plan, known_contracts().bindings, device, torch.bfloat16
     )

@@ -149,11 +149,10 @@ def planning(
 @cache
 def engine_of(plan: Plan, worker: Any = None) -> Any:
     """The engine that serves with this plan, in this worker."""
-    from vllm_fl.integration.serving import Serving  # which import vLLM
-    from vllm_fl.integration.verifying import Start
+    from vllm_fl.integration.engines import Engine  # which import vLLM
 
-    start = Start(EngineFacts(load_settings({}), plan.mode), 0, torch.device("cpu"))
-    return Serving(plan, start, worker or SimpleNamespace())
+    facts = EngineFacts(load_settings({}), plan.mode)
+    return Engine(plan, facts, 0, torch.device("cpu"), worker or SimpleNamespace())
 
 
 def managing(*impls: Impl, **policy: Any) -> OpManager:

@@ -419,9 +419,8 @@ def lowered(plan: Plan) -> str:
     from vllm.config.kernel import IrOpPriorityConfig
 
     from vllm_fl.engine.facts import EngineFacts
+    from vllm_fl.integration.engines import Engine
     from vllm_fl.integration.seams.ir import bind_provider, prioritise, register_provider
-    from vllm_fl.integration.serving import Serving
-    from vllm_fl.integration.verifying import Start
     from vllm_fl.settings.loading import load_settings
 
     def norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -438,7 +437,7 @@ def lowered(plan: Plan) -> str:
 
     register_provider()
     facts = EngineFacts(load_settings({}), "compiled")
-    bind_provider(Serving(plan, Start(facts, 0, torch.device("cpu")), digest="digest"))
+    bind_provider(Engine(plan, facts, 0, torch.device("cpu"), digest="digest"))
     priority = prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
     torch._dynamo.reset()
     x, residual = torch.randn(2, 7, 64, dtype=torch.bfloat16).unbind()

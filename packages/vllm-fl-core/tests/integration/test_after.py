@@ -22,7 +22,7 @@ from vllm.forward_context import set_forward_context
 
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import ServingError, StartError
-from vllm_fl.integration import after, serving, verifying
+from vllm_fl.integration import after, engines, verifying
 from vllm_fl.integration.ranks import FAILED
 from vllm_fl.integration.worker import PlannedWorker
 
@@ -78,7 +78,7 @@ class Worker:
     seen: list[object]
 
     def reload_weights(self, fails: bool = False) -> str:
-        self.seen.append(serving.now())
+        self.seen.append(engines.now())
         if fails:
             raise OSError("no such file")
         self.model_runner.model.weight += 1
@@ -113,8 +113,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         worker.vllm_config, worker.rank, worker.device = config, 0, torch.device("cpu")
         worker.seen, worker.model_runner = [], Runner(Model(plan), config)
         worker.get_model = lambda: worker.model_runner.model
-        engine = worker.vllm_fl_serving = engine_of(plan, worker)
-        engine.start.live_counts, engine.is_watched = frozenset({8, 1}), True
+        engine = worker.vllm_fl_engine = engine_of(plan, worker)
+        engine.is_watched = True
+        verifying.checks_of(engine).live_counts = frozenset({8, 1})
         agree = told or (lambda mine: [mine])
         monkeypatch.setattr(after, "agree", agree)
         monkeypatch.setattr(verifying, "agree", agree)
@@ -139,9 +140,9 @@ def test_at_the_end_of_an_update_the_plan_is_compared_and_nothing_of_it_counts(
     worker = engine()
     with caplog.at_level(logging.INFO):
         assert worker.reload_weights() == "loaded"
-    assert worker.model_runner.runs == 1 and worker.seen == [worker.vllm_fl_serving]
+    assert worker.model_runner.runs == 1 and worker.seen == [worker.vllm_fl_engine]
     assert "After the weights were updated: 1 calls on live tensors in" in caplog.text
-    assert not worker.vllm_fl_serving.plan.calls and not worker.vllm_fl_serving.wrong
+    assert not worker.vllm_fl_engine.plan.calls and not worker.vllm_fl_engine.wrong
     assert worker.vllm_fl_verify().startswith("1 calls on live tensors in")
 
 
@@ -157,10 +158,10 @@ def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
     assert "Since the weights were updated, wrong is implementation 'vendor.acme'" in str(error)
     assert "VLLM_FL_PER_OP='silu_and_mul=stock'" in str(error) and "[FL504]" in str(error)
     assert float(worker.model_runner.model.weight[0]) == 2.0, "the new ones stay"
-    assert worker.vllm_fl_serving.wrong.keys() == {KEY}
+    assert worker.vllm_fl_engine.wrong.keys() == {KEY}
     worker.model_runner.model.weight -= 2
     worker.reload_weights()
-    assert worker.vllm_fl_serving.wrong == {}, "of the last look"
+    assert worker.vllm_fl_engine.wrong == {}, "of the last look"
 
 
 def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
@@ -173,8 +174,8 @@ def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
     parallel = worker.vllm_config.parallel_config
     object.__setattr__(parallel, "world_size", 2)
     assert worker.reload_weights() == "loaded"
-    assert worker.vllm_fl_serving.wrong == {KEY: "it is wrong there (found on rank 1)"}
-    worker.vllm_fl_serving.start.rank = 1
+    assert worker.vllm_fl_engine.wrong == {KEY: "it is wrong there (found on rank 1)"}
+    worker.vllm_fl_engine.rank = 1
     with pytest.raises(ServingError, match="it is wrong there"):
         worker.reload_weights()
 
@@ -189,7 +190,7 @@ def test_an_update_that_fails_gives_vllms_own_error_and_the_next_is_verified(
             update()
         (line,) = [r.message for r in caplog.records if "update of the weights failed" in r.message]
         assert "nothing was verified after it: rank 0: " in line
-    assert serving.now() is None and worker.model_runner.runs == 0
+    assert engines.now() is None and worker.model_runner.runs == 0
     worker.reload_weights()
     assert worker.model_runner.runs == 1
 
@@ -248,29 +249,29 @@ def test_what_is_wrong_beside_the_cache_is_taken_out_where_nothing_is_compiled(
 ) -> None:
     cache: list[object] = []
     worker = engine(short_of_memory(cache))
-    serving = worker.vllm_fl_serving
-    told = verifying.verify_with_cache(serving, pytest.fail)
+    engine = worker.vllm_fl_engine
+    told = verifying.verify_with_cache(engine, pytest.fail)
     assert told.startswith("1 calls on live tensors with the KV cache in memory")
     cache.append(object())
 
     def renew() -> None:
-        (out,) = serving.start.out.values()
+        (out,) = engine.disabled.values()
         assert (out.code, out.rank) == (FAILED, 0)
         assert out.why.startswith("it is wrong")
         assert out.why.endswith("(with the KV cache in memory)")
-        serving.plan = planning(managing(silu("vendor.emca", fn=lambda x: right(x))))
-        worker.model_runner.model.act = Act(serving.plan)
+        engine.plan = planning(managing(silu("vendor.emca", fn=lambda x: right(x))))
+        worker.model_runner.model.act = Act(engine.plan)
 
-    told = verifying.verify_with_cache(serving, renew)
-    assert serving.start.out.keys() == {KEY}
+    told = verifying.verify_with_cache(engine, renew)
+    assert engine.disabled.keys() == {KEY}
     assert told.startswith("2 calls"), "as at start, at each number of tokens"
 
 
 def test_what_is_compiled_with_it_does_not_start(engine: Engine) -> None:
     worker = engine(short_of_memory([object()]))
-    object.__setattr__(worker.vllm_fl_serving.plan, "mode", "compiled")
+    object.__setattr__(worker.vllm_fl_engine.plan, "mode", "compiled")
     with pytest.raises(StartError) as failed:
-        verifying.verify_with_cache(worker.vllm_fl_serving, pytest.fail)
+        verifying.verify_with_cache(worker.vllm_fl_engine, pytest.fail)
     assert "implementation 'vendor.acme' failed for op 'silu_and_mul' on rank 0" in str(
         failed.value
     )

@@ -53,7 +53,7 @@ class Worker:
         self.model = Model()
         self.engine = engine_of(self.plan, self)
         self.engine.digest = "f00d"
-        self.engine.start.facts = EngineFacts(settings, "eager", dtype=torch.bfloat16)
+        self.engine.facts = EngineFacts(settings, "eager", dtype=torch.bfloat16)
         dispatcher = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)
         self.model_runner = self.runner(cudagraph_dispatcher=dispatcher)
         self.states: list[tuple[Any, ...]] = []

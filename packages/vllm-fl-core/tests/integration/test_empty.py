@@ -40,9 +40,9 @@ from vllm_fl.contracts.binding import Binding, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
+from vllm_fl.integration.engines import Choice, calling
 from vllm_fl.integration.places import places
 from vllm_fl.integration.seams import empty, operators, taking
-from vllm_fl.integration.serving import Choice, calling
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 
 
 @contextmanager
-def serving(plan: Plan, *found: OperatorPlace) -> Iterator[Choice]:
+def engine(plan: Plan, *found: OperatorPlace) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
     engine.operators = operators.choose(plan, binding(*found), CPU, torch.float32)
@@ -135,7 +135,7 @@ def serving(plan: Plan, *found: OperatorPlace) -> Iterator[Choice]:
 def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: None) -> None:
     assert names() == set()
     plan = plan_of(silu("vendor.a", 10.0), counts_calls=True)
-    with serving(plan) as chosen:
+    with engine(plan) as chosen:
         assert names() == {"gated"}
         assert torch.equal(call(), FIRST + 10)
         assert chosen.names == {"silu_and_mul": ["fl_test_bare::gated"]}
@@ -152,7 +152,7 @@ def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: 
 
 
 def test_without_an_implementation_there_is_none_for_vllm_to_find(bare: None) -> None:
-    with serving(planning(managing())) as chosen:
+    with engine(planning(managing())) as chosen:
         assert names() == set() and chosen.schemas == {}
 
 
@@ -168,7 +168,7 @@ def test_only_an_empty_build_of_a_known_release_is_given_operators(
         if reason == "brought":
             library.define("another(Tensor x) -> Tensor")
         try:
-            with serving(plan_of(silu("vendor.a"), mode="compiled")) as chosen:
+            with engine(plan_of(silu("vendor.a"), mode="compiled")) as chosen:
                 assert chosen.schemas == {}
                 assert chosen.left["silu_and_mul"] == {
                     "fl_test_bare::gated": "this vLLM has no such operator"
@@ -178,7 +178,7 @@ def test_only_an_empty_build_of_a_known_release_is_given_operators(
 
 
 def test_a_schema_that_the_binding_does_not_know_is_not_defined(bare: None) -> None:
-    with serving(plan_of(silu("vendor.a", 1.0)), place("odd"), place("wider")) as chosen:
+    with engine(plan_of(silu("vendor.a", 1.0)), place("odd"), place("wider")) as chosen:
         why = "its parameters are input, out; known are out, input"
         assert chosen.left == {"silu_and_mul": {"fl_test_bare::odd": why}}
         assert names() == {"wider"}
@@ -188,7 +188,7 @@ def test_a_schema_that_the_binding_does_not_know_is_not_defined(bare: None) -> N
 
 def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: None) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
-    with serving(plan, place("wider")) as chosen:
+    with engine(plan, place("wider")) as chosen:
         with pytest.raises(NoKernelError) as failure:
             call("wider", 2.0)
         told = taking.report(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::wider"]
@@ -197,7 +197,7 @@ def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: N
 
 
 def test_who_calls_without_an_engine_is_told_what_is_missing_and_what_to_do(bare: None) -> None:
-    with serving(plan_of(silu("vendor.a"))), calling(None), pytest.raises(NoKernelError) as failure:
+    with engine(plan_of(silu("vendor.a"))), calling(None), pytest.raises(NoKernelError) as failure:
         call()
     error = failure.value
     assert isinstance(error, VllmFLError) and isinstance(error, NotImplementedError)
@@ -208,19 +208,19 @@ def test_who_calls_without_an_engine_is_told_what_is_missing_and_what_to_do(bare
 
 def test_where_every_implementation_refuses_the_error_names_the_operator_too(bare: None) -> None:
     plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
-    with serving(plan), pytest.raises(AllFailedError) as failure:
+    with engine(plan), pytest.raises(AllFailedError) as failure:
         call()
     tried = [impl for impl, _ in failure.value.causes]
     assert tried == ["vendor.a", "vendor.b", "stock.vllm"]
     assert "fl_test_bare::gated" in str(failure.value) and "empty build" in str(failure.value)
     assert not plan.record.demotions
-    with serving(plan_of(refusing("vendor.a", "no"), silu("vendor.b", 5.0))):
+    with engine(plan_of(refusing("vendor.a", "no"), silu("vendor.b", 5.0))):
         assert torch.equal(call(), FIRST + 5)
 
 
 def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: None) -> None:
     stock = replace(planning(managing()), mode="compiled")
-    with serving(stock) as chosen:
+    with engine(stock) as chosen:
         assert names() == {"gated", "unowned"} and chosen.names == {}
         assert set(chosen.schemas) == {"fl_test_bare::gated", "fl_test_bare::unowned"}
         assert torch.ops.fl_test_bare.unowned.default  # as vLLM's pass reads it
@@ -235,8 +235,8 @@ def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: 
 
 def test_the_last_of_two_engines_takes_the_definition_away(bare: None) -> None:
     one, other = plan_of(silu("vendor.a", 1.0)), plan_of(silu("vendor.b", 2.0), mode="compiled")
-    with serving(one) as first:
-        with serving(other) as second:
+    with engine(one) as first:
+        with engine(other) as second:
             assert torch.equal(call(), FIRST + 2)
             with calling(engine_of(one)):
                 assert torch.equal(call(), FIRST + 1)
@@ -246,12 +246,12 @@ def test_the_last_of_two_engines_takes_the_definition_away(bare: None) -> None:
     assert (
         first.schemas.items() <= second.schemas.items() and "fl_test_bare::gated" in first.schemas
     )
-    with serving(other) as alone:
+    with engine(other) as alone:
         assert alone == second
 
 
 def test_it_returns_nothing_on_tensors_without_data(bare: None) -> None:
-    with serving(plan_of(silu("vendor.a"))):
+    with engine(plan_of(silu("vendor.a"))):
         out, x = torch.empty(4, 4, device="meta"), torch.empty(4, 8, device="meta")
         assert torch.ops.fl_test_bare.gated(out, x) is None
         with FakeTensorMode() as mode:
@@ -262,7 +262,7 @@ def test_it_returns_nothing_on_tensors_without_data(bare: None) -> None:
 
 def test_who_keeps_the_operator_reaches_the_next_engines_or_an_error(bare: None) -> None:
     """Not the memory where it was, which has become something else's."""
-    with serving(plan_of(silu("vendor.a", 1.0), mode="compiled")):
+    with engine(plan_of(silu("vendor.a", 1.0), mode="compiled")):
         packet, overload = torch.ops.fl_test_bare.gated, torch.ops.fl_test_bare.gated.default
         never_called = torch.ops.fl_test_bare.unowned
     gc.collect()
@@ -270,7 +270,7 @@ def test_who_keeps_the_operator_reaches_the_next_engines_or_an_error(bare: None)
     for kept in (packet, overload, never_called):
         with pytest.raises(NoKernelError):
             kept(out, X)
-    with serving(plan_of(silu("vendor.b", 2.0))):
+    with engine(plan_of(silu("vendor.b", 2.0))):
         for kept in (packet, overload):
             kept(out.fill_(-1), X)
             assert torch.equal(out, FIRST + 2)
@@ -282,7 +282,7 @@ def test_who_overrode_after_us_keeps_it_until_the_next_engine_ends(
     with bare_vllm():
         theirs = torch.library.Library("fl_test_bare", "IMPL")
         plan = plan_of(silu("vendor.a", 1.0))
-        with serving(plan):
+        with engine(plan):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 theirs.impl("gated", sevens, "CPU", allow_override=True)
@@ -294,7 +294,7 @@ def test_who_overrode_after_us_keeps_it_until_the_next_engine_ends(
         theirs._destroy()
         with pytest.raises(NoKernelError):
             call()
-        with serving(plan_of(silu("vendor.b", 2.0))):
+        with engine(plan_of(silu("vendor.b", 2.0))):
             assert torch.equal(call(), FIRST + 2)
         assert names() == set()
 

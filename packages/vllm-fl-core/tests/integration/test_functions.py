@@ -23,8 +23,8 @@ from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, FunctionPlace
 from vllm_fl.engine.plan import Plan
+from vllm_fl.integration.engines import Choice, calling
 from vllm_fl.integration.seams import functions, taking
-from vllm_fl.integration.serving import Choice, calling
 
 X = torch.arange(32.0).reshape(4, 8)
 STOCK, FIRST = X[..., 4:], half(X)
@@ -89,7 +89,7 @@ def binding(*places: FunctionPlace) -> dict[str, Binding]:
 
 
 @contextmanager
-def serving(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
+def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
     engine.functions = functions.choose(plan, bound or binding())
@@ -114,7 +114,7 @@ def told(plan: Plan, chosen: Choice) -> dict[str, Any]:
 def test_calls_reach_the_plan_wherever_the_function_is_looked_up(home: ModuleType) -> None:
     before = home.gated
     plan = plan_of(silu("vendor.a", 10.0))
-    with serving(plan) as chosen:
+    with engine(plan) as chosen:
         for module in ("fl_home", "fl_caller"):
             gated = sys.modules[module].gated
             assert torch.equal(gated(X), FIRST + 10)
@@ -126,7 +126,7 @@ def test_calls_reach_the_plan_wherever_the_function_is_looked_up(home: ModuleTyp
 
 def test_methods_and_static_methods(home: ModuleType) -> None:
     before = dict(vars(home.Layer))
-    with serving(plan_of(silu("vendor.a")), binding(METHOD, STATIC)):
+    with engine(plan_of(silu("vendor.a")), binding(METHOD, STATIC)):
         assert torch.equal(home.Layer().apply(X), FIRST)
         assert torch.equal(home.Heir().apply(X), FIRST)
         assert torch.equal(home.Layer.plain(X), FIRST)
@@ -143,7 +143,7 @@ def test_what_is_not_the_op_is_vllms_and_counted(
     args: tuple[Any, ...], named: dict[str, Any], factor: float
 ) -> None:
     plan = plan_of(silu("vendor.a"))
-    with serving(plan) as chosen:
+    with engine(plan) as chosen:
         assert torch.equal(sys.modules["fl_home"].gated(*args, **named), STOCK * factor)
         assert told(plan, chosen)["fl_home.gated"]["other_arguments"] == 1
 
@@ -160,14 +160,14 @@ def test_a_call_that_python_would_refuse_gets_pythons_error(
     args: tuple[Any, ...], named: dict[str, Any], error: str
 ) -> None:
     with (
-        serving(plan_of(silu("vendor.a"))),
+        engine(plan_of(silu("vendor.a"))),
         pytest.raises(TypeError, match=rf"gated\(\) (got )?(an )?{error}"),
     ):
         sys.modules["fl_home"].gated(*args, **named)
 
 
 def test_who_is_no_engine_of_ours_gets_vllms_function(home: ModuleType) -> None:
-    with serving(plan_of(silu("vendor.a"))), calling(None):
+    with engine(plan_of(silu("vendor.a"))), calling(None):
         assert torch.equal(home.gated(X), STOCK)
 
 
@@ -198,7 +198,7 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_function_as_it_came(
     monkeypatch.setattr(home, "gated", gated)
     plan, few = by_size(SMALL, silu("vendor.a", 10.0)), X[:2]
     place = replace(DIRECT, paths=("fl_home.gated",))
-    with serving(plan, binding(place)) as chosen:
+    with engine(plan, binding(place)) as chosen:
         call = (lambda x, **m: home.gated(input=x, **m)) if by_name else home.gated
         assert torch.equal(call(few), STOCK[:2])
         assert torch.equal(call(few, scale=3.0), STOCK[:2] * 3)
@@ -211,13 +211,13 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_function_as_it_came(
 def test_a_place_that_tells_no_tokens_has_such_calls_converted(home: ModuleType) -> None:
     plan = by_size(SMALL, silu("vendor.a"))
     plain = replace(DIRECT, tokens="", native=lambda own: lambda x: own(x, False) + 1)
-    with serving(plan, binding(plain)):
+    with engine(plan, binding(plain)):
         assert torch.equal(home.gated(X[:2]), STOCK[:2] + 1)
         assert torch.equal(home.gated(X), FIRST)
 
 
 def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:
-    with serving(plan_of(silu("vendor.a"))):
+    with engine(plan_of(silu("vendor.a"))):
         compiled = torch.compile(lambda x: home.gated(x) * 2, backend="eager", fullgraph=True)
         assert torch.equal(compiled(X), STOCK * 2)
         assert torch.equal(home.gated(X), FIRST)
@@ -237,7 +237,7 @@ def test_a_function_that_does_not_fit_is_left_and_says_why(
     home: ModuleType, paths: tuple[str, ...], parameters: tuple[str, ...], why: str
 ) -> None:
     plan = plan_of(silu("vendor.a"))
-    with serving(plan, binding(FunctionPlace(paths, parameters, _route, _native))) as chosen:
+    with engine(plan, binding(FunctionPlace(paths, parameters, _route, _native))) as chosen:
         assert chosen.names == {}
         assert why in told(plan, chosen)[paths[0]]["left"]
 
@@ -246,7 +246,7 @@ def test_what_somebody_else_replaced_is_left_to_him(
     home: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     others = sys.modules["fl_caller"].gated = lambda *args: "theirs"  # type: ignore[attr-defined]
-    with caplog.at_level(logging.WARNING), serving(plan_of(silu("vendor.a"))):
+    with caplog.at_level(logging.WARNING), engine(plan_of(silu("vendor.a"))):
         assert sys.modules["fl_caller"].gated is others
         assert torch.equal(home.gated(X), FIRST)
     assert "fl_caller.gated" in caplog.text
@@ -254,7 +254,7 @@ def test_what_somebody_else_replaced_is_left_to_him(
 
 def test_what_somebody_put_in_our_place_stays_there_and_is_reported(home: ModuleType) -> None:
     plan = plan_of(silu("vendor.a"))
-    with serving(plan) as chosen:
+    with engine(plan) as chosen:
         ours = home.gated
         home.gated = wrapper = lambda *args: ours(*args)  # type: ignore[attr-defined]
         assert told(plan, chosen)["fl_home.gated"]["replaced_after_us"] == "fl_home.gated"

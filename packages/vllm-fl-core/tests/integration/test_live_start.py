@@ -147,7 +147,7 @@ except Exception as error:
 else:
     told["report"] = worker.vllm_fl_report()
     told["bound"] = [
-        act._vllm_fl_plan is worker.vllm_fl_serving.plan for act in worker.model.blocks]
+        act._vllm_fl_plan is worker.vllm_fl_engine.plan for act in worker.model.blocks]
     x = torch.randn(300, 1280).bfloat16()
     told["right"] = all(torch.equal(act(x), right(x)) for act in worker.model.blocks)
     told["entry"] = config.additional_config["vllm_fl"]

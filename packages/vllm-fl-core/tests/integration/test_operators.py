@@ -42,8 +42,8 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Binding, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
+from vllm_fl.integration.engines import Choice, calling
 from vllm_fl.integration.seams import operators, taking
-from vllm_fl.integration.serving import Choice, calling
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ FIRST = half(X)
 
 
 @contextmanager
-def serving(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
+def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
     engine.operators = operators.choose(plan, bound or binding(), CPU, torch.float32)
@@ -137,7 +137,7 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 
 def test_a_call_by_name_reaches_the_plans_first_choice_and_shutdown_gives_it_back() -> None:
     assert torch.equal(call(), STOCK)
-    with serving(plan_of(silu("vendor.a", 10.0))):
+    with engine(plan_of(silu("vendor.a", 10.0))):
         assert torch.equal(call(), FIRST + 10)
     assert torch.equal(call(), STOCK)
     assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
@@ -145,14 +145,14 @@ def test_a_call_by_name_reaches_the_plans_first_choice_and_shutdown_gives_it_bac
 
 def test_an_op_that_is_stock_overrides_nothing() -> None:
     plan = planning(managing())
-    with serving(plan) as chosen:
+    with engine(plan) as chosen:
         assert chosen.names == {} and taking.report(engine_of(plan), chosen) == {}
         assert torch.equal(call(), STOCK)
 
 
 def test_a_caller_without_engine_gets_the_replaced_kernel_and_is_counted() -> None:
     plan = plan_of(silu("vendor.a"))
-    with serving(plan) as chosen:
+    with engine(plan) as chosen:
         with calling(None):
             assert torch.equal(call(), STOCK)
         thread = threading.Thread(target=call)
@@ -165,7 +165,7 @@ def test_a_caller_without_engine_gets_the_replaced_kernel_and_is_counted() -> No
 def test_calls_are_counted_where_the_user_asked_for_it_in_compiled_mode_too() -> None:
     for mode in ("eager", "compiled"):
         plan = plan_of(silu("vendor.a"), counts_calls=True, mode=mode)
-        with serving(plan):
+        with engine(plan):
             call()
             call()
         assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
@@ -174,18 +174,18 @@ def test_calls_are_counted_where_the_user_asked_for_it_in_compiled_mode_too() ->
 @pytest.mark.parametrize("name", ["gated", "asking"])
 def test_a_refused_call_falls_to_the_next_candidate_and_last_to_the_kernel(name: str) -> None:
     plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
-    with serving(plan, binding(place(name))):
+    with engine(plan, binding(place(name))):
         assert torch.equal(call(name), STOCK)
     assert plan.fallbacks == {("silu_and_mul", "stock.vllm"): 1}
     plan = plan_of(refusing("vendor.a", "no"), silu("vendor.b", 5.0))
-    with serving(plan, binding(place(name))):
+    with engine(plan, binding(place(name))):
         assert torch.equal(call(name), FIRST + 5)
     assert plan.fallbacks == {("silu_and_mul", "vendor.b"): 1}
 
 
 def test_strict_mode_raises_the_refusal() -> None:
     plan = plan_of(refusing("vendor.a", "no"), silu("vendor.b"), strict=True)
-    with serving(plan), pytest.raises(AllFailedError) as failure:
+    with engine(plan), pytest.raises(AllFailedError) as failure:
         call()
     assert failure.value.op == "silu_and_mul" and failure.value.causes == (("vendor.a", "no"),)
 
@@ -198,7 +198,7 @@ def test_an_exception_is_raised_and_the_next_call_is_served_again() -> None:
             raise ArithmeticError("boom")
         return half(x)
 
-    with serving(plan_of(silu("vendor.a", fn=fn))):
+    with engine(plan_of(silu("vendor.a", fn=fn))):
         with pytest.raises(ArithmeticError):
             call()
         broken[0] = False
@@ -207,7 +207,7 @@ def test_an_exception_is_raised_and_the_next_call_is_served_again() -> None:
 
 def test_a_callers_mistake_is_the_callers() -> None:
     plan = plan_of(failing("vendor.a", ValueError("odd")))
-    with serving(plan), pytest.raises(CallError) as failure:
+    with engine(plan), pytest.raises(CallError) as failure:
         torch.ops.fl_test_operators.gated(torch.empty(1), torch.ones(3))
     assert failure.value.argument == "x"
 
@@ -216,7 +216,7 @@ def test_an_implementation_that_falls_to_the_operator_itself_gets_the_replaced_k
     """As a later candidate; for a first one the operator stays vLLM's (below)."""
     own = silu("vendor.b", fn=silu_of_kernel(torch.ops.fl_test_operators.gated))
     plan = plan_of(refusing("vendor.a", "no"), own, counts_calls=True)
-    with serving(plan) as chosen:
+    with engine(plan) as chosen:
         assert chosen.names == {"silu_and_mul": ["fl_test_operators::gated"]}
         assert torch.equal(call(), STOCK)
     assert plan.fallbacks == {("silu_and_mul", "vendor.b"): 1}
@@ -236,7 +236,7 @@ def test_entered_again_is_per_thread_and_per_operator() -> None:
 
     one_row = X[:1]
     plan = plan_of(silu("vendor.a", fn=fn))
-    with serving(plan, binding(place(), place("asking"))):
+    with engine(plan, binding(place(), place("asking"))):
 
         def waits() -> None:
             with calling(engine_of(plan)):
@@ -256,7 +256,7 @@ def test_entered_again_is_per_thread_and_per_operator() -> None:
 def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
     own = silu("vendor.a", fn=silu_of_kernel(torch.ops.fl_test_operators.gated))
     plan = plan_of(own)
-    with serving(plan, binding(place(), place("asking"))) as chosen:
+    with engine(plan, binding(place(), place("asking"))) as chosen:
         assert chosen.names == {"silu_and_mul": ["fl_test_operators::asking"]}
         assert told(plan, chosen) == {"left": "vendor.a calls it itself"}
         assert torch.equal(call(), STOCK)
@@ -265,8 +265,8 @@ def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
 def test_each_of_two_engines_has_its_own_plan_and_the_last_takes_the_override_away() -> None:
     one, other = plan_of(silu("vendor.a", 1.0)), plan_of(silu("vendor.b", 2.0))
     stock = planning(managing())
-    with serving(one):
-        with serving(other):
+    with engine(one):
+        with engine(other):
             assert torch.equal(call(), FIRST + 2)
             with calling(engine_of(one)):
                 assert torch.equal(call(), FIRST + 1)
@@ -288,7 +288,7 @@ def test_who_overrode_before_us_is_what_stock_means_and_is_named(
 
     plan = plan_of(refusing("vendor.a", "no"))
     with overridden(theirs):
-        with caplog.at_level(logging.WARNING), serving(plan) as chosen:
+        with caplog.at_level(logging.WARNING), engine(plan) as chosen:
             assert call().eq(7).all()
             assert Path(__file__).name in told(plan, chosen)["replaced"]
         assert Path(__file__).name in caplog.text
@@ -300,7 +300,7 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
-    with serving(plan) as chosen:
+    with engine(plan) as chosen:
         assert operators.overriders(engine_of(plan)) == {}
         assert told(plan, chosen)["overridden_by"] is None
         beneath = torch.library.get_kernel("fl_test_operators::gated", "CPU")
@@ -321,12 +321,12 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
     assert torch.equal(call(), STOCK + 1000)
     # The next engine stands on theirs.
     after = plan_of(refusing("vendor.a", "no"))
-    with serving(after):
+    with engine(after):
         assert torch.equal(call(), STOCK + 1000)
     library._destroy()
     assert torch.equal(call(), STOCK)
     # What was left behind goes where it can.
-    with serving(plan_of(silu("vendor.b", 2.0))):
+    with engine(plan_of(silu("vendor.b", 2.0))):
         assert torch.equal(call(), FIRST + 2)
         assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 2
     assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
@@ -336,7 +336,7 @@ def test_who_takes_the_kernel_away_that_stock_is_is_named() -> None:
     plan = plan_of(refusing("vendor.a", "no"))
     theirs = overridden(_own)
     library = theirs.__enter__()
-    with serving(plan):
+    with engine(plan):
         library._destroy()
         with pytest.raises(VllmFLError, match=Path(__file__).name) as failure:
             call()
@@ -382,7 +382,7 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -
 
     plan = by_size(SMALL, silu("vendor.a", 10.0), counts_calls=True)
     few = X[:2]
-    with overridden(theirs), serving(plan, binding(direct())) as chosen:
+    with overridden(theirs), engine(plan, binding(direct())) as chosen:
         out = torch.empty(2, 4)
         torch.ops.fl_test_operators.gated(out, few)
         assert torch.equal(out, STOCK[:2])
@@ -400,7 +400,7 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -
 
 def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -> None:
     plan = plan_of(silu("vendor.a", 1.0))
-    with serving(plan, binding(place("longer"))) as chosen:
+    with engine(plan, binding(place("longer"))) as chosen:
         assert torch.equal(call("longer"), FIRST + 1)
         assert torch.equal(call("longer", 1.0, False, n=0), FIRST + 1)
         for args, more in (((2.0,), {}), ((1.0, True), {}), ((), {"n": 1}), ((), {"flip": True})):
@@ -426,7 +426,7 @@ def test_an_operator_that_does_not_fit_is_said_by_name(
 ) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
     caplog.set_level(logging.DEBUG, logger="vllm_fl.engine")
-    with serving(plan, binding(found, place("asking"))) as chosen:
+    with engine(plan, binding(found, place("asking"))) as chosen:
         assert chosen.left == {"silu_and_mul": {found.name: why}}
         assert torch.equal(call("asking"), FIRST + 1), "the others are taken"
         assert taking.report(engine_of(plan), chosen)["silu_and_mul"][found.name] == {"left": why}
@@ -439,7 +439,7 @@ def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator(
     plan = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"SiluAndMul"}))
     note = operators.operator_note(plan, "silu_and_mul")
     assert "SiluAndMul is left to vLLM" in note
-    with serving(plan, bound) as chosen:
+    with engine(plan, bound) as chosen:
         assert chosen.names == {} and told(plan, chosen) == {"left": note}
         assert torch.equal(call(), STOCK)
     free = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"RMSNorm"}))
@@ -452,10 +452,10 @@ def test_implementations_that_take_the_layer_are_passed_over() -> None:
 
     first = silu("vendor.a", fn=layered)
     plan = plan_of(first, silu("vendor.b", 2.0))
-    with serving(plan):
+    with engine(plan):
         assert torch.equal(call(), FIRST + 2)
     alone = plan_of(first)
-    with serving(alone) as chosen:
+    with engine(alone) as chosen:
         assert "take the calling layer" in told(alone, chosen)["left"]
 
 
@@ -471,7 +471,7 @@ def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:
 
     compiled = torch.compile(model, fullgraph=True, backend="inductor")
     plan = plan_of(silu("vendor.a", 10.0), mode="compiled", counts_calls=True)
-    with serving(plan):
+    with engine(plan):
         assert torch.equal(compiled(X), 2 * FIRST + 11)
         assert torch.equal(compiled(X), 2 * FIRST + 11)
     assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
@@ -491,7 +491,7 @@ def test_an_artefact_compiled_ahead_of_time_calls_what_is_there_when_it_runs(
         "    out = y.new_empty((x.shape[0], x.shape[1] // 2))\n"
         "    torch.ops.fl_test_operators.gated(out, y)\n"
         "    return out + 1\n"
-        "with t.serving(t.plan_of(t.silu('vendor.a', 10.0))):\n"
+        "with t.engine(t.plan_of(t.silu('vendor.a', 10.0))):\n"
         "    done = torch.compile(model, fullgraph=True).aot_compile(((t.X,), {}))\n"
         "    assert t.torch.equal(done(t.X), 2 * t.FIRST + 11)\n"
         f"    done.save_compiled_function({str(file)!r})\n"
@@ -501,7 +501,7 @@ def test_an_artefact_compiled_ahead_of_time_calls_what_is_there_when_it_runs(
     loaded = head + (
         f"with open({str(file)!r}, 'rb') as f:\n"
         "    model = torch.compiler.load_compiled_function(f)\n"
-        "with t.serving(t.plan_of(t.silu('vendor.b', 20.0))):\n"
+        "with t.engine(t.plan_of(t.silu('vendor.b', 20.0))):\n"
         "    assert t.torch.equal(model(t.X), 2 * t.FIRST + 21)\n"
         "assert t.torch.equal(model(t.X), 2 * t.STOCK + 1)\n"
         "print('reloaded')\n"
@@ -533,15 +533,15 @@ def without():
         assert torch.equal(t.call(), t.FIRST + 1)
 
 def with_its_own():
-    with t.serving(t.plan_of(t.silu('vendor.b', 2.0))):
+    with t.engine(t.plan_of(t.silu('vendor.b', 2.0))):
         assert torch.equal(t.call(), t.FIRST + 2)
     t.engine_of(parents).leave()
     assert torch.equal(t.call(), t.STOCK)
-    with t.serving(t.plan_of(t.silu('vendor.c', 3.0))):
+    with t.engine(t.plan_of(t.silu('vendor.c', 3.0))):
         assert torch.equal(t.call(), t.FIRST + 3)
 
 parents = t.plan_of(t.silu('vendor.a', 1.0))
-with t.serving(parents):
+with t.engine(parents):
     assert torch.equal(t.call(), t.FIRST + 1)
     child(without)
     child(with_its_own)
@@ -688,7 +688,7 @@ def test_an_overridden_operator_of_vllms_computes_what_its_kernel_does(
         wanted = [alike(a) if isinstance(a, Tensor) else a for a in args]
         if all(a.numel() for a in args if isinstance(a, Tensor)):
             operator(*wanted)
-        with serving(plan, bound) as chosen:
+        with engine(plan, bound) as chosen:
             assert name in chosen.names[op]
             operator(*args)
         for at in written:

@@ -242,12 +242,12 @@ def test_with_speculative_decoding_the_start_goes_on(
     monkeypatch.setattr(verifying, "agree", lambda mine: [mine])
     model = Model()
     engine = engine_with(Drafting(model, config, draft), config)
-    engine.start.live_counts = frozenset({8})
+    verifying.checks_of(engine).live_counts = frozenset({8})
     said, *unseen = verifying.verify_live(engine, pytest.fail)
     assert said.startswith(line)
     ran = not line.startswith("not")
     assert unseen == ["not compared there: merge_attn_states (not called)"] * ran
-    assert model.given and not engine.start.out
+    assert model.given and not engine.disabled
     assert left_clean(model) and (not isinstance(draft, Model) or left_clean(draft))
 
 

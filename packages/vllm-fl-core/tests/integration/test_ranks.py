@@ -17,7 +17,7 @@ from vllm_fl.integration.ranks import (
     LACKED,
     REFUSES,
     REJECTED,
-    Out,
+    Disabled,
     Ran,
     Verdict,
     agree,
@@ -76,7 +76,7 @@ def test_an_implementation_that_refuses_on_every_rank_is_rejected() -> None:
     for other, out in ((refuses, True), (serves, False), (None, False)):
         verdicts = [replace(found(0), ran=refuses), replace(found(1), ran=other)]
         why = f"{REFUSES} (odd)"
-        assert refusing(verdicts) == ({key: Out(REJECTED, 0, why)} if out else {})
+        assert refusing(verdicts) == ({key: Disabled(REJECTED, 0, why)} if out else {})
 
 
 def test_a_row_of_an_order_by_size_is_its_ops() -> None:

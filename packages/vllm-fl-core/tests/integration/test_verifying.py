@@ -22,6 +22,7 @@ from vllm_fl.engine.preflight import Findings
 from vllm_fl.engine.trials import Request
 from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.integration import places, verifying
+from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.verifying import planned_for_nothing
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
@@ -53,7 +54,8 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
 def preflight_of(**fields: Any) -> Any:
     settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
     facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
-    return verifying.Start(facts, 1, torch.device("cpu"))
+    plan = planning(managing(silu("vendor.acme")))
+    return verifying.Checks(Engine(plan, facts, 1, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom")], ids=repr)

@@ -354,7 +354,7 @@ def test_the_worker_says_what_serves(
     for worker, rank in ((Worker(), 0), (Hidden(), 0), (Worker(), 1)):
         caplog.clear()
         engine = engine_of(made, worker)
-        engine.start.rank = rank
+        engine.rank = rank
         said.append((_built_layers(engine), caplog.text))
     counts, text = said[0]
     assert counts == {"Mixer": 1, "BigMixer": 0}

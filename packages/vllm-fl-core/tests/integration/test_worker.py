@@ -107,7 +107,7 @@ told = {
     "reset": [],
 }
 if "METRICS" in os.environ:
-    file = worker.vllm_fl_serving.metrics
+    file = worker.vllm_fl_engine.metrics
     while not file.path.exists():
         assert file._thread.is_alive()
         time.sleep(0.01)

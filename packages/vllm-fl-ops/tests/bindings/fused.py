@@ -108,7 +108,7 @@ def without_the_pass(
 
 def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -> dict[str, Any]:
     """What becomes of a graph where the op is planned for up to 16 tokens, and vLLM's beyond."""
-    from vllm_fl.integration import ranges, serving
+    from vllm_fl.integration import engines, ranges
     from vllm_fl.integration.planning import Carried
     from vllm_fl.integration.seams import fusions
     from vllm_fl.integration.unfused import held_to_ranges
@@ -124,7 +124,7 @@ def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -
     fusions.watch(engine_of(plan))
     take(plan)
     edges = ranges._chains(plan)["qk_norm_rope"]
-    with serving.calling(engine_of(plan)):
+    with engines.calling(engine_of(plan)):
         fused = run([passes["ours"]], 1e-6, (1, 16))
         beyond = run([passes["ours"]], 1e-6, (17, 64))
         across = run([passes["ours"]], 1e-6, (1, 64))
@@ -161,7 +161,7 @@ def traced_forms(
     run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any, qkv: torch.Tensor
 ) -> dict[str, dict[str, Any]]:
     """What becomes of a graph where the op's implementation has a traced form."""
-    from vllm_fl.integration import launching, ranges, serving
+    from vllm_fl.integration import engines, launching, ranges
     from vllm_fl.integration.planning import Carried
     from vllm_fl.integration.seams import fusions
 
@@ -209,7 +209,7 @@ def traced_forms(
         config.additional_config = {"vllm_fl": Carried(plan="0123", enabled=["+rotary_embedding"])}
         fusions.watch(engine_of(plan))
         take(plan)
-        with serving.calling(engine_of(plan)):
+        with engines.calling(engine_of(plan)):
             passes = [pass_(config), launching.TracedForms(engine_of(plan), config)]
             sizes = [(1, 16), (1, 64)] if order is rows else [(1, 64)]
             # The values are a view of what is given, and vLLM's compiler returns that.
@@ -237,7 +237,7 @@ def main() -> None:
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.config.utils import Range
 
-    from vllm_fl.integration import serving
+    from vllm_fl.integration import engines
     from vllm_fl.integration.seams import fusions
 
     said: list[str] = []
@@ -312,7 +312,7 @@ def main() -> None:
     with set_current_vllm_config(config), ir.enable_torch_wrap(), torch.no_grad():
         for epsilon in (1e-6, 3e-6):  # the pass looks for norms with the first
             fusions.watch(engine_of(plan))
-            with serving.calling(engine_of(plan)):
+            with engines.calling(engine_of(plan)):
                 alone = run([], epsilon)
                 fused = run([fusion.QKNormRoPEFusionPass(config)], epsilon)
             fusions.say(engine_of(plan))

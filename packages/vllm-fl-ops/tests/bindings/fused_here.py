@@ -89,7 +89,7 @@ def main() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.utils import Range
 
-    from vllm_fl.integration import passes, serving
+    from vllm_fl.integration import engines, passes
     from vllm_fl.integration.seams import fusions
 
     impls = oracle_of("qk_norm_rope"), oracle_of("rotary_embedding", consumes={"query", "key"})
@@ -119,7 +119,7 @@ def main() -> None:
         def lower(gm: torch.fx.GraphModule, _: Any) -> Any:
             view_to_reshape(gm)
             manager = manager_class()
-            with serving.calling(engine_of(plan) if fuses else None):
+            with engines.calling(engine_of(plan) if fuses else None):
                 manager.configure(config)
             with pass_context(Range(1, 64)):
                 manager(gm.graph)

@@ -20,8 +20,8 @@ from vllm.platforms import current_platform
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
 from vllm_fl.errors import VllmFLError
+from vllm_fl.integration.engines import Choice, calling
 from vllm_fl.integration.seams import operators
-from vllm_fl.integration.serving import Choice, calling
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 

@@ -27,7 +27,7 @@ import vllm_fl.dispatch
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration import serving
+from vllm_fl.integration import engines
 from vllm_fl.integration.seams import ir as norms
 from vllm_fl.integration.seams.layers import forget_shared_layers, replace_layers
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -208,7 +208,7 @@ class TestEager:
             served(plan)
         weight, residual = torch.ones(HIDDEN), X.clone()
         for plan, mark in zip(plans, (5, 7), strict=True):
-            with serving.calling(engine_of(plan)):
+            with engines.calling(engine_of(plan)):
                 assert ir.ops.rms_norm(X, weight, 1e-6).eq(1 + mark).all()
                 normed, total = ir.ops.fused_add_rms_norm(X, residual, weight, 1e-6)
             assert normed.eq(1 + mark).all() and total.eq(2).all() and residual.eq(1).all()
@@ -224,7 +224,7 @@ class TestEager:
         plan = planning(use(norm("vendor.acme", fn=rms_norm, consumes={"x", "residual"})), "eager")
         served(plan)
         x, residual = X.clone(), X.clone()
-        with serving.calling(engine_of(plan)):
+        with engines.calling(engine_of(plan)):
             ir.ops.fused_add_rms_norm(x, residual, None, 1e-6)
         assert x.eq(1).all() and residual.eq(1).all()
 
@@ -270,7 +270,7 @@ class TestBySize:
         return plan
 
     def test_a_direct_call_goes_to_the_provider_behind_ours(self, use: Any, theirs: None) -> None:
-        with serving.calling(engine_of(self.plan(use))):
+        with engines.calling(engine_of(self.plan(use))):
             for tokens, mark in ((4, 30), (5, 5)):
                 x = torch.ones(tokens, HIDDEN)
                 assert ir.ops.rms_norm(x, torch.ones(HIDDEN), 1e-6).eq(1 + mark).all()
@@ -279,7 +279,7 @@ class TestBySize:
     def test_so_does_a_layer(self, use: Any, theirs: None) -> None:
         plan = self.plan(use)
         layer = built(plan)
-        with serving.calling(engine_of(plan)):
+        with engines.calling(engine_of(plan)):
             for tokens, mark in ((4, 30), (5, 5)):
                 x = torch.ones(tokens, HIDDEN)
                 for call in (layer, layer.forward_native, layer.forward_cuda):
@@ -292,7 +292,7 @@ class TestBySize:
         plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
         served(plan)
         layer, x = built(plan, cls), torch.randn(4, HIDDEN)
-        with serving.calling(engine_of(plan)):
+        with engines.calling(engine_of(plan)):
             got = layer(x), *layer(x.clone(), x.clone())
             want = cls.forward_native(layer, x), *cls.forward_native(layer, x.clone(), x.clone())
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))

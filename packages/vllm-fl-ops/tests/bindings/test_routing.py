@@ -24,8 +24,8 @@ from torch import Tensor
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
+from vllm_fl.integration.engines import calling
 from vllm_fl.integration.seams import functions
-from vllm_fl.integration.serving import calling
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -52,7 +52,7 @@ def by_oracle(op: str, refuses: bool) -> OpImpl:
 
 
 @contextmanager
-def serving(op: str, refuses: bool = False) -> Iterator[Plan]:
+def engine(op: str, refuses: bool = False) -> Iterator[Plan]:
     """An engine whose plan has `op`, in this thread."""
     plan = replace(planning(managing(by_oracle(op, refuses))), counts_calls=True)
     engine = engine_of(plan)
@@ -101,7 +101,7 @@ def test_functions_of_vllms_give_what_is_planned(call: str, refuses: bool) -> No
     attribute = call.partition(",")[0]
     own = getattr(module, attribute)
     want = getattr(own, "__wrapped__", own)(*args)
-    with serving(op, refuses) as plan:
+    with engine(op, refuses) as plan:
         replaced = getattr(module, attribute)
         assert replaced is not own
         # A function that vLLM compiles is asked as it is: that takes a minute here.
@@ -116,10 +116,10 @@ def test_functions_of_vllms_give_what_is_planned(call: str, refuses: bool) -> No
 def test_the_router_of_the_cpu_build_calls_what_is_replaced() -> None:
     module = pytest.importorskip(f"{ROUTER}.cpu_router")
     hidden = torch.randn(7, 8)
-    with serving("moe_topk") as plan:
+    with engine("moe_topk") as plan:
         module.select_experts(hidden, LOGITS, 4, False, True)
     assert plan.calls == {("moe_topk", "vendor.acme"): 1}
-    with serving("grouped_topk") as plan:
+    with engine("grouped_topk") as plan:
         groups = {"topk_group": 2, "num_expert_group": 4}
         module.select_experts(hidden, LOGITS, 4, True, True, **groups)
     assert plan.calls == {("grouped_topk", "vendor.acme"): 1}

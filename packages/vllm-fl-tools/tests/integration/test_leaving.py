@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 
 from vllm_fl.dispatch.context import building
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration import serving
+from vllm_fl.integration import engines
 from vllm_fl.integration.seams.layers import FORWARDS, replace_layers
 from vllm_fl_tools.integration.forcing import Forcing
 from vllm_fl_tools.integration.leaving import Leaving
@@ -45,7 +45,7 @@ class Worker(Leaving):
     """What vLLM's worker has, as far as layers are left in it."""
 
     def __init__(self, plan: Plan, model: torch.nn.Module) -> None:
-        self.vllm_fl_serving, self.model = engine_of(plan), model
+        self.vllm_fl_engine, self.model = engine_of(plan), model
 
     def get_model(self) -> torch.nn.Module:
         return self.model
@@ -101,25 +101,25 @@ def test_what_a_left_layer_calls_does_not_reach_the_plan(
     seen = []
 
     def own(self: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.append(serving.now())
+        seen.append(engines.now())
         return x
 
     config = engine_config()
     for forward in FORWARDS:
         monkeypatch.setattr(SiluAndMul, forward, own, raising=False)
-    worker.vllm_fl_serving.begin(config)
+    worker.vllm_fl_engine.begin(config)
     table = config.compilation_config.static_forward_context
     context = ForwardContext(table, attn_metadata=None, slot_mapping={})
     try:
         worker.vllm_fl_leave("silu_and_mul", ["layers.0.act"])
-        with override_forward_context(context), serving.calling(worker.vllm_fl_serving):
+        with override_forward_context(context), engines.calling(worker.vllm_fl_engine):
             worker.model["layers"][0]["act"](X)  # type: ignore[index]
             assert seen == [None]
-            assert serving.now() is worker.vllm_fl_serving
+            assert engines.now() is worker.vllm_fl_engine
         with override_forward_context(context):
-            assert serving.now() is worker.vllm_fl_serving
+            assert engines.now() is worker.vllm_fl_engine
     finally:
-        worker.vllm_fl_serving.leave()
+        worker.vllm_fl_engine.leave()
 
 
 def test_forced_tokens_are_all_that_can_be_sampled() -> None:

@@ -38,7 +38,7 @@ class Base:
     """What vLLM's worker has, as far as it is profiled."""
 
     def __init__(self, plan: Plan) -> None:
-        self.vllm_fl_serving = SimpleNamespace(plan=plan)
+        self.vllm_fl_engine = SimpleNamespace(plan=plan)
         self.layer, self.device = Act(plan), torch.device("cpu")
         self.graphs: list[Any] = []
         self.model_runner = SimpleNamespace(cudagraph_dispatcher=Dispatcher())

@@ -127,7 +127,7 @@ class _Engine:
 
         runner = self.worker.model_runner
         model = runner.get_model()
-        live = Live(self.worker.vllm_fl_serving.plan, {"": model}, self.worker.device)
+        live = Live(self.worker.vllm_fl_engine.plan, {"": model}, self.worker.device)
         with live.watching():
             for tokens in sorted(probe.COUNTS, reverse=True):  # as a worker does
                 not_run = probe.forward(runner, model, self.worker.vllm_config, tokens)

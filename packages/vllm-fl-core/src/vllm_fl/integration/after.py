@@ -14,9 +14,9 @@ from typing import Any
 from ..errors import ServingError
 from ..logs import get_logger
 from ..text import quote
+from .engines import Engine
 from .ranks import Verdict, agree
-from .serving import Serving
-from .verifying import compared, seen_again, without
+from .verifying import checks_of, compared, seen_again, without
 
 log = get_logger("engine")
 
@@ -33,8 +33,8 @@ def watch(cls: type) -> None:
 
 def _followed(
     method: Callable[..., Any],
-    done: Callable[[Serving, frozenset[str]], object],
-    failed: Callable[[Serving, Exception], object],
+    done: Callable[[Engine, frozenset[str]], object],
+    failed: Callable[[Engine, Exception], object],
 ) -> Callable[..., Any]:
     """A worker's method, whose end an engine is told that is looked at once more.
 
@@ -46,40 +46,40 @@ def _followed(
 
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        serving: Serving | None = worker.vllm_fl_serving
-        if serving is None or not serving.is_watched:  # before the model is loaded
+        engine: Engine | None = worker.vllm_fl_engine
+        if engine is None or not engine.is_watched:  # before the model is loaded
             return method(worker, *args, **kwargs)
         try:
             result = method(worker, *args, **kwargs)
         except Exception as error:
-            failed(serving, error)
+            failed(engine, error)
             raise
-        done(serving, _named(args, kwargs))
+        done(engine, _named(args, kwargs))
         return result
 
     return called
 
 
-def _updated(serving: Serving, _: frozenset[str]) -> None:
-    verify(serving, "the weights were updated")
+def _updated(engine: Engine, _: frozenset[str]) -> None:
+    verify(engine, "the weights were updated")
 
 
-def _fell_asleep(serving: Serving, named: frozenset[str]) -> None:
-    serving.asleep |= named or SLEEPS
+def _fell_asleep(engine: Engine, named: frozenset[str]) -> None:
+    engine.asleep |= named or SLEEPS
 
 
-def _woke_up(serving: Serving, named: frozenset[str]) -> None:
-    serving.asleep -= named or serving.asleep
-    if serving.due and not serving.asleep:
-        verify(serving, "the weights were updated while it slept")
+def _woke_up(engine: Engine, named: frozenset[str]) -> None:
+    engine.asleep -= named or engine.asleep
+    if engine.due and not engine.asleep:
+        verify(engine, "the weights were updated while it slept")
 
 
-def _failed_within(serving: Serving, error: Exception) -> None:
-    if _is_asked_for(serving):
-        log.warning("%s", _told_of_failure(_failed_here(serving, error)))
+def _failed_within(engine: Engine, error: Exception) -> None:
+    if _is_asked_for(engine):
+        log.warning("%s", _told_of_failure(_failed_here(engine, error)))
 
 
-def _nothing(serving: Serving, _: object) -> None:
+def _nothing(engine: Engine, _: object) -> None:
     """Nothing follows."""
 
 
@@ -89,13 +89,13 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(given) if isinstance(given, Iterable) else frozenset()
 
 
-def verify(serving: Serving, occasion: str) -> str:
+def verify(engine: Engine, occasion: str) -> str:
     """Run the loaded model once, and compare the plan on its tensors, on all ranks.
 
     Requests that are under way are not disturbed: no cache is written, and nothing is counted.
 
     Args:
-        serving: an engine between two steps.
+        engine: an engine between two steps.
         occasion: why it is asked, for the log.
 
     Returns:
@@ -105,34 +105,34 @@ def verify(serving: Serving, occasion: str) -> str:
         ServingError: something is wrong, on whichever rank. Of ranks that one process asks, the
             last one raises it: vLLM leaves answers behind an error unread.
     """
-    rank = serving.start.rank
-    if not _is_asked_for(serving):
+    rank = engine.rank
+    if not _is_asked_for(engine):
         return "nothing is verified: nothing is planned, or VLLM_FL_PREFLIGHT is not verify"
-    if serving.asleep:
-        serving.due = True
-        return f"verified when it is awake: {', '.join(sorted(serving.asleep))} asleep"
-    serving.due = False
-    if _in_step_with_others(serving):
+    if engine.asleep:
+        engine.due = True
+        return f"verified when it is awake: {', '.join(sorted(engine.asleep))} asleep"
+    engine.due = False
+    if _in_step_with_others(engine):
         stopped = "each run of one replica of data parallelism waits for the others"
     else:
-        stopped = _others(Verdict(rank, failure=_obstacle(serving)))
+        stopped = _others(Verdict(rank, failure=_obstacle(engine)))
     if stopped:
         if rank == 0:
             log.warning("After %s nothing was verified: %s", occasion, stopped)
         return f"nothing was verified: {stopped}"
     began = time.monotonic()
-    live, not_run = seen_again(serving)
+    live, not_run = seen_again(engine)
     verdicts = agree(Verdict(rank, live.faults))
-    serving.wrong = {
+    engine.wrong = {
         key: f"{why} (found on rank {v.rank})"
         for v in reversed(verdicts)
         for key, why in v.faults.items()
     }
-    if serving.wrong:
-        error = ServingError(_told(serving.wrong, occasion), wrong=serving.wrong)
+    if engine.wrong:
+        error = ServingError(_told(engine.wrong, occasion), wrong=engine.wrong)
         if rank == 0:
             log.error("%s", error)
-        if _raises(serving):
+        if _raises(engine):
             raise error
         return error.message
     told = f"nothing was verified: {not_run}" if not_run else compared(live, began)
@@ -142,20 +142,20 @@ def verify(serving: Serving, occasion: str) -> str:
     return told
 
 
-def _is_asked_for(serving: Serving) -> bool:
+def _is_asked_for(engine: Engine) -> bool:
     """Whether anything is compared in this engine; the same on all ranks."""
-    return bool(serving.start.live_counts)
+    return bool(checks_of(engine).live_counts)
 
 
-def _in_step_with_others(serving: Serving) -> bool:
+def _in_step_with_others(engine: Engine) -> bool:
     """Whether replicas of data parallelism wait for one another in each run of the model."""
-    replicas: int = serving.config.parallel_config.data_parallel_size
+    replicas: int = engine.config.parallel_config.data_parallel_size
     return replicas > 1
 
 
-def _obstacle(serving: Serving) -> str:
+def _obstacle(engine: Engine) -> str:
     """Why the model cannot be run now, or nothing."""
-    runner = serving.runner
+    runner = engine.runner
     run = getattr(type(runner), "_dummy_run", None)
     if run is not None and not run.__module__.startswith("vllm."):
         return (
@@ -163,7 +163,7 @@ def _obstacle(serving: Serving) -> str:
         )
     if getattr(runner, "execute_model_state", None) is not None:
         return "a step is not at its end"
-    if serving.config.lora_config is not None and serving.worker.list_loras():
+    if engine.config.lora_config is not None and engine.worker.list_loras():
         return "adapters are loaded, which vLLM's dummy run would drop"
     return ""
 
@@ -173,21 +173,21 @@ def _others(mine: Verdict) -> str:
     return "; ".join(f"rank {v.rank}: {v.failure}" for v in agree(mine) if v.failure)
 
 
-def _failed_here(serving: Serving, error: Exception) -> str:
-    return f"rank {serving.start.rank}: {quote(error)}"
+def _failed_here(engine: Engine, error: Exception) -> str:
+    return f"rank {engine.rank}: {quote(error)}"
 
 
-def _missed(serving: Serving, error: Exception) -> None:
+def _missed(engine: Engine, error: Exception) -> None:
     """An update has failed on this rank: let the others know, who wait; it never raises."""
-    if not _is_asked_for(serving):
+    if not _is_asked_for(engine):
         return
-    told = _failed_here(serving, error)
-    if not serving.asleep and not _in_step_with_others(serving):
+    told = _failed_here(engine, error)
+    if not engine.asleep and not _in_step_with_others(engine):
         try:
-            told = _others(Verdict(serving.start.rank, failure=quote(error)))
+            told = _others(Verdict(engine.rank, failure=quote(error)))
         except Exception:  # another rank is gone: the update's own error is what the caller needs
             log.debug("The ranks could not agree on a failed update", exc_info=True)
-    if serving.start.rank == 0:
+    if engine.rank == 0:
         log.warning("%s", _told_of_failure(told))
 
 
@@ -209,12 +209,12 @@ def _told(wrong: dict[tuple[str, str], str], occasion: str) -> str:
     )
 
 
-def _raises(serving: Serving) -> bool:
+def _raises(engine: Engine) -> bool:
     """Whether this rank is the one that tells the caller; each is where each has its own."""
-    parallel = serving.config.parallel_config
+    parallel = engine.config.parallel_config
     own = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
     last: int = parallel.world_size - 1
-    return own or serving.start.rank == last
+    return own or engine.rank == last
 
 
 FOLLOWS = {

@@ -20,8 +20,8 @@ from ..engine.state_file import of_worker
 from ..files import open_to_append
 from ..logs import get_logger
 from ..text import quote
+from .engines import Engine
 from .places import installed_bindings
-from .serving import Serving
 
 if TYPE_CHECKING:
     import torch
@@ -32,28 +32,28 @@ EVERY = 60.0
 log = get_logger("engine")
 
 
-def watch(serving: Serving) -> Canary | None:
+def watch(engine: Engine) -> Canary | None:
     """Sample steps of an engine from now on, where its settings say so and it can be done.
 
     The method of its model runner is replaced, on the object alone: Ray's executor calls that one.
 
     Args:
-        serving: an engine that has warmed up, since its warm-up takes steps, too.
+        engine: an engine that has warmed up, since its warm-up takes steps, too.
     """
-    settings, worker, model = serving.start.facts.settings, serving.worker, serving.model
+    settings, worker, model = engine.facts.settings, engine.worker, engine.model
     if settings.shadow is None:
         return None
-    why = _obstacle(serving, model)
+    why = _obstacle(engine, model)
     if why:
-        if serving.start.rank == 0:
+        if engine.rank == 0:
             log.warning("VLLM_FL_SHADOW=%s: no step is sampled: %s", settings.shadow, why)
         return None
     assert model is not None
-    shadow = Shadow(serving.plan, float(settings.shadow), _out_of_sight(serving.plan))
-    serving.shadow = shadow
-    canary = Canary(shadow, serving, settings.shadow_file)
-    serving.hold(canary.close)
-    runner = serving.runner
+    shadow = Shadow(engine.plan, float(settings.shadow), _out_of_sight(engine.plan))
+    engine.shadow = shadow
+    canary = Canary(shadow, engine, settings.shadow_file)
+    engine.hold(canary.close)
+    runner = engine.runner
     plain = runner.execute_model
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
 
@@ -78,12 +78,12 @@ def watch(serving: Serving) -> Canary | None:
     return canary
 
 
-def _obstacle(serving: Serving, model: torch.nn.Module | None) -> str:
+def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
     """Why a step of this engine cannot be made eager, or nothing."""
     import torch
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    config, runner, device = serving.config, serving.runner, serving.start.device
+    config, runner, device = engine.config, engine.runner, engine.device
     compilation = config.compilation_config
     if model is None or not hasattr(runner, "execute_model"):
         return "this worker shows no model, or no model runner"
@@ -150,14 +150,14 @@ class Canary:
 
     Args:
         shadow: what samples and compares.
-        serving: whose it is.
+        engine: whose it is.
         named: the file that the user names for JSON lines, or None.
     """
 
-    def __init__(self, shadow: Shadow, serving: Serving, named: str | None) -> None:
-        self.shadow, self._rank = shadow, serving.start.rank
-        replica = serving.replica
-        self._about = {"dp": replica, "rank": self._rank, "digest": serving.digest}
+    def __init__(self, shadow: Shadow, engine: Engine, named: str | None) -> None:
+        self.shadow, self._rank = shadow, engine.rank
+        replica = engine.replica
+        self._about = {"dp": replica, "rank": self._rank, "digest": engine.digest}
         self._lines = _Lines(of_worker(named, self._rank, replica)) if named else None
         self._due = time.monotonic() + EVERY
         self._named: set[tuple[str, str]] = set()

@@ -16,13 +16,13 @@ from ..engine.state_file import StateFile, of_worker
 from ..settings.schema import Setting, Settings
 from ..text import scrub
 from .compat import vllm_version
-from .serving import Serving
+from .engines import Engine
 
 SCHEMA = 1
 
 
 def keep(
-    serving: Serving, report: Callable[[], Mapping[str, Any]], versions: Mapping[str, str]
+    engine: Engine, report: Callable[[], Mapping[str, Any]], versions: Mapping[str, str]
 ) -> None:
     """Write the engine's report to a file from now on, where the settings name one. It stays.
 
@@ -30,24 +30,24 @@ def keep(
     replicas have one of their own beside it.
 
     Args:
-        serving: the engine.
+        engine: the engine.
         report: what `vllm_fl_report` tells.
         versions: of what computes beneath its implementations.
     """
-    settings = serving.start.facts.settings
+    settings = engine.facts.settings
     named = _named(settings)
     if named is None:
         return
-    rank, replica = serving.start.rank, serving.replica
+    rank, replica = engine.rank, engine.replica
     startup = get_default_manager().startup
     plugins = startup.plugins if startup else ()
     about = {
-        "model": str(getattr(serving.config.model_config, "model", "")),
+        "model": str(getattr(engine.config.model_config, "model", "")),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "rank": rank,
         "replica": replica,
-        "engine": str(getattr(serving.config, "instance_id", "")),
+        "engine": str(getattr(engine.config, "instance_id", "")),
         "started": _now(),
         "versions": {**versions, "vllm": vllm_version()},
         "plugins": {plugin.owner.label: plugin.owner.version for plugin in plugins},
@@ -55,34 +55,34 @@ def keep(
     }
 
     def text() -> str | None:
-        if serving.plan.record.is_aside:  # its counters are not those of the engine's calls
+        if engine.plan.record.is_aside:  # its counters are not those of the engine's calls
             return None
         failures = [
             {"op": op, "impl": impl_id, "why": scrub(why)}
-            for (op, impl_id), why in list(serving.plan.record.failures.items())
+            for (op, impl_id), why in list(engine.plan.record.failures.items())
         ]
         told = {
             "schema": SCHEMA,
             "written": _now(),
-            "state": serving.state,
-            "error": serving.error,
+            "state": engine.status,
+            "error": engine.error,
             "failures": failures,
-            "lock": serving.start.differs,
+            "lock": engine.differs,
             **about,
             "report": report(),
         }
         return json.dumps(told, indent=1, default=str) + "\n"
 
     path = of_worker(named, rank, replica) if rank or replica else named
-    file = serving.report = StateFile(Settings.report.variable, named, path, text, stays=True)
+    file = engine.report = StateFile(Settings.report.variable, named, path, text, stays=True)
 
     def at_exit() -> None:
-        serving.state = "ended"
+        engine.status = "ended"
         file.close()
 
     atexit.register(at_exit)
-    serving.hold(atexit.unregister, at_exit)
-    serving.hold(file.close)
+    engine.hold(atexit.unregister, at_exit)
+    engine.hold(file.close)
 
 
 def _named(settings: Settings) -> Path | None:

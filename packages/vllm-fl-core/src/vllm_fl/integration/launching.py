@@ -23,6 +23,7 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import ranges
+from .engines import Engine
 from .functional_operators import (
     arguments,
     operator_of,
@@ -33,7 +34,6 @@ from .functional_operators import (
 )
 from .planning import digest_of
 from .seams import fusions, operators
-from .serving import Serving
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:
@@ -46,12 +46,12 @@ class TracedForms(InductorPass):  # type: ignore[misc]
     """The pass, for one engine.
 
     Args:
-        serving: the engine.
+        engine: the engine.
         vllm_config: the engine's.
     """
 
-    def __init__(self, serving: Serving, vllm_config: VllmConfig) -> None:
-        self.serving, self.config, plan = serving, vllm_config, serving.plan
+    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
+        self.serving, self.config, plan = engine, vllm_config, engine.plan
         self.sites = {
             place.name: (place, chain)  # the operator as the binding knows it, its candidates
             for op, place, chain in fusions.operators(plan)

@@ -32,10 +32,10 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import ranges
+from .engines import Engine
 from .functional_operators import own
 from .planning import digest_of
 from .seams.ir import chain_of, ir_op_of, ir_ops
-from .serving import Serving
 from .unknowns import under_one
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
     """The pass, for one engine.
 
     Args:
-        serving: the engine.
+        engine: the engine.
         vllm_config: the engine's.
     """
 
-    def __init__(self, serving: Serving, vllm_config: VllmConfig) -> None:
-        self.serving, self.config = serving, vllm_config
-        self.sites = {**_in_graphs(serving.plan), **_in_ir(serving.plan)}
+    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
+        self.serving, self.config = engine, vllm_config
+        self.sites = {**_in_graphs(engine.plan), **_in_ir(engine.plan)}
         self._patterns = PatternMatcherPass(pass_name="vllm_fl_range_lowering")
         self._now: tuple[Range, frozenset[Any]] | None = None
         register_graph_pattern(

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..logs import get_logger
 from . import ranges
+from .engines import now
 from .launching import TracedForms
 from .lowering import RangeLowering
 from .replacing import TorchOperators
 from .seams.lookups import over_class, path_over
-from .serving import now
 from .unfused import held_to_ranges
 
 if TYPE_CHECKING:

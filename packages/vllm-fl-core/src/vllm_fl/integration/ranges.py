@@ -16,10 +16,10 @@ from ..dispatch.chain import Chain
 from ..engine.opaque import mutated
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice, edges
+from .engines import Engine
 from .places import installed_bindings, places, stock_form
 from .seams import fusions, torch_operators
 from .seams.ir import chain_of, ir_ops, natives
-from .serving import Serving
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -147,7 +147,7 @@ def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"
 
 
-def report(serving: Serving) -> dict[str, list[dict[str, Any]]]:
+def report(engine: Engine) -> dict[str, list[dict[str, Any]]]:
     """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
     return {
         op: [
@@ -155,10 +155,10 @@ def report(serving: Serving) -> dict[str, list[dict[str, Any]]]:
                 "first": sizes.first,
                 "last": sizes.last,
                 "impl": impl_id,
-                "places": serving.inlined[op, sizes, impl_id or ""],
-                "operators": serving.stayed[op, sizes],
+                "places": engine.inlined[op, sizes, impl_id or ""],
+                "operators": engine.stayed[op, sizes],
             }
             for sizes, impl_id in chosen
         ]
-        for op, chosen in planned(serving.plan, serving.config).items()
+        for op, chosen in planned(engine.plan, engine.config).items()
     }

@@ -28,8 +28,12 @@ REFUSES = "it refuses every call of this model"
 """What the reason of a rejection begins with, of what is right and takes none of them."""
 
 
-class Out(NamedTuple):
-    """Why an implementation is out on all ranks.
+Key = tuple[str, str]
+"""(op, impl id)."""
+
+
+class Disabled(NamedTuple):
+    """Why an implementation is off on all ranks.
 
     Attributes:
         code: `FAILED`, `LACKED` or `REJECTED`.
@@ -204,20 +208,20 @@ def common_table(verdicts: list[Verdict]) -> Standing:
     return Standing(first.digest, left_out=left_out)
 
 
-def lacking(verdicts: list[Verdict]) -> dict[tuple[str, str], Out]:
+def lacking(verdicts: list[Verdict]) -> dict[tuple[str, str], Disabled]:
     """What one rank would serve with, and another one does not have."""
-    found: dict[tuple[str, str], Out] = {}
+    found: dict[tuple[str, str], Disabled] = {}
     for rows, impls in (item for v in verdicts for item in v.facts.get("ops", {}).items()):
         op = rows.partition("(")[0]  # of one that is ordered by size, a row
         for impl in impls:
             key = op, impl["impl"]
             rank = next((v.rank for v in verdicts if key not in v.installed), None)
             if rank is not None and key not in found:
-                found[key] = Out(LACKED, rank, f"{impl['distribution']} {impl['version']}")
+                found[key] = Disabled(LACKED, rank, f"{impl['distribution']} {impl['version']}")
     return found
 
 
-def refusing(verdicts: list[Verdict]) -> dict[tuple[str, str], Out]:
+def refusing(verdicts: list[Verdict]) -> dict[tuple[str, str], Disabled]:
     """What took no call of the loaded model on any rank.
 
     Nothing where a rank did not run its part: there it may serve.
@@ -227,7 +231,7 @@ def refusing(verdicts: list[Verdict]) -> dict[tuple[str, str], Out]:
         return {}
     served = frozenset[tuple[str, str]]().union(*(ran.served for _, ran in runs))
     return {
-        key: Out(REJECTED, rank, f"{REFUSES} ({why})")
+        key: Disabled(REJECTED, rank, f"{REFUSES} ({why})")
         for rank, ran in reversed(runs)
         for key, why in ran.refused.items()
         if key not in served

@@ -22,10 +22,10 @@ from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
 from . import ranges
+from .engines import Engine
 from .functional_operators import arguments, operator_of, put_in_place, replacing
 from .planning import digest_of, turned_on
 from .seams import fusions
-from .serving import Serving
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 
-def held_to_ranges(passes: Sequence[Any], serving: Serving, vllm_config: VllmConfig) -> list[Any]:
+def held_to_ranges(passes: Sequence[Any], engine: Engine, vllm_config: VllmConfig) -> list[Any]:
     """`passes`, with those that find an op which is left to vLLM at some sizes run elsewhere only.
 
     Args:
         passes: vLLM's, in their order.
-        serving: the engine.
+        engine: the engine.
         vllm_config: the engine's.
     """
-    held = fusions.by_range(serving.plan)
+    held = fusions.by_range(engine.plan)
     known = {place.path.rpartition(".")[2]: op for op, (place, _) in held.items()}
     return [
-        HeldToRanges(each, serving, known[name], vllm_config)
+        HeldToRanges(each, engine, known[name], vllm_config)
         if (name := type(each).__name__) in known
         else each
         for each in passes
@@ -56,14 +56,14 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
 
     Args:
         run: vLLM's pass.
-        serving: the engine.
+        engine: the engine.
         op: what the pass finds.
         vllm_config: the engine's.
     """
 
-    def __init__(self, run: Any, serving: Serving, op: str, vllm_config: VllmConfig) -> None:
-        self.run, self.serving, self.op, self.config = run, serving, op, vllm_config
-        self.place, self.chain = fusions.by_range(serving.plan)[op]
+    def __init__(self, run: Any, engine: Engine, op: str, vllm_config: VllmConfig) -> None:
+        self.run, self.serving, self.op, self.config = run, engine, op, vllm_config
+        self.place, self.chain = fusions.by_range(engine.plan)[op]
         # Layers that the user turned on stay as they are.
         is_ours = {*self.place.layers} <= turned_on(vllm_config)
         self.unfused = dict(self.place.unfused) if is_ours else {}

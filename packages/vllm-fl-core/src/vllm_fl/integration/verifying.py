@@ -18,7 +18,7 @@ from ..engine.live import Live
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry
 from ..engine.preflight import find_faults, host_threads
-from ..engine.tables import Standing, standing
+from ..engine.tables import Standing
 from ..engine.trials import Request, Role, release
 from ..engine.tries import Tried, Tries
 from ..engine.warmup import warm_counts
@@ -28,13 +28,14 @@ from ..plugins.types import OpImpl
 from ..settings.policy import at_size
 from ..text import quote
 from . import locking, probe
+from .engines import Engine, calling
 from .places import installed_bindings, without_layers
 from .planning import plan_for
 from .ranks import (
     FAILED,
     REFUSES,
     REJECTED,
-    Out,
+    Disabled,
     Ran,
     Verdict,
     agree,
@@ -43,12 +44,11 @@ from .ranks import (
     lacking,
     refusing,
 )
-from .seams import attention, communicator, fusions, whole_layers
+from .seams import attention, fusions, whole_layers
 from .seams.layers import foreign_code, layer_for, layer_table
-from .serving import Serving, calling
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 log = get_logger("engine")
 
@@ -56,51 +56,30 @@ ROWS_AGAIN, SECONDS_AGAIN = 24, 1.0
 """How many rows of a call are compared, and how long, when the model is looked at once more: what
 is new then is all of a call or none."""
 
-Outs = Mapping[tuple[str, str], Out]
+Off = Mapping[tuple[str, str], Disabled]
 """(op, impl id) -> why it is out."""
 
 
 @dataclasses.dataclass
-class Start:
-    """One rank's start of an engine: what it begins with, and what it has found.
-
-    It runs and compares what a plan may call, each implementation once.
+class Checks:
+    """What verification keeps of one engine, and runs when it starts: each implementation once.
 
     Args:
-        facts: what the engine's configuration says.
-        rank: its number within the engine.
-        device: the worker's.
-        groups: what makes the communicators of vLLM's groups of ranks; None where vLLM does.
-        worker_facts: what plugins have reported, by distribution.
-        table: what becomes of the table that the settings name.
-        out: (op, impl id) -> why it is out, on all ranks.
+        engine: the engine.
         live_counts: the token counts at which all ranks run the loaded model.
-        not_reached: op -> why this engine is not seen to call it.
-        smaller: op -> what of its calls was tried in a smaller size than the model's.
-        remarks: what it could not look at, a phrase each.
+        smaller: op -> the calls of it that were tried in a smaller size than the model's.
+        remarks: what could not be verified, a phrase each.
         seconds: how long verification has taken.
-        facts_of_lock: what a lock has of it; empty where the settings name none.
-        differs: what differs from that lock, on whichever rank, a sentence each.
     """
 
-    facts: EngineFacts
-    rank: int
-    device: torch.device
-    groups: communicator.Groups | None = None
-    worker_facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    table: Standing = dataclasses.field(default_factory=Standing)
-    out: dict[tuple[str, str], Out] = dataclasses.field(default_factory=dict)
+    engine: Engine
     live_counts: frozenset[int] = frozenset()
-    not_reached: dict[str, str] = dataclasses.field(default_factory=dict)
     smaller: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     remarks: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
-    facts_of_lock: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    differs: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        faults = self.groups.faults if self.groups is not None else {}
-        self.out |= {key: Out(FAILED, fault.rank, fault.why) for key, fault in faults.items()}
+        self.facts, self.device = self.engine.facts, self.engine.device
         self.how = self.facts.settings.preflight
         locked = self.facts.settings.locked
         seed = locked.seed if locked else None
@@ -111,7 +90,8 @@ class Start:
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
         """This rank's verdict. It never raises: the other ranks wait for it."""
         installed = frozenset(get_default_manager().registry.snapshot().owners)
-        mine = Verdict(self.rank, facts=contents, table=self.table, installed=installed)
+        table = self.engine.table
+        mine = Verdict(self.engine.rank, facts=contents, table=table, installed=installed)
         try:
             reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
             found, refused, variant = self._found(plan)
@@ -122,7 +102,7 @@ class Start:
             log.exception("vllm-fl could not verify the plan")
             return dataclasses.replace(mine, failure=quote(error))
         unmet = [entry.unmet for entry in plan.entries.values()]
-        unmet += [self.table.fault] if plan.strict else []
+        unmet += [table.fault] if plan.strict else []
         return dataclasses.replace(
             mine,
             faults=reasons,
@@ -241,6 +221,12 @@ def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
     return begins[serving[0]], ends[serving[-1]]
 
 
+def checks_of(engine: Engine) -> Checks:
+    """Return what verification keeps of this engine."""
+    found: Checks = engine.state.get(Checks) or engine.state.setdefault(Checks, Checks(engine))
+    return found
+
+
 class Agreed(NamedTuple):
     """What the ranks have agreed on; all of them hold the same.
 
@@ -250,7 +236,7 @@ class Agreed(NamedTuple):
     """
 
     table: Standing
-    out: Outs
+    out: Off
 
 
 def step(before: Agreed, verdicts: list[Verdict]) -> tuple[Agreed, bool]:
@@ -267,71 +253,77 @@ def step(before: Agreed, verdicts: list[Verdict]) -> tuple[Agreed, bool]:
     for v in verdicts:
         for key, why in v.rejections.items():
             if key not in before.out:
-                new.setdefault(key, Out(REJECTED, v.rank, why))
+                new.setdefault(key, Disabled(REJECTED, v.rank, why))
     seen = {(v.table.digest, frozenset(v.table.left_out)) for v in verdicts}
     is_settled = not new and seen == {(table.digest, frozenset(table.left_out))}
     return Agreed(table, {**before.out, **new}), is_settled
 
 
-def verified_plan(start: Start, *, alone: bool) -> tuple[Plan, dict[str, Any]]:
-    """Resolve, run and compare, agree; again while an implementation had to be taken out.
+def verified_plan(engine: Engine) -> dict[str, Any]:
+    """Run and compare the plan, agree, and plan again while an implementation had to be disabled.
 
     Returns:
-        (the plan, what it consists of).
+        The contents of the plan.
 
     Raises:
         StartError: strict mode and a fault, on whichever rank.
         LockError: the engine differs from its lock, on whichever rank: nothing is run for it.
     """
-    registry, facts = get_default_manager().registry, start.facts
+    registry, facts = get_default_manager().registry, engine.facts
+    checks, alone = checks_of(engine), engine.joins
     if (locked := facts.settings.locked) is not None:
-        lines = locking.differences(locked, start.facts_of_lock)
-        mine = Verdict(start.rank, differs=tuple(lines))
+        lines = locking.differences(locked, engine.facts_of_lock)
+        mine = Verdict(engine.rank, differs=tuple(lines))
         by_rank = {v.rank: v.differs for v in ([mine] if alone else agree(mine))}
-        start.differs = [line for told in by_rank.values() for line in told]
-        locking.refuse(facts.settings, by_rank, says=start.rank == 0)
-    snapshot = registry.snapshot()
-    start.table = standing(facts, snapshot, start.device)
-    is_settled = False
+        engine.differs = [line for told in by_rank.values() for line in told]
+        locking.refuse(facts.settings, by_rank, says=engine.rank == 0)
+    snapshot, is_settled = registry.snapshot(), False
     while not is_settled:
-        out = {key: each.reason for key, each in start.out.items()}
-        plan = plan_for(facts, out, table=start.table)
+        plan = engine.plan
         consists = fingerprint(
             plan,
             snapshot.owners,
             snapshot.authors,
-            table=start.table.digest,
+            table=engine.table.digest,
             required="batch_invariant" if facts.wants_invariance else "",
             settings=facts.settings,
             plugins=registry.plugins,
         )
-        contents = {**consists, "workers": start.worker_facts, "foreign": foreign_code(plan)}
-        verdict = start.verdict(plan, contents)
+        contents = {**consists, "workers": engine.worker_facts, "foreign": foreign_code(plan)}
+        verdict = checks.verdict(plan, contents)
         verdicts = [verdict] if alone else agree(verdict)
-        agreed, is_settled = step(Agreed(start.table, start.out), verdicts)
-        start.table = agreed.table
-        _take_out(start, agreed.out)
-    if start.rank == 0:
-        if start.table.reason:
-            log.warning("%s. Going on without a table [FL610]", start.table.reason)
-        for op, why in start.table.left_out.items():
+        agreed, is_settled = step(Agreed(engine.table, engine.disabled), verdicts)
+        engine.table = agreed.table
+        _take_out(engine, agreed.out)
+        if not is_settled:
+            engine.plan = plan_of(engine)
+    if engine.rank == 0:
+        if engine.table.reason:
+            log.warning("%s. Going on without a table [FL610]", engine.table.reason)
+        for op, why in engine.table.left_out.items():
             log.warning("The table's rows of op '%s' have no effect: %s [FL610]", op, why)
         for line in differences(verdicts):
             log.warning("The ranks differ. %s [FL503]", line)
-    for (op, impl_id), each in start.out.items():
+    for (op, impl_id), each in engine.disabled.items():
         if each.code != REJECTED:
             plan.record.demote(op, impl_id, each.reason)
-    start.live_counts = frozenset[int]().union(*(v.counts for v in verdicts))
-    return plan, contents
+    checks.live_counts = frozenset[int]().union(*(v.counts for v in verdicts))
+    return contents
 
 
-def verify_live(serving: Serving, renew: Callable[[], object]) -> list[str]:
+def plan_of(engine: Engine) -> Plan:
+    """Return the engine's plan without the implementations that are disabled."""
+    disabled = {key: each.reason for key, each in engine.disabled.items()}
+    return plan_for(engine.facts, disabled, table=engine.table)
+
+
+def verify_live(engine: Engine, renew: Callable[[], object]) -> list[str]:
     """Run the loaded model, compare, agree; again while an implementation had to be taken out.
 
     Nothing of it is left afterwards: neither on the path of a call nor in memory.
 
     Args:
-        serving: the engine, whose plan serves in the model; all ranks run it at some token count.
+        engine: the engine, whose plan serves in the model; all ranks run it at some token count.
         renew: makes another plan, without what was taken out, and binds the model to it.
 
     Returns:
@@ -340,37 +332,39 @@ def verify_live(serving: Serving, renew: Callable[[], object]) -> list[str]:
     Raises:
         StartError: strict mode and a fault, on whichever rank.
     """
-    began, start = time.monotonic(), serving.start
-    counts = start.live_counts
+    began, checks = time.monotonic(), checks_of(engine)
+    counts = checks.live_counts
     while True:
-        live, not_run = _seen_live(serving, counts, tries=start.tried.of("the loaded model"))
-        verdicts = _agree_on(serving, live.faults, None if not_run else _ran(live))
-        new = _faults(verdicts, start.out)
+        live, not_run = _seen_live(engine, counts, tries=checks.tried.of("the loaded model"))
+        verdicts = _agree_on(engine, live.faults, None if not_run else _ran(live))
+        new = _faults(verdicts, engine.disabled)
         if not new:
-            new = {key: each for key, each in refusing(verdicts).items() if key not in start.out}
+            new = {
+                key: each for key, each in refusing(verdicts).items() if key not in engine.disabled
+            }
             # It may take calls of other sizes: what the plan has it for, and the largest batch.
-            further = _further_counts(serving, new) - counts
+            further = _further_counts(engine, new) - counts
             if further:
                 counts |= further
                 continue
         if not new:
             break
-        _take_out(start, new)
+        _take_out(engine, new)
         renew()
-    release(start.device)
+    release(engine.device)
     seconds = time.monotonic() - began
-    start.seconds += seconds
+    checks.seconds += seconds
     if not_run:
         return [f"not on live tensors: {not_run}"]
-    plan = serving.plan
+    plan = engine.plan
     called = frozenset[str]().union(*(v.ran.reached for v in verdicts if v.ran is not None))
-    start.not_reached |= _not_called(plan, verdicts)
-    for op in called.intersection(start.not_reached):
-        del start.not_reached[op]
+    engine.unused |= _not_called(plan, verdicts)
+    for op in called.intersection(engine.unused):
+        del engine.unused[op]
     left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
     table = installed_bindings()
     for op, entry in plan.entries.items():
-        known = op in live.reached or op in start.not_reached
+        known = op in live.reached or op in engine.unused
         if entry.impls and not known and not _has(table.get(op), LayerPlace, IrPlace):
             left_out[op] = f"{op} (not called)"
     told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
@@ -380,13 +374,13 @@ def verify_live(serving: Serving, renew: Callable[[], object]) -> list[str]:
     ]
 
 
-def verify_with_cache(serving: Serving, renew: Callable[[], object]) -> str:
+def verify_with_cache(engine: Engine, renew: Callable[[], object]) -> str:
     """Run the loaded model once more, with vLLM's KV cache in memory: there is less of it now.
 
     Where nothing is compiled yet, what is wrong is taken out as before. Nothing is captured yet.
 
     Args:
-        serving, renew: as for `verify_live`.
+        engine, renew: as for `verify_live`.
 
     Returns:
         What was compared, or why nothing was.
@@ -394,20 +388,20 @@ def verify_with_cache(serving: Serving, renew: Callable[[], object]) -> str:
     Raises:
         StartError: strict mode and a fault, on whichever rank; or a fault of what is compiled.
     """
-    began, start = time.monotonic(), serving.start
-    counts = frozenset((max(start.live_counts),))
+    began, checks = time.monotonic(), checks_of(engine)
+    counts = frozenset((max(checks.live_counts),))
     while True:
-        tries = start.tried.of("the loaded model, with the KV cache")
-        live, not_run = seen_again(serving, counts, tries)
+        tries = checks.tried.of("the loaded model, with the KV cache")
+        live, not_run = seen_again(engine, counts, tries)
         faults = {key: f"{why} (with the KV cache in memory)" for key, why in live.faults.items()}
-        new = _faults(_agree_on(serving, faults), start.out)
+        new = _faults(_agree_on(engine, faults), engine.disabled)
         if not new:
             break
-        if serving.plan.mode == "compiled":
+        if engine.plan.mode == "compiled":
             raise StartError(_compiled_with(new))
-        _take_out(start, new)
+        _take_out(engine, new)
         renew()
-        counts = start.live_counts
+        counts = checks.live_counts
     if not_run:
         return f"not on live tensors with the KV cache in memory: {not_run}"
     return compared(live, began, " with the KV cache in memory,")
@@ -428,7 +422,7 @@ def compared(live: Live, began: float, where: str = "") -> str:
     )
 
 
-def _compiled_with(new: Outs) -> str:
+def _compiled_with(new: Off) -> str:
     """Why a start ends since what is wrong cannot be taken out any more."""
     each = "; ".join(
         f"implementation '{impl_id}' failed for op '{op}' on rank {out.rank}: {out.why}"
@@ -447,21 +441,21 @@ def without(keys: Iterable[tuple[str, str]]) -> str:
 
 
 def seen_again(
-    serving: Serving, counts: frozenset[int] = frozenset(), tries: Tries | None = None
+    engine: Engine, counts: frozenset[int] = frozenset(), tries: Tries | None = None
 ) -> tuple[Live, str]:
     """What a short look at a model shows that was looked at before: `Live`, and why there was none.
 
     Args:
-        serving: whose model it is; its plan serves in the model. Nothing is counted meanwhile.
+        engine: whose model it is; its plan serves in the model. Nothing is counted meanwhile.
         counts: of how many tokens; by default of as many as the largest forward at start had.
         tries: notes what is left out, or has it.
     """
-    wanted = counts or frozenset((max(serving.start.live_counts),))
+    wanted = counts or frozenset((max(checks_of(engine).live_counts),))
     limits: dict[str, Any] = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
     limits["tries"] = tries or Tries()
-    with serving.plan.record.aside():
-        found = _seen_live(serving, wanted, **limits)
-    device = serving.start.device
+    with engine.plan.record.aside():
+        found = _seen_live(engine, wanted, **limits)
+    device = engine.device
     if device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
         import torch
 
@@ -469,16 +463,16 @@ def seen_again(
     return found
 
 
-def _seen_live(serving: Serving, counts: frozenset[int], **limits: Any) -> tuple[Live, str]:
+def _seen_live(engine: Engine, counts: frozenset[int], **limits: Any) -> tuple[Live, str]:
     """(what forwards of so many tokens each showed, why there was none or nothing)."""
-    owners, models = get_default_manager().registry.snapshot().owners, serving.models
-    live = Live(serving.plan, models, serving.start.device, owners, **limits)
+    owners, models = get_default_manager().registry.snapshot().owners, engine.models
+    live = Live(engine.plan, models, engine.device, owners, **limits)
     if "" not in models:
         return live, "the worker shows no model"
     try:
-        with calling(serving), live.watching(), host_threads(serving.start.device):
+        with calling(engine), live.watching(), host_threads(engine.device):
             for tokens in sorted(counts, reverse=True):
-                not_run = probe.forward(serving.runner, models[""], serving.config, tokens)
+                not_run = probe.forward(engine.runner, models[""], engine.config, tokens)
                 if not_run:
                     return live, not_run
     except Exception as error:  # vLLM's own, for a model that its dummy run does not fit
@@ -488,11 +482,11 @@ def _seen_live(serving: Serving, counts: frozenset[int], **limits: Any) -> tuple
 
 
 def _agree_on(
-    serving: Serving, faults: dict[tuple[str, str], str], ran: Ran | None = None
+    engine: Engine, faults: dict[tuple[str, str], str], ran: Ran | None = None
 ) -> list[Verdict]:
     """Every rank's verdict on the loaded model, this one's among them."""
-    failure = _strict_failure(serving.plan, faults)
-    return agree(Verdict(serving.start.rank, faults, failure, ran=ran))
+    failure = _strict_failure(engine.plan, faults)
+    return agree(Verdict(engine.rank, faults, failure, ran=ran))
 
 
 def _ran(live: Live) -> Ran:
@@ -536,17 +530,19 @@ def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
     return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}
 
 
-def _further_counts(serving: Serving, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
+def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
     """At how many tokens those that refused everything so far may yet take a call."""
-    sizes = serving.start.facts.sizes
+    sizes = engine.facts.sizes
     if sizes is None or not refused:
         return frozenset()
     largest = sizes.tokens[-1]
-    ceilings = (n for op, _ in refused for n in serving.plan.entries[op].ceilings)
+    ceilings = (n for op, _ in refused for n in engine.plan.entries[op].ceilings)
     return frozenset((largest, *(n for n in ceilings if n < largest)))
 
 
-def _faults(verdicts: list[Verdict], known: Outs, unusable: str = "") -> dict[tuple[str, str], Out]:
+def _faults(
+    verdicts: list[Verdict], known: Off, unusable: str = ""
+) -> dict[tuple[str, str], Disabled]:
     """What the ranks have found wrong, of what still serves.
 
     Raises:
@@ -556,19 +552,19 @@ def _faults(verdicts: list[Verdict], known: Outs, unusable: str = "") -> dict[tu
     if failures or unusable:
         raise StartError(f"vllm-fl ends the start: {'; '.join(failures) or unusable}")
     return {
-        key: Out(FAILED, v.rank, reason)
+        key: Disabled(FAILED, v.rank, reason)
         for v in reversed(verdicts)
         for key, reason in v.faults.items()
         if key not in known
     }
 
 
-def _take_out(start: Start, out: Outs) -> None:
+def _take_out(engine: Engine, out: Off) -> None:
     """Keep what is out on all ranks; rank 0 says what is new."""
     for (op, impl_id), each in out.items():
-        if start.rank == 0 and (op, impl_id) not in start.out:
+        if engine.rank == 0 and (op, impl_id) not in engine.disabled:
             each.warn(op, impl_id)
-    start.out |= out
+    engine.disabled |= out
 
 
 def _strict_failure(plan: Plan, reasons: Mapping[tuple[str, str], str]) -> str:
@@ -581,7 +577,7 @@ def _strict_failure(plan: Plan, reasons: Mapping[tuple[str, str], str]) -> str:
     )
 
 
-def _lack_of(lack: tuple[tuple[str, str], Out]) -> str:
+def _lack_of(lack: tuple[tuple[str, str], Disabled]) -> str:
     """Why strict mode ends the start: what is installed on one rank is not on another."""
     (op, impl_id), (_, rank, what) = lack
     return f"strict mode, and rank {rank} lacks implementation '{impl_id}' of op '{op}' ({what})"

@@ -17,7 +17,7 @@ from ..engine.facts import EngineFacts
 from ..engine.metrics import MetricsFile
 from ..engine.phases import before_worker, phases_of
 from ..engine.plan import Plan, leave_place, take_place
-from ..engine.tables import Standing, under
+from ..engine.tables import Standing, standing, under
 from ..engine.trials import without_old_objects
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
@@ -25,10 +25,11 @@ from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
 from . import after, incident, locking, probe, ranges
+from .engines import Engine, calling, with_own_engine
 from .models import model_facts
 from .places import installed_bindings
-from .planning import apply, configured, facts_of, load_plugins, refusals, seal
-from .ranks import REJECTED
+from .planning import apply, configured, facts_of, load_plugins, plan_for, refusals, seal
+from .ranks import FAILED, REJECTED, Disabled
 from .seams import (
     attention,
     communicator,
@@ -46,10 +47,11 @@ from .seams.layers import (
     replace_layers,
 )
 from .seams.lookups import over_class, path_over, take_off
-from .serving import Serving, calling, with_own_engine
 from .verifying import (
-    Start,
+    Checks,
+    checks_of,
     meets_a_compiler,
+    plan_of,
     planned_for_nothing,
     verified_plan,
     verify_live,
@@ -72,7 +74,7 @@ class PlannedWorker:
     device: torch.device
     rank: int
     vllm_fl_groups: communicator.Groups | None = None
-    vllm_fl_serving: Serving | None = None
+    vllm_fl_engine: Engine | None = None
 
     def __init_subclass__(cls) -> None:
         """Let the methods of vLLM's worker say for which engine they run, and those that change
@@ -114,33 +116,34 @@ class PlannedWorker:
         joins = bool(kwargs.get("load_dummy_weights"))
         began, phases = time.monotonic(), phases_of(self)
         with phases.during("what the plan goes by"):
-            start, lines = _begun(self)
+            engine, lines = _begun(self, joins=joins)
         with phases.during("plan and verification"), without_old_objects():
-            plan, contents = verified_plan(start, alone=joins)
-        start.seconds = time.monotonic() - began
-        took = [_took(start)]
-        start.not_reached |= planned_for_nothing(plan, start.facts)
+            contents = verified_plan(engine)
+        checks = checks_of(engine)
+        checks.seconds = time.monotonic() - began
+        took = [_took(checks)]
+        engine.unused |= planned_for_nothing(engine.plan, engine.facts)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
-        serving = self.vllm_fl_serving = Serving(plan, start, self)
-        _enter(serving, plan, contents)
+        self.vllm_fl_engine = engine
+        _enter(engine, contents)
         attention.forget_choices()
         forget_shared_layers()
         try:
-            plan = serving.plan
+            plan = engine.plan
             if not all(map(plan.is_stock, plan.entries)):
                 replace_layers()
-            with building(plan), calling(serving), whole_layers.in_place(plan):
+            with building(plan), calling(engine), whole_layers.in_place(plan):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
-            if start.live_counts and not joins:
+            if checks.live_counts and not joins:
                 with phases.during("verification on live tensors"), without_old_objects():
-                    took += verify_live(serving, lambda: _renew(serving))
+                    took += verify_live(engine, lambda: _renew(engine))
         finally:
-            _say_plan(serving, took)
-        serving.layers = _built_layers(serving)
-        _name_overriders(serving)
-        _write_metrics(serving)
-        serving.is_watched = not joins
+            _say_plan(engine, took)
+        engine.layers = _built_layers(engine)
+        _name_overriders(engine)
+        _write_metrics(engine)
+        engine.is_watched = not joins
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
@@ -150,29 +153,29 @@ class PlannedWorker:
         The model is compiled behind it: what passes found in it is said, too. The steps that follow
         are those of requests, and may be sampled.
         """
-        serving = self.vllm_fl_serving
-        if serving is not None and serving.is_watched and serving.start.live_counts:
+        engine = self.vllm_fl_engine
+        if engine is not None and engine.is_watched and checks_of(engine).live_counts:
             with phases_of(self).during("verification with the KV cache"), without_old_objects():
-                _verify_with_cache(serving)
-        if serving is not None:
-            _compare_with_lock(serving)
-        if serving is not None and serving.is_watched:
-            _attend_once(serving)
+                _verify_with_cache(engine)
+        if engine is not None:
+            _compare_with_lock(engine)
+        if engine is not None and engine.is_watched:
+            _attend_once(engine)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if serving is None:
+        if engine is None:
             return times
-        _name_overriders(serving)
+        _name_overriders(engine)
         if self.rank == 0:
-            fusions.say(serving)
-        serving.state = "serving"
+            fusions.say(engine)
+        engine.status = "serving"
         # Steps of warming up are none of a request; of compiled code only tracings are seen.
-        serving.plan.record.begin(keeps_calls=serving.plan.mode == "compiled")
-        if serving.start.facts.settings.shadow is not None:
+        engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
+        if engine.facts.settings.shadow is not None:
             from .canary import watch  # which no other engine needs
 
-            watch(serving)
-        if serving.report is not None:
-            serving.report.renew()
+            watch(engine)
+        if engine.report is not None:
+            engine.report.renew()
         return times
 
     def vllm_fl_verify(self) -> str:
@@ -186,23 +189,23 @@ class PlannedWorker:
         Raises:
             ServingError: something is wrong, on whichever rank; the last one raises it.
         """
-        serving = self.vllm_fl_serving
-        if serving is None or not serving.is_watched:
+        engine = self.vllm_fl_engine
+        if engine is None or not engine.is_watched:
             return "nothing is verified: this rank has joined a running engine"
-        return after.verify(serving, "it was asked for")
+        return after.verify(engine, "it was asked for")
 
     def vllm_fl_lock(self) -> dict[str, Any]:
         """What `vllm-fl lock` writes: for `collective_rpc`, of a start under a lock."""
-        serving = self.vllm_fl_serving
-        assert serving is not None  # vLLM answers no call before it has loaded its model
-        start = serving.start
-        out = {key: each.reason for key, each in start.out.items()}
-        ops = locking.labels(serving.plan)
+        engine = self.vllm_fl_engine
+        assert engine is not None  # vLLM answers no call before it has loaded its model
+        checks = checks_of(engine)
+        out = {key: each.reason for key, each in engine.disabled.items()}
+        ops = locking.labels(engine.plan)
         return {
-            "facts": start.facts_of_lock,
-            "result": {"ops": ops, "digest": serving.digest, "out": _nested(out)},
-            "seed": start.seed,
-            "tries": start.tried.made,
+            "facts": engine.facts_of_lock,
+            "result": {"ops": ops, "digest": engine.digest, "out": _nested(out)},
+            "seed": checks.seed,
+            "tries": checks.tried.made,
         }
 
     def vllm_fl_report(self) -> dict[str, Any]:
@@ -237,49 +240,49 @@ class PlannedWorker:
             served, as `Shadow.report` says; None where no step is sampled. `wrong` {op: {impl id:
             why}}: what serves and was found wrong when the weights had been updated.
         """
-        serving = self.vllm_fl_serving
-        assert serving is not None  # vLLM answers no call before it has loaded its model
-        plan, start = serving.plan, serving.start
+        engine = self.vllm_fl_engine
+        assert engine is not None  # vLLM answers no call before it has loaded its model
+        plan = engine.plan
         compilation = self.vllm_config.compilation_config
-        rejected = {key: out.why for key, out in start.out.items() if out.code == REJECTED}
+        rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
         return {
             "rank": self.rank,
             "mode": plan.mode,
-            "digest": serving.digest,
+            "digest": engine.digest,
             "ops": {op: entry.told for op, entry in plan.entries.items()},
-            "layers": serving.layers,
+            "layers": engine.layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
             "refusals": _nested(plan.record.refusals),
             "demotions": _nested(plan.record.demotions),
             "rejections": _nested(rejected),
-            "not_reached": dict(start.not_reached),
-            "remarks": serving.remarks,
-            "operators": taking.report(serving, serving.operators),
-            "functions": taking.report(serving, serving.functions),
-            "fusions": {op: dataclasses.asdict(known) for op, known in dict(serving.sites).items()},
-            "ranges": ranges.report(serving),
-            "defined": serving.operators.schemas,
-            "smaller": dict(start.smaller),
-            "groups": dict(start.groups.served) if start.groups else {},
-            "table": _table_report(start.facts, start.table),
-            "device": str(start.facts.device) if start.facts.device else None,
-            "ordered_for_device": _orders_by_device(start),
+            "not_reached": dict(engine.unused),
+            "remarks": engine.remarks,
+            "operators": taking.report(engine, engine.operators),
+            "functions": taking.report(engine, engine.functions),
+            "fusions": {op: dataclasses.asdict(known) for op, known in dict(engine.sites).items()},
+            "ranges": ranges.report(engine),
+            "defined": engine.operators.schemas,
+            "smaller": dict(checks_of(engine).smaller),
+            "groups": dict(engine.groups.served) if engine.groups else {},
+            "table": _table_report(engine.facts, engine.table),
+            "device": str(engine.facts.device) if engine.facts.device else None,
+            "ordered_for_device": _orders_by_device(engine),
             "start": {
                 **phases_of(self).seconds,
                 "of them: compiling": getattr(compilation, "compilation_time", 0.0),
             },
-            "shadow": serving.shadow.report() if serving.shadow else None,
-            "wrong": _nested(serving.wrong),
+            "shadow": engine.shadow.report() if engine.shadow else None,
+            "wrong": _nested(engine.wrong),
         }
 
     def shutdown(self) -> None:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""
-        serving = self.vllm_fl_serving
-        if serving is not None:
-            serving.state = "ended"
-            serving.leave()
-            plan = serving.plan
+        engine = self.vllm_fl_engine
+        if engine is not None:
+            engine.status = "ended"
+            engine.leave()
+            plan = engine.plan
             if plan.fallbacks or plan.counts_calls:
                 calls = f", calls {_nested(plan.calls) or 'none'}" if plan.counts_calls else ""
                 fallbacks = _nested(plan.fallbacks) or "none"
@@ -287,10 +290,10 @@ class PlannedWorker:
         super().shutdown()  # type: ignore[misc]
 
 
-def _begun(worker: PlannedWorker) -> tuple[Start, list[str]]:
-    """(what the worker's start begins with, the lines that plugins have for the log)."""
+def _begun(worker: PlannedWorker, *, joins: bool) -> tuple[Engine, list[str]]:
+    """Make the worker's engine, with its first plan, and the lines that plugins log."""
     facts, _ = model_facts(worker.vllm_config)
-    startup = get_default_manager().startup
+    manager = get_default_manager()
     context = WorkerContext(
         facts.settings,
         worker.device,
@@ -299,118 +302,130 @@ def _begun(worker: PlannedWorker) -> tuple[Start, list[str]]:
         worker.vllm_config,
         facts.wants_invariance,
     )
-    found = start_in_worker(startup.plugins if startup else (), context)
+    found = start_in_worker(manager.startup.plugins if manager.startup else (), context)
     told = {
         name: {**report.facts, "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0])}
         for name, (plugin, report) in found.items()
     }
-    lines = [line for _, report in found.values() for line in report.lines]
-    fixed = worker.rank, worker.device, worker.vllm_fl_groups, told
-    of_lock = locking.facts_of_lock(facts, worker.vllm_config, worker.device)
-    return Start(facts, *fixed, facts_of_lock=of_lock), lines
+    groups = worker.vllm_fl_groups
+    faults = groups.faults if groups is not None else {}
+    disabled = {key: Disabled(FAILED, fault.rank, fault.why) for key, fault in faults.items()}
+    table = standing(facts, manager.registry.snapshot(), worker.device)
+    engine = Engine(
+        plan_for(facts, {key: each.reason for key, each in disabled.items()}, table=table),
+        facts,
+        worker.rank,
+        worker.device,
+        worker,
+        groups=groups,
+        joins=joins,
+        worker_facts=told,
+        table=table,
+        disabled=disabled,
+        facts_of_lock=locking.facts_of_lock(facts, worker.vllm_config, worker.device),
+    )
+    return engine, [line for _, report in found.values() for line in report.lines]
 
 
-def _enter(serving: Serving, plan: Plan, contents: dict[str, Any]) -> None:
+def _enter(engine: Engine, contents: dict[str, Any]) -> None:
     """Take what the engine needs of this process, and of its configuration, to serve with `plan`.
 
     Args:
-        serving: the engine, which holds it all until it leaves.
-        plan: the plan, verified.
+        engine: the engine, which holds it all until it leaves; its plan is verified.
         contents: what the plan consists of.
     """
-    start, config = serving.start, serving.config
-    serving.hold(get_default_manager().seal(f"the engine's worker (rank {start.rank})"))
-    plan = serving.plan = take_place(plan)
-    serving.hold(leave_place, plan)
+    config = engine.config
+    engine.hold(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
+    plan = engine.plan = take_place(engine.plan)
+    engine.hold(leave_place, plan)
     if plan.place > 1:  # its operators have other names: compiled code of another's is not its
         contents = {**contents, "place": plan.place}
-    assert start.facts.dtype is not None  # a worker has a model
+    assert engine.facts.dtype is not None  # a worker has a model
     table = installed_bindings()
-    serving.operators = operators.choose(plan, table, start.device, start.facts.dtype)
-    serving.functions = functions.choose(plan, table)
+    engine.operators = operators.choose(plan, table, engine.device, engine.facts.dtype)
+    engine.functions = functions.choose(plan, table)
     contents = {
         **contents,
-        "operators": serving.operators.names,
-        "defined": serving.operators.schemas,
-        "functions": serving.functions.names,
+        "operators": engine.operators.names,
+        "defined": engine.operators.schemas,
+        "functions": engine.functions.names,
     }
-    serving.digest, serving.overriders = digest(contents), {}
-    bind_provider(serving, by_range=ranges.is_compiled_by_range(config))
+    engine.digest, engine.overriders = digest(contents), {}
+    bind_provider(engine, by_range=ranges.is_compiled_by_range(config))
     apply(plan, config)
-    reset_priorities(serving)
-    serving.hold(seal(config, serving.digest))
-    serving.begin(config)
-    operators.take(serving, start.device)
-    functions.take(serving)
-    fusions.watch(serving)
-    torch_operators.watch(serving)
-    incident.keep(serving, serving.worker.vllm_fl_report, contents["versions"])
+    reset_priorities(engine)
+    engine.hold(seal(config, engine.digest))
+    engine.begin(config)
+    operators.take(engine, engine.device)
+    functions.take(engine)
+    fusions.watch(engine)
+    torch_operators.watch(engine)
+    incident.keep(engine, engine.worker.vllm_fl_report, contents["versions"])
 
 
-def _renew(serving: Serving) -> None:
+def _renew(engine: Engine) -> None:
     """Make another plan, without what was taken out, and bind the models to it."""
-    serving.leave()
-    _enter(serving, *verified_plan(serving.start, alone=False))
-    for model in serving.models.values():
-        bind_anew(model, serving.plan, serving.config)
+    engine.leave()
+    engine.plan = plan_of(engine)
+    _enter(engine, verified_plan(engine))
+    for model in engine.models.values():
+        bind_anew(model, engine.plan, engine.config)
 
 
-def _verify_with_cache(serving: Serving) -> None:
+def _verify_with_cache(engine: Engine) -> None:
     """Verify the plan once more, with the KV cache in memory; a plan that changes is said anew."""
-    before = serving.plan
-    told = verify_with_cache(serving, lambda: _renew(serving))
-    if serving.plan is not before:
-        _say_plan(serving, [told])
-        _write_metrics(serving)
-    elif serving.start.rank == 0:
+    before = engine.plan
+    told = verify_with_cache(engine, lambda: _renew(engine))
+    if engine.plan is not before:
+        _say_plan(engine, [told])
+        _write_metrics(engine)
+    elif engine.rank == 0:
         log.info("%s", told)
 
 
-def _attend_once(serving: Serving) -> None:
+def _attend_once(engine: Engine) -> None:
     """Let a plugin's attention compile its kernels, if it does so when it is called first."""
-    if not serving.plan.entries[ATTENTION].classes(AttentionImpl):
+    if not engine.plan.entries[ATTENTION].classes(AttentionImpl):
         return
     try:
-        with phases_of(serving.worker).during("attention's first call"), calling(serving):
-            is_eager = serving.plan.mode == "eager"
-            probe.attend(serving.runner, serving.config, is_eager=is_eager)
+        with phases_of(engine.worker).during("attention's first call"), calling(engine):
+            is_eager = engine.plan.mode == "eager"
+            probe.attend(engine.runner, engine.config, is_eager=is_eager)
     except Exception as error:  # vLLM's dummy run does not fit every model, and need not be there
         log.info("Attention was not called before the first request: %s", quote(error))
 
 
-def _compare_with_lock(serving: Serving) -> None:
+def _compare_with_lock(engine: Engine) -> None:
     """End the start where the verified plan is not the lock's; all ranks hold the same."""
-    start = serving.start
-    locked = start.facts.settings.locked
-    if locked is not None and start.rank == 0:
-        lines = locking.served_otherwise(locked, serving.plan, serving.digest)
-        start.differs += lines
-        locking.refuse(start.facts.settings, {0: lines}, says=True)
+    locked = engine.facts.settings.locked
+    if locked is not None and engine.rank == 0:
+        lines = locking.served_otherwise(locked, engine.plan, engine.digest)
+        engine.differs += lines
+        locking.refuse(engine.facts.settings, {0: lines}, says=True)
 
 
-def _write_metrics(serving: Serving) -> None:
+def _write_metrics(engine: Engine) -> None:
     """Write the engine's counters into a file from now on, where the settings name one."""
-    start = serving.start
-    file = start.facts.settings.metrics
+    file = engine.facts.settings.metrics
     if file is None:
         return
-    serving.metrics = MetricsFile(
+    engine.metrics = MetricsFile(
         file,
-        serving.plan,
-        serving.digest,
-        rank=start.rank,
-        replica=serving.replica,
-        shadow=lambda: serving.shadow,
-        lock_differs=lambda: bool(start.differs),
+        engine.plan,
+        engine.digest,
+        rank=engine.rank,
+        replica=engine.replica,
+        shadow=lambda: engine.shadow,
+        lock_differs=lambda: bool(engine.differs),
     )
-    serving.hold(serving.metrics.close)
+    engine.hold(engine.metrics.close)
 
 
-def _name_overriders(serving: Serving) -> None:
+def _name_overriders(engine: Engine) -> None:
     """Say, once for each, whose kernels now run in the place of the plan's."""
-    for name, who in operators.overriders(serving).items():
-        if serving.overriders.get(name) != who:
-            serving.overriders[name] = who
+    for name, who in operators.overriders(engine).items():
+        if engine.overriders.get(name) != who:
+            engine.overriders[name] = who
             log.warning(
                 "Operator %s was overridden after vllm-fl, by %s: the plan's implementation runs "
                 "in it only if that calls it",
@@ -419,42 +434,41 @@ def _name_overriders(serving: Serving) -> None:
             )
 
 
-def _took(start: Start) -> str:
+def _took(checks: Checks) -> str:
     """How long verification has taken, as far as it has come."""
-    how = {"verify": "verified in", "run": "run in"}.get(start.how)
-    return f"{how} {start.seconds:.1f} s" if how else "not verified"
+    how = {"verify": "verified in", "run": "run in"}.get(checks.how)
+    return f"{how} {checks.seconds:.1f} s" if how else "not verified"
 
 
-def _say_plan(serving: Serving, took: list[str]) -> None:
+def _say_plan(engine: Engine, took: list[str]) -> None:
     """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
-    start, plan = serving.start, serving.plan
-    facts = start.facts
+    plan, facts, checks = engine.plan, engine.facts, checks_of(engine)
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
-    remarks = [*_of_table(facts, start.table), *_of_device(start), *_of_invariance(start, plan)]
-    remarks += [*start.limits(plan), *_of_length(serving), *said]
-    inlined = ranges.planned(plan, serving.config)
+    remarks = [*_of_table(facts, engine.table), *_of_device(engine), *_of_invariance(engine, plan)]
+    remarks += [*checks.limits(plan), *_of_length(engine), *said]
+    inlined = ranges.planned(plan, engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
-    out = [f"{op}: {impl} {o.told}" for (op, impl), o in start.out.items() if o.told]
-    digested = f"digest {serving.digest}"
-    serving.remarks = [*plan.notes(start.not_reached), *out, *took, digested, *remarks]
-    if start.rank == 0:
+    out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
+    digested = f"digest {engine.digest}"
+    engine.remarks = [*plan.notes(engine.unused), *out, *took, digested, *remarks]
+    if engine.rank == 0:
         planned = " ".join(f"{op}={entry.label}" for op, entry in plan.entries.items())
-        log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *serving.remarks]))
-        log.info("%s", plan.line(_took(start), digested, not_reached=start.not_reached))
+        log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *engine.remarks]))
+        log.info("%s", plan.line(_took(checks), digested, not_reached=engine.unused))
         _say_what_is_taken_whole(plan, inlined)
 
 
-def _built_layers(serving: Serving) -> dict[str, int]:
+def _built_layers(engine: Engine) -> dict[str, int]:
     """How many layers of the model are the plan's class, for each whole layer; rank 0 says so."""
-    plan = serving.plan
+    plan = engine.plan
     if not plan.layers:
         return {}
-    model = serving.model
+    model = engine.model
     if model is None:
         log.warning("This worker shows no model: whether whole layers serve in it is not known")
         return {}
     found = whole_layers.served(plan, model)
-    for name, served in found.items() if serving.start.rank == 0 else ():
+    for name, served in found.items() if engine.rank == 0 else ():
         impl_id = plan.layers[name].impl_id
         if not served.ours:
             log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
@@ -479,24 +493,24 @@ def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
     return [pinned.label if table.digest else f"without the table {pinned.file}"]
 
 
-def _of_device(start: Start) -> list[str]:
+def _of_device(engine: Engine) -> list[str]:
     """What the start line says of orders for the device that it is."""
-    ops = _orders_by_device(start)
-    return [f"ordered for {start.facts.device}: {', '.join(ops)}"] if ops else []
+    ops = _orders_by_device(engine)
+    return [f"ordered for {engine.facts.device}: {', '.join(ops)}"] if ops else []
 
 
-def _orders_by_device(start: Start) -> dict[str, str]:
+def _orders_by_device(engine: Engine) -> dict[str, str]:
     """Op -> where its order for this device stands and for which figure, of those in force."""
-    return under(start.facts, start.table).settings.held_by_device
+    return under(engine.facts, engine.table).settings.held_by_device
 
 
-def _of_invariance(start: Start, plan: Plan) -> list[str]:
+def _of_invariance(engine: Engine, plan: Plan) -> list[str]:
     """What there is to say where only batch-invariant implementations may serve."""
-    facts = start.facts
+    facts = engine.facts
     if not facts.wants_invariance:
         return []
     told = [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
-    settings, manager = under(facts, start.table).settings, get_default_manager()
+    settings, manager = under(facts, engine.table).settings, get_default_manager()
     by_size = [
         op for op in plan.entries if manager.ceilings(op, mode=facts.mode, settings=settings)
     ]
@@ -505,10 +519,10 @@ def _of_invariance(start: Start, plan: Plan) -> list[str]:
     return told
 
 
-def _of_length(serving: Serving) -> list[str]:
+def _of_length(engine: Engine) -> list[str]:
     """What there is to say where an engine is longer than the tables that are made for it."""
-    sizes = serving.start.facts.sizes
-    length = serving.config.model_config.max_model_len
+    sizes = engine.facts.sizes
+    length = engine.config.model_config.max_model_len
     if sizes is None or length <= sizes.max_position:
         return []
     return [f"made inputs have positions below {sizes.max_position} of {length}"]

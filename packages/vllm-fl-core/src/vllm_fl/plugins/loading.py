@@ -616,7 +616,8 @@ def _run_old_form(function: Callable[[Any], object], registry: Registry) -> list
             "older form is, and registered nothing: point the entry point at a module whose "
             "functions carry @hookimpl, or register what it brings"
         )
-    return collector.impls
+    found: list[Impl] = collector.impls
+    return found
 
 
 def _fail(problem: str) -> NoReturn:

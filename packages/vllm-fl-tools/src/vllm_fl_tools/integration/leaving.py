@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from vllm_fl.dispatch import dispatch_method
+from vllm_fl.integration.engines import Engine, without
 from vllm_fl.integration.seams.layers import FORWARDS
-from vllm_fl.integration.serving import Serving, without
 
 __all__ = ["Leaving"]
 
@@ -26,7 +26,7 @@ CALLED = "_forward_method"
 class Leaving:
     """Methods that vLLM adds to the worker's."""
 
-    vllm_fl_serving: Serving
+    vllm_fl_engine: Engine
     vllm_fl_left: list[Callable[[], None]]
 
     def vllm_fl_layers_of(self, op: str) -> dict[str, int]:
@@ -47,7 +47,7 @@ class Leaving:
         for undo in getattr(self, "vllm_fl_left", ()):
             undo()
         self.vllm_fl_left = [
-            _leave(layer, self.vllm_fl_serving)
+            _leave(layer, self.vllm_fl_engine)
             for layer, named in _layers_of(self._vllm_fl_model(), op)
             if named[0] in names
         ]
@@ -73,11 +73,11 @@ def _methods(layer: torch.nn.Module) -> Iterator[tuple[str, dispatch_method]]:
             yield name, method
 
 
-def _leave(layer: torch.nn.Module, serving: Serving) -> Callable[[], None]:
+def _leave(layer: torch.nn.Module, engine: Engine) -> Callable[[], None]:
     """Put vLLM's own methods into a layer; what is returned puts the plan's back."""
     attributes = vars(layer)
     bound = {name: attributes[name] for name in (*FORWARDS, CALLED) if name in attributes}
-    own = {name: partial(_without, serving, method.own(layer)) for name, method in _methods(layer)}
+    own = {name: partial(_without, engine, method.own(layer)) for name, method in _methods(layer)}
     called = next((name for name in own if bound.get(name) is bound[CALLED]), None)
     if called is None:
         raise RuntimeError(f"{type(layer).__name__} calls a forward that is none of {FORWARDS}")
@@ -86,6 +86,6 @@ def _leave(layer: torch.nn.Module, serving: Serving) -> Callable[[], None]:
     return partial(attributes.update, bound)
 
 
-def _without(serving: Serving, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with without(serving):
+def _without(engine: Engine, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with without(engine):
         return method(*args, **kwargs)

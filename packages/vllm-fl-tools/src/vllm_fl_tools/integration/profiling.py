@@ -24,6 +24,7 @@ from torch.compiler import is_compiling
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from vllm_fl.contracts.binding import GraphPlace, IrPlace, OperatorPlace
+from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.opaque import operators as our_operators
 from vllm_fl.integration.functional_operators import OWNER
 from vllm_fl.integration.places import installed_bindings, places
@@ -159,7 +160,7 @@ class Profiling:
             own = () if place.parts else place.operators
             named = ("::".join(name.split(".")[:2]) for name in own)
             operators |= {name: op for name in named if name not in AMBIGUOUS}
-        plan = worker.vllm_fl_serving.plan
+        plan = worker.vllm_fl_engine.plan
         foreign, taken = layers.foreign_layers(), layers.taken_layers(plan)
         left = {
             cls: f"another plugin, {who}, replaced it"
@@ -404,7 +405,7 @@ def _labels(worker: Any) -> Iterator[None]:
                 after = module.register_forward_hook(leave, always_call=True)
                 stack.callback(before.remove)
                 stack.callback(after.remove)
-        stack.enter_context(worker.vllm_fl_serving.plan.record.replacing(instead))
+        stack.enter_context(replacing(worker.vllm_fl_engine.plan.record, instead))
         yield
 
 

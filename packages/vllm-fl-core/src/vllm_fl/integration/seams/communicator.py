@@ -21,7 +21,7 @@ from ...plugins.communicator import COMMUNICATOR
 from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
-from ..ranks import FAILED, Out, gathered
+from ..ranks import FAILED, Disabled, gathered
 from . import classes
 from .lookups import named
 
@@ -158,7 +158,7 @@ class Groups:
                 if self.strict:
                     raise _ending(impl_id, fault, "strict mode")
                 if rank == 0:
-                    Out(FAILED, fault.rank, fault.why).warn(op, impl_id)
+                    Disabled(FAILED, fault.rank, fault.why).warn(op, impl_id)
             known |= new
             self.faults |= new
             self._replace()

@@ -17,7 +17,7 @@ from ...contracts.binding import Binding, FunctionPlace
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..serving import Choice, Serving
+from ..engines import Choice, Engine
 from . import taking
 from .arguments import misfit
 from .lookups import target_of
@@ -138,6 +138,6 @@ class _Replacement(taking.Stand[FunctionPlace]):
         }
 
 
-def take(serving: Serving) -> None:
+def take(engine: Engine) -> None:
     """Replace the functions that the engine has chosen, until it leaves."""
-    taking.take(serving, serving.functions, _Replacement)
+    taking.take(engine, engine.functions, _Replacement)

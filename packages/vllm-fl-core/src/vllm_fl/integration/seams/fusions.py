@@ -23,8 +23,8 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.types import OpImpl
 from ...text import quote
+from ..engines import Engine, Sites, now
 from ..places import installed_bindings, places, planned, stock_form
-from ..serving import Serving, Sites, now
 from .ir import ir_ops
 from .lookups import named
 
@@ -203,23 +203,23 @@ def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any])
     entry["passes"] = sorted((ours & wanted) | added)
 
 
-def watch(serving: Serving) -> None:
+def watch(engine: Engine) -> None:
     """Count from now on what the passes of the plan's ops find, for its engine.
 
     Those of ours are made here, with the operators that they put into graphs: graphs that vLLM has
     in its cache call them, too.
     """
-    plan = serving.plan
-    serving.sites, serving.passes = {}, []
+    plan = engine.plan
+    engine.sites, engine.passes = {}, []
     for op, place in planned(plan, FusionPlace):
         if _finds_ours(plan, place):
-            known = serving.sites[op] = Sites()
+            known = engine.sites[op] = Sites()
             last = stock_form(op, place.native, plan.contracts[op].consumable)
             operator = operator_of(plan, plan.chain(op, last=last))
             from .graphs import FindingPass
 
             assert place.own is not None  # none of ours finds it otherwise
-            serving.passes.append(FindingPass(operator, place.own, known))
+            engine.passes.append(FindingPass(operator, place.own, known))
             continue
         try:
             cls = named(place.path)
@@ -227,7 +227,7 @@ def watch(serving: Serving) -> None:
             # A release may have it elsewhere: the flag may work all the same.
             log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
             continue
-        serving.sites[op] = Sites()
+        engine.sites[op] = Sites()
         if cls not in _watched:
             cls.__call__ = _counting(cls.__call__, op)
             _watched.add(cls)
@@ -261,15 +261,15 @@ def _counting(run: Callable[..., Any], op: str) -> Callable[..., Any]:
     return counted
 
 
-def say(serving: Serving) -> None:
+def say(engine: Engine) -> None:
     """Log what the passes found, once the model is compiled: none is worth a warning.
 
     Of an op that the model does not have, and that the settings name, the report says so already.
     """
-    plan = serving.plan
+    plan = engine.plan
     vllms = {op for op, place in planned(plan, FusionPlace) if not _finds_ours(plan, place)}
-    for op, known in serving.sites.items():
-        if op not in serving.start.not_reached:
+    for op, known in engine.sites.items():
+        if op not in engine.unused:
             _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
 
 

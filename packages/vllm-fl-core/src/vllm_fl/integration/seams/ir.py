@@ -22,8 +22,8 @@ from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
 from ..compat import has_ir
+from ..engines import Engine, now
 from ..places import installed_bindings, places, stock_form
-from ..serving import Serving, now
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,13 +98,13 @@ def prioritise(default: Any, plan: Plan) -> Any:
     return default
 
 
-def reset_priorities(serving: Serving) -> None:
+def reset_priorities(engine: Engine) -> None:
     """Give vLLM the priorities of the sealed plan: its worker installed those of the first one."""
     from vllm.platforms import current_platform
 
-    planned, plan = ir_ops(), serving.plan
-    vllm_config: VllmConfig = serving.config
-    serving.behind.clear()
+    planned, plan = ir_ops(), engine.plan
+    vllm_config: VllmConfig = engine.config
+    engine.behind.clear()
     if not planned:
         return
     sealed = prioritise(current_platform.vllm_fl_stock_priority(vllm_config), plan)
@@ -117,21 +117,21 @@ def reset_priorities(serving: Serving) -> None:
             kept = [p for p in getattr(config, place.name) if p not in (PROVIDER, *first)]
             setattr(config, place.name, [*first, *kept])
             others = [name for name in (*first, *kept) if name != PROVIDER]
-            serving.behind[place.name] = others
+            engine.behind[place.name] = others
     config.set_default()
 
 
-def bind_provider(serving: Serving, *, by_range: bool = False) -> None:
+def bind_provider(engine: Engine, *, by_range: bool = False) -> None:
     """Let our provider call what the plan has made of each op, in the model compiled next.
 
     Args:
-        serving: the engine. The compiler's caches know a provider by its plan's digest, since they
+        engine: the engine. The compiler's caches know a provider by its plan's digest, since they
             would not see that what is behind its name has changed.
         by_range: whether vLLM compiles the model for each range of token counts apart, where our
             pass inlines what can be, before vLLM asks our provider for the rest.
     """
     register_provider()
-    plan, digest = serving.plan, serving.digest
+    plan, digest = engine.plan, engine.digest
     direct: dict[str, Callable[..., Any]] = {}
     for op, of_op in ir_ops().items():
         last = stock_form(op, natives().get(op))
@@ -148,8 +148,8 @@ def bind_provider(serving: Serving, *, by_range: bool = False) -> None:
             ours.uuid = lambda: digest
         if plan.mode == "eager" and (call := plan.without_layer(op, last=last)) is not None:
             for place in of_op:
-                direct[place.name] = _direct(serving, op, place, place.route(call))
-    serving.direct = {**_bound, **direct} if direct else {}
+                direct[place.name] = _direct(engine, op, place, place.route(call))
+    engine.direct = {**_bound, **direct} if direct else {}
 
 
 def natives() -> dict[str, Callable[..., Any] | None]:
@@ -171,17 +171,17 @@ def chain_of(plan: Plan, op: str, of_op: Iterable[IrPlace]) -> Chain:
 
 
 def _direct(
-    serving: Serving, op: str, place: IrPlace, ours: Callable[..., Any]
+    engine: Engine, op: str, place: IrPlace, ours: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`ours`, where no size is stock; otherwise what hands those to the provider behind ours.
 
     The contract's plain form would be slower there than what vLLM has.
     """
-    is_stock = serving.plan.stock_at(op)
+    is_stock = engine.plan.stock_at(op)
     if is_stock is None:
         return ours
     ir_op: IrOp = ir_op_of(place)
-    behind = serving.behind
+    behind = engine.behind
 
     def by_size(*args: Any, **named: Any) -> Any:
         if not is_stock((args[0] if args else next(iter(named.values()))).shape[0]):

@@ -28,8 +28,8 @@ from ...errors import PlaceError
 from ...logs import get_logger
 from ...plugins.forms import verdict_of
 from ...plugins.types import OpImpl
+from ..engines import Choice, Engine
 from ..places import places as places_of
-from ..serving import Choice, Serving
 from . import empty, taking
 from .arguments import misfit
 from .layers import layer_table
@@ -275,18 +275,18 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def take(serving: Serving, device: torch.device) -> None:
+def take(engine: Engine, device: torch.device) -> None:
     """Define and override the operators that the engine has chosen, until it leaves.
 
     What was defined, and that nobody else has overridden meanwhile, is not there any more then.
     """
-    key, defined = _dispatch_key(device), serving.operators.defined
+    key, defined = _dispatch_key(device), engine.operators.defined
     empty.define(defined)
-    serving.hold(lambda: empty.forget(defined, {o.place.name for o in _left_behind}))
-    taking.take(serving, serving.operators, partial(_Override, key=key), key)
+    engine.hold(lambda: empty.forget(defined, {o.place.name for o in _left_behind}))
+    taking.take(engine, engine.operators, partial(_Override, key=key), key)
 
 
-def overriders(serving: Serving) -> dict[str, str]:
+def overriders(engine: Engine) -> dict[str, str]:
     """Operator -> who has overridden it after the engine did."""
-    overrides = [stand for stand in serving.answers if isinstance(stand, _Override)]
+    overrides = [stand for stand in engine.answers if isinstance(stand, _Override)]
     return {each.place.name: after for each in overrides if (after := each.after)}

@@ -1,6 +1,6 @@
 """Places that a process has once for all its engines: kernels of torch operators, functions.
 
-What stands in such a place for an engine's plan finds the engine by who is calling (`serving.now`).
+What stands in such a place for an engine's plan finds the engine by who is calling (`engines.now`).
 Who has no plan for it gets what stood there before. So do calls that are not the op, and those that
 an implementation makes itself.
 """
@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 from ...contracts.binding import Binding, FunctionPlace, OperatorPlace
 from ...engine.plan import Plan
 from ...logs import get_logger
+from ..engines import Choice, Engine, now
 from ..places import stock_form
-from ..serving import Choice, Serving, now
 from .arguments import Answer, known, leaving
 
 P = TypeVar("P", OperatorPlace, FunctionPlace)
@@ -163,17 +163,17 @@ def fitting(places: Iterable[P], misfit: Callable[[P], str]) -> tuple[list[P], d
 
 
 def take(
-    serving: Serving, chosen: Choice, install: Callable[[Any], Stand[Any]], key: str = ""
+    engine: Engine, chosen: Choice, install: Callable[[Any], Stand[Any]], key: str = ""
 ) -> None:
     """Take the places that `choose` chose, for calls of this engine, until it leaves.
 
     Args:
-        serving: the engine.
+        engine: the engine.
         chosen: what it takes.
         install: puts something into a place in which nothing of ours stands.
         key: the dispatch key, of operators.
     """
-    plan = serving.plan
+    plan = engine.plan
     for op, places in chosen.taken.items():
         for place in places:
             with _changing:
@@ -185,24 +185,24 @@ def take(
             last = stock_form(op, place.native(stand.native), grants)
             bound = plan.without_layer(op, grants, last=last)
             assert bound is not None  # `choose` leaves other ops to vLLM
-            serving.answers[stand] = Answer(place.route(bound), leaving(place, plan.stock_at(op)))
-            serving.hold(_give_back, serving, stand, key)
+            engine.answers[stand] = Answer(place.route(bound), leaving(place, plan.stock_at(op)))
+            engine.hold(_give_back, engine, stand, key)
     for op, left in chosen.left.items():
         for name, why in left.items():
             log.debug("Op '%s': %s is left to vLLM: %s", op, name, why)
 
 
-def _give_back(serving: Serving, stand: Stand[Any], key: str) -> None:
+def _give_back(engine: Engine, stand: Stand[Any], key: str) -> None:
     """An engine has ended: what was there before is back where no other engine needs ours."""
     with _changing:
-        del serving.answers[stand]
+        del engine.answers[stand]
         stand.engines -= 1
         if not stand.engines:
             del _standing[stand.place.name, key]
             stand.remove()
 
 
-def report(serving: Serving, chosen: Choice) -> dict[str, dict[str, dict[str, Any]]]:
+def report(engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]]]:
     """op -> operator or function -> what became of it, JSON-able.
 
     Returns:
@@ -214,7 +214,7 @@ def report(serving: Serving, chosen: Choice) -> dict[str, dict[str, dict[str, An
         for op, left in chosen.left.items()
         if left
     }
-    stands = {stand.place.name: stand for stand in serving.answers}
+    stands = {stand.place.name: stand for stand in engine.answers}
     for op, names in chosen.names.items():
         told.setdefault(op, {}).update({name: stands[name].told() for name in names})
     return told

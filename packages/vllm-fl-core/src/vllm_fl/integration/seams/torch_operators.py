@@ -18,8 +18,8 @@ from ...dispatch.chain import Chain
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind
+from ..engines import Engine, Sites
 from ..places import installed_bindings, places, planned, stock_form
-from ..serving import Serving, Sites
 from .fusions import operator_of, taken_whole
 
 
@@ -90,12 +90,12 @@ def by_range(plan: Plan) -> dict[str, Chain]:
     }
 
 
-def watch(serving: Serving) -> None:
+def watch(engine: Engine) -> None:
     """Create the operators now: graphs from vLLM's cache call them, too."""
-    plan = serving.plan
-    serving.replaced = []
+    plan = engine.plan
+    engine.replaced = []
     for op, place in planned(plan, GraphPlace):
         chain = _chain(plan, op, place)
-        sites = serving.sites[op] = Sites()
+        sites = engine.sites[op] = Sites()
         made = Replaced(place, taken_whole(chain), operator_of(plan, chain), sites)
-        serving.replaced.append(made)
+        engine.replaced.append(made)

@@ -16,8 +16,8 @@ from builders import engine_of, managing, planning, silu
 from configs import engine_config
 from vllm.forward_context import ForwardContext, override_forward_context
 
-from vllm_fl.integration import serving
-from vllm_fl.integration.serving import Serving
+from vllm_fl.integration import engines
+from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.worker import PlannedWorker
 
 
@@ -26,7 +26,7 @@ def engine(name: str = "vendor.a") -> Any:
 
 
 @pytest.fixture
-def engines() -> Iterator[tuple[tuple[Serving, Any], tuple[Serving, Any]]]:
+def two() -> Iterator[tuple[tuple[Engine, Any], tuple[Engine, Any]]]:
     """Two engines that serve: (engine, configuration) of each."""
     found = tuple((engine(name), engine_config()) for name in ("vendor.a", "vendor.b"))
     for each, config in found:
@@ -42,35 +42,35 @@ def forward(config: Any) -> Any:
     return override_forward_context(ForwardContext(layers, attn_metadata=None, slot_mapping={}))
 
 
-def test_the_forward_context_tells_two_engines_apart(engines: Any) -> None:
-    (first, one), (second, other) = engines
+def test_the_forward_context_tells_two_engines_apart(two: Any) -> None:
+    (first, one), (second, other) = two
     with forward(one):
-        assert serving.now() is first
+        assert engines.now() is first
         with forward(other):
-            assert serving.now() is second
-        assert serving.now() is first
-    assert serving.now() is None
+            assert engines.now() is second
+        assert engines.now() is first
+    assert engines.now() is None
 
 
-def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(engines: Any) -> None:
+def test_it_goes_before_what_the_thread_is_in_and_reaches_other_threads(two: Any) -> None:
     """vLLM's micro-batches run in threads that the worker's method never entered."""
-    (first, one), (second, _) = engines
+    (first, one), (second, _) = two
     seen = []
-    with serving.calling(second), forward(one):
-        assert serving.now() is first
-        thread = threading.Thread(target=lambda: seen.append(serving.now()))
+    with engines.calling(second), forward(one):
+        assert engines.now() is first
+        thread = threading.Thread(target=lambda: seen.append(engines.now()))
         thread.start()
         thread.join()
     assert seen == [first]
 
 
-def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(engines: Any) -> None:
+def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(two: Any) -> None:
     """As a drafter's may be: its worker's method is what is known."""
-    (first, _), _ = engines
+    (first, _), _ = two
     with forward(engine_config()):
-        assert serving.now() is None
-        with serving.calling(first):
-            assert serving.now() is first
+        assert engines.now() is None
+        with engines.calling(first):
+            assert engines.now() is first
 
 
 def test_an_engine_that_has_ended_calls_no_more() -> None:
@@ -78,7 +78,7 @@ def test_an_engine_that_has_ended_calls_no_more() -> None:
     ended.begin(config)
     ended.leave()
     with forward(config):
-        assert serving.now() is None
+        assert engines.now() is None
     ended.leave()  # a second shutdown
 
 
@@ -89,14 +89,14 @@ class Worker:
         self.seen: list[Any] = []
 
     def execute_model(self, scheduled: str, *, more: int = 0) -> tuple[str, int]:
-        self.seen.append(serving.now())
+        self.seen.append(engines.now())
         return scheduled, more
 
     def determine_available_memory(self) -> None:
         raise MemoryError
 
     def get_model(self) -> Any:
-        return serving.now()
+        return engines.now()
 
 
 def test_the_workers_methods_that_run_the_model_call_for_its_engine() -> None:
@@ -104,14 +104,14 @@ def test_the_workers_methods_that_run_the_model_call_for_its_engine() -> None:
     worker = object.__new__(planned)
     Worker.__init__(worker)
     worker.execute_model("early")
-    worker.vllm_fl_serving = engine()
+    worker.vllm_fl_engine = engine()
     given_back: list[str] = []
-    worker.vllm_fl_serving.hold(given_back.append, "the first")
-    worker.vllm_fl_serving.hold(given_back.append, "the last")
+    worker.vllm_fl_engine.hold(given_back.append, "the first")
+    worker.vllm_fl_engine.hold(given_back.append, "the last")
     assert worker.execute_model("batch", more=2) == ("batch", 2)
-    assert worker.seen == [None, worker.vllm_fl_serving] and not given_back
+    assert worker.seen == [None, worker.vllm_fl_engine] and not given_back
     with pytest.raises(MemoryError):
         worker.determine_available_memory()
     assert given_back == ["the last", "the first"], "a start that fails ends the engine"
-    assert worker.get_model() is worker.vllm_fl_serving and serving.now() is None
+    assert worker.get_model() is worker.vllm_fl_engine and engines.now() is None
     assert not hasattr(planned, "sample_tokens"), "vLLM asks workers what they have"

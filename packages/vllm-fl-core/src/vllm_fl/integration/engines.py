@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ..contracts.binding import FunctionPlace, OperatorPlace
+from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
 from ..engine.ranges import Range
+from ..engine.tables import Standing
 from ..plugins.overrides import noted
 from ..text import quote, scrub
+from .ranks import Disabled, Key
 from .seams.arguments import Answer
 from .seams.empty import Definition
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from ..engine.metrics import MetricsFile
     from ..engine.shadow import Shadow
     from ..engine.state_file import StateFile
-    from .verifying import Start
+    from .seams.communicator import Groups
 
 STARTS = {
     "load_model": "vLLM: the model",
@@ -89,13 +92,24 @@ class Sites:
 
 
 @dataclass(eq=False)
-class Serving:
+class Engine:
     """One engine in this process, until it has ended or its start has failed.
 
     Args:
-        plan: what it serves with. A start that takes something out puts another one here.
-        start: what its start began with, and has found.
+        plan: the plan it serves with; another one once something was disabled.
+        facts: what the engine's configuration says.
+        rank: its number within the engine.
+        device: the worker's.
         worker: vLLM's worker.
+        groups: what makes the communicators of vLLM's groups of ranks; None if vLLM does.
+        joins: whether the rank joins a running engine (elastic EP), whose ranks do not gather.
+        worker_facts: what plugins have reported, by distribution.
+        table: what becomes of the table that the settings name.
+        disabled: (op, impl id) -> why it is off on all ranks.
+        unused: planned op -> why this engine is not seen to call it.
+        state: what plugins and patchers keep of this engine, by owner.
+        facts_of_lock: what a lock has of it; empty if the settings name none.
+        differs: what differs from that lock, on whichever rank, a sentence each.
         digest: the sealed plan's.
         remarks: what else there is to say of its start, a phrase each.
         operators, functions: which of vLLM's it takes, and which not.
@@ -109,7 +123,7 @@ class Serving:
         behind: op of vLLM's IR -> the other providers, in vLLM's order: what `stock` means there.
         layers: class of vLLM's -> how many layers of the model are the plan's class.
         overriders: operator -> who has overridden it after us, as far as that was said.
-        state: `starting`, `serving`, `ended` or `failed`: its start did.
+        status: `starting`, `serving`, `ended` or `failed`: its start did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
         metrics: the file of its counters, where the settings name one.
         report: the file of its report, where they name one.
@@ -121,8 +135,19 @@ class Serving:
     """
 
     plan: Plan
-    start: Start
+    facts: EngineFacts
+    rank: int
+    device: torch.device
     worker: Any = None
+    groups: Groups | None = None
+    joins: bool = False
+    worker_facts: dict[str, Any] = field(default_factory=dict)
+    table: Standing = field(default_factory=Standing)
+    disabled: dict[Key, Disabled] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    state: dict[object, Any] = field(default_factory=dict)
+    facts_of_lock: Mapping[str, Any] = field(default_factory=dict)
+    differs: list[str] = field(default_factory=list)
     digest: str = ""
     remarks: list[str] = field(default_factory=list)
     operators: Choice = field(default_factory=lambda: Choice({}, {}))
@@ -137,7 +162,7 @@ class Serving:
     behind: dict[str, list[str]] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
     overriders: dict[str, str] = field(default_factory=dict)
-    state: str = "starting"
+    status: str = "starting"
     error: dict[str, str] | None = None
     metrics: MetricsFile | None = None
     report: StateFile | None = None
@@ -197,7 +222,7 @@ class Serving:
         return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
 
 
-_serving: dict[int, tuple[Serving, object]] = {}
+_serving: dict[int, tuple[Engine, object]] = {}
 """id of an engine's table of layers -> (the engine, the table). The table is kept alive, so that no
 other one is given its id."""
 
@@ -205,13 +230,13 @@ other one is given its id."""
 class _Thread(threading.local):
     """What one thread is doing."""
 
-    engine: Serving | None = None
+    engine: Engine | None = None
 
 
 _thread = _Thread()
 
 
-def now() -> Serving | None:
+def now() -> Engine | None:
     """The engine that is calling; None where none of ours is."""
     if is_forward_context_available():
         found = _serving.get(id(get_forward_context().no_compile_layers))
@@ -221,7 +246,7 @@ def now() -> Serving | None:
 
 
 @contextmanager
-def calling(engine: Serving | None) -> Iterator[None]:
+def calling(engine: Engine | None) -> Iterator[None]:
     """What this thread calls inside the block is called by `engine`."""
     before, _thread.engine = _thread.engine, engine
     try:
@@ -231,7 +256,7 @@ def calling(engine: Serving | None) -> Iterator[None]:
 
 
 @contextmanager
-def without(engine: Serving) -> Iterator[None]:
+def without(engine: Engine) -> Iterator[None]:
     """What this process calls inside the block is not called by `engine`: it gets vLLM's own.
 
     For a process in which one thread alone runs the model.
@@ -260,16 +285,16 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
         noting = noted(what, is_last=is_last) if is_of_start else nullcontext()
         timing = phases_of(worker).during(STARTS[name]) if is_of_start else nullcontext()
         try:
-            with noting, timing, calling(worker.vllm_fl_serving):
+            with noting, timing, calling(worker.vllm_fl_engine):
                 return method(worker, *args, **kwargs)
         except BaseException as error:
-            serving: Serving | None = worker.vllm_fl_serving
-            if serving is not None and not name.startswith("vllm_fl_"):
+            engine: Engine | None = worker.vllm_fl_engine
+            if engine is not None and not name.startswith("vllm_fl_"):
                 time = datetime.now(UTC).isoformat(timespec="seconds")
-                serving.error = {"method": name, "why": scrub(quote(error)), "time": time}
+                engine.error = {"method": name, "why": scrub(quote(error)), "time": time}
                 if is_of_start:
-                    serving.state = "failed"
-                    serving.leave()
+                    engine.status = "failed"
+                    engine.leave()
             raise
 
     return called
