@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from ..engine.metrics import MetricsFile
     from ..engine.shadow import Shadow
     from ..engine.state_file import StateFile
+    from ..operate.metrics import MetricsFile
     from .seams.communicator import Groups
 
 STARTS = {

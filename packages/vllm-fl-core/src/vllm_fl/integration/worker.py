@@ -14,17 +14,30 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts, digest
 from ..engine.facts import EngineFacts
-from ..engine.metrics import MetricsFile
 from ..engine.phases import before_worker, phases_of
 from ..engine.plan import Plan, leave_place, take_place
 from ..engine.tables import Standing, standing, under
 from ..engine.trials import without_old_objects
 from ..logs import get_logger
+from ..operate import locking
+from ..operate import report_file as incident
+from ..operate.metrics import MetricsFile
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
-from . import after, incident, locking, probe, ranges
+from ..verify.made_inputs import (
+    Checks,
+    checks_of,
+    meets_a_compiler,
+    plan_of,
+    planned_for_nothing,
+    verified_plan,
+    verify_live,
+    verify_with_cache,
+)
+from . import probe, ranges
+from . import updates as after
 from .engines import Engine, calling, with_own_engine
 from .models import model_facts
 from .places import installed_bindings
@@ -47,16 +60,6 @@ from .seams.layers import (
     replace_layers,
 )
 from .seams.lookups import over_class, path_over, take_off
-from .verifying import (
-    Checks,
-    checks_of,
-    meets_a_compiler,
-    plan_of,
-    planned_for_nothing,
-    verified_plan,
-    verify_live,
-    verify_with_cache,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +174,7 @@ class PlannedWorker:
         # Steps of warming up are none of a request; of compiled code only tracings are seen.
         engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
         if engine.facts.settings.shadow is not None:
-            from .canary import watch  # which no other engine needs
+            from ..verify.sampling import watch  # which no other engine needs
 
             watch(engine)
         if engine.report is not None:

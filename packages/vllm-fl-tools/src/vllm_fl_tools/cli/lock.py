@@ -76,7 +76,7 @@ def text_of(value: Any, line_break: str = "\n") -> str:
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Raise UsageError where ranks are made of other things: no start would agree with the lock."""
-    from vllm_fl.integration.locking import differences  # imports vLLM, which verbs do on demand
+    from vllm_fl.operate.locking import differences  # imports vLLM, which verbs do on demand
 
     lock = Locked("", first["facts"], first["result"], first["seed"], first["tries"])
     for rank, other in enumerate(others, 1):

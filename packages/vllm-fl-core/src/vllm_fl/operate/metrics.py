@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..engine.plan import Plan
+from ..engine.state_file import EVERY, StateFile, of_worker
 from ..settings.schema import Settings
-from .plan import Plan
-from .state_file import EVERY, StateFile, of_worker
 
 if TYPE_CHECKING:
-    from .shadow import Shadow
+    from ..engine.shadow import Shadow
 
 FAMILIES = {
     "vllm_fl_plan_info": "What each op runs with.",

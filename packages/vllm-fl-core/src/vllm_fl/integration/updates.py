@@ -14,9 +14,9 @@ from typing import Any
 from ..errors import ServingError
 from ..logs import get_logger
 from ..text import quote
+from ..verify.made_inputs import checks_of, compared, seen_again, without
 from .engines import Engine
 from .ranks import Verdict, agree
-from .verifying import checks_of, compared, seen_again, without
 
 log = get_logger("engine")
 

@@ -23,15 +23,11 @@ from ..engine.trials import Request, Role, release
 from ..engine.tries import Tried, Tries
 from ..engine.warmup import warm_counts
 from ..errors import StartError
-from ..logs import get_logger
-from ..plugins.types import OpImpl
-from ..settings.policy import at_size
-from ..text import quote
-from . import locking, probe
-from .engines import Engine, calling
-from .places import installed_bindings, without_layers
-from .planning import plan_for
-from .ranks import (
+from ..integration import probe
+from ..integration.engines import Engine, calling
+from ..integration.places import installed_bindings, without_layers
+from ..integration.planning import plan_for
+from ..integration.ranks import (
     FAILED,
     REFUSES,
     REJECTED,
@@ -44,8 +40,13 @@ from .ranks import (
     lacking,
     refusing,
 )
-from .seams import attention, fusions, whole_layers
-from .seams.layers import foreign_code, layer_for, layer_table
+from ..integration.seams import attention, fusions, whole_layers
+from ..integration.seams.layers import foreign_code, layer_for, layer_table
+from ..logs import get_logger
+from ..operate import locking
+from ..plugins.types import OpImpl
+from ..settings.policy import at_size
+from ..text import quote
 
 if TYPE_CHECKING:
     pass

@@ -17,12 +17,12 @@ from ..engine.identity import THREADS, identity
 from ..engine.plan import Plan
 from ..engine.tables import standing
 from ..errors import LockError
+from ..integration.planning import plan_for, turned_on
 from ..logs import get_logger
 from ..settings.lock import Locked
 from ..settings.policy import OpOrder
 from ..settings.schema import Settings
 from ..text import HIDDEN, is_secret, scrub
-from .planning import plan_for, turned_on
 
 if TYPE_CHECKING:
     import torch

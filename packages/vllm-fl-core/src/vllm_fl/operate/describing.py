@@ -13,13 +13,13 @@ from ..engine.described import Described
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan
 from ..engine.tables import standing
+from ..integration.compat import obstacle
+from ..integration.models import model_facts
+from ..integration.planning import plan_for
+from ..integration.platform import is_overlay
 from ..settings.loading import load_startup
 from ..settings.policy import Mode
 from . import locking
-from .compat import obstacle
-from .models import model_facts
-from .planning import plan_for
-from .platform import is_overlay
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,10 +18,10 @@ from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
 from ..engine.state_file import of_worker
 from ..files import open_to_append
+from ..integration.engines import Engine
+from ..integration.places import installed_bindings
 from ..logs import get_logger
 from ..text import quote
-from .engines import Engine
-from .places import installed_bindings
 
 if TYPE_CHECKING:
     import torch

@@ -13,10 +13,10 @@ from typing import Any
 
 from ..dispatch import get_default_manager
 from ..engine.state_file import StateFile, of_worker
+from ..integration.compat import vllm_version
+from ..integration.engines import Engine
 from ..settings.schema import Setting, Settings
 from ..text import scrub
-from .compat import vllm_version
-from .engines import Engine
 
 SCHEMA = 1
 
