@@ -25,7 +25,7 @@ from vllm_fl.errors import StartError, VllmFLError
 from vllm_fl.integration.models import model_facts
 from vllm_fl.integration.planning import plan_for
 from vllm_fl.integration.engines import Engine
-from vllm_fl.verify.made_inputs import verified_plan
+from vllm_fl.integration.verifying import verified_plan
 from vllm_fl.settings.loading import load_startup
 
 torch.set_num_threads(1)  # as in a worker
@@ -56,7 +56,7 @@ def planned(case):
     if not load_startup().enabled:
         mode = "compiled" if config.compilation_config.mode else "eager"
         return {"mode": mode, "ops": {}, "ends": False, "sizes": sizes}
-    facts, _ = model_facts(pickle.loads(pickle.dumps(config)))
+    facts, _ = completed(facts_of(sent), sent)
     engine = Engine(plan_for(facts), facts, 0, torch.device("cpu"), joins=True)
     ends = False
     try:

@@ -21,9 +21,9 @@ import yaml
 from builders import X, managing, planning, refusing, silu
 
 from vllm_fl.engine import state_file
+from vllm_fl.engine.metrics import MetricsFile, exposition
 from vllm_fl.engine.shadow import Shadow
 from vllm_fl.engine.state_file import StateFile
-from vllm_fl.operate.metrics import MetricsFile, exposition
 
 OP = "silu_and_mul"
 ORDERED = {OP: ["vendor", "reference"]}

@@ -85,7 +85,7 @@ class Worker:
 
 
 def watched(worker: Worker) -> Any:
-    from vllm_fl.verify.sampling import watch
+    from vllm_fl.integration.canary import watch
 
     return watch(worker.engine)
 

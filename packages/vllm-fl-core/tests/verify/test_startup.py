@@ -23,9 +23,9 @@ from vllm_fl.engine.trials import Request
 from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.integration import places, verifying
 from vllm_fl.integration.engines import Engine
+from vllm_fl.integration.verifying import planned_for_nothing
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
-from vllm_fl.verify.made_inputs import planned_for_nothing
 
 OP, KEY = "silu_and_mul", ("silu_and_mul", "vendor.acme")
 

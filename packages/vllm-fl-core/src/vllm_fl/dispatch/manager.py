@@ -197,6 +197,7 @@ class OpManager(OlderManager):
         without_layer: bool = False,
         foreign: Mapping[str, str] | None = None,
         tokens: int | None = None,
+        facts: object = None,
     ) -> Trace:
         """Every candidate of `op` with what was decided about it.
 
@@ -211,6 +212,7 @@ class OpManager(OlderManager):
             foreign: the op's layers that another plugin has replaced -> whose they are.
             tokens: how many tokens a call has, where the op is ordered by size (`ceilings`); None
                 is more than every ceiling.
+            facts: an engine's (`EngineFacts`), for plugins that reject by them.
 
         Raises:
             UnknownOpError: neither a contract nor a plugin names `op`.

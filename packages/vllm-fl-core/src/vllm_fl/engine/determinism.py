@@ -7,7 +7,7 @@ served model's own sizes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,8 +18,7 @@ from ..contracts import Exact, OpSpec
 from ..contracts.batches import POOL
 from ..logs import get_logger
 from ..plugins import breadcrumb
-from ..plugins.snapshot import RegistrySnapshot
-from ..plugins.types import OpImpl
+from ..plugins.types import Impl, OpImpl
 from .facts import EngineFacts
 from .guarded import bits, rows_of
 from .trials import Form, Request, Role, Trials, lowered, token_counts
@@ -72,29 +71,28 @@ class Determinism:
     reason: str = ""
 
 
-def unmeasured(facts: EngineFacts, snapshot: RegistrySnapshot) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why it may not serve, of what nothing measures.
+def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -> dict[str, str]:
+    """Return impl id -> why it may not serve, of implementations that nothing measures.
 
-    Empty where the engine does not ask for batch-invariant implementations.
+    Empty if the engine does not ask for batch-invariant implementations.
 
     Args:
         facts: what the engine's configuration says.
-        snapshot: what is installed.
+        impls: the implementations of one op.
+        spec: its contract, if it has one.
     """
     asks, how = facts.wants_invariance, facts.settings.preflight
-    found: dict[tuple[str, str], str] = {}
-    for op, impls in snapshot.impls_by_op.items() if asks else ():
-        spec = snapshot.contracts.get(op)
-        for impl in impls:
-            why = ""
-            if not isinstance(impl, OpImpl):
-                why = "it names a class, which is not measured"
-            elif spec is not None and _has_no_rows(spec):
-                why = NO_ROWS
-            elif how != "verify":
-                why = f"VLLM_FL_PREFLIGHT={how} measures nothing"
-            if why:
-                found[op, impl.impl_id] = f"{asks}, and {why}"
+    found: dict[str, str] = {}
+    for impl in impls if asks else ():
+        why = ""
+        if not isinstance(impl, OpImpl):
+            why = "it names a class, which is not measured"
+        elif spec is not None and _has_no_rows(spec):
+            why = NO_ROWS
+        elif how != "verify":
+            why = f"VLLM_FL_PREFLIGHT={how} measures nothing"
+        if why:
+            found[impl.impl_id] = f"{asks}, and {why}"
     return found
 
 

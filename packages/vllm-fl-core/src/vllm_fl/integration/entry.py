@@ -78,6 +78,6 @@ def general_plugin() -> None:
     lay_in_place(startup.platform)
     metrics = os.environ.get(Settings.metrics.variable)
     if metrics:
-        from ..operate.scraping import show
+        from .scraping import show
 
         show(metrics)

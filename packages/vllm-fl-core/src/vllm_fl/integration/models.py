@@ -21,7 +21,6 @@ from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..text import quote
 from .places import installed_bindings, places
-from .planning import facts_of
 from .seams.layers import Layer, custom_op_of, layer_table
 
 if TYPE_CHECKING:
@@ -46,13 +45,8 @@ class Skeleton:
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]]
 
 
-def model_facts(vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
-    """What the configuration says, and what the model is made of, as far as that is known.
-
-    Raises:
-        SettingsError, PluginError: as `facts_of`.
-    """
-    facts = facts_of(vllm_config)
+def completed(facts: EngineFacts, vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
+    """Complete the facts of a configuration by what the model is made of, as far as it is known."""
     skeleton = skeleton_of(vllm_config) if vllm_config.model_config is not None else None
     if skeleton is None:
         return facts, None

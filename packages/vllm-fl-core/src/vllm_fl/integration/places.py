@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..contracts.binding import AttentionPlace, Binding, LayerPlace, Place
+from ..contracts.binding import AttentionPlace, Binding, GraphPlace, IrPlace, LayerPlace, Place
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import BackendImplKind, OpImpl
 
 if TYPE_CHECKING:
+    from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
 
 P = TypeVar("P", bound=Place)
@@ -92,3 +93,20 @@ def stock_form(
         return None
     kind = BackendImplKind.REFERENCE
     return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=traceable)
+
+
+def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
+    """Op -> why no call of it is to be expected, by what the model is made of."""
+    found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer of it")
+    named = "the settings name it, and this model has no place for it here"
+    found |= dict.fromkeys(facts.absent, named)  # those that only the user's settings plan
+    return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}
+
+
+def meets_a_compiler(binding: Binding | None) -> bool:
+    """Whether compiled code calls the op: operators and functions are called behind a compiler."""
+    return has(binding, LayerPlace, IrPlace, GraphPlace)
+
+
+def has(binding: Binding | None, *kinds: type) -> bool:
+    return binding is not None and any(isinstance(place, kinds) for place in binding.places)

@@ -11,7 +11,6 @@ from ..contracts.binding import Binding, FunctionPlace, GraphPlace, OperatorPlac
 from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
-from ..engine.determinism import unmeasured
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
 from ..engine.tables import Standing, standing, under
@@ -284,7 +283,6 @@ def plan_for(
         facts,
         demoted={
             **refusals(facts),
-            **unmeasured(facts, get_default_manager().registry.snapshot()),
             **(demoted or {}),
         },
         notes=notes
