@@ -39,7 +39,7 @@ import vllm_fl  # noqa: E402
 from vllm_fl import dispatch, errors  # noqa: E402
 from vllm_fl.contracts import contracts  # noqa: E402
 from vllm_fl.plugins import hookspecs  # noqa: E402
-from vllm_fl.plugins.loading import GROUP  # noqa: E402
+from vllm_fl.plugins.discovery import GROUP  # noqa: E402
 from vllm_fl.settings import loading  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
 from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables  # noqa: E402

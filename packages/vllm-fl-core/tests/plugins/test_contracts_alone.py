@@ -16,8 +16,9 @@ from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError
+from vllm_fl.plugins.discovery import CONTRACTS, GROUP, Found, discover
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import CONTRACTS, GROUP, Found, discover, load
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import OPS, RESERVED_OPS

@@ -23,8 +23,9 @@ from vllm_fl.contracts.binding import (
     OperatorPlace,
 )
 from vllm_fl.errors import PlaceError
+from vllm_fl.plugins.discovery import Found, discover
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import Found, discover, load
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import OPS

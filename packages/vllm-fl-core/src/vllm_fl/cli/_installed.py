@@ -10,9 +10,9 @@ from typing import Any
 
 from ..dispatch.platforms import foreign_platforms, targets_cpu, too_many
 from ..plugins.calling import ENDED
+from ..plugins.discovery import CONTRACTS, GROUP
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
-from ..plugins.loading import CONTRACTS, GROUP
 from ._environment import SHOWN, torch_build, torch_facts, version_of
 
 VLLMS = " for vLLM's platform of "

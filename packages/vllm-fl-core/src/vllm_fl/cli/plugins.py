@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..plugins.discovery import unmatched
 from ..plugins.installed import rivals
-from ..plugins.loading import unmatched
 from ..plugins.plugin import Plugin
 from ..text import clean
 from ._child import surviving

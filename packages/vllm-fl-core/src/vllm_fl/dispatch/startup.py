@@ -11,7 +11,7 @@ from functools import partial
 
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
-from ..plugins import breadcrumb
+from ..plugins import breadcrumb, discovery
 from ..plugins import loading as plugin_loader
 from ..plugins.calling import devices, policy_files, rejections
 from ..plugins.communicator import NAMED_CLASSES
@@ -147,13 +147,13 @@ def start(
     early = load_startup(env)
     set_log_level("DEBUG" if early.debug else early.log_level)
     asked = early if engine is None else engine
-    found = plugin_loader.discover(asked.plugin_modules)
-    warnings = plugin_loader.unmatched([each.owner for each in found], asked.plugins)
+    found = discovery.discover(asked.plugin_modules)
+    warnings = discovery.unmatched([each.owner for each in found], asked.plugins)
     crumbs = [f"An earlier {crumb}. `vllm-fl doctor` tells more." for crumb in breadcrumb.lost()]
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
-    _warn(plugin_loader.named_twice(plugins, asked.plugin_modules), "FL110")
+    _warn(discovery.named_twice(plugins, asked.plugin_modules), "FL110")
     for plugin in plugins:
         for remark in plugin.remarks:
             log.warning("%s [FL214]", remark)

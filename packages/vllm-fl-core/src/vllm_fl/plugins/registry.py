@@ -16,8 +16,9 @@ from ..errors import DuplicateError, PluginError
 from ..logs import get_logger
 from .attention import ATTENTION, from_older_form
 from .communicator import NAMED_CLASSES
+from .discovery import discover
 from .forms import fitted, shape
-from .loading import discover, load
+from .loading import load
 from .plugin import Owner, Plugin
 from .reserved import reservation
 from .snapshot import EMPTY, RegistrySnapshot
