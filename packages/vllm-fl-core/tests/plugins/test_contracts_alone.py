@@ -59,7 +59,13 @@ def found(distribution: str | None, plugin: Any = None, *requires: str, data: bo
         return plugin
 
     owner = Owner(str(distribution), distribution, "1.0")
-    return Found(owner, f"{distribution}.plugin", import_it, data, frozenset(requires))
+    return Found(
+        owner,
+        f"{distribution}.plugin",
+        import_it,
+        "contracts" if data else "backend",
+        frozenset(requires),
+    )
 
 
 def backend(distribution: str | None, op: str, *requires: str) -> Found:
@@ -211,5 +217,5 @@ def test_the_group_says_it_and_metadata_says_what_is_required(
     monkeypatch.syspath_prepend(str(tmp_path))
     every = {each.owner.distribution: each for each in discover()}
     acme, ops = every["fl-acme"], every["fl-acme-ops"]
-    assert (acme.is_data, ops.is_data) == (False, True)
+    assert (acme.kind, ops.kind) == ("backend", "contracts")
     assert acme.requires == {"fl-acme-ops", "torch", "pluggy"} and ops.requires == set()

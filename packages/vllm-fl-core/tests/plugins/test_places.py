@@ -85,7 +85,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
             brought.append(Contract(spec, module.__name__))
         hooks = SimpleNamespace(contracts=hookimpl(lambda: brought))
         owner = Owner(distribution, distribution, "1.0")
-        return Found(owner, f"{distribution}.plugin", lambda: hooks, is_data=True)
+        return Found(owner, f"{distribution}.plugin", lambda: hooks, kind="contracts")
 
     return made
 

@@ -271,7 +271,7 @@ class _Examined:
                     "tell the plugin's author.",
                     f"pip show {quoted(plugin.owner.name)}",
                 )
-        if all(each.is_data for each in found):
+        if not any(each.kind == "backend" for each in found):
             yield Finding(
                 "plugins",
                 "No backend is installed.",

@@ -48,6 +48,7 @@ def platform_plugin() -> str | None:
 
 def general_plugin() -> None:
     """Make our variables known to vLLM, and its platform ours where it has taken another plugin's.
+    Then extensions are called (`process_start`).
 
     vLLM comes here in every process, before a configuration is made from arguments.
 
@@ -58,6 +59,7 @@ def general_plugin() -> None:
     Raises:
         SettingsError: a variable that says how to start is wrong.
         PluginError: another distribution owns what is ours; or the platform plugin's error.
+        VllmFLError: an extension's.
     """
     from .compat import hide_our_variables, obstacle
 
@@ -76,6 +78,9 @@ def general_plugin() -> None:
     from .platform import lay_in_place
 
     lay_in_place(startup.platform)
+    from ..dispatch.startup import begin_process
+
+    begin_process()
     metrics = os.environ.get(Settings.metrics.variable)
     if metrics:
         from .scraping import show

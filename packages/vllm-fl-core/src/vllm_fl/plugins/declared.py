@@ -8,8 +8,23 @@ from collections.abc import Callable, Sequence
 from inspect import getattr_static
 from typing import Any
 
+from .discovery import CONTRACTS, GROUP
 from .hookspecs import HOOK_API, PROJECT
+from .plugin import Kind
 from .types import PLUGIN_KEY, SettingSpec
+
+OF_EXTENSIONS = (
+    "communicator_checks",
+    "doctor",
+    "engine_session",
+    "inspect_plan",
+    "process_start",
+    "rejections",
+    "settings",
+    "worker_report",
+    "worker_start",
+)
+"""The hooks that an extension may implement."""
 
 OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
 
@@ -36,6 +51,35 @@ def forms_of(plugin: object) -> tuple[tuple[str, ...], Callable[[Any], object] |
         f"it points at {plugin!r}, which implements no hook: point it at a module whose functions "
         "carry @hookimpl, or at register_builtins(registry)"
     )
+
+
+def check_kind(kind: Kind, hooks: Sequence[str]) -> None:
+    """Check that a plugin implements only hooks that the group of its entry point is for."""
+    if kind == "contracts" and hooks != ("contracts",):
+        raise TypeError(
+            f"the group {CONTRACTS} is for plugins that bring contracts alone, and it "
+            f"implements {', '.join(hooks)}: name it in the group {GROUP}"
+        )
+    others = [hook for hook in hooks if hook not in OF_EXTENSIONS]
+    if kind == "extension" and others:
+        raise TypeError(
+            f"an extension implements only {', '.join(OF_EXTENSIONS)}, and it implements "
+            f"{', '.join(others)}"
+        )
+    if kind == "backend" and "process_start" in hooks:
+        raise TypeError(
+            "process_start is for extensions: a backend is not imported when a process starts"
+        )
+
+
+def verifies_of(plugin: object, hooks: Sequence[str]) -> bool:
+    """Whether the plugin declares that it verifies kernels."""
+    verifies = getattr(plugin, "VERIFIES", False)
+    if not isinstance(verifies, bool):
+        raise TypeError(f"its VERIFIES is {verifies!r}; expected True or False")
+    if verifies and "inspect_plan" not in hooks:
+        raise TypeError("its VERIFIES is True, and it does not implement inspect_plan")
+    return verifies
 
 
 def check_api(plugin: object) -> None:

@@ -9,15 +9,21 @@ from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
+from ..errors import PluginError
 from ..text import clean, nearest
 from .installed import canonical, entry_points, identity, required_by
-from .plugin import Owner, Plugin
-from .reserved import brings_ops
+from .plugin import Kind, Owner, Plugin
+from .reserved import EXTENDERS, brings_ops, may_extend
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
 """The group of plugins that bring contracts and nothing else. They are data: what is allowed to
 load brings along those that it requires."""
+EXTENSIONS = "vllm_fl.extension"
+"""The group of this project's own extensions of an engine."""
+
+KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: "extension"}
+"""Group -> what its plugins are for."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,19 @@ class Found:
     owner: Owner
     target: str
     load: Callable[[], object]
-    is_data: bool = False
-    """Whether it brings contracts and nothing else, as its group says."""
+    kind: Kind = "backend"
     requires: frozenset[str] = frozenset()
     """The distributions that its own requires."""
+
+    @property
+    def refusal(self) -> PluginError | None:
+        """Why it is not imported, whatever the settings say; None if it may be."""
+        if self.kind != "extension" or may_extend(self.owner.distribution):
+            return None
+        return self.owner.error(
+            f" is not imported: the group {EXTENSIONS} is only for {', '.join(sorted(EXTENDERS))}. "
+            f"Its author should use the group {GROUP}."
+        )
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
@@ -39,7 +54,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
     Reads metadata only; nothing is imported.
     """
     found = []
-    for entry in entry_points(GROUP, CONTRACTS):
+    for entry in entry_points(*KINDS):
         dist = entry.dist
         name, version, problem = (None, None, "") if dist is None else identity(dist)
         owner = Owner(
@@ -50,7 +65,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
         )
         load = partial(_fail, problem) if problem else entry.load
         requires = frozenset() if dist is None else required_by(dist)
-        found.append(Found(owner, entry.value, load, entry.group == CONTRACTS, requires))
+        found.append(Found(owner, entry.value, load, KINDS[entry.group], requires))
     found.sort(key=lambda f: (canonical(f.owner.distribution or ""), f.owner.plugin, f.target))
     unique: dict[tuple[str | None, str, str], Found] = {}
     for f in found:  # one distribution may lie on the path twice, as an editable install does
@@ -60,31 +75,33 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
 
 
 def select_allowed(found: Sequence[Found], only: Collection[str] | None) -> list[Found]:
-    """Those that may load: what the user names, and the contracts that come along.
+    """Those that may load: what the user names, the contracts that come along, and extensions.
 
-    Contracts alone are data. They come along with what is named and requires them, and those of
-    this project with whatever is named. Where nothing is named none of them is needed.
+    An extension is loaded whatever the user names. Contracts alone are data. They come along with
+    what is named and requires them, and those of this project with whatever is named. Where nothing
+    is named none of them is needed.
     """
+    found = [each for each in found if each.refusal is None]
     if only is None:
-        return [*found]
+        return found
     names = {canonical(name) for name in only}
 
     def is_named(each: Found) -> bool:
         # A module has no distribution: VLLM_FL_PLUGIN_MODULES has asked for it by name already.
         return each.owner.distribution is None or canonical(each.owner.distribution) in names
 
-    allowed = [each for each in found if is_named(each)]
+    extensions = [each for each in found if each.kind == "extension"]
+    data = [each for each in found if each.kind == "contracts"]
+    allowed = [each for each in found if is_named(each) and each not in extensions]
     if only or allowed:
-        allowed += [f for f in found if f.is_data and brings_ops(f.owner) and f not in allowed]
+        allowed += [each for each in data if brings_ops(each.owner) and each not in allowed]
     for each in allowed:  # grows while it is walked: contracts may require contracts
         allowed += [
             other
-            for other in found
-            if other.is_data
-            and other not in allowed
-            and canonical(other.owner.distribution or "") in each.requires
+            for other in data
+            if other not in allowed and canonical(other.owner.distribution or "") in each.requires
         ]
-    return allowed
+    return allowed + extensions
 
 
 def remedy_for(found: Found, allowed: Iterable[str]) -> str:
@@ -92,10 +109,12 @@ def remedy_for(found: Found, allowed: Iterable[str]) -> str:
 
     Args:
         found: the plugin.
-        allowed: the distributions whose plugins are loaded, but for those of contracts alone.
+        allowed: the distributions whose backends are loaded.
     """
     owner = found.owner
-    if found.is_data:
+    if found.kind == "extension":
+        return "Reinstall it: VLLM_FL_PLUGINS does not leave it out."
+    if found.kind == "contracts":
         return "Reinstall it: no engine runs an implementation of an op that has no contract."
     if owner.distribution is None:
         return "No other plugin needs it: mend it, or take it out of VLLM_FL_PLUGIN_MODULES."

@@ -21,8 +21,8 @@ from ..logs import get_logger
 from ..text import clean
 from . import hookspecs
 from .calling import ENDED, contained, whose
-from .declared import check_api, check_settings, forms_of, kernels_of
-from .discovery import CONTRACTS, GROUP, Found, module_of, remedy_for, select_allowed
+from .declared import check_api, check_kind, check_settings, forms_of, kernels_of, verifies_of
+from .discovery import Found, module_of, remedy_for, select_allowed
 from .hookspecs import PROJECT
 from .installed import CORE
 from .plugin import Owner, Plugin, Status
@@ -91,9 +91,10 @@ def load(
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each in isolation.
 
-    An (op, id) that two of them claim, or that is reserved for another one, is loaded from nobody
-    but the one that it is reserved for; their other implementations stay. A module that the user
-    names is left out where an entry point that is loaded leads to it: it is one plugin.
+    An extension of another distribution than this project's is refused. An (op, id) that two of
+    them claim, or that is reserved for another one, is loaded from nobody but the one that it is
+    reserved for; their other implementations stay. A module that the user names is left out where
+    an entry point that is loaded leads to it: it is one plugin.
 
     Args:
         registry: what they register into. A plugin that fails leaves nothing in it.
@@ -105,19 +106,21 @@ def load(
     allowed = select_allowed(found, only)
     reached = {module_of(f.target) for f in allowed if f.owner.distribution is not None}
     found = [f for f in found if f.owner.distribution is not None or f.target not in reached]
-    names = [f.owner.distribution for f in allowed if f.owner.distribution and not f.is_data]
+    names = [f.owner.distribution for f in allowed if f.owner.distribution and f.kind == "backend"]
     todos = {each.owner: remedy_for(each, names) for each in found}
     brought: list[tuple[Plugin, list[Any]]] = []
     for candidate in found:
         owner = candidate.owner
         if candidate not in allowed:
-            disabled = Plugin(owner, candidate.target, "disabled", is_data=candidate.is_data)
-            brought.append((disabled, []))
+            refusal = candidate.refusal
+            status: Status = "disabled" if refusal is None else "failed"
+            left_out = Plugin(owner, candidate.target, status, error=refusal, kind=candidate.kind)
+            brought.append((left_out, []))
             continue
         before = dict(os.environ)
         plugin, impls = _bring(candidate, registry, todos[owner])
         remarks = _undo(before, owner)
-        brought.append((replace(plugin, remarks=remarks, is_data=candidate.is_data), impls))
+        brought.append((replace(plugin, remarks=remarks, kind=candidate.kind), impls))
     brought = _without_clashes(registry, brought, variables)
     refused = _add_contracts(registry, [plugin for plugin, _ in brought])
     told = [todos[each.owner] for each in found]  # a loaded plugin's owner knows its kernels, too
@@ -168,6 +171,7 @@ def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[An
     owner = found.owner
     own = _package(found.target)
     hooks: tuple[str, ...] = ()
+    verifies = False
     impls: list[Any] = []
     specs: list[Any] = []
     contracts: list[tuple[Contract, Binding]] = []
@@ -178,12 +182,9 @@ def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[An
         with contained(owner, "the import", todo, own):
             plugin = found.load()
             hooks, old_form = forms_of(plugin)
-            if found.is_data and hooks != ("contracts",):
-                raise TypeError(
-                    f"the group {CONTRACTS} is for plugins that bring contracts alone, and it "
-                    f"implements {', '.join(hooks)}: name it in the group {GROUP}"
-                )
+            check_kind(found.kind, hooks)
             check_api(plugin)
+            verifies = verifies_of(plugin, hooks)
             owner = replace(owner, kernels=kernels_of(plugin))
         with contained(owner, "the registration", todo, own):
             if old_form is not None:
@@ -199,7 +200,7 @@ def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[An
                 check_settings(specs)
                 contracts = [(c, _binding(c)) for c in _results(manager, "contracts")]
     except PluginError as error:
-        return Plugin(owner, found.target, "failed", hooks, error=error), []
+        return Plugin(owner, found.target, "failed", hooks, error=error, verifies=verifies), []
     plugin = Plugin(
         owner,
         found.target,
@@ -208,6 +209,7 @@ def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[An
         manager=manager,
         settings=tuple(specs),
         contracts=tuple(contracts),
+        verifies=verifies,
     )
     return plugin, impls
 

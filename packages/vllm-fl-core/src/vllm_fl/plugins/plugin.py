@@ -15,6 +15,9 @@ from .types import SettingSpec
 
 Status = Literal["ok", "partial", "failed", "disabled"]
 
+Kind = Literal["backend", "contracts", "extension"]
+"""What a plugin is for, as the group of its entry point says."""
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -88,7 +91,9 @@ class Plugin:
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
         contracts: the ops that it brings, each with its places in vLLM.
-        is_data: whether it brings contracts and nothing else, by the group of its entry point.
+        kind: what it is for. `contracts` has contracts and nothing else; an `extension` belongs to
+            this project, provides no implementations, and is loaded whatever VLLM_FL_PLUGINS says.
+        verifies: whether it verifies kernels, as its module declares (`VERIFIES = True`).
     """
 
     owner: Owner
@@ -102,7 +107,8 @@ class Plugin:
     lost: tuple[tuple[str, str], ...] = ()
     settings: tuple[SettingSpec[Any], ...] = ()
     contracts: tuple[tuple[Contract, Binding], ...] = ()
-    is_data: bool = False
+    kind: Kind = "backend"
+    verifies: bool = False
 
     @property
     def lost_contracts(self) -> bool:

@@ -288,7 +288,7 @@ def known_contracts() -> RegistrySnapshot:
     fails to load is logged, once.
     """
     registry = OpRegistry(EMPTY)
-    for plugin in load(registry, [each for each in discover() if each.is_data]):
+    for plugin in load(registry, [each for each in discover() if each.kind == "contracts"]):
         if plugin.error is not None:
             log.error("%s", plugin.error)
     return registry.snapshot()
