@@ -106,8 +106,8 @@ def test_the_workers_methods_that_run_the_model_call_for_its_engine() -> None:
     worker.execute_model("early")
     worker.vllm_fl_engine = engine()
     given_back: list[str] = []
-    worker.vllm_fl_engine.on_exit(given_back.append, "the first")
-    worker.vllm_fl_engine.on_exit(given_back.append, "the last")
+    worker.vllm_fl_engine.on_unbind(given_back.append, "the first")
+    worker.vllm_fl_engine.on_unbind(given_back.append, "the last")
     assert worker.execute_model("batch", more=2) == ("batch", 2)
     assert worker.seen == [None, worker.vllm_fl_engine] and not given_back
     with pytest.raises(MemoryError):

@@ -16,9 +16,9 @@ from .seams.ir import bind_provider, reset_priorities
 def bind(engine: Engine) -> None:
     """Seal the plan, and change vLLM's configuration and code of this process as it says."""
     config, contents = engine.config, engine.contents
-    engine.on_exit(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
+    engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
     plan = engine.plan = take_place(engine.plan)
-    engine.on_exit(leave_place, plan)
+    engine.on_unbind(leave_place, plan)
     if plan.place > 1:  # its operators have other names: compiled code of another's is not its
         contents = {**contents, "place": plan.place}
     assert engine.facts.dtype is not None  # a worker has a model
@@ -35,7 +35,7 @@ def bind(engine: Engine) -> None:
     bind_provider(engine, by_range=ranges.is_compiled_by_range(config))
     apply(plan, config)
     reset_priorities(engine)
-    engine.on_exit(seal(config, engine.digest))
+    engine.on_unbind(seal(config, engine.digest))
     engine.begin(config)
     operators.take(engine, engine.device)
     functions.take(engine)

@@ -165,8 +165,8 @@ class Engine:
     behind: dict[str, list[str]] = field(default_factory=dict)
     layers: dict[str, int] = field(default_factory=dict)
     overriders: dict[str, str] = field(default_factory=dict)
-    _held: ExitStack = field(default_factory=ExitStack, init=False)
-    _sessions: ExitStack = field(default_factory=ExitStack, init=False)
+    _bound: ExitStack = field(default_factory=ExitStack, init=False)
+    _exits: ExitStack = field(default_factory=ExitStack, init=False)
     _on_serving: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     def gather(self, what: str, mine: T) -> list[T]:
@@ -191,43 +191,43 @@ class Engine:
         if not self.joins:
             exchange(what, None, why)
 
-    def on_exit(self, undo: Callable[..., object], *args: Any) -> None:
+    def on_unbind(self, undo: Callable[..., object], *args: Any) -> None:
         """Call `undo` when the plan is unbound: the engine ends, or is bound to another plan."""
-        self._held.callback(undo, *args)
+        self._bound.callback(undo, *args)
 
-    def on_serving(self, then: Callable[[], object]) -> None:
-        """Call `then` just before requests are taken."""
-        self._on_serving.append(then)
+    def on_exit(self, f: Callable[[], object]) -> None:
+        """Call `f` when the engine ends or its startup fails, before the plan is unbound."""
+        self._exits.callback(f)
+
+    def on_serving(self, f: Callable[[], object]) -> None:
+        """Call `f` just before the engine takes requests."""
+        self._on_serving.append(f)
 
     def active(self) -> AbstractContextManager[None]:
         """Let calls of this thread inside the block be this engine's."""
         return calling(self)
 
-    def enter(self, session: AbstractContextManager[object]) -> None:
-        """Enter a session, which ends when the engine does or its startup fails."""
-        self._sessions.enter_context(session)
-
     def serve(self) -> None:
         """Call what waits for the engine to serve."""
         self.status = "serving"
-        for then in self._on_serving:
-            then()
+        for f in self._on_serving:
+            f()
 
-    def leave(self) -> None:
+    def unbind(self) -> None:
         """Undo what binds the plan, the latest first. A second call does nothing."""
-        self._held.close()
+        self._bound.close()
 
-    def end(self, status: str, error: BaseException | None = None) -> None:
-        """End the sessions, then undo what binds the plan. A second call does nothing."""
+    def end(self, status: str) -> None:
+        """Call what waits for the end, then unbind the plan. A second call does nothing."""
         self.status = status
-        with self._held:
-            self._sessions.__exit__(type(error) if error else None, error, None)
+        with self._bound:
+            self._exits.close()
 
     def begin(self, vllm_config: VllmConfig) -> None:
         """From now on forward passes of this configuration's engine are known as this one's."""
         layers = vllm_config.compilation_config.static_forward_context
         _engines[id(layers)] = self, layers
-        self.on_exit(_engines.pop, id(layers), None)
+        self.on_unbind(_engines.pop, id(layers), None)
 
     @property
     def config(self) -> VllmConfig:
@@ -335,7 +335,7 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
                 time = datetime.now(UTC).isoformat(timespec="seconds")
                 engine.error = {"method": name, "why": scrub(quote(error)), "time": time}
                 if is_of_start:
-                    engine.end("failed", error)
+                    engine.end("failed")
             raise
 
     return called

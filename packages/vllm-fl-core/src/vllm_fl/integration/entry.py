@@ -13,7 +13,6 @@ from ..errors import OwnerError, VllmFLError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins.installed import rivals
 from ..settings.loading import load_startup
-from ..settings.schema import Settings
 from ..text import quote
 
 log = get_logger("engine")
@@ -81,8 +80,3 @@ def general_plugin() -> None:
     from ..dispatch.startup import begin_process
 
     begin_process()
-    metrics = os.environ.get(Settings.metrics.variable)
-    if metrics:
-        from .scraping import show
-
-        show(metrics)

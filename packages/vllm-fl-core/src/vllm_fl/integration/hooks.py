@@ -1,20 +1,19 @@
-"""Call the hooks of an engine: what plugins object to, keep a session for, check and report."""
+"""Ask the loaded plugins what an engine needs of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any
 
 from ..dispatch import get_default_manager
-from ..plugins.calling import call_hook, leave_out
+from ..plugins.asking import asking, checks, enter_session, objections, sections
 from ..plugins.inspection import Check, GroupFacts, Key, Moment, Objection
 from ..plugins.plugin import Plugin
 from .engines import Engine
 
 
 def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
-    """Return what plugins object to on this rank; of two objections the first.
+    """Return what plugins object to on this rank; of two objections to one the first.
 
     Args:
         engine: the engine.
@@ -22,43 +21,33 @@ def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key,
         verifies: whether verifiers are asked, or all other plugins.
 
     Raises:
-        PluginError: a plugin failed; VllmFLError: what it raised of ours.
+        VllmFLError: a plugin failed, or raised one itself.
     """
     found: dict[Key, Objection] = {}
     for plugin in _having("inspect_plan"):
         if plugin.verifies is verifies:
-            for each in _called(plugin, "inspect_plan", Mapping, engine=engine, moment=moment):
-                found = {**each, **found}
+            found = {**objections(plugin, engine, moment), **found}
     return found
 
 
 def start_sessions(engine: Engine) -> None:
     """Enter the sessions of plugins, which end with the engine."""
     for plugin in _having("engine_session"):
-        for session in _called(plugin, "engine_session", AbstractContextManager, engine=engine):
-            engine.enter(session)
+        engine.on_exit(enter_session(plugin, engine))
 
 
-def reports(engine: Engine) -> dict[str, Any]:
-    """Return what plugins add to the worker's report, by its top-level keys."""
-    found: dict[str, Any] = {}
+def reports(engine: Engine, known: dict[str, Any]) -> dict[str, Any]:
+    """Return a worker's report with what plugins add to it, by its top-level keys."""
     for plugin in _having("worker_report"):
-        for each in _called(plugin, "worker_report", Mapping, engine=engine):
-            found |= each
-    return found
+        known = {**known, **sections(plugin, engine, known)}
+    return known
 
 
 def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) -> Iterator[Check]:
     """Yield the checks of a communicator, in the same order on all ranks of its group."""
     for plugin in _having("communicator_checks"):
-        given = {"engine": engine, "communicator": communicator, "group": group}
-        for checks in _called(plugin, "communicator_checks", Iterable, **given):
-            yield from checks
+        yield from checks(plugin, engine, communicator, group)
 
 
 def _having(hook: str) -> list[Plugin]:
-    return [each for each in get_default_manager().registry.plugins if hook in each.hooks]
-
-
-def _called(plugin: Plugin, hook: str, kind: type, **arguments: Any) -> list[Any]:
-    return call_hook(plugin, hook, kind, leave_out(plugin.owner.distribution), **arguments)
+    return asking(get_default_manager().registry.plugins, hook)

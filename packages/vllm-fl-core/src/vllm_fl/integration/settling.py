@@ -128,7 +128,7 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
         engine.groups.replace()
         return
     if moment is not Moment.PLANNED:
-        engine.leave()
+        engine.unbind()
     make_plan(engine)
     if moment is not Moment.PLANNED:
         settle(engine, Moment.PLANNED)

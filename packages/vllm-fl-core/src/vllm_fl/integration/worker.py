@@ -207,7 +207,7 @@ class PlannedWorker:
         plan = engine.plan
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
-        return {
+        report = {
             "rank": self.rank,
             "mode": plan.mode,
             "digest": engine.digest,
@@ -234,8 +234,8 @@ class PlannedWorker:
                 "of them: compiling": getattr(compilation, "compilation_time", 0.0),
             },
             "wrong": _nested(engine.wrong),
-            **reports(engine),
         }
+        return reports(engine, report)
 
     def shutdown(self) -> None:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""

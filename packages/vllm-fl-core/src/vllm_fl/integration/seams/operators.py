@@ -282,7 +282,7 @@ def take(engine: Engine, device: torch.device) -> None:
     """
     key, defined = _dispatch_key(device), engine.operators.defined
     empty.define(defined)
-    engine.on_exit(lambda: empty.forget(defined, {o.place.name for o in _left_behind}))
+    engine.on_unbind(lambda: empty.forget(defined, {o.place.name for o in _left_behind}))
     taking.take(engine, engine.operators, partial(_Override, key=key), key)
 
 

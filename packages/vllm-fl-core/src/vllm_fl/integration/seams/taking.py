@@ -186,7 +186,7 @@ def take(
             bound = plan.without_layer(op, grants, last=last)
             assert bound is not None  # `choose` leaves other ops to vLLM
             engine.answers[stand] = Answer(place.route(bound), leaving(place, plan.stock_at(op)))
-            engine.on_exit(_give_back, engine, stand, key)
+            engine.on_unbind(_give_back, engine, stand, key)
     for op, left in chosen.left.items():
         for name, why in left.items():
             log.debug("Op '%s': %s is left to vLLM: %s", op, name, why)
