@@ -129,7 +129,7 @@ def engine(plan: Plan, *found: OperatorPlace) -> Iterator[Choice]:
         with calling(engine):
             yield engine.operators
     finally:
-        engine.leave()
+        engine.unbind()
 
 
 def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: None) -> None:

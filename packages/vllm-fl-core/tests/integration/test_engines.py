@@ -33,7 +33,7 @@ def two() -> Iterator[tuple[tuple[Engine, Any], tuple[Engine, Any]]]:
         each.begin(config)
     yield found  # type: ignore[misc]
     for each, _ in found:
-        each.leave()
+        each.unbind()
 
 
 def forward(config: Any) -> Any:
@@ -76,10 +76,10 @@ def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(two: Any) -
 def test_an_engine_that_has_ended_calls_no_more() -> None:
     ended, config = engine(), engine_config()
     ended.begin(config)
-    ended.leave()
+    ended.unbind()
     with forward(config):
         assert engines.now() is None
-    ended.leave()  # a second shutdown
+    ended.unbind()  # a second shutdown
 
 
 class Worker:

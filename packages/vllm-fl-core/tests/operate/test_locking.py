@@ -15,7 +15,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from vllm_fl.errors import LockError
-from vllm_fl.integration.locking import differences, refuse
+from vllm_fl.operate.locking import differences, refuse
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import Locked, sealed
 from vllm_fl.settings.schema import Settings

@@ -33,7 +33,9 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.integration import ranks, verifying
+from vllm_fl.integration import engines, settling
+from vllm_fl.integration.ranks import FAILED, Opinion, RanksFailed
+from vllm_fl.plugins.inspection import Objection
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -103,6 +105,9 @@ class Worker:
         self.model_runner = Runner()
         self.model_runner.config = vllm_config
 
+    def init_device(self):
+        pass
+
     def load_model(self, **options):
         with set_current_vllm_config(self.vllm_config):
             self.model = self.model_runner.model = Model()
@@ -115,16 +120,18 @@ class Worker:
 
 
 
-def agree(mine):
+def exchange(what, mine, failure=""):
+    if failure:
+        raise RanksFailed([f"rank 0: {failure}"])
     key = "silu_and_mul", "vendor.wrong"
     # The other rank finds it on its own shard, once.
-    is_live = os.environ.get("THEIRS") and not mine.facts
-    found = {key: "wrong in layer blocks.1"} if is_live and len(calls) == 4 else {}
-    theirs = replace(mine, rank=1, faults=found)
-    return [mine, theirs]
+    if os.environ.get("THEIRS") and "loaded" in what and len(calls) == 4:
+        theirs = Opinion({key: Objection(FAILED, "wrong in layer blocks.1")})
+        return [mine, theirs if isinstance(mine, Opinion) else mine]
+    return [mine, mine]
 
 
-verifying.agree = agree
+engines.exchange = exchange
 settings = load_settings(
     {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": "verify",
      "VLLM_FL_STRICT": os.environ.get("STRICT", "0"),
@@ -141,6 +148,7 @@ object.__setattr__(config.scheduler_config, "max_num_batched_tokens", 512)
 worker = type("Planned", (PlannedWorker, Worker), {})(config)
 told = {}
 try:
+    worker.init_device()
     worker.load_model()
 except Exception as error:
     told["raised"] = str(error)
@@ -226,7 +234,7 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
     assert told["bound"] == [True, True] and told["right"]
     # Tried at the largest batch, too, before it is out, then the model without it.
-    assert told["calls"] == [*COUNTS, 512, *COUNTS, 512, *COUNTS]
+    assert told["calls"] == [*COUNTS, 512, *COUNTS, *COUNTS]
     assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line

@@ -240,7 +240,7 @@ def common_table(opinions: Sequence[Opinion]) -> Standing:
 def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
     """Return what one rank would serve with, and another one does not have."""
     found: dict[Key, Disabled] = {}
-    for rows, impls in (item for each in opinions for item in each.contents["ops"].items()):
+    for rows, impls in (item for each in opinions for item in each.contents.get("ops", {}).items()):
         op = rows.partition("(")[0]  # of one that is ordered by size, a row
         for impl in impls:
             key = op, impl["impl"]

@@ -127,8 +127,10 @@ def check(engine: Engine, occasion: str) -> str:
         return error.message
     found = "; ".join(engine.remarks[Moment.UPDATED])
     if engine.rank == 0 and found:
-        say = log.warning if "nothing was verified" in found else log.info
-        say("After %s: %s", occasion, found)
+        if found.startswith("nothing was verified"):
+            log.warning("After %s %s", occasion, found)
+        else:
+            log.info("After %s: %s", occasion, found)
     return found
 
 
