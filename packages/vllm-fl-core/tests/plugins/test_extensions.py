@@ -208,7 +208,7 @@ def ending(error: Exception) -> Any:
         ("engine_session", 7, "expected AbstractContextManager or None"),
         ("engine_session", ending(OSError("no space left")), "no space left"),
         ("worker_report", ["plan"], "expected Mapping or None"),
-        ("worker_report", {"plan": {}}, "worker_report returned plan, which others have"),
+        ("worker_report", {"plan": {}}, "returned plan, which the report already has"),
         ("worker_report", {"acme": object()}, "not JSON serializable"),
         ("communicator_checks", 7, "expected Iterable or None"),
         ("communicator_checks", [print], "expected Check"),
@@ -285,7 +285,7 @@ def test_without_a_verifier_nothing_is_known_to_be_batch_invariant() -> None:
     manager = OpManager()
     manager.use_startup(Startup((), load_settings({}, platform="cpu")), registry)
     trace = manager.trace("silu_and_mul", engine=True, facts=ASKS)
-    why = "VLLM_BATCH_INVARIANT=1, and nothing here measures that"
+    why = "VLLM_BATCH_INVARIANT=1, and nothing here measures invariance"
     assert ("vendor.acme", why) in trace.rejected
     assert manager.trace("silu_and_mul", engine=True, facts=FREE).selected is IMPL
 

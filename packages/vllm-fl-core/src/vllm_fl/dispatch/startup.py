@@ -173,10 +173,10 @@ def start(
 def begin_process() -> None:
     """Call the hook `process_start` of the installed extensions, once in this process.
 
-    Only extensions are imported. One that fails is logged; `start` logs one that cannot be loaded.
+    Only extensions are imported. Their errors are logged; `start` logs errors of loading them.
 
     Raises:
-        VllmFLError: an extension raised one that is no PluginError, such as a SettingsError.
+        VllmFLError: an extension raised an error of core (`SettingsError`), not a `PluginError`.
     """
     found = [each for each in discovery.discover() if each.kind == "extension"]
     plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=TAKEN)

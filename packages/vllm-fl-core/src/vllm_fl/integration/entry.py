@@ -58,7 +58,7 @@ def general_plugin() -> None:
     Raises:
         SettingsError: a variable that says how to start is wrong.
         PluginError: another distribution owns what is ours; or the platform plugin's error.
-        VllmFLError: an extension's.
+        VllmFLError: an extension ends the startup.
     """
     from .compat import hide_our_variables, obstacle
 

@@ -1,7 +1,7 @@
 """Call the hooks of an engine, one plugin at a time, and check what each returns.
 
-An error of core's own (`VllmFLError`) is left as it is; any other exception of a plugin becomes a
-`PluginError` that names the plugin.
+Errors of core (`VllmFLError`) pass unchanged; any other exception becomes a `PluginError` with the
+name of the plugin.
 """
 
 from __future__ import annotations
@@ -18,28 +18,25 @@ from .plugin import Plugin
 
 
 def asking(plugins: Iterable[Plugin], hook: str) -> list[Plugin]:
-    """The loaded plugins that implement `hook`, in the order in which core asks them.
-
-    That is the order of loading, with those that verify last.
-    """
+    """The loaded plugins that implement `hook`: first in order of loading, verifiers last."""
     asked = [each for each in plugins if each.manager is not None and hook in each.hooks]
     return sorted(asked, key=lambda each: each.verifies)
 
 
 def in_hook(plugin: Plugin, hook: str, *, named: bool = True) -> contained:
-    """The block in which a plugin's hook runs, or code that the hook has returned.
+    """Contain a plugin's hook, or code that the hook has returned.
 
     Args:
         plugin: the plugin.
         hook: the hook.
-        named: as for `contained`. A verifier takes long, and names what it runs itself.
+        named: as for `contained`. A verifier is slow, and names each implementation that it runs.
     """
     todo, named = leave_out(plugin.owner.distribution), named and not plugin.verifies
     return contained(plugin.owner, f"its {hook} hook", todo, named=named, passing=True)
 
 
 def objections(plugin: Plugin, engine: Engine, moment: Moment) -> dict[Key, Objection]:
-    """What a plugin objects to at this moment (`inspect_plan`)."""
+    """The objections of a plugin at this moment (`inspect_plan`)."""
     with in_hook(plugin, "inspect_plan"):
         found: dict[Key, Objection] = {}
         for each in results_of(plugin, "inspect_plan", Mapping, engine=engine, moment=moment):
@@ -48,7 +45,7 @@ def objections(plugin: Plugin, engine: Engine, moment: Moment) -> dict[Key, Obje
 
 
 def _objection(key: Any, told: Any) -> tuple[Key, Objection]:
-    """The same in plain types, since ranks exchange it."""
+    """An objection in plain types: ranks exchange it."""
     if not isinstance(told, Objection):
         raise TypeError(f"inspect_plan returned {told!r} for {key!r}; expected Objection")
     op, impl_id = key
@@ -80,13 +77,15 @@ def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict
     Args:
         plugin: the plugin.
         engine: the engine.
-        taken: the keys that the report has already; a plugin's is an error.
+        taken: the keys that the report already has; another value for these is an error.
     """
     with in_hook(plugin, "worker_report", named=False):
         results = results_of(plugin, "worker_report", Mapping, engine=engine)
         found = {str(key): value for each in results for key, value in each.items()}
         if twice := [key for key in found if key in taken]:
-            raise ValueError(f"worker_report returned {', '.join(twice)}, which others have")
+            raise ValueError(
+                f"worker_report returned {', '.join(twice)}, which the report already has"
+            )
         json.dumps(found)
         return found
 

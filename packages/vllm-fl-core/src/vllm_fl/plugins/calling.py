@@ -40,8 +40,8 @@ def whose(owner: Owner) -> str:
 def leave_out(distribution: str | None) -> str:
     """How to do without a plugin of this distribution.
 
-    Of none is a module that the user named, which no VLLM_FL_PLUGINS leaves out. Nor does it leave
-    out an extension.
+    Of none is a module that the user named, which no VLLM_FL_PLUGINS leaves out. Extensions cannot
+    be left out.
     """
     if may_extend(distribution):
         return "Reinstall it."
@@ -53,8 +53,7 @@ def leave_out(distribution: str | None) -> str:
 class contained:
     """Run a plugin's code: whatever it raises becomes one `PluginError` that says whose it is.
 
-    Only an interrupt is the user's, and core's own errors are left as they are if the caller says
-    so. While the code runs it is noted (`breadcrumb.running`), and so
+    Only an interrupt is the user's. While the code runs it is noted (`breadcrumb.running`), and so
     is what it overrides of ATen's (`overrides.watched`).
 
     Args:
@@ -63,7 +62,7 @@ class contained:
         consequence: what follows from a failure and what to do; one or two sentences.
         own: the package of the plugin's modules. The error then says which of their lines failed.
         named: whether a thread watches the code, to name it in the log if it takes long.
-        passing: whether an error of core's own (`VllmFLError`) is left as it is.
+        passing: whether errors of core (`VllmFLError`) pass unchanged.
     """
 
     # No generator: contextlib lets a StopIteration pass that a generator turns into a RuntimeError.
@@ -182,19 +181,19 @@ def rejections(
     facts: Any = None,
     contract: OpSpec | None = None,
 ) -> dict[str, str]:
-    """What plugins reject of `op`: impl id -> the reason.
+    """The implementations of `op` that plugins reject: impl id -> the reason.
 
-    A plugin is asked if one of its settings is set. If an engine requires batch-invariant
-    implementations, the plugins that verify are asked as well; without one nothing measures that,
-    and all implementations are rejected.
+    Calls plugins that have a setting of theirs set. If the engine requires batch-invariant
+    implementations, calls verifiers as well. Without a verifier nothing measures invariance, and
+    all implementations are rejected.
 
     Args:
         plugins: what is loaded.
         settings: the effective settings.
         op: the op.
         impls: its implementations.
-        facts: the engine's (`EngineFacts`); None outside an engine.
-        contract: the op's.
+        facts: the facts of the engine (`EngineFacts`); None outside an engine.
+        contract: the contract of the op.
 
     Raises:
         PluginError: a plugin failed to say: what the user has ruled out must not run.
@@ -202,7 +201,7 @@ def rejections(
     asks = facts.wants_invariance if facts is not None else ""
     rejected: dict[str, str] = {}
     if asks and not any(plugin.verifies for plugin in plugins):
-        rejected = {impl.impl_id: f"{asks}, and nothing here measures that" for impl in impls}
+        rejected = {impl.impl_id: f"{asks}, and nothing here measures invariance" for impl in impls}
     arguments = {"settings": settings, "op": op, "impls": impls}
     arguments |= {"facts": facts if asks else None, "contract": contract if asks else None}
     for plugin in plugins if settings else ():

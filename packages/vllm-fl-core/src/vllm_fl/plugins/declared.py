@@ -73,7 +73,7 @@ def check_kind(kind: Kind, hooks: Sequence[str]) -> None:
 
 
 def verifies_of(plugin: object, hooks: Sequence[str]) -> bool:
-    """Whether the plugin declares that it verifies kernels."""
+    """Whether the plugin declares itself a verifier."""
     verifies = getattr(plugin, "VERIFIES", False)
     if not isinstance(verifies, bool):
         raise TypeError(f"its VERIFIES is {verifies!r}; expected True or False")

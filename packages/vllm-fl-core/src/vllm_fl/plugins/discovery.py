@@ -20,7 +20,7 @@ CONTRACTS = "vllm_fl.contracts"
 """The group of plugins that bring contracts and nothing else. They are data: what is allowed to
 load brings along those that it requires."""
 EXTENSIONS = "vllm_fl.extension"
-"""The group of this project's own extensions of an engine."""
+"""The group of extensions: plugins of this project that add features to engines."""
 
 KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: "extension"}
 """Group -> what its plugins are for."""
@@ -39,7 +39,7 @@ class Found:
 
     @property
     def refusal(self) -> PluginError | None:
-        """Why it is not imported, whatever the settings say; None if it may be."""
+        """The reason why it is never imported; None if it may be imported."""
         if self.kind != "extension" or may_extend(self.owner.distribution):
             return None
         return self.owner.error(
@@ -77,7 +77,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
 def select_allowed(found: Sequence[Found], only: Collection[str] | None) -> list[Found]:
     """Those that may load: what the user names, the contracts that come along, and extensions.
 
-    An extension is loaded whatever the user names. Contracts alone are data. They come along with
+    Extensions are always loaded. Contracts alone are data. They come along with
     what is named and requires them, and those of this project with whatever is named. Where nothing
     is named none of them is needed.
     """
@@ -109,7 +109,7 @@ def remedy_for(found: Found, allowed: Iterable[str]) -> str:
 
     Args:
         found: the plugin.
-        allowed: the distributions whose backends are loaded.
+        allowed: the distributions of the backends that are loaded.
     """
     owner = found.owner
     if found.kind == "extension":

@@ -213,15 +213,15 @@ def rejections(
     facts: Any,
     contract: OpSpec | None,
 ) -> Mapping[str, str] | None:
-    """Return what this plugin's own settings reject of `op`: impl id -> the reason, or None.
+    """Return the implementations of `op` that this plugin rejects: impl id -> the reason, or None.
 
     Called when an op is resolved, if one of the settings that this plugin declares is set.
     `settings` maps each key to its effective setting: `settings["acme_streams"].value`, with
-    `.origin` and `.variable`. `impls` are all that is installed for the op. A plugin that verifies
-    is also called if the engine requires batch-invariant implementations: then `facts` are the
-    engine's and `contract` is the op's. Otherwise both are None. Name only the arguments that you
-    use, without defaults. An exception ends the call or the start that asked: what the user has
-    ruled out must not run.
+    `.origin` and `.variable`. `impls` are all that is installed for the op. A verifier
+    (`VERIFIES = True`) is also called if the engine requires batch-invariant implementations:
+    `facts` then describe the engine, and `contract` is the contract of the op. Otherwise both are
+    None. List only the arguments that you use, without defaults. An exception ends the call or the
+    startup: an implementation that the user has ruled out must not run.
 
     Example::
 
@@ -272,9 +272,9 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
 def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | None:
     """Return which planned implementations must not serve on this rank, and why; or None.
 
-    Called on all ranks at each `Moment` of the engine's startup, and again while a rank objects to
-    something new. Core unites the objections of all ranks, disables these implementations on all of
-    them, and plans again. Plugins that verify are called last, and only if there was no objection.
+    Called on all ranks at each `Moment` of the startup, and again while a rank has a new objection.
+    Core merges the objections of all ranks, disables these implementations on all ranks, and plans
+    again. Verifiers are called last, and only if there was no objection.
     An exception ends the startup on all ranks.
 
     Example::
@@ -293,7 +293,7 @@ def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
     """Return a context manager that is entered once for this engine, or None.
 
     Entered on every rank after the first plan is sealed, and left when the engine ends or its
-    startup fails, before vLLM's own code is restored. `engine.plan` may change in between.
+    startup fails, before vLLM's code is restored. `engine.plan` may change in between.
     `engine.on_serving(f)` calls `f` just before requests are taken. An exception at entry ends the
     startup.
 
@@ -314,8 +314,8 @@ def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
 def worker_report(engine: Engine) -> Mapping[str, object] | None:
     """Return top-level keys of the worker's report with their JSON-able values, or None.
 
-    Called for every report of this rank. It may come from any thread, at any time after the plan
-    is sealed, so it must not use the device. A key of core's, or of an earlier plugin, is an error.
+    Called for every report of this rank, from any thread, at any time after the plan is sealed. It
+    must not use the device. A key that the report already has is an error.
 
     Example::
 

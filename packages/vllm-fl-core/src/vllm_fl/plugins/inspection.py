@@ -1,4 +1,4 @@
-"""What the hooks of an engine take and return: the engine as plugins see it, and plain values."""
+"""The arguments and results of the hooks of an engine: `Engine`, and plain values."""
 
 from __future__ import annotations
 
@@ -81,19 +81,18 @@ class Check:
 
 
 class Engine(Protocol):
-    """One engine in this process, as plugins see it: data, and a few methods.
+    """One engine in this process: its data, and a few methods.
 
-    A plugin changes only `remarks`, `unused` and what it keeps in `state`.
+    A plugin changes only `remarks`, `unused`, and its entry of `state`.
     """
 
     @property
     def plan(self) -> Any:
-        """The plan it serves with (`vllm_fl.engine.plan.Plan`); another one after something was
-        disabled."""
+        """The current plan (`vllm_fl.engine.plan.Plan`). Disabling an implementation changes it."""
 
     @property
     def facts(self) -> Any:
-        """What its configuration says (`vllm_fl.engine.facts.EngineFacts`), settings included."""
+        """The facts of its configuration and its settings (`vllm_fl.engine.facts.EngineFacts`)."""
 
     @property
     def rank(self) -> int:
@@ -109,7 +108,7 @@ class Engine(Protocol):
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner; None if the worker has none."""
+        """The model runner of the worker, or None."""
 
     @property
     def models(self) -> Mapping[str, Any]:
@@ -118,7 +117,7 @@ class Engine(Protocol):
 
     @property
     def groups(self) -> Any:
-        """The communicators of vLLM's groups of ranks; None if vLLM makes them."""
+        """The communicators of the groups of ranks; None if vLLM makes them."""
 
     @property
     def disabled(self) -> Mapping[Key, Any]:
@@ -138,7 +137,7 @@ class Engine(Protocol):
 
     @property
     def state(self) -> MutableMapping[object, Any]:
-        """What each owner keeps of this engine. Use an object of your own as the key."""
+        """Owner -> its data about this engine. Use an object of your plugin as the key."""
 
     def gather(self, what: str, mine: T) -> list[T]:
         """Exchange a value with all ranks, which must all call this in the same order.

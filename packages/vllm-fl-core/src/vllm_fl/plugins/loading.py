@@ -91,7 +91,7 @@ def load(
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each in isolation.
 
-    An extension of another distribution than this project's is refused. An (op, id) that two of
+    Extensions of other distributions than `EXTENDERS` are refused. An (op, id) that two of
     them claim, or that is reserved for another one, is loaded from nobody but the one that it is
     reserved for; their other implementations stay. A module that the user names is left out where
     an entry point that is loaded leads to it: it is one plugin.

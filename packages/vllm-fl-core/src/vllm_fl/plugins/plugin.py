@@ -16,7 +16,7 @@ from .types import SettingSpec
 Status = Literal["ok", "partial", "failed", "disabled"]
 
 Kind = Literal["backend", "contracts", "extension"]
-"""What a plugin is for, as the group of its entry point says."""
+"""The purpose of a plugin, by the group of its entry point."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,10 @@ class Plugin:
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
         contracts: the ops that it brings, each with its places in vLLM.
-        kind: what it is for. `contracts` has contracts and nothing else; an `extension` belongs to
-            this project, provides no implementations, and is loaded whatever VLLM_FL_PLUGINS says.
-        verifies: whether it verifies kernels, as its module declares (`VERIFIES = True`).
+        kind: its purpose. A plugin of kind `contracts` has only contracts. An `extension` belongs
+            to this project, provides no implementations, and is loaded regardless of
+            VLLM_FL_PLUGINS.
+        verifies: whether it is a verifier: its module declares `VERIFIES = True`.
     """
 
     owner: Owner

@@ -1,4 +1,4 @@
-"""Whether anything here verifies kernels: an engine does not serve unverified ones unasked."""
+"""Check that something verifies the kernels of an engine before it serves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ OFF = "set VLLM_FL_PREFLIGHT=off"
 
 
 def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool) -> str | None:
-    """Why an engine must not start: its kernels should be verified and cannot be. None if it may.
+    """The reason why an engine must not start: nothing can verify its kernels. None if it may.
 
     Args:
         preflight: the value of VLLM_FL_PREFLIGHT.
-        plugins: the plugins that were found, those that failed to load included.
-        plans_others: whether the plan has implementations that are not vLLM's own.
+        plugins: all plugins that were found, including plugins that failed to load.
+        plans_others: whether the plan has implementations other than `stock`.
     """
     if preflight == "off" or not plans_others:
         return None
@@ -31,6 +31,6 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
 
 
 def _is_verifier(plugin: Plugin) -> bool:
-    """Whether a plugin that failed would verify. One that was not imported cannot declare it."""
+    """Whether a failed plugin is a verifier, also if its import failed before it declared that."""
     owner = canonical(plugin.owner.distribution or "")
     return plugin.verifies or (plugin.kind == "extension" and owner in (CORE, VERIFY))
