@@ -208,10 +208,10 @@ def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(told: dict[str, A
         assert "it did not end within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
 
 
-def test_a_rank_that_dies_is_said_to_be_gone(told: dict[str, Any]) -> None:
+def test_a_rank_that_dies_is_reported_as_dead(told: dict[str, Any]) -> None:
     ((error, text, _),) = told["dies"]
     assert error == "RuntimeError"
-    assert "verify their communicators, and one of them is gone" in text
+    assert "verify their communicators, and rank 1 (process " in text and " died." in text
 
 
 def _problem(groups: communicator.Groups) -> str:

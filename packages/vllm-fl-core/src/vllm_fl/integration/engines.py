@@ -173,7 +173,7 @@ class Engine:
         """Return every rank's value, in the order of the ranks. A rank that joins has its own only.
 
         Args:
-            what: what the ranks exchange; all of them gather the same in the same order.
+            what: the purpose, as `settle on a plan`; all ranks gather the same in the same order.
             mine: this rank's value; it is pickled.
 
         Raises:

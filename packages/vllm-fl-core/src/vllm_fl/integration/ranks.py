@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from ..engine.tables import Standing
 from ..errors import StartError
 from ..logs import get_logger
 from ..plugins.inspection import Key, Objection
+from .exchange import gathered, introduce
 
 T = TypeVar("T")
 
 log = get_logger("engine")
-
-TIMEOUT = timedelta(minutes=10)
-"""How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
-minutes. One that died is noticed at once, by its closed connection."""
-
-
-UNUSED = 48
-"""A tag of messages under which none is sent."""
 
 FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
 """The code of the warning that says why an implementation is off."""
@@ -98,7 +90,7 @@ class Message:
 
     Args:
         rank: its number among all ranks, those of other data-parallel engines too.
-        what: what is exchanged.
+        what: the purpose of the exchange.
         value: its value.
         failure: why it cannot go on, or empty.
     """
@@ -109,6 +101,15 @@ class Message:
     failure: str = ""
 
 
+def publish_process() -> None:
+    """Let the other ranks check this one if it is late for their first exchange."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size > 1:
+        introduce(group.cpu_group)
+
+
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     """Return every rank's value, in the order of the ranks.
 
@@ -116,7 +117,7 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     mixture of experts into one world, whose numbers the messages have.
 
     Args:
-        what: what is exchanged; all ranks exchange the same in the same order.
+        what: the purpose, as `settle on a plan`; all ranks exchange the same in the same order.
         mine: this rank's value; it is pickled.
         failure: why this rank cannot go on, or empty.
 
@@ -135,55 +136,6 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     if len({m.what for m in messages}) > 1:
         raise RanksFailed([f"rank {m.rank}: it is at another step ({m.what})" for m in messages])
     return [m.value for m in messages]
-
-
-def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T]:
-    """What every rank of a group gives, in the order of the ranks.
-
-    Args:
-        mine: what this rank gives; it is pickled.
-        cpu_group: torch.distributed's group, of its backend gloo.
-        size: how many ranks it has.
-        rank: this rank's number among all.
-        what: what the ranks are at, for the error.
-
-    Raises:
-        RuntimeError: a rank died, or did not answer in time; the message says which.
-    """
-    import torch.distributed as dist
-
-    if size == 1:
-        return [mine]
-    told: list[Any] = [None] * size
-    try:
-        dist.monitored_barrier(cpu_group, timeout=TIMEOUT, wait_all_ranks=True)
-        dist.all_gather_object(told, mine, group=cpu_group)
-    except RuntimeError as error:
-        gone = _gone(cpu_group, size, rank)
-        named = f" ({', '.join(f'rank {n}' for n in gone)})" if gone else ""
-        raise RuntimeError(
-            f"vllm-fl: rank {rank} waited for the other ranks to {what}, and one of them is gone"
-            f"{named}: {error}. Its own log, above, says why."
-        ) from error
-    return told
-
-
-def _gone(cpu_group: Any, size: int, rank: int) -> list[int]:
-    """Which ranks have closed their connection with this one.
-
-    The barrier names those that do not come, and not one that died before it began. Nothing can be
-    received from that one any more; from all others nothing is waited for.
-    """
-    import torch
-
-    gone = []
-    for other in range(size):
-        try:
-            if other != rank:
-                cpu_group.recv([torch.empty(1)], other, UNUSED)
-        except RuntimeError:
-            gone.append(other)
-    return gone
 
 
 @dataclass(frozen=True)

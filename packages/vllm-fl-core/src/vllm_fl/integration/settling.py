@@ -55,7 +55,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
     verifies = False
     while True:
         ask = partial(_opinion, engine, moment, change, verifies=verifies)
-        opinions = _together(engine, f"what must not serve ({moment})", ask)
+        opinions = _together(engine, f"settle what must not serve ({moment})", ask)
         new = united(opinions, engine.disabled)
         if new and moment is Moment.UPDATED:
             return {
@@ -151,7 +151,7 @@ def _together(engine: Engine, what: str, ask: Callable[[], Opinion]) -> list[Opi
     except BaseException as error:  # a plugin may raise anything, SystemExit included
         own = error if isinstance(error, VllmFLError) else None
         if own is None:
-            log.exception("vllm-fl could not settle %s", what)
+            log.exception("vllm-fl could not %s", what)
         try:
             engine.fail(what, quote(error) if own is None else own.message)
         except RanksFailed as failed:

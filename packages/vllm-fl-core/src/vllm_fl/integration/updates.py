@@ -157,7 +157,7 @@ def _missed(engine: Engine, error: Exception) -> None:
     told = _failed_here(engine, error)
     if not engine.asleep and not _in_step_with_others(engine):
         try:
-            engine.fail("an update of the weights", quote(error))
+            engine.fail("update the weights", quote(error))
         except RanksFailed as failed:
             told = "; ".join(failed.failures)
         except Exception:  # another rank is gone: the update's own error is what the caller needs

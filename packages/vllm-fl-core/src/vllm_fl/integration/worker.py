@@ -30,7 +30,7 @@ from .hooks import reports, start_sessions
 from .models import completed
 from .places import installed_bindings, meets_a_compiler
 from .planning import configured, facts_of, load_plugins, refusals
-from .ranks import REJECTED
+from .ranks import REJECTED, publish_process
 from .seams import attention, communicator, fusions, operators, taking, whole_layers
 from .seams.layers import forget_shared_layers, replace_layers
 from .seams.lookups import over_class, path_over, take_off
@@ -84,6 +84,7 @@ class PlannedWorker:
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
             engine.device = self.device
+            publish_process()
             if engine.groups is not None:
                 settle(engine, Moment.GROUPED)
                 engine.groups.say()

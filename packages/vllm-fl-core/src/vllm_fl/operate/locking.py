@@ -110,7 +110,7 @@ class Lock:
         settings = self.engine.facts.settings
         assert settings.locked is not None
         mine = differences(settings.locked, self.facts)
-        by_rank = dict(enumerate(self.engine.gather("what differs from the lock", mine)))
+        by_rank = dict(enumerate(self.engine.gather("compare with the lock", mine)))
         self.differs += [line for lines in by_rank.values() for line in lines]
         refuse(settings, by_rank, says=self.engine.rank == 0)
 

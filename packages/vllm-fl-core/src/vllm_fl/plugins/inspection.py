@@ -145,7 +145,7 @@ class Engine(Protocol):
         If a rank fails before its exchange, all ranks raise.
 
         Args:
-            what: what is exchanged, for the message of an error.
+            what: the purpose, as `compare the seeds`, for the log and an error.
             mine: this rank's value; it is pickled.
 
         Returns:

@@ -58,7 +58,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     while True:
         live, not_run = _seen_live(engine, counts, tries=checks.tried.of("the loaded model"))
         mine = live.faults, None if not_run else _ran(live)
-        found = engine.gather("a run of the loaded model", mine)
+        found = engine.gather("run the loaded model", mine)
         if any(faults for faults, _ in found):
             return {key: Objection(FAILED, why) for key, why in live.faults.items()}
         runs = [ran for _, ran in found if ran is not None]
@@ -119,7 +119,7 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
     checks, remarks = checks_of(engine), engine.remarks[Moment.UPDATED]
     if not checks.live_counts:
         return {}
-    obstacles = engine.gather("whether the model can be run", _obstacle(engine))
+    obstacles = engine.gather("say whether the model can be run", _obstacle(engine))
     stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(obstacles) if why)
     if stopped:
         remarks.append(f"nothing was verified: {stopped}")

@@ -162,7 +162,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     """Compare the implementations of the plan that were not compared before."""
     checks = checks_of(engine)
     found = checks.objections(engine.plan)
-    counts = engine.gather("at how many tokens the model is run", checks.counts(engine.plan))
+    counts = engine.gather("say at how many tokens they run the model", checks.counts(engine.plan))
     checks.live_counts = frozenset[int]().union(*counts)
     engine.remarks[Moment.PLANNED] += checks.limits(engine.plan)
     return found

@@ -22,8 +22,8 @@ from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
 from ..engines import Engine
+from ..exchange import gathered
 from ..hooks import communicator_checks
-from ..ranks import gathered
 from . import classes
 from .lookups import named
 
