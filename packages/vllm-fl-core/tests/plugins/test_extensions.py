@@ -26,7 +26,7 @@ from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.plugins.verifiers import unverified
+from vllm_fl.plugins.verifiers import unread, unverified
 from vllm_fl.settings.loading import load_settings
 
 VERIFY = "vllm-fl-verify"
@@ -377,3 +377,13 @@ def test_a_process_starts_with_the_extensions(
         assert caught.value is wrong
     finally:
         startup.begin_process.cache_clear()
+
+
+def test_a_setting_that_no_loaded_extension_reads_ends_the_startup() -> None:
+    operate = Found(
+        Owner("operate", "vllm-fl-tools"), "m", lambda: plugin(process_start=nothing), "extension"
+    )
+    plugins = load(OpRegistry(EMPTY), [operate])
+    assert unread({"lock": None, "metrics": "m.prom", "shadow": None}, plugins) is None
+    assert "VLLM_FL_METRICS: pip install vllm-fl-tools" in str(unread({"metrics": "m"}, ()))
+    assert "VLLM_FL_SHADOW: pip install vllm-fl-verify" in str(unread({"shadow": "1"}, plugins))

@@ -29,7 +29,7 @@ from .engines import Engine, calling, with_own_engine
 from .hooks import reports, start_sessions
 from .models import completed
 from .places import installed_bindings, meets_a_compiler
-from .planning import configured, facts_of, load_plugins, refusals
+from .planning import configured, facts_of, load_plugins, refusals, refuse_unverified
 from .ranks import REJECTED, publish_process
 from .seams import attention, communicator, fusions, operators, taking, whole_layers
 from .seams.layers import forget_shared_layers, replace_layers
@@ -76,6 +76,7 @@ class PlannedWorker:
     def init_device(self) -> Any:
         """Open the device, and let the ranks agree on what they exchange tensors through."""
         engine = Engine(facts_of(self.vllm_config), self.rank, self)
+        refuse_unverified(engine.facts)
         if engine.facts.communicator is not None:
             engine.groups = communicator.Groups(engine)
             if not engine.groups.communicators:

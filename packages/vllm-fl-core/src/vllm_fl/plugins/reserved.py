@@ -14,6 +14,7 @@ from .plugin import Owner, Plugin
 __all__ = [
     "OPS",
     "RESERVED_OPS",
+    "TOOLS",
     "VERIFY",
     "brings_ops",
     "may_extend",
@@ -29,8 +30,8 @@ RESERVED = {
 }
 """Ids, or what they begin with, and the one distribution that may use them; None: nobody."""
 
-VERIFY = "vllm-fl-verify"
-EXTENDERS = frozenset((CORE, VERIFY, "vllm-fl-tools"))
+VERIFY, TOOLS = "vllm-fl-verify", "vllm-fl-tools"
+EXTENDERS = frozenset((CORE, VERIFY, TOOLS))
 """The distributions that may have extensions."""
 
 RESERVED_OPS = frozenset(
