@@ -214,8 +214,8 @@ def mark_places() -> dict[str, str]:
     To be called before the model is built: a layer keeps the method that it finds then.
     """
     from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
+    from vllm_fl.integration.patchers.layers import FORWARDS
     from vllm_fl.integration.places import places
-    from vllm_fl.integration.seams.layers import FORWARDS
     from vllm_fl.plugins.registry import known_contracts
 
     for op, layer in places(known_contracts().bindings, LayerPlace):

@@ -36,7 +36,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm_fl.engine.plan import make_plan
     from vllm_fl.integration.compat import vllm_version
     from vllm_fl.integration.engines import Engine, calling
-    from vllm_fl.integration.seams import empty, operators
+    from vllm_fl.integration.patchers import empty, operators
     from vllm_fl.plugins.registry import OpRegistry, known_contracts
     from vllm_fl.settings.loading import load_settings
 

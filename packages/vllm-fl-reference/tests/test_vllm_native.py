@@ -34,7 +34,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_fl.integration.seams.layers import layer_for
+from vllm_fl.integration.patchers.layers import layer_for
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -339,7 +339,7 @@ def assert_same_bits(got: Any, want: Any) -> None:
 @pytest.fixture(scope="module")
 def plan() -> Iterator[Plan]:
     """The plan of an eager engine that runs this package alone, with the layers replaced."""
-    from vllm_fl.integration.seams.layers import replace_layers
+    from vllm_fl.integration.patchers.layers import replace_layers
 
     with set_current_vllm_config(VllmConfig()), torch.no_grad():
         replace_layers()
@@ -420,7 +420,7 @@ def lowered(plan: Plan) -> str:
 
     from vllm_fl.engine.facts import EngineFacts
     from vllm_fl.integration.engines import Engine
-    from vllm_fl.integration.seams.ir import bind_provider, prioritise, register_provider
+    from vllm_fl.integration.patchers.ir import bind_provider, prioritise, register_provider
     from vllm_fl.settings.loading import load_settings
 
     def norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:

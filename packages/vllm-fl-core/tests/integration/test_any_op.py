@@ -22,8 +22,8 @@ from vllm_fl.contracts.binding import Binding, Contract, LayerPlace, OperatorPla
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.integration import planning
+from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import facts_of, plan_for
-from vllm_fl.integration.seams import layers
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl

@@ -41,8 +41,8 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
 from vllm_fl.integration.engines import Choice, calling
+from vllm_fl.integration.patchers import empty, operators, taking
 from vllm_fl.integration.places import places
-from vllm_fl.integration.seams import empty, operators, taking
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")

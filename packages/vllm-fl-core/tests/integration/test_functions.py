@@ -1,4 +1,4 @@
-"""The function seam: Python functions of vLLM's that an engine's plan answers."""
+"""The function patcher: Python functions of vLLM's that an engine's plan answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from vllm_fl.contracts.binding import Binding, FunctionPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import Choice, calling
-from vllm_fl.integration.seams import functions, taking
+from vllm_fl.integration.patchers import functions, taking
 
 X = torch.arange(32.0).reshape(4, 8)
 STOCK, FIRST = X[..., 4:], half(X)

@@ -1,4 +1,4 @@
-"""The layer seam: which classes of vLLM's are replaced, by what name, and whose they are."""
+"""The layer patcher: which classes of vLLM's are replaced, by what name, and whose they are."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import entry
+from vllm_fl.integration.patchers import layers, whole_layers
 from vllm_fl.integration.places import places
-from vllm_fl.integration.seams import layers, whole_layers
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 

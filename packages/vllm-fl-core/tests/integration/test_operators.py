@@ -1,4 +1,4 @@
-"""The operator seam: kernels of torch operators that an engine's plan overrides.
+"""The operator patcher: kernels of torch operators that an engine's plan overrides.
 
 Most tests override operators of a library of their own; those of the four ops override vLLM's.
 """
@@ -43,7 +43,7 @@ from vllm_fl.contracts.binding import Binding, LayerPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
 from vllm_fl.integration.engines import Choice, calling
-from vllm_fl.integration.seams import operators, taking
+from vllm_fl.integration.patchers import operators, taking
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")

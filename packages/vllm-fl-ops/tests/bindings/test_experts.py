@@ -21,7 +21,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration.engines import Choice, calling
-from vllm_fl.integration.seams import operators
+from vllm_fl.integration.patchers import operators
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 

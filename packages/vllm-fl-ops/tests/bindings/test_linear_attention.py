@@ -193,7 +193,7 @@ def serving_plan(spec: OpSpec, refused: bool) -> Plan:
 def overridden(plan: Plan, op: str) -> Iterator[dict[str, list[str]]]:
     """An engine that serves with this plan; yields what it took of vLLM's."""
     from vllm_fl.integration.engines import calling
-    from vllm_fl.integration.seams import functions, operators
+    from vllm_fl.integration.patchers import functions, operators
 
     bound = {op: known_contracts().bindings[op]}
     engine = engine_of(plan)

@@ -23,7 +23,7 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from vllm_fl.integration.seams.layers import layer_table
+from vllm_fl.integration.patchers.layers import layer_table
 
 PLAIN, MULTIMODAL = "rotary_embedding", "multimodal_rotary_embedding"
 

@@ -25,7 +25,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import calling
-from vllm_fl.integration.seams import functions
+from vllm_fl.integration.patchers import functions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 

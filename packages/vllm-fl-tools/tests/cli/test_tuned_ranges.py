@@ -11,7 +11,7 @@ from builders import silu
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding, SizeRule
-from vllm_fl.integration.seams import fusions
+from vllm_fl.integration.patchers import fusions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.cli import tune

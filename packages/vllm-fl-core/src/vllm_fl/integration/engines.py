@@ -26,9 +26,9 @@ from ..engine.ranges import Range
 from ..engine.tables import Standing
 from ..plugins.overrides import noted
 from ..text import quote, scrub
+from .patchers.arguments import Answer
+from .patchers.empty import Definition
 from .ranks import Disabled, Key
-from .seams.arguments import Answer
-from .seams.empty import Definition
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..engine.metrics import MetricsFile
     from ..engine.shadow import Shadow
     from ..engine.state_file import StateFile
-    from .seams.communicator import Groups
+    from .patchers.communicator import Groups
 
 STARTS = {
     "load_model": "vLLM: the model",

@@ -32,8 +32,8 @@ from .functional_operators import (
     replacing,
     written,
 )
+from .patchers import fusions, operators
 from .planning import digest_of
-from .seams import fusions, operators
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:

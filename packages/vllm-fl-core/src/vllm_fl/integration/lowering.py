@@ -34,8 +34,8 @@ from ..text import quote
 from . import ranges
 from .engines import Engine
 from .functional_operators import own
+from .patchers.ir import chain_of, ir_op_of, ir_ops
 from .planning import digest_of
-from .seams.ir import chain_of, ir_op_of, ir_ops
 from .unknowns import under_one
 
 if TYPE_CHECKING:

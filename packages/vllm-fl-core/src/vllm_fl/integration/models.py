@@ -20,9 +20,9 @@ from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..text import quote
+from .patchers.layers import Layer, custom_op_of, layer_table
 from .places import installed_bindings, places
 from .planning import facts_of
-from .seams.layers import Layer, custom_op_of, layer_table
 
 if TYPE_CHECKING:
     import torch

@@ -24,10 +24,10 @@ from ..settings.loading import Settings, check_names
 from . import ranges
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
+from .patchers import attention, communicator, fusions, torch_operators, whole_layers
+from .patchers.ir import ir_ops
+from .patchers.layers import foreign_ops, known_layers, layer_table
 from .places import installed_bindings
-from .seams import attention, communicator, fusions, torch_operators, whole_layers
-from .seams.ir import ir_ops
-from .seams.layers import foreign_ops, known_layers, layer_table
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -17,9 +17,9 @@ from ..engine.opaque import mutated
 from ..engine.plan import Plan
 from ..engine.ranges import Range, choice, edges
 from .engines import Engine
+from .patchers import fusions, torch_operators
+from .patchers.ir import chain_of, ir_ops, natives
 from .places import installed_bindings, places, stock_form
-from .seams import fusions, torch_operators
-from .seams.ir import chain_of, ir_ops, natives
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig

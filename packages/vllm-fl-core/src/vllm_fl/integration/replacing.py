@@ -28,8 +28,8 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean
 from . import ranges
+from .patchers.torch_operators import Replaced
 from .planning import digest_of
-from .seams.torch_operators import Replaced
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from ..text import quote
 from . import ranges
 from .engines import Engine
 from .functional_operators import arguments, operator_of, put_in_place, replacing
+from .patchers import fusions
 from .planning import digest_of, turned_on
-from .seams import fusions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -29,6 +29,8 @@ from ..settings.policy import at_size
 from ..text import quote
 from . import locking, probe
 from .engines import Engine, calling
+from .patchers import attention, fusions, whole_layers
+from .patchers.layers import foreign_code, layer_for, layer_table
 from .places import installed_bindings, without_layers
 from .planning import plan_for
 from .ranks import (
@@ -44,8 +46,6 @@ from .ranks import (
     lacking,
     refusing,
 )
-from .seams import attention, fusions, whole_layers
-from .seams.layers import foreign_code, layer_for, layer_table
 
 if TYPE_CHECKING:
     pass

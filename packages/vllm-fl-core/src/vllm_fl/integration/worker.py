@@ -27,10 +27,7 @@ from ..text import quote
 from . import after, incident, locking, probe, ranges
 from .engines import Engine, calling, with_own_engine
 from .models import model_facts
-from .places import installed_bindings
-from .planning import apply, configured, facts_of, load_plugins, plan_for, refusals, seal
-from .ranks import FAILED, REJECTED, Disabled
-from .seams import (
+from .patchers import (
     attention,
     communicator,
     functions,
@@ -40,13 +37,16 @@ from .seams import (
     torch_operators,
     whole_layers,
 )
-from .seams.ir import bind_provider, reset_priorities
-from .seams.layers import (
+from .patchers.ir import bind_provider, reset_priorities
+from .patchers.layers import (
     bind_anew,
     forget_shared_layers,
     replace_layers,
 )
-from .seams.lookups import over_class, path_over, take_off
+from .patchers.lookups import over_class, path_over, take_off
+from .places import installed_bindings
+from .planning import apply, configured, facts_of, load_plugins, plan_for, refusals, seal
+from .ranks import FAILED, REJECTED, Disabled
 from .verifying import (
     Checks,
     checks_of,
@@ -221,7 +221,7 @@ class PlannedWorker:
             engine is not seen to call. `remarks` [what else there is to say of the start].
             Counters begin when the engine is about to serve; a call is counted to who computed it,
             under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
-            what became of it}}, as `seams.taking.report` says; `functions` {op: {function: the
+            what became of it}}, as `patchers.taking.report` says; `functions` {op: {function: the
             same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
             through, and in how many places it found the op. `ranges` {op: [{first, last, impl,
             places}]}: of an op that is

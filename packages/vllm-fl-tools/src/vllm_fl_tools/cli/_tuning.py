@@ -201,7 +201,7 @@ class InGraphs:
 
     @property
     def _is_found_by_range(self) -> bool:
-        from vllm_fl.integration.seams import fusions
+        from vllm_fl.integration.patchers import fusions
 
         return any(map(fusions.is_by_range, self._places(FusionPlace)))
 

@@ -27,8 +27,8 @@ from vllm_fl.contracts.binding import GraphPlace, IrPlace, OperatorPlace
 from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.opaque import operators as our_operators
 from vllm_fl.integration.functional_operators import OWNER
+from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.places import installed_bindings, places
-from vllm_fl.integration.seams import layers
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 

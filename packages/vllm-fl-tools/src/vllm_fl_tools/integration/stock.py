@@ -16,8 +16,8 @@ from vllm_fl.contracts.binding import (
     LayerPlace,
     OperatorPlace,
 )
+from vllm_fl.integration.patchers import functions, operators
 from vllm_fl.integration.places import stock_form
-from vllm_fl.integration.seams import functions, operators
 from vllm_fl.settings.policy import Mode
 
 if TYPE_CHECKING:
