@@ -1,4 +1,4 @@
-"""The attention patcher: what a backend says to a layer's request, and what may go wrong with it."""
+"""The attention patcher: what a backend says to a layer's request, and what may go wrong then."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ _LAYERS = "vllm.model_executor.layers"
 BINDING = Binding(
     places=(
         # vLLM's CUDA build calls what is written `result`, its CPU build `out`.
-        *(place(target) for place in (_static, _dynamic) for target in ("result", "out")),
+        *(made(out) for made in (_static, _dynamic) for out in ("result", "out")),
         # Triton's, of int8 experts and of Marlin with int8 activations.
         FunctionPlace(
             (

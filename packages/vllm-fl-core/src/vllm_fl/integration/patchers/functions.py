@@ -20,7 +20,7 @@ from ...text import quote
 from ..engines import Choice, Engine
 from . import taking
 from .arguments import misfit
-from .lookups import target_of
+from .lookups import lookup_of
 
 log = get_logger("engine")
 
@@ -44,7 +44,7 @@ def own(place: FunctionPlace) -> Callable[..., Any] | None:
     """The function of a place, as vLLM has it; None where this vLLM has none such."""
     if _misfit(place) or taking.standing_at(place.name) is not None:
         return None
-    found: Callable[..., Any] = target_of(place.name).function
+    found: Callable[..., Any] = lookup_of(place.name).function
     return found
 
 
@@ -53,7 +53,7 @@ def _misfit(place: FunctionPlace) -> str:
     if taking.standing_at(place.name) is not None:
         return ""  # for another engine of this process, with the same vLLM
     try:
-        function = target_of(place.name).function
+        function = lookup_of(place.name).function
         parameters = _named(function)
     except Exception as error:
         return f"this vLLM has no such function: {quote(error)}"
@@ -74,21 +74,21 @@ class _Replacement(taking.Stand[FunctionPlace]):
 
     Attributes:
         own: vLLM's.
-        targets: where it was.
+        lookups: where it was.
     """
 
     def __init__(self, place: FunctionPlace) -> None:
-        first = target_of(place.name)
+        first = lookup_of(place.name)
         own = self.own = first.function
-        self.targets = [first]
+        self.lookups = [first]
         for path in place.paths[1:]:
             try:
-                target = target_of(path)
+                lookup = lookup_of(path)
             except Exception as error:  # a release without this module
                 log.debug("Function %s is not looked up at %s: %s", place.name, path, quote(error))
                 continue
-            if target.function is own:
-                self.targets.append(target)
+            if lookup.function is own:
+                self.lookups.append(lookup)
             else:
                 log.warning(
                     "Function %s is another one at %s, which somebody has replaced: it is left "
@@ -108,8 +108,8 @@ class _Replacement(taking.Stand[FunctionPlace]):
             return answered(True, *args, **named)
 
         self.function = function
-        for target in self.targets:
-            target.put(function)
+        for lookup in self.lookups:
+            lookup.put(function)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
         """vLLM's own function."""
@@ -117,9 +117,9 @@ class _Replacement(taking.Stand[FunctionPlace]):
 
     def remove(self) -> None:
         """Put vLLM's back. What a module has imported, or somebody has wrapped, passes calls on."""
-        for target in self.targets:
-            if target.now is self.function:
-                target.restore()
+        for lookup in self.lookups:
+            if lookup.now is self.function:
+                lookup.restore()
 
     def told(self) -> dict[str, Any]:
         """What a report says of it.
@@ -129,10 +129,10 @@ class _Replacement(taking.Stand[FunctionPlace]):
             stands now, or None; `other_arguments`, the calls that were left to vLLM's function
             since they are not the op.
         """
-        others = (target for target in self.targets if target.now is not self.function)
+        others = (lookup for lookup in self.lookups if lookup.now is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {
-            "places": len(self.targets),
+            "places": len(self.lookups),
             "replaced_after_us": next(after, None),
             "other_arguments": self.other_arguments,
         }
