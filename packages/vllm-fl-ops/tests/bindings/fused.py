@@ -114,7 +114,7 @@ def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -
     from vllm_fl.integration.unfused import held_to_ranges
 
     # What this CPU platform says of the pass is no matter here.
-    fusions._is_there = lambda place: True
+    fusions._is_there = lambda target: True
     rows = {"qk_norm_rope": {"<=16": "vendor", "rest": "stock"}}
     plan = planning(managing(impl, per_op_order=rows), "compiled")
     passes = {}

@@ -125,7 +125,7 @@ def test_and_elsewhere_at_every_size_or_none(op: str, why: str) -> None:
 def test_where_a_pass_of_vllms_finds_an_op_it_may_be_left_to_vllm_by_range(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fusions, "_is_there", lambda place: True)
+    monkeypatch.setattr(fusions, "_is_there", lambda target: True)
     assert rows(graphs("cuda", "compiled", "qk_norm_rope", default="stock")) == [BY_RANGE]
 
 

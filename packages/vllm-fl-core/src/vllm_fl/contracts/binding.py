@@ -1,4 +1,4 @@
-"""Where vLLM runs an op: its places there, the sizes that it has in a model, what is not reached.
+"""Where vLLM runs an op: its targets there, the sizes that it has in a model, what is not reached.
 
 A binding is data and small functions. It names vLLM's classes, operators and functions by strings
 and imports vllm and torch inside functions only, so that the command line and the documentation
@@ -13,24 +13,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .routes import Bound, Route, by_contract, by_place, put
+from .routes import Bound, Route, by_contract, by_target, put
 from .spec import OpSpec
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
 __all__ = [
-    "AttentionPlace",
+    "AttentionTarget",
     "Binding",
     "Bound",
     "Contract",
-    "FunctionPlace",
-    "FusionPlace",
-    "GraphPlace",
-    "IrPlace",
-    "LayerPlace",
-    "OperatorPlace",
-    "Place",
+    "FunctionTarget",
+    "FusionTarget",
+    "GraphTarget",
+    "IrTarget",
+    "LayerTarget",
+    "OperatorTarget",
+    "Target",
     "Route",
     "SizeRule",
     "new_node",
@@ -38,14 +38,14 @@ __all__ = [
 ]
 
 ATTENTION_BACKEND = "the attention backend"
-"""What `Binding.claims` calls the one `AttentionPlace`, which is no contract's."""
+"""What `Binding.claims` calls the one `AttentionTarget`, which is no contract's."""
 
 DERIVED = Route()
-"""The native of a place whose declared route tells the way back, too."""
+"""The native of a target whose declared route tells the way back, too."""
 
 
 @dataclass(frozen=True)
-class LayerPlace:
+class LayerTarget:
     """A class of vLLM's layers (a CustomOp): a subclass takes its place, its forwards the op's.
 
     Args:
@@ -57,7 +57,7 @@ class LayerPlace:
             layer whose own parameters are not the contract's.
         stand_in: layer -> what is asked in its place for the parameters that a layer provides, for
             a layer whose attributes mean something else than the contract's.
-        subclasses: whether vLLM's own subclasses that inherit every forward are places, too.
+        subclasses: whether vLLM's own subclasses that inherit every forward are targets, too.
         enabled: whether vLLM is told (`custom_ops`) that the layer is on while the op is planned.
             Every forward is ours either way. Norms are not: that would change what vLLM fuses.
     """
@@ -77,7 +77,7 @@ class LayerPlace:
 
 
 @dataclass(frozen=True)
-class OperatorPlace:
+class OperatorTarget:
     """A torch operator of vLLM's: its kernel is overridden while an engine's plan has the op.
 
     Only pure operators may be named: no collective, and nothing that computes more than the op.
@@ -101,7 +101,7 @@ class OperatorPlace:
             vLLM's own calls while the op is planned: they go through `route` and `native`.
         on_cpu: whether vLLM's layers call it on a CPU, too. Most compute with plain PyTorch there,
             though vLLM has the operator.
-        within: whether `native` runs inside of a call of the place alone, and by itself refuses.
+        within: whether `native` runs inside of a call of the target alone, and by itself refuses.
     """
 
     name: str
@@ -118,7 +118,7 @@ class OperatorPlace:
 
 
 @dataclass(frozen=True)
-class FunctionPlace:
+class FunctionTarget:
     """A Python function or method of vLLM's, for calls from code that vLLM does not compile.
 
     Mixtures of experts and linear attention call such functions inside one operator that a compiler
@@ -132,12 +132,12 @@ class FunctionPlace:
         parameters: the function's parameters, in its order, for a method `self` too. A release may
             have further ones behind them; a call that gives one of these another value than its
             default is left to vLLM's function.
-        route, native, grants: as for an `OperatorPlace`; a function returns what vLLM's does.
+        route, native, grants: as for an `OperatorTarget`; a function returns what vLLM's does.
         tokens: the parameter whose first dimension is the op's number of tokens, in every call that
             `route` takes. Calls of sizes that the plan leaves to vLLM then reach its function as
             they came. Empty where no parameter is so, or where the function must not have vLLM's
             own calls while the op is planned: they go through `route` and `native`.
-        within: as for an `OperatorPlace`.
+        within: as for an `OperatorTarget`.
     """
 
     paths: tuple[str, ...]
@@ -157,16 +157,16 @@ class FunctionPlace:
         return self.paths[0]
 
 
-def _check_tokens(place: OperatorPlace | FunctionPlace) -> None:
-    if place.tokens and place.tokens not in place.parameters:
+def _check_tokens(target: OperatorTarget | FunctionTarget) -> None:
+    if target.tokens and target.tokens not in target.parameters:
         raise ValueError(
-            f"{type(place).__name__} {place.name}: tokens is {place.tokens!r}; expected one of its "
-            f"parameters, {', '.join(place.parameters)}"
+            f"{type(target).__name__} {target.name}: tokens is {target.tokens!r}; expected one of "
+            f"its parameters, {', '.join(target.parameters)}"
         )
 
 
 @dataclass(frozen=True)
-class IrPlace:
+class IrTarget:
     """An op of vLLM's IR (`vllm.ir`, in the releases that have it).
 
     Args:
@@ -184,16 +184,16 @@ class IrPlace:
 
 
 @dataclass(frozen=True)
-class AttentionPlace:
+class AttentionTarget:
     """The attention backends of a model's layers, which vLLM is given by class path."""
 
 
 @dataclass(frozen=True)
-class FusionPlace:
+class FusionTarget:
     """A pass of vLLM's compiler that finds the op in a graph and puts an operator there.
 
     While the op is planned, the pass is turned on, and what it looks for is left to vLLM. The
-    operator is an `OperatorPlace` of the same binding: the pass decides where the op runs, and the
+    operator is an `OperatorTarget` of the same binding: the pass decides where the op runs, and the
     operator which implementation does.
 
     Args:
@@ -229,7 +229,7 @@ class FusionPlace:
 
 
 @dataclass(frozen=True)
-class GraphPlace:
+class GraphTarget:
     """An operator in graphs that vLLM compiles: a pass of ours puts the op there.
 
     In the graphs of sizes at which the op is planned, an implementation stands in the operator's
@@ -255,8 +255,14 @@ class GraphPlace:
     parts: tuple[str, ...] = ()
 
 
-Place = (
-    LayerPlace | OperatorPlace | FunctionPlace | IrPlace | AttentionPlace | FusionPlace | GraphPlace
+Target = (
+    LayerTarget
+    | OperatorTarget
+    | FunctionTarget
+    | IrTarget
+    | AttentionTarget
+    | FusionTarget
+    | GraphTarget
 )
 
 
@@ -285,19 +291,19 @@ class SizeRule:
 
 @dataclass(frozen=True)
 class Binding:
-    """An op's places in vLLM.
+    """An op's targets in vLLM.
 
     Args:
-        places: where vLLM calls it.
+        targets: where vLLM calls it.
         sizes: the sizes that the contract's `served` needs.
-        not_reached: where vLLM computes the same past every place; one phrase each.
+        not_reached: where vLLM computes the same past every target; one phrase each.
         when: vLLM's VllmConfig -> whether the served model may have the op; None for an op that any
             model may have. What it raises means that the model may have it. One that a model cannot
             have is neither planned nor verified, unless the user's settings name it.
         between_graphs: whether vLLM calls the op in what its piecewise CUDA graphs leave out (its
             `splitting_ops`: attention, linear attention). In a step that prefills the host launches
             it then, at sizes of which graphs are captured, too, and `vllm-fl tune` counts that.
-        formerly: ops of vllm-plugin-FL whose place the op has, with other parameters: who orders
+        formerly: ops of vllm-plugin-FL whose target the op has, with other parameters: who orders
             one of them is told this op's name.
         former_layers: names of the op's layers that vllm-plugin-FL's lists of layers hold: a vLLM
             that lacks such a layer is said to, and the start goes on.
@@ -306,9 +312,9 @@ class Binding:
             op is one of vLLM's IR there.
         batch_invariant: what of vLLM's own VLLM_BATCH_INVARIANT asks for where the op would run, as
             `vLLM's own kernel`: the op is left to vLLM then. Empty where it asks for nothing.
-        needs: names that the places call or read, as `vllm.package.module:Class.method`. A release
-            that lacks one has no place for the op, which is left to vLLM, and said to be. What a
-            place itself names (a class, a function) is asked for without being told here.
+        needs: names that the targets call or read, as `vllm.package.module:Class.method`. A release
+            that lacks one has no target for the op, which is left to vLLM, and said to be. What a
+            target itself names (a class, a function) is asked for without being told here.
         shared: where vLLM keeps layers of the op that all models of a process share, as
             `vllm.package.module:TABLE`: dictionaries, which are emptied before a model is built.
             Each counts as needed, too.
@@ -316,11 +322,11 @@ class Binding:
             does in a large batch. Where they keep it busy for longer than the host takes for a
             layer, `vllm-fl tune` counts no launches. An op that takes in a product of another op's
             is none of them: that product would count twice.
-        calls_operators: whether vLLM's own form of the op calls operators that are places of other
+        calls_operators: whether vLLM's own form of the op calls operators that are targets of other
             ops: of a model that has it, those are not ordered by range of sizes.
     """
 
-    places: tuple[Place, ...] = ()
+    targets: tuple[Target, ...] = ()
     sizes: tuple[SizeRule, ...] = ()
     not_reached: tuple[str, ...] = ()
     when: Callable[[Any], bool] | None = None
@@ -336,50 +342,50 @@ class Binding:
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """Its places by name, as `operator _C::silu_and_mul`: each can be one op's alone. Operators
+        """Its targets by name, as `operator _C::silu_and_mul`: each can be only one op's. Operators
         of graphs are told apart by the part that is looked for behind them."""
-        return tuple(dict.fromkeys(name for place in self.places for name in _claims(place)))
+        return tuple(dict.fromkeys(name for target in self.targets for name in _claims(target)))
 
     def routed(self, spec: OpSpec) -> Binding:
         """The same binding, with functions in the place of declared routes.
 
         Raises:
-            TypeError: a declared route does not fit its place, or the contract.
+            TypeError: a declared route does not fit its target, or the contract.
         """
-        return replace(self, places=tuple(_routed(place, spec) for place in self.places))
+        return replace(self, targets=tuple(_routed(target, spec) for target in self.targets))
 
 
-def _routed(place: Place, spec: OpSpec) -> Place:
-    if not isinstance(place, OperatorPlace | FunctionPlace | IrPlace):
-        return place
+def _routed(target: Target, spec: OpSpec) -> Target:
+    if not isinstance(target, OperatorTarget | FunctionTarget | IrTarget):
+        return target
     changed: dict[str, Any] = {}
-    native = None if isinstance(place, IrPlace) else place.native
-    if isinstance(place.route, Route):
-        changed["route"] = partial(by_place, place.route, place.parameters, spec)
-        changed["grants"] = place.grants or place.route.written(spec)
-        native = place.route if native is DERIVED else native
+    native = None if isinstance(target, IrTarget) else target.native
+    if isinstance(target.route, Route):
+        changed["route"] = partial(by_target, target.route, target.parameters, spec)
+        changed["grants"] = target.grants or target.route.written(spec)
+        native = target.route if native is DERIVED else native
     if isinstance(native, Route):
-        changed["native"] = partial(by_contract, native, place.parameters, spec)
-    return replace(place, **changed) if changed else place
+        changed["native"] = partial(by_contract, native, target.parameters, spec)
+    return replace(target, **changed) if changed else target
 
 
-def _claims(place: Place) -> list[str]:
-    """What a place takes of vLLM, by the names under which vLLM has one of each."""
-    match place:
-        case LayerPlace():
-            return [f"layer {place.cls}"]  # vLLM's registry knows a layer by this name
-        case OperatorPlace():
-            return [f"operator {place.name}"]
-        case FunctionPlace():
-            return [f"function {path}" for path in place.paths]
-        case IrPlace():
-            return [f"IR op {place.name}"]
-        case FusionPlace():
-            return [f"pass {place.path}", f"pass_config.{place.flag}"]
-        case GraphPlace():
-            behind = [f" behind {part}" for part in place.parts] or [""]
-            return [f"operator {n}{part} in graphs" for n in place.operators for part in behind]
-        case AttentionPlace():
+def _claims(target: Target) -> list[str]:
+    """What a target takes of vLLM, by the names under which vLLM has one of each."""
+    match target:
+        case LayerTarget():
+            return [f"layer {target.cls}"]  # vLLM's registry knows a layer by this name
+        case OperatorTarget():
+            return [f"operator {target.name}"]
+        case FunctionTarget():
+            return [f"function {path}" for path in target.paths]
+        case IrTarget():
+            return [f"IR op {target.name}"]
+        case FusionTarget():
+            return [f"pass {target.path}", f"pass_config.{target.flag}"]
+        case GraphTarget():
+            behind = [f" behind {part}" for part in target.parts] or [""]
+            return [f"operator {n}{part} in graphs" for n in target.operators for part in behind]
+        case AttentionTarget():
             return [ATTENTION_BACKEND]
 
 
@@ -390,7 +396,7 @@ class Contract:
     Args:
         spec: what the op is.
         binding: the module that has its `BINDING`, as `acme.bindings.acme_op`; None for an op that
-            vLLM has no place for, and that scripts call.
+            vLLM has no target for, and that scripts call.
     """
 
     spec: OpSpec
@@ -417,8 +423,8 @@ class Contract:
 
 
 def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
-    """A call of `target` in a graph, for `FusionPlace.own` and `GraphPlace.find`: it has what later
-    passes read of it."""
+    """A call of `target` in a graph, for `FusionTarget.own` and `GraphTarget.find`: it has what
+    later passes read of it."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.node import map_arg

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import FusionPlace, GraphPlace
+from ..contracts.binding import FusionTarget, GraphTarget
 from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
 from ..engine.state_file import of_worker
@@ -21,7 +21,7 @@ from ..files import open_to_append
 from ..logs import get_logger
 from ..text import quote
 from .engines import Engine
-from .places import installed_bindings
+from .targets import installed_bindings
 
 if TYPE_CHECKING:
     import torch
@@ -139,8 +139,8 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
     table = installed_bindings()
     found = {}
     for op in plan.entries:
-        places = table[op].places if op in table else ()
-        if places and all(isinstance(p, FusionPlace | GraphPlace) for p in places):
+        targets = table[op].targets if op in table else ()
+        if targets and all(isinstance(p, FusionTarget | GraphTarget) for p in targets):
             found[op] = "only compiled code has it, and a sampled step is eager"
     return found
 

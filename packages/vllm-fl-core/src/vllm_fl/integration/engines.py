@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from ..contracts.binding import FunctionPlace, OperatorPlace
+from ..contracts.binding import FunctionTarget, OperatorTarget
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
@@ -54,19 +54,19 @@ class Choice:
     """What a plan does with the operators, or with the functions, that its ops' bindings name.
 
     Args:
-        taken: op -> the places to take.
-        left: op -> place -> why what stands there stays.
+        taken: op -> the targets to take.
+        left: op -> target -> why what stands there stays.
         defined: the operators that this vLLM lacks, to be defined while the engine lives.
     """
 
-    taken: Mapping[str, tuple[OperatorPlace | FunctionPlace, ...]]
+    taken: Mapping[str, tuple[OperatorTarget | FunctionTarget, ...]]
     left: Mapping[str, Mapping[str, str]]
     defined: tuple[Definition, ...] = ()
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """op -> the places that are taken, for the digest."""
-        return {op: [place.name for place in places] for op, places in self.taken.items()}
+        """op -> the targets that are taken, for the digest."""
+        return {op: [target.name for target in targets] for op, targets in self.taken.items()}
 
     @property
     def schemas(self) -> dict[str, str]:

@@ -148,9 +148,9 @@ def _in_ir(plan: Plan) -> dict[Any, Site]:
         if plan.is_stock(op) or not plan.entries[op].ceilings:
             continue
         chain = chain_of(plan, op, of_op)
-        for place in of_op:
-            ir_op: IrOp = ir_op_of(place)
-            found[ir_op.torch_op] = _ir_site(chain, place.route, ir_op)
+        for target in of_op:
+            ir_op: IrOp = ir_op_of(target)
+            found[ir_op.torch_op] = _ir_site(chain, target.route, ir_op)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding, FunctionPlace, GraphPlace, OperatorPlace
+from ..contracts.binding import Binding, FunctionTarget, GraphTarget, OperatorTarget
 from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
@@ -27,7 +27,7 @@ from .compat import lacks as lacks_names
 from .patchers import attention, communicator, fusions, torch_operators, whole_layers
 from .patchers.ir import ir_ops
 from .patchers.layers import foreign_ops, known_layers, layer_table
-from .places import installed_bindings
+from .targets import installed_bindings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -335,7 +335,7 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     layers = (
         layer.registered
         for layer in layer_table()
-        if layer.place.enabled and not plan.is_stock(layer.op)
+        if layer.target.enabled and not plan.is_stock(layer.op)
     )
     added = [
         f"+{name}"
@@ -426,7 +426,7 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
     Returns:
         (op -> why all its layers are left, classes that settings leave to vLLM).
     """
-    notes, kept = _without_place(), []
+    notes, kept = _without_target(), []
     layers = layer_table()
     in_ir = ir_ops() if facts.mode == "compiled" else {}
     for op in dict.fromkeys(layer.op for layer in layers):
@@ -445,18 +445,20 @@ def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]
     return notes, kept
 
 
-def _without_place() -> dict[str, str]:
-    """The ops that this vLLM has no place for, or whose places need what it lacks."""
+def _without_target() -> dict[str, str]:
+    """The ops that this vLLM has no target for, or whose targets need what it lacks."""
     placed = {layer.op for layer in layer_table()} | set(ir_ops())
-    anywhere = OperatorPlace | FunctionPlace | GraphPlace
+    anywhere = OperatorTarget | FunctionTarget | GraphTarget
     found, table = {}, installed_bindings()
     for op in get_default_manager().registry.snapshot().contracts:
         binding = table.get(op, Binding())
         lacking = lacks_names(binding)
         if lacking:
             found[op] = f"this vLLM has no {lacking}, which its places need"
-        elif op not in placed and not any(isinstance(place, anywhere) for place in binding.places):
-            which = "this vLLM" if binding.places else "vLLM"
+        elif op not in placed and not any(
+            isinstance(target, anywhere) for target in binding.targets
+        ):
+            which = "this vLLM" if binding.targets else "vLLM"
             found[op] = f"{which} has no place for it"
     return found
 
@@ -485,9 +487,9 @@ def _user_notes(facts: EngineFacts) -> dict[str, str]:
     """op -> the setting of vLLM's by which the user keeps the whole op as it is."""
     notes = {}
     for op, of_op in ir_ops().items():
-        for place in of_op:
-            if providers := facts.ir_priority.get(place.name):
-                notes[op] = f"ir_op_priority.{place.name} is {','.join(providers)}"
+        for target in of_op:
+            if providers := facts.ir_priority.get(target.name):
+                notes[op] = f"ir_op_priority.{target.name} is {','.join(providers)}"
     for op, binding in installed_bindings().items():
         fused = [name for name in binding.fused_by if name in facts.passes_on]
         if fused and facts.mode == "compiled" and op not in ir_ops():
@@ -507,6 +509,6 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     entry = _entry(vllm_config)
     if "user_priority" not in entry:
         config = vllm_config.kernel_config.ir_op_priority
-        names = [place.name for of_op in ir_ops().values() for place in of_op]
+        names = [target.name for of_op in ir_ops().values() for target in of_op]
         entry["user_priority"] = {name: list(getattr(config, name, None) or ()) for name in names}
         entry["passes_off"] = fusions.turned_off(vllm_config)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import LayerPlace
+from ..contracts.binding import LayerTarget
 from ..dispatch.chain import Chain
 from ..engine.opaque import mutated
 from ..engine.plan import Plan
@@ -19,7 +19,7 @@ from ..engine.ranges import Range, choice, edges
 from .engines import Engine
 from .patchers import fusions, torch_operators
 from .patchers.ir import chain_of, ir_ops, natives
-from .places import installed_bindings, places, stock_form
+from .targets import installed_bindings, stock_form, targets
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -41,8 +41,8 @@ def _chains(plan: Plan) -> dict[str, Chain]:
     found |= torch_operators.by_range(plan)
     in_ir, own = ir_ops(), natives()
     grants: dict[str, frozenset[str]] = {}
-    for op, place in places(installed_bindings(), LayerPlace):
-        grants[op] = grants.get(op, frozenset()) | frozenset(place.grants)
+    for op, target in targets(installed_bindings(), LayerTarget):
+        grants[op] = grants.get(op, frozenset()) | frozenset(target.grants)
     for op, entry in plan.entries.items():
         if not entry.ceilings or plan.mode != "compiled":
             continue

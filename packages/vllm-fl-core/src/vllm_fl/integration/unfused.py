@@ -42,7 +42,7 @@ def held_to_ranges(passes: Sequence[Any], engine: Engine, vllm_config: VllmConfi
         vllm_config: the engine's.
     """
     held = fusions.by_range(engine.plan)
-    known = {place.path.rpartition(".")[2]: op for op, (place, _) in held.items()}
+    known = {target.path.rpartition(".")[2]: op for op, (target, _) in held.items()}
     return [
         HeldToRanges(each, engine, known[name], vllm_config)
         if (name := type(each).__name__) in known
@@ -63,10 +63,10 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
 
     def __init__(self, run: Any, engine: Engine, op: str, vllm_config: VllmConfig) -> None:
         self.run, self.serving, self.op, self.config = run, engine, op, vllm_config
-        self.place, self.chain = fusions.by_range(engine.plan)[op]
+        self.target, self.chain = fusions.by_range(engine.plan)[op]
         # Layers that the user turned on stay as they are.
-        is_ours = {*self.place.layers} <= turned_on(vllm_config)
-        self.unfused = dict(self.place.unfused) if is_ours else {}
+        is_ours = {*self.target.layers} <= turned_on(vllm_config)
+        self.unfused = dict(self.target.unfused) if is_ours else {}
         self._patterns = replacing(
             f"vllm_fl_unfused_{op}",
             lambda match: operator_of(match).name() in self.unfused,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..contracts.binding import Binding, FusionPlace, GraphPlace, IrPlace, LayerPlace
+from ..contracts.binding import Binding, FusionTarget, GraphTarget, IrTarget, LayerTarget
 from ..dispatch import get_default_manager
 from ..engine.digest import fingerprint
 from ..engine.facts import EngineFacts
@@ -31,7 +31,6 @@ from . import locking, probe
 from .engines import Engine, calling
 from .patchers import attention, fusions, whole_layers
 from .patchers.layers import foreign_code, layer_for, layer_table
-from .places import installed_bindings, without_layers
 from .planning import plan_for
 from .ranks import (
     FAILED,
@@ -46,6 +45,7 @@ from .ranks import (
     lacking,
     refusing,
 )
+from .targets import installed_bindings, without_layers
 
 if TYPE_CHECKING:
     pass
@@ -365,7 +365,7 @@ def verify_live(engine: Engine, renew: Callable[[], object]) -> list[str]:
     table = installed_bindings()
     for op, entry in plan.entries.items():
         known = op in live.reached or op in engine.unused
-        if entry.impls and not known and not _has(table.get(op), LayerPlace, IrPlace):
+        if entry.impls and not known and not _has(table.get(op), LayerTarget, IrTarget):
             left_out[op] = f"{op} (not called)"
     told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
     return [
@@ -497,7 +497,7 @@ def _ran(live: Live) -> Ran:
         for op in live.plan.entries
         if (binding := table.get(op)) is None
         or binding.between_graphs  # attention does not run, nor what stands in its place
-        or _has(binding, FusionPlace, GraphPlace)  # nor does what a compiler makes of the model
+        or _has(binding, FusionTarget, GraphTarget)  # nor does what a compiler makes of the model
         or _has_more_than_ran(live, op)
     }
     return Ran(live.refused, frozenset(live.served), frozenset(live.reached), frozenset(untold))
@@ -585,8 +585,8 @@ def _lack_of(lack: tuple[tuple[str, str], Disabled]) -> str:
 
 def meets_a_compiler(binding: Binding | None) -> bool:
     """Whether compiled code calls the op: operators and functions are called behind a compiler."""
-    return _has(binding, LayerPlace, IrPlace, GraphPlace)
+    return _has(binding, LayerTarget, IrTarget, GraphTarget)
 
 
 def _has(binding: Binding | None, *kinds: type) -> bool:
-    return binding is not None and any(isinstance(place, kinds) for place in binding.places)
+    return binding is not None and any(isinstance(target, kinds) for target in binding.targets)

@@ -44,9 +44,9 @@ from .patchers.layers import (
     replace_layers,
 )
 from .patchers.lookups import over_class, path_over, take_off
-from .places import installed_bindings
 from .planning import apply, configured, facts_of, load_plugins, plan_for, refusals, seal
 from .ranks import FAILED, REJECTED, Disabled
+from .targets import installed_bindings
 from .verifying import (
     Checks,
     checks_of,

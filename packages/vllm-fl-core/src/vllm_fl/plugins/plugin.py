@@ -87,7 +87,7 @@ class Plugin:
         remarks: what it did that is the user's to do and was undone, one sentence each.
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
-        contracts: the ops that it brings, each with its places in vLLM.
+        contracts: the ops that it brings, each with its targets in vLLM.
         is_data: whether it brings contracts and nothing else, by the group of its entry point.
     """
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.binding import (
     Binding,
-    FunctionPlace,
-    GraphPlace,
-    LayerPlace,
-    OperatorPlace,
+    FunctionTarget,
+    GraphTarget,
+    LayerTarget,
+    OperatorTarget,
 )
 
 if TYPE_CHECKING:
@@ -43,9 +43,11 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
     is_called = any(b.calls_operators and op not in absent for op, b in bindings.items())
 
     def is_without(op: str, binding: Binding) -> bool:
-        places = binding.places
-        has_layers = any(isinstance(place, LayerPlace) for place in places)
-        has_operators = any(isinstance(place, OperatorPlace | FunctionPlace) for place in places)
+        targets = binding.targets
+        has_layers = any(isinstance(target, LayerTarget) for target in targets)
+        has_operators = any(
+            isinstance(target, OperatorTarget | FunctionTarget) for target in targets
+        )
         of_experts = is_called and has_operators and op.startswith(_activation(engine))
         return has_layers and op not in layers and not of_experts
 
@@ -55,8 +57,8 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
 
 def taken_in(binding: Binding) -> frozenset[str]:
     """The ops that an op takes in: while one of them is planned, a graph has that op nowhere."""
-    places = (place for place in binding.places if isinstance(place, GraphPlace))
-    return frozenset(part for place in places for part in place.parts)
+    targets = (target for target in binding.targets if isinstance(target, GraphTarget))
+    return frozenset(part for target in targets for part in target.parts)
 
 
 def _activation(engine: Described) -> str:

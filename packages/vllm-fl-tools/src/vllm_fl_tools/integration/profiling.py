@@ -23,12 +23,12 @@ import torch
 from torch.compiler import is_compiling
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from vllm_fl.contracts.binding import GraphPlace, IrPlace, OperatorPlace
+from vllm_fl.contracts.binding import GraphTarget, IrTarget, OperatorTarget
 from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.opaque import operators as our_operators
 from vllm_fl.integration.functional_operators import OWNER
 from vllm_fl.integration.patchers import layers
-from vllm_fl.integration.places import installed_bindings, places
+from vllm_fl.integration.targets import installed_bindings, targets
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
@@ -154,10 +154,10 @@ class Profiling:
         """
         worker: Any = self
         table = installed_bindings()
-        operators = {place.name: op for op, place in places(table, OperatorPlace)}
-        operators |= {f"vllm_ir::{place.name}": op for op, place in places(table, IrPlace)}
-        for op, place in places(table, GraphPlace):
-            own = () if place.parts else place.operators
+        operators = {target.name: op for op, target in targets(table, OperatorTarget)}
+        operators |= {f"vllm_ir::{target.name}": op for op, target in targets(table, IrTarget)}
+        for op, target in targets(table, GraphTarget):
+            own = () if target.parts else target.operators
             named = ("::".join(name.split(".")[:2]) for name in own)
             operators |= {name: op for name in named if name not in AMBIGUOUS}
         plan = worker.vllm_fl_engine.plan
@@ -179,7 +179,7 @@ class Profiling:
             "graphs": [
                 op
                 for op, binding in table.items()
-                if binding.places and all(isinstance(p, GraphPlace) for p in binding.places)
+                if binding.targets and all(isinstance(p, GraphTarget) for p in binding.targets)
             ],
             "left": left,
             "refused": sorted({f"{op}/{impl}" for op, impl in plan.record.refusals}),

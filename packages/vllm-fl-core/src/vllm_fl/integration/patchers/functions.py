@@ -1,4 +1,4 @@
-"""Places that we take: Python functions and methods of vLLM's that are neither layer nor operator.
+"""Targets that we take: Python functions and methods of vLLM's that are neither layer nor operator.
 
 A function is replaced wherever vLLM's modules look it up, once per process for all engines
 (`taking.py`). A compiler that traces a call traces vLLM's own function.
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...contracts.binding import Binding, FunctionPlace
+from ...contracts.binding import Binding, FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
@@ -30,35 +30,35 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Choice:
 
     Args:
         plan: the sealed plan.
-        bindings: op -> its places.
+        bindings: op -> its targets.
     """
 
     def note(op: str) -> str:
         why = "its implementations take the calling layer, and a function has none"
         return "" if plan.callable(op) else why
 
-    return taking.choose(plan, bindings, FunctionPlace, note, _misfit)
+    return taking.choose(plan, bindings, FunctionTarget, note, _misfit)
 
 
-def own(place: FunctionPlace) -> Callable[..., Any] | None:
-    """The function of a place, as vLLM has it; None where this vLLM has none such."""
-    if _misfit(place) or taking.standing_at(place.name) is not None:
+def own(target: FunctionTarget) -> Callable[..., Any] | None:
+    """The function of a target, as vLLM has it; None where this vLLM has none such."""
+    if _misfit(target) or taking.standing_at(target.name) is not None:
         return None
-    found: Callable[..., Any] = lookup_of(place.name).function
+    found: Callable[..., Any] = lookup_of(target.name).function
     return found
 
 
-def _misfit(place: FunctionPlace) -> str:
-    """Why a place is not to be taken in this vLLM, or nothing."""
-    if taking.standing_at(place.name) is not None:
+def _misfit(target: FunctionTarget) -> str:
+    """Why a target is not to be taken in this vLLM, or nothing."""
+    if taking.standing_at(target.name) is not None:
         return ""  # for another engine of this process, with the same vLLM
     try:
-        function = lookup_of(place.name).function
+        function = lookup_of(target.name).function
         parameters = _named(function)
     except Exception as error:
         return f"this vLLM has no such function: {quote(error)}"
     optional = [p.name for p in parameters if p.default is not p.empty]
-    return misfit(place, [p.name for p in parameters], optional)
+    return misfit(target, [p.name for p in parameters], optional)
 
 
 def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -68,7 +68,7 @@ def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.kind not in taken]
 
 
-class _Replacement(taking.Stand[FunctionPlace]):
+class _Replacement(taking.Stand[FunctionTarget]):
     """What stands in the place of one function of vLLM's in this process, wherever that is looked
     up.
 
@@ -77,15 +77,15 @@ class _Replacement(taking.Stand[FunctionPlace]):
         lookups: where it was.
     """
 
-    def __init__(self, place: FunctionPlace) -> None:
-        first = lookup_of(place.name)
+    def __init__(self, target: FunctionTarget) -> None:
+        first = lookup_of(target.name)
         own = self.own = first.function
         self.lookups = [first]
-        for path in place.paths[1:]:
+        for path in target.paths[1:]:
             try:
                 lookup = lookup_of(path)
             except Exception as error:  # a release without this module
-                log.debug("Function %s is not looked up at %s: %s", place.name, path, quote(error))
+                log.debug("Function %s is not looked up at %s: %s", target.name, path, quote(error))
                 continue
             if lookup.function is own:
                 self.lookups.append(lookup)
@@ -93,12 +93,12 @@ class _Replacement(taking.Stand[FunctionPlace]):
                 log.warning(
                     "Function %s is another one at %s, which somebody has replaced: it is left "
                     "there",
-                    place.name,
+                    target.name,
                     path,
                 )
         parameters = _named(own)
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        super().__init__(place, tuple(parameter.name for parameter in parameters), defaults)
+        super().__init__(target, tuple(parameter.name for parameter in parameters), defaults)
         answered = self.answering()
 
         @functools.wraps(own)

@@ -1,4 +1,4 @@
-"""Places that we take: what passes of vLLM's compiler put into graphs.
+"""Targets that we take: what passes of vLLM's compiler put into graphs.
 
 Some operators no code of vLLM's calls: a pass finds their parts in a compiled graph, and puts the
 operator there. While the plan has such an op, the pass is turned on and its parts are left to
@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from ...contracts.binding import FusionPlace, OperatorPlace
+from ...contracts.binding import FusionTarget, OperatorTarget
 from ...dispatch.chain import Chain
 from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
@@ -24,7 +24,7 @@ from ...logs import get_logger
 from ...plugins.types import OpImpl
 from ...text import quote
 from ..engines import Engine, Sites, now
-from ..places import installed_bindings, places, planned, stock_form
+from ..targets import installed_bindings, planned, stock_form, targets
 from .ir import ir_ops
 from .lookups import named
 
@@ -40,87 +40,87 @@ VLLMS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
 _watched: set[type] = set()
 
 
-def _places() -> list[tuple[str, FusionPlace]]:
-    return places(installed_bindings(), FusionPlace)
+def _targets() -> list[tuple[str, FusionTarget]]:
+    return targets(installed_bindings(), FusionTarget)
 
 
 def turned_off(vllm_config: VllmConfig) -> list[str]:
     """The passes that the user turned off, asked before vLLM fills in its defaults."""
     passes = vllm_config.compilation_config.pass_config
-    return [place.flag for _, place in _places() if getattr(passes, place.flag, None) is False]
+    return [target.flag for _, target in _targets() if getattr(passes, target.flag, None) is False]
 
 
 def notes(facts: EngineFacts) -> dict[str, str]:
     """op -> why its pass cannot find it in this engine."""
-    found = {op: _note(place, facts) for op, place in _places()}
+    found = {op: _note(target, facts) for op, target in _targets()}
     return {op: why for op, why in found.items() if why}
 
 
-def _note(place: FusionPlace, facts: EngineFacts) -> str:
+def _note(target: FusionTarget, facts: EngineFacts) -> str:
     if facts.mode == "eager":
         return "only in compiled mode: a pass of vLLM's compiler puts it into graphs"
-    if place.flag in facts.passes_off:
-        return f"pass_config.{place.flag} is false"
-    if not _is_there(place):
-        return "" if _is_ours(place, facts) else "vLLM has no pass for it on this platform"
-    off = [f"-{layer}" for layer in place.layers if f"-{layer}" in facts.custom_ops]
+    if target.flag in facts.passes_off:
+        return f"pass_config.{target.flag} is false"
+    if not _is_there(target):
+        return "" if _is_ours(target, facts) else "vLLM has no pass for it on this platform"
+    off = [f"-{layer}" for layer in target.layers if f"-{layer}" in facts.custom_ops]
     return f"custom_ops has {off[0]}, without which vLLM's pass does not find it" if off else ""
 
 
-def _is_there(place: FusionPlace) -> bool:
+def _is_there(target: FusionTarget) -> bool:
     """Whether this vLLM has the pass, and lets it run on this platform."""
     from vllm.config.compilation import PassConfig
     from vllm.platforms import current_platform
 
     alike: Callable[[], bool] | None = getattr(current_platform, "is_cuda_alike", None)
-    return alike is not None and alike() and place.flag in PassConfig.__dataclass_fields__
+    return alike is not None and alike() and target.flag in PassConfig.__dataclass_fields__
 
 
-def _is_ours(place: FusionPlace, facts: EngineFacts) -> bool:
+def _is_ours(target: FusionTarget, facts: EngineFacts) -> bool:
     """Whether the pass of ours can run here: on a plugin's device with vLLM's own pass manager."""
     from vllm.platforms import current_platform
 
     device = getattr(current_platform, "vllm_fl_device", None)
     return bool(
-        place.own is not None
+        target.own is not None
         and device is not None
         and facts.by_range
-        and not set(place.in_ir) - set(ir_ops())
+        and not set(target.in_ir) - set(ir_ops())
         and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
     )
 
 
-def is_by_range(place: FusionPlace) -> bool:
+def is_by_range(target: FusionTarget) -> bool:
     """Whether graphs can have the op at some sizes, and vLLM's own code at others.
 
     That is where the pass is vLLM's, which we run for the ranges of sizes in which the op is
     planned (`../unfused.py`). A pass of ours puts the op in all graphs.
     """
-    return _is_there(place) and bool(place.unfused)
+    return _is_there(target) and bool(target.unfused)
 
 
-def operators(plan: Plan) -> list[tuple[str, OperatorPlace, Chain]]:
+def operators(plan: Plan) -> list[tuple[str, OperatorTarget, Chain]]:
     """(planned op, an operator that a pass of vLLM's puts into graphs for it, its candidates)."""
-    known = places(installed_bindings(), OperatorPlace)
+    known = targets(installed_bindings(), OperatorTarget)
     return [
-        (op, operator, plan.chain(op, last=stock_form(op, place.native)))
-        for op, place in planned(plan, FusionPlace)
-        if _is_there(place)
+        (op, operator, plan.chain(op, last=stock_form(op, target.native)))
+        for op, target in planned(plan, FusionTarget)
+        if _is_there(target)
         for of_op, operator in known
         if of_op == op
     ]
 
 
-def by_range(plan: Plan) -> dict[str, tuple[FusionPlace, Chain]]:
-    """Op -> (its place, its candidates by rows), of ops that are left to vLLM at some sizes.
+def by_range(plan: Plan) -> dict[str, tuple[FusionTarget, Chain]]:
+    """Op -> (its target, its candidates by rows), of ops that are left to vLLM at some sizes.
 
     Of the candidates the code of vLLM's own form alone stands in graphs: the others run inside the
     operator that the pass puts there.
     """
     found = {}
-    for op, place in planned(plan, FusionPlace):
-        if plan.is_partly_stock(op) and is_by_range(place):
-            found[op] = place, taken_whole(plan.chain(op, last=stock_form(op, place.native)))
+    for op, target in planned(plan, FusionTarget):
+        if plan.is_partly_stock(op) and is_by_range(target):
+            found[op] = target, taken_whole(plan.chain(op, last=stock_form(op, target.native)))
     return found
 
 
@@ -146,9 +146,9 @@ def left(plan: Plan) -> dict[str, str]:
     """
     in_ir = ir_ops()
     found: dict[str, str] = {}
-    for op, place in planned(plan, FusionPlace):
-        parts = [part for part in place.parts if part not in in_ir]
-        if _is_there(place):
+    for op, target in planned(plan, FusionTarget):
+        parts = [part for part in target.parts if part not in in_ir]
+        if _is_there(target):
             why = f"vLLM's pass for {op} looks for vLLM's own"
             found |= {part: why for part in parts if not plan.is_stock(part)}
         elif stock := [part for part in parts if plan.is_stock(part)]:
@@ -163,9 +163,9 @@ def whole(plan: Plan) -> frozenset[str]:
     in_ir = ir_ops()
     parts = (
         part
-        for _, place in planned(plan, FusionPlace)
-        if not _is_there(place)
-        for part in place.parts
+        for _, target in planned(plan, FusionTarget)
+        if not _is_there(target)
+        for part in target.parts
     )
     return frozenset(part for part in parts if part not in in_ir)
 
@@ -174,15 +174,15 @@ def layers(plan: Plan) -> Iterator[str]:
     """The layers, by the names in `custom_ops`, that planned ops' passes look for."""
     return (
         layer
-        for _, place in planned(plan, FusionPlace)
-        if not _finds_ours(plan, place)
-        for layer in place.layers
+        for _, target in planned(plan, FusionTarget)
+        if not _finds_ours(plan, target)
+        for layer in target.layers
     )
 
 
-def _finds_ours(plan: Plan, place: FusionPlace) -> bool:
-    """Whether the place's pass is ours, which finds an operator of ours."""
-    return not plan.whole.isdisjoint(place.parts)
+def _finds_ours(plan: Plan, target: FusionTarget) -> bool:
+    """Whether the target's pass is ours, which finds an operator of ours."""
+    return not plan.whole.isdisjoint(target.parts)
 
 
 def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]) -> None:
@@ -194,7 +194,9 @@ def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any])
         entry: where it is remembered which are ours.
     """
     passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
-    wanted = {place.flag for _, place in planned(plan, FusionPlace) if not _finds_ours(plan, place)}
+    wanted = {
+        target.flag for _, target in planned(plan, FusionTarget) if not _finds_ours(plan, target)
+    }
     for flag in ours - wanted:
         setattr(passes, flag, False)
     added = {flag for flag in wanted if not getattr(passes, flag, False)}
@@ -211,18 +213,18 @@ def watch(engine: Engine) -> None:
     """
     plan = engine.plan
     engine.sites, engine.passes = {}, []
-    for op, place in planned(plan, FusionPlace):
-        if _finds_ours(plan, place):
+    for op, target in planned(plan, FusionTarget):
+        if _finds_ours(plan, target):
             known = engine.sites[op] = Sites()
-            last = stock_form(op, place.native, plan.contracts[op].consumable)
+            last = stock_form(op, target.native, plan.contracts[op].consumable)
             operator = operator_of(plan, plan.chain(op, last=last))
             from .graphs import FindingPass
 
-            assert place.own is not None  # none of ours finds it otherwise
-            engine.passes.append(FindingPass(operator, place.own, known))
+            assert target.own is not None  # none of ours finds it otherwise
+            engine.passes.append(FindingPass(operator, target.own, known))
             continue
         try:
-            cls = named(place.path)
+            cls = named(target.path)
         except Exception as error:
             # A release may have it elsewhere: the flag may work all the same.
             log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
@@ -267,7 +269,7 @@ def say(engine: Engine) -> None:
     Of an op that the model does not have, and that the settings name, the report says so already.
     """
     plan = engine.plan
-    vllms = {op for op, place in planned(plan, FusionPlace) if not _finds_ours(plan, place)}
+    vllms = {op for op, target in planned(plan, FusionTarget) if not _finds_ours(plan, target)}
     for op, known in engine.sites.items():
         if op not in engine.unused:
             _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
@@ -275,9 +277,9 @@ def say(engine: Engine) -> None:
 
 def _say(label: str, op: str, known: Sites, whose: str) -> None:
     if known.found:
-        places = _counted_as(known.found, "place")
+        where = _counted_as(known.found, "place")
         by_graphs = f"; graphs launch it themselves in {known.launched}" * bool(known.launched)
-        log.info("Op '%s': %s, by '%s'%s", op, places, label, by_graphs)
+        log.info("Op '%s': %s, by '%s'%s", op, where, label, by_graphs)
     elif known.graphs:
         log.warning(
             "Op '%s': %s pass found no place for it in %s, so that '%s' does not run. Its "

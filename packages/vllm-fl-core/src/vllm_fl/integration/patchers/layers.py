@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...contracts import OpSpec
-from ...contracts.binding import LayerPlace
+from ...contracts.binding import LayerTarget
 from ...dispatch import dispatch_method
 from ...dispatch.method import PLAN
 from ...dispatch.resolver import FOREIGN
@@ -31,7 +31,7 @@ from ...logs import get_logger
 from ...plugins.installed import identity
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
-from ..places import installed_bindings, places, stock_form
+from ..targets import installed_bindings, stock_form, targets
 from .ir import ir_ops
 from .lookups import named
 
@@ -56,12 +56,12 @@ class Layer:
     Args:
         base: the class.
         op: the op.
-        place: what the op's binding says of it, or of the class that it is a subclass of.
+        target: what the op's binding says of it, or of the class that it is a subclass of.
     """
 
     base: type
     op: str
-    place: LayerPlace
+    target: LayerTarget
 
     @property
     def cls(self) -> str:
@@ -81,14 +81,14 @@ def layer_table() -> list[Layer]:
     which plans anew, has opened it. Elsewhere a model that has such a layer has imported it.
     """
     found: dict[type, Layer] = {}
-    for op, place in places(installed_bindings(), LayerPlace):
-        if opens_the_device(place.path.rpartition(".")[0]):
+    for op, target in targets(installed_bindings(), LayerTarget):
+        if opens_the_device(target.path.rpartition(".")[0]):
             continue
-        base = _found(place.path)
-        inheriting = _inheriting(base) if base is not None and place.subclasses else ()
+        base = _found(target.path)
+        inheriting = _inheriting(base) if base is not None and target.subclasses else ()
         for cls in (base, *inheriting):
             if cls is not None:
-                found.setdefault(cls, Layer(cls, op, place))
+                found.setdefault(cls, Layer(cls, op, target))
     return [*found.values()]
 
 
@@ -180,7 +180,7 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
 def _over(layer: Layer, base: type) -> type:
     """The class of a layer with its forwards bound to the plan, made of vLLM's class or of another
     plugin's."""
-    is_foreign, place = base is not layer.base, layer.place
+    is_foreign, target = base is not layer.base, layer.target
     name = "Agnostic" * (not _is_in_tree(layer.base)) + f"{layer.cls}FL"
     name += f"Over{base.__name__}" * is_foreign
     held = globals().get(name)
@@ -189,10 +189,10 @@ def _over(layer: Layer, base: type) -> type:
     method = partial(
         dispatch_method,
         layer.op,
-        place.grants,
-        adapt=place.adapt,
-        last=stock_form(layer.op, place.native),
-        stand_in=place.stand_in,
+        target.grants,
+        adapt=target.adapt,
+        last=stock_form(layer.op, target.native),
+        stand_in=target.stand_in,
         traces_own=layer.op in ir_ops(),
         vllms=layer.base if is_foreign else None,
     )

@@ -1,4 +1,4 @@
-"""Places that we take: PyTorch's own operators, and vLLM's, in graphs of vLLM's compiler.
+"""Targets that we take: PyTorch's own operators, and vLLM's, in graphs of vLLM's compiler.
 
 What no layer of vLLM's stands for, its compiler still has as an operator, as the product of a
 linear layer. A pass of ours (`../replacing.py`) puts a planned op in its place, in the graphs of
@@ -13,28 +13,28 @@ from typing import Any
 
 import torch
 
-from ...contracts.binding import GraphPlace
+from ...contracts.binding import GraphTarget
 from ...dispatch.chain import Chain
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind
 from ..engines import Engine, Sites
-from ..places import installed_bindings, places, planned, stock_form
+from ..targets import installed_bindings, planned, stock_form, targets
 from .fusions import operator_of, taken_whole
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """What a plan does with one place.
+    """What a plan does with one target.
 
     Args:
-        place: the place.
+        target: the target.
         chain: its candidates, by rows; of their code vLLM's own form alone stands in graphs.
         operator: the op's operator, of the contract's schema.
         sites: what is counted.
     """
 
-    place: GraphPlace
+    target: GraphTarget
     chain: Chain
     operator: Callable[..., Any]
     sites: Sites
@@ -42,7 +42,7 @@ class Replaced:
 
 def notes(facts: EngineFacts) -> dict[str, str]:
     """op -> why its operator stays in this engine, whatever the policy says."""
-    known = places(installed_bindings(), GraphPlace)
+    known = targets(installed_bindings(), GraphTarget)
     if facts.mode == "eager":
         why = "only in compiled mode: a pass of ours puts it into graphs"
     elif not facts.by_range:
@@ -56,7 +56,7 @@ def notes(facts: EngineFacts) -> dict[str, str]:
 
 
 def operator(name: str) -> Any:
-    """The operator of a place, as `aten.mm.default`; None where there is none."""
+    """The operator of a target, as `aten.mm.default`; None where there is none."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -69,23 +69,23 @@ def left(plan: Plan) -> dict[str, str]:
     A reference is no better than that. And a part that is planned itself is an operator of ours.
     """
     found: dict[str, str] = {}
-    for op, place in planned(plan, GraphPlace):
+    for op, target in planned(plan, GraphTarget):
         if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
             found[op] = "its operator is in the graphs already"
-        elif ours := [part for part in place.parts if not plan.is_stock(part)]:
+        elif ours := [part for part in target.parts if not plan.is_stock(part)]:
             found[op] = f"{ours[0]} is planned itself: vLLM's own code is not there to be found"
     return found
 
 
-def _chain(plan: Plan, op: str, place: GraphPlace) -> Chain:
-    return plan.chain(op, last=stock_form(op, place.native))
+def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
+    return plan.chain(op, last=stock_form(op, target.native))
 
 
 def by_range(plan: Plan) -> dict[str, Chain]:
     """Op -> its candidates by rows, of ops whose operator stays at some sizes."""
     return {
-        op: taken_whole(_chain(plan, op, place))
-        for op, place in planned(plan, GraphPlace)
+        op: taken_whole(_chain(plan, op, target))
+        for op, target in planned(plan, GraphTarget)
         if plan.is_partly_stock(op)
     }
 
@@ -94,8 +94,8 @@ def watch(engine: Engine) -> None:
     """Create the operators now: graphs from vLLM's cache call them, too."""
     plan = engine.plan
     engine.replaced = []
-    for op, place in planned(plan, GraphPlace):
-        chain = _chain(plan, op, place)
+    for op, target in planned(plan, GraphTarget):
+        chain = _chain(plan, op, target)
         sites = engine.sites[op] = Sites()
-        made = Replaced(place, taken_whole(chain), operator_of(plan, chain), sites)
+        made = Replaced(target, taken_whole(chain), operator_of(plan, chain), sites)
         engine.replaced.append(made)

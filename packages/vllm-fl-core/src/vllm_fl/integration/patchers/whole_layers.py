@@ -20,7 +20,7 @@ from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from ...dispatch import get_default_manager
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
-from ...errors import PlaceError
+from ...errors import TargetError
 from ...logs import get_logger
 from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
@@ -146,14 +146,14 @@ def in_place(plan: Plan) -> Iterator[None]:
     that another plugin has replaced and the plan takes.
 
     Raises:
-        PlaceError: another plugin has replaced one of the layers since the plan was made.
+        TargetError: another plugin has replaced one of the layers since the plan was made.
     """
     whole = {name: _chosen(impl)[0] for name, impl in plan.layers.items()}
     table: dict[str, Any] = custom_op.op_registry_oot
     with _one_at_a_time:
         for name in whole:
             if name in table and not plan.entries[name].is_foreign:
-                raise PlaceError(
+                raise TargetError(
                     f"vllm-fl: layer {name} was replaced by {owner_of(table[name])} after the plan "
                     f"chose '{plan.layers[name].impl_id}'. Leave one of the two out.",
                     op=name,
@@ -197,7 +197,7 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
         model: the model, a `torch.nn.Module`.
 
     Raises:
-        PlaceError: strict mode, and a layer is vLLM's own.
+        TargetError: strict mode, and a layer is vLLM's own.
     """
     found = {}
     for name, impl in plan.layers.items():
@@ -217,7 +217,7 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
                 f"{len(stock)} places, which are vLLM's own: {', '.join(stock[:3])}"
             )
             if plan.strict:
-                raise PlaceError(
+                raise TargetError(
                     f"{text}. Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
                     op=name,
                     impl=impl.impl_id,

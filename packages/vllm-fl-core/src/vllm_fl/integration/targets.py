@@ -1,4 +1,4 @@
-"""Which places in vLLM are an op's, by the bindings of the contracts that this process has loaded.
+"""Which targets in vLLM are an op's, by the bindings of the contracts that this process has loaded.
 
 Imports no vLLM, so that the command line and the documentation may read it anywhere.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..contracts.binding import AttentionPlace, Binding, LayerPlace, Place
+from ..contracts.binding import AttentionTarget, Binding, LayerTarget, Target
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ..plugins.snapshot import RegistrySnapshot
@@ -17,10 +17,10 @@ from ..plugins.types import BackendImplKind, OpImpl
 if TYPE_CHECKING:
     from ..engine.plan import Plan
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=Target)
 
 ATTENTION_LAYERS = Binding(
-    places=(AttentionPlace(),),
+    targets=(AttentionTarget(),),
     not_reached=(
         "layers for which vLLM is told a backend: --attention-backend, a backend per kind of "
         "layer, a model's or a drafter's own",
@@ -41,19 +41,19 @@ def installed_bindings() -> Mapping[str, Binding]:
     return all_bindings(get_default_manager().registry.snapshot())
 
 
-def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
-    """(op, place) for every place of one kind, in the order of the table."""
+def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
+    """(op, target) for every place of one kind, in the order of the table."""
     return [
-        (op, place)
+        (op, target)
         for op, binding in table.items()
-        for place in binding.places
-        if isinstance(place, kind)
+        for target in binding.targets
+        if isinstance(target, kind)
     ]
 
 
 def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
-    """(op, place) for every place of one kind of this process whose op `plan` does not leave."""
-    return [each for each in places(installed_bindings(), kind) if not plan.is_stock(each[0])]
+    """(op, target) for every place of one kind of this process whose op `plan` does not leave."""
+    return [each for each in targets(installed_bindings(), kind) if not plan.is_stock(each[0])]
 
 
 def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
@@ -73,8 +73,8 @@ def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
     reaches = any(binding.calls_operators for binding in of_planned.values())
 
     def only_layers(binding: Binding) -> bool:
-        others = [place for place in binding.places if not isinstance(place, LayerPlace)]
-        has_layers = len(others) < len(binding.places)
+        others = [target for target in binding.targets if not isinstance(target, LayerTarget)]
+        has_layers = len(others) < len(binding.targets)
         return has_layers and not (others and (binding.when or reaches))
 
     return {op for op, binding in of_planned.items() if only_layers(binding)} - {*has}
