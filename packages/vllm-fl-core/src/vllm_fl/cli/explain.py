@@ -11,16 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..contracts import OpSpec
-from ..contracts.binding import (
-    AttentionTarget,
-    Binding,
-    FunctionTarget,
-    FusionTarget,
-    GraphTarget,
-    IrTarget,
-    LayerTarget,
-    OperatorTarget,
-)
+from ..contracts.binding import Binding
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED
@@ -187,27 +178,7 @@ def _show_code(code: str, *, as_json: bool) -> int:
 
 def targets_of(binding: Binding) -> list[str]:
     """Where vLLM runs the op and the plan reaches it, one phrase each; not of which release."""
-    told = []
-    for target in binding.targets:
-        match target:
-            case LayerTarget():
-                more = ", and vLLM's subclasses of it that inherit its forwards"
-                told.append(f"layer {target.cls}{more * target.subclasses}")
-            case OperatorTarget():
-                told.append(f"operator {target.name}")
-            case FunctionTarget():
-                told.append(f"function {target.name.removeprefix('vllm.')}")
-            case IrTarget():
-                told.append(f"vllm.ir.{target.name}, in the releases that have it")
-            case AttentionTarget():
-                told.append("the attention layers, by class path")
-            case GraphTarget():
-                where = ", ".join(target.operators)
-                told.append(f"compiled graphs, where the op is found at {where}")
-            case FusionTarget():
-                ours = ", or one of ours on a plugin's device" * (target.own is not None)
-                told.append(f"where vLLM's pass {target.path.rpartition('.')[2]} finds it{ours}")
-    return list(dict.fromkeys(told))
+    return list(dict.fromkeys(target.describe() for target in binding.targets))
 
 
 def signature_of(spec: OpSpec | None, width: int = 0) -> str | None:

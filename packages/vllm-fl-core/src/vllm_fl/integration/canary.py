@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import FusionTarget, GraphTarget
 from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
 from ..engine.state_file import of_worker
@@ -140,7 +139,7 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
     found = {}
     for op in plan.entries:
         targets = table[op].targets if op in table else ()
-        if targets and all(isinstance(p, FusionTarget | GraphTarget) for p in targets):
+        if targets and not any(target.seen_live for target in targets):
             found[op] = "only compiled code has it, and a sampled step is eager"
     return found
 

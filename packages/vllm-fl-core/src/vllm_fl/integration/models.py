@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec
-from ..contracts.binding import FusionTarget, LayerTarget
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..dispatch.resolver import Trace
@@ -22,7 +21,7 @@ from ..plugins.attention import ATTENTION
 from ..text import quote
 from .patchers.layers import Layer, custom_op_of, layer_table
 from .planning import facts_of
-from .targets import installed_bindings, targets
+from .targets import installed_bindings
 
 if TYPE_CHECKING:
     import torch
@@ -108,13 +107,13 @@ def _skeleton(made: Sequence[Any], vllm_config: VllmConfig) -> Skeleton:
         op
         for op, binding in installed_bindings().items()
         if binding.targets
-        and all(isinstance(target, LayerTarget) for target in binding.targets)
+        and all(target.needs_layer for target in binding.targets)
         and op not in ops
     )
     absent |= {
         op
-        for op, target in targets(installed_bindings(), FusionTarget)
-        if target.begins is not None and not any(target.begins(x, vllm_config) for x in made)
+        for op, binding in installed_bindings().items()
+        if not all(target.may_begin(made, vllm_config) for target in binding.targets)
     }
     counts = {op: dict(classes) for op, classes in layers.items()}
     return Skeleton(counts, absent, {op: tuple(kinds) for op, kinds in ops.items()})

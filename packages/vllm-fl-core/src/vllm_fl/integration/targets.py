@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..contracts.binding import AttentionTarget, Binding, LayerTarget, Target
+from ..contracts.binding import AttentionTarget, Binding, Target
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ..plugins.snapshot import RegistrySnapshot
@@ -73,7 +73,7 @@ def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
     reaches = any(binding.calls_operators for binding in of_planned.values())
 
     def only_layers(binding: Binding) -> bool:
-        others = [target for target in binding.targets if not isinstance(target, LayerTarget)]
+        others = [target for target in binding.targets if not target.needs_layer]
         has_layers = len(others) < len(binding.targets)
         return has_layers and not (others and (binding.when or reaches))
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..contracts.binding import Binding, FusionTarget, GraphTarget, IrTarget, LayerTarget
+from ..contracts.binding import Binding
 from ..dispatch import get_default_manager
 from ..engine.digest import fingerprint
 from ..engine.facts import EngineFacts
@@ -365,7 +365,8 @@ def verify_live(engine: Engine, renew: Callable[[], object]) -> list[str]:
     table = installed_bindings()
     for op, entry in plan.entries.items():
         known = op in live.reached or op in engine.unused
-        if entry.impls and not known and not _has(table.get(op), LayerTarget, IrTarget):
+        of_op = table.get(op, Binding()).targets
+        if entry.impls and not known and not any(t.reaches_compiler and t.seen_live for t in of_op):
             left_out[op] = f"{op} (not called)"
     told = f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}"
     return [
@@ -497,7 +498,7 @@ def _ran(live: Live) -> Ran:
         for op in live.plan.entries
         if (binding := table.get(op)) is None
         or binding.between_graphs  # attention does not run, nor what stands in its place
-        or _has(binding, FusionTarget, GraphTarget)  # nor does what a compiler makes of the model
+        or not all(target.seen_live for target in binding.targets)
         or _has_more_than_ran(live, op)
     }
     return Ran(live.refused, frozenset(live.served), frozenset(live.reached), frozenset(untold))
@@ -585,8 +586,4 @@ def _lack_of(lack: tuple[tuple[str, str], Disabled]) -> str:
 
 def meets_a_compiler(binding: Binding | None) -> bool:
     """Whether compiled code calls the op: operators and functions are called behind a compiler."""
-    return _has(binding, LayerTarget, IrTarget, GraphTarget)
-
-
-def _has(binding: Binding | None, *kinds: type) -> bool:
-    return binding is not None and any(isinstance(target, kinds) for target in binding.targets)
+    return binding is not None and any(target.reaches_compiler for target in binding.targets)

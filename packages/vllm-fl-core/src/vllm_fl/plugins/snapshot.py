@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..contracts import OpSpec
-from ..contracts.binding import ATTENTION_BACKEND, Binding
+from ..contracts.binding import Binding
+from ..contracts.targets import ATTENTION_BACKEND
 from ..errors import DuplicateError, PluginError, TargetError
 from ..text import clean
 from .attention import ATTENTION

@@ -12,8 +12,6 @@ from vllm_fl.contracts.binding import (
     Binding,
     FunctionTarget,
     FusionTarget,
-    GraphTarget,
-    LayerTarget,
     OperatorTarget,
 )
 from vllm_fl.integration.patchers import functions, operators
@@ -49,18 +47,17 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
         for name in target.grants
     )
     natives = [
-        stock_form(op, target.native, granted if isinstance(target, FusionTarget) else frozenset())
+        stock_form(op, target.plain, granted if target.puts_operators else frozenset())
         for target in binding.targets
-        if isinstance(target, LayerTarget | GraphTarget | FusionTarget)
     ]
     on_cpu: list[OpImpl | None] = []
     kernels: list[OpImpl | None] = []
     for target in binding.targets:
-        used = device.type == "cpu" and isinstance(target, OperatorTarget) and target.on_cpu
+        used = device.type == "cpu" and target.on_cpu
         (on_cpu if used else kernels).append(_opaque(op, target, device))
     if mode == "compiled":
         ordered = [*natives, *on_cpu, *kernels]
-    elif any(isinstance(target, FusionTarget | GraphTarget) for target in binding.targets):
+    elif not all(target.seen_live for target in binding.targets):
         return ()
     elif device.type == "cpu":
         ordered = [*on_cpu, *natives, *kernels]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ...contracts import OpSpec
-from ...contracts.binding import Binding, FusionTarget, OperatorTarget
+from ...contracts.binding import Binding, OperatorTarget
 from ...engine.opaque import Watched
 from ...engine.plan import Plan
 from ...errors import TargetError
@@ -70,7 +70,7 @@ def choose(
     for op in fitting.taken:
         # What a pass of vLLM's compiler finds may be a call that vLLM's kernel cannot take: there
         # the chain has to be asked.
-        by_pass = any(isinstance(target, FusionTarget) for target in bindings[op].targets)
+        by_pass = any(target.puts_operators for target in bindings[op].targets)
         for first in () if by_pass else _firsts(plan, op):
             names = {target.name for target in taken[op]}
             calls = _calls_of(first, plan.contracts[op], names, device, dtype)
