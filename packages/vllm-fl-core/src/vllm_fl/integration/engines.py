@@ -119,9 +119,6 @@ class Engine:
         replaced: what takes the place of operators in its graphs.
         inlined: (op, range, impl id) -> how often its code took an operator's place in a graph.
         stayed: (op, range) -> in how many places of graphs the operator stayed.
-        direct: op of vLLM's IR -> what runs where eager code calls it.
-        behind: op of vLLM's IR -> the other providers, in vLLM's order: what `stock` means there.
-        layers: class of vLLM's -> how many layers of the model are the plan's class.
         overriders: operator -> who has overridden it after us, as far as that was said.
         status: `starting`, `serving`, `ended` or `failed`: its start did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
@@ -158,9 +155,6 @@ class Engine:
     replaced: list[Any] = field(default_factory=list)
     inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
     stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
-    direct: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    behind: dict[str, list[str]] = field(default_factory=dict)
-    layers: dict[str, int] = field(default_factory=dict)
     overriders: dict[str, str] = field(default_factory=dict)
     status: str = "starting"
     error: dict[str, str] | None = None

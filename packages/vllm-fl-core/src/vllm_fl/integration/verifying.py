@@ -29,8 +29,9 @@ from ..settings.policy import at_size
 from ..text import quote
 from . import locking, probe
 from .engines import Engine, calling
-from .patchers import attention, fusions, whole_layers
+from .patchers import attention, fusions
 from .patchers.layers import foreign_code, layer_for, layer_table
+from .patching import PATCHERS
 from .planning import plan_for
 from .ranks import (
     FAILED,
@@ -93,7 +94,10 @@ class Checks:
         table = self.engine.table
         mine = Verdict(self.engine.rank, facts=contents, table=table, installed=installed)
         try:
-            reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
+            reasons = attention.faults(plan, self.facts)
+            reasons |= {
+                k: why for each in PATCHERS for k, why in each.faults(plan, self.facts).items()
+            }
             found, refused, variant = self._found(plan)
             reasons |= found
         except KeyboardInterrupt:

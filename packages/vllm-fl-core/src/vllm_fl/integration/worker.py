@@ -24,7 +24,7 @@ from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
-from . import after, incident, locking, probe, ranges
+from . import after, incident, locking, patching, probe, ranges
 from .engines import Engine, calling, with_own_engine
 from .models import model_facts
 from .patchers import (
@@ -35,15 +35,9 @@ from .patchers import (
     operators,
     taking,
     torch_operators,
-    whole_layers,
-)
-from .patchers.ir import bind_provider, reset_priorities
-from .patchers.layers import (
-    bind_anew,
-    forget_shared_layers,
-    replace_layers,
 )
 from .patchers.lookups import over_class, path_over, take_off
+from .patching import PATCHERS, by_range
 from .planning import apply, configured, facts_of, load_plugins, plan_for, refusals, seal
 from .ranks import FAILED, REJECTED, Disabled
 from .targets import installed_bindings
@@ -128,19 +122,16 @@ class PlannedWorker:
         self.vllm_fl_engine = engine
         _enter(engine, contents)
         attention.forget_choices()
-        forget_shared_layers()
         try:
-            plan = engine.plan
-            if not all(map(plan.is_stock, plan.entries)):
-                replace_layers()
-            with building(plan), calling(engine), whole_layers.in_place(plan):
+            with patching.building(engine), building(engine.plan), calling(engine):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if checks.live_counts and not joins:
                 with phases.during("verification on live tensors"), without_old_objects():
                     took += verify_live(engine, lambda: _renew(engine))
         finally:
             _say_plan(engine, took)
-        engine.layers = _built_layers(engine)
+        for patcher in PATCHERS:
+            patcher.loaded(engine)
         _name_overriders(engine)
         _write_metrics(engine)
         engine.is_watched = not joins
@@ -246,11 +237,11 @@ class PlannedWorker:
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
         return {
+            **patching.report(engine),
             "rank": self.rank,
             "mode": plan.mode,
             "digest": engine.digest,
             "ops": {op: entry.told for op, entry in plan.entries.items()},
-            "layers": engine.layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
             "refusals": _nested(plan.record.refusals),
@@ -261,7 +252,7 @@ class PlannedWorker:
             "operators": taking.report(engine, engine.operators),
             "functions": taking.report(engine, engine.functions),
             "fusions": {op: dataclasses.asdict(known) for op, known in dict(engine.sites).items()},
-            "ranges": ranges.report(engine),
+            "ranges": ranges.report(engine, _by_range(plan)),
             "defined": engine.operators.schemas,
             "smaller": dict(checks_of(engine).smaller),
             "groups": dict(engine.groups.served) if engine.groups else {},
@@ -351,16 +342,21 @@ def _enter(engine: Engine, contents: dict[str, Any]) -> None:
         "functions": engine.functions.names,
     }
     engine.digest, engine.overriders = digest(contents), {}
-    bind_provider(engine, by_range=ranges.is_compiled_by_range(config))
     apply(plan, config)
-    reset_priorities(engine)
     engine.hold(seal(config, engine.digest))
     engine.begin(config)
+    for patcher in PATCHERS:
+        patcher.apply(engine)
     operators.take(engine, engine.device)
     functions.take(engine)
     fusions.watch(engine)
     torch_operators.watch(engine)
     incident.keep(engine, engine.worker.vllm_fl_report, contents["versions"])
+
+
+def _by_range(plan: Plan) -> dict[str, Any]:
+    chains = {op: chain for op, (_, chain) in fusions.by_range(plan).items()}
+    return chains | torch_operators.by_range(plan) | by_range(plan)
 
 
 def _renew(engine: Engine) -> None:
@@ -369,7 +365,8 @@ def _renew(engine: Engine) -> None:
     engine.plan = plan_of(engine)
     _enter(engine, verified_plan(engine))
     for model in engine.models.values():
-        bind_anew(model, engine.plan, engine.config)
+        for patcher in PATCHERS:
+            patcher.bind(engine, model)
 
 
 def _verify_with_cache(engine: Engine) -> None:
@@ -446,7 +443,7 @@ def _say_plan(engine: Engine, took: list[str]) -> None:
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
     remarks = [*_of_table(facts, engine.table), *_of_device(engine), *_of_invariance(engine, plan)]
     remarks += [*checks.limits(plan), *_of_length(engine), *said]
-    inlined = ranges.planned(plan, engine.config)
+    inlined = ranges.planned(_by_range(plan), engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
     digested = f"digest {engine.digest}"
@@ -456,33 +453,6 @@ def _say_plan(engine: Engine, took: list[str]) -> None:
         log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *engine.remarks]))
         log.info("%s", plan.line(_took(checks), digested, not_reached=engine.unused))
         _say_what_is_taken_whole(plan, inlined)
-
-
-def _built_layers(engine: Engine) -> dict[str, int]:
-    """How many layers of the model are the plan's class, for each whole layer; rank 0 says so."""
-    plan = engine.plan
-    if not plan.layers:
-        return {}
-    model = engine.model
-    if model is None:
-        log.warning("This worker shows no model: whether whole layers serve in it is not known")
-        return {}
-    found = whole_layers.served(plan, model)
-    for name, served in found.items() if engine.rank == 0 else ():
-        impl_id = plan.layers[name].impl_id
-        if not served.ours:
-            log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
-            continue
-        log.info("Layer %s: %d in this model, by '%s'", name, served.ours, impl_id)
-        if served.wrapped:
-            log.warning(
-                "Layer %s: LoRA wraps %d of them, and may call their quantisation method in place "
-                "of the forward of '%s'",
-                name,
-                served.wrapped,
-                impl_id,
-            )
-    return {name: served.ours for name, served in found.items()}
 
 
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:

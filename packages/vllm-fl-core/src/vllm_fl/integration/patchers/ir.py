@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...contracts.binding import IrTarget, LayerTarget
 from ...dispatch.chain import Chain
+from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
+from ...settings.loading import Settings
 from ..compat import has_ir
 from ..engines import Engine, now
+from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, stock_form, targets
 
 if TYPE_CHECKING:
@@ -34,6 +38,25 @@ PROVIDER = "vllm_fl"
 
 _bound: dict[str, Callable[..., Any]] = {}
 """IR op -> what our provider calls: what the plan made of it, for the engine that compiles next."""
+
+
+@dataclass
+class Providers:
+    """What runs at ops of vLLM's IR in one engine.
+
+    Attributes:
+        direct: IR op -> what runs when eager code calls it.
+        behind: IR op -> the other providers, in vLLM's order: what `stock` means there.
+    """
+
+    direct: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    behind: dict[str, list[str]] = field(default_factory=dict)
+
+
+def providers(engine: Engine) -> Providers:
+    """Return what runs at ops of the IR in an engine."""
+    found: Providers = engine.state.setdefault(Providers, Providers())
+    return found
 
 
 def ir_ops() -> dict[str, list[IrTarget]]:
@@ -75,7 +98,8 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
 
     def vllm_fl(*args: Any, **named: Any) -> Any:
         engine = now()
-        own = engine.direct.get(name) if engine is not None else None
+        known: Providers | None = engine.state.get(Providers) if engine is not None else None
+        own = known.direct.get(name) if known is not None else None
         return (own or _bound[name])(*args, **named)
 
     vllm_fl.__signature__ = inspect.signature(native)  # type: ignore[attr-defined]
@@ -104,7 +128,8 @@ def reset_priorities(engine: Engine) -> None:
 
     planned, plan = ir_ops(), engine.plan
     vllm_config: VllmConfig = engine.config
-    engine.behind.clear()
+    behind = providers(engine).behind
+    behind.clear()
     if not planned:
         return
     sealed = prioritise(current_platform.vllm_fl_stock_priority(vllm_config), plan)
@@ -117,7 +142,7 @@ def reset_priorities(engine: Engine) -> None:
             kept = [p for p in getattr(config, target.name) if p not in (PROVIDER, *first)]
             setattr(config, target.name, [*first, *kept])
             others = [name for name in (*first, *kept) if name != PROVIDER]
-            engine.behind[target.name] = others
+            behind[target.name] = others
     config.set_default()
 
 
@@ -149,7 +174,7 @@ def bind_provider(engine: Engine, *, by_range: bool = False) -> None:
         if plan.mode == "eager" and (call := plan.without_layer(op, last=last)) is not None:
             for target in of_op:
                 direct[target.name] = _direct(engine, op, target, target.route(call))
-    engine.direct = {**_bound, **direct} if direct else {}
+    providers(engine).direct = {**_bound, **direct} if direct else {}
 
 
 def natives() -> dict[str, Callable[..., Any] | None]:
@@ -181,7 +206,7 @@ def _direct(
     if is_stock is None:
         return ours
     ir_op: IrOp = ir_op_of(target)
-    behind = engine.behind
+    behind = providers(engine).behind
 
     def by_size(*args: Any, **named: Any) -> Any:
         if not is_stock((args[0] if args else next(iter(named.values()))).shape[0]):
@@ -218,3 +243,58 @@ def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
         return (pure if isinstance(args[0], FakeTensor) else function)(*args)
 
     return traced_or_called
+
+
+class Ir(Patcher):
+    """Puts one provider of ours first among those of each op of vLLM's IR."""
+
+    kind = IrTarget
+
+    def ops(self) -> set[str]:
+        return {*ir_ops()}
+
+    def note_user(self, vllm_config: VllmConfig) -> dict[str, Any]:
+        """Return what the user wrote in `ir_op_priority`: vLLM appends its defaults to it."""
+        config = vllm_config.kernel_config.ir_op_priority
+        names = [target.name for of_op in ir_ops().values() for target in of_op]
+        return {"user_priority": {name: list(getattr(config, name, None) or ()) for name in names}}
+
+    def request(
+        self,
+        vllm_config: VllmConfig,
+        settings: Settings,
+        noted: Mapping[str, Any],
+        /,
+        *,
+        compiled: bool,
+    ) -> dict[str, Any]:
+        priority = noted.get("user_priority", {})
+        return {"ir_priority": {op: tuple(names) for op, names in priority.items()}}
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        """Return the settings of vLLM's by which the user keeps an op as it is.
+
+        vLLM's own passes that fuse an op see it only if it is no op of the IR.
+        """
+        notes: dict[str, str] = {}
+        in_ir = ir_ops()
+        for op, of_op in in_ir.items():
+            for target in of_op:
+                if first := facts.ir_priority.get(target.name):
+                    notes[op] = f"ir_op_priority.{target.name} is {','.join(first)}"
+        for op, binding in installed_bindings().items():
+            fused = [name for name in binding.fused_by if name in facts.passes_on]
+            if fused and facts.mode == "compiled" and op not in in_ir:
+                notes[op] = f"vLLM's own fusions of it are on ({', '.join(fused)})"
+        return WhyNot(notes)
+
+    def by_range(self, plan: Plan) -> dict[str, Chain]:
+        return {
+            op: chain_of(plan, op, of_op)
+            for op, of_op in ir_ops().items()
+            if plan.mode == "compiled" and op in plan.entries and plan.entries[op].ceilings
+        }
+
+    def apply(self, engine: Engine) -> None:
+        bind_provider(engine, by_range=engine.facts.by_range)
+        reset_priorities(engine)
