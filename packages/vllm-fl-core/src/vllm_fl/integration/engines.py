@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ..engine.metrics import MetricsFile
     from ..engine.shadow import Shadow
     from ..engine.state_file import StateFile
-    from .patchers.communicator import Groups
 
 STARTS = {
     "load_model": "vLLM: the model",
@@ -136,7 +135,7 @@ class Engine:
     rank: int
     device: torch.device
     worker: Any = None
-    groups: Groups | None = None
+    groups: Any = None
     joins: bool = False
     worker_facts: dict[str, Any] = field(default_factory=dict)
     table: Standing = field(default_factory=Standing)

@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .patcher import Patcher, WhyNot
+from .patchers.attention import Attention
+from .patchers.communicator import Communicator
 from .patchers.ir import Ir
 from .patchers.layers import Layers
 from .patchers.whole_layers import WholeLayers
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from ..engine.plan import Plan
     from .engines import Engine
 
-PATCHERS: tuple[Patcher, ...] = (Layers(), WholeLayers(), Ir())
+PATCHERS: tuple[Patcher, ...] = (Layers(), WholeLayers(), Attention(), Ir(), Communicator())
 
 
 def why_not(facts: EngineFacts) -> WhyNot:
@@ -37,6 +39,11 @@ def by_range(plan: Plan) -> dict[str, Chain]:
     """Return every patcher's ops that graphs can have by range of sizes, in the plan's order."""
     found = {op: chain for each in PATCHERS for op, chain in each.by_range(plan).items()}
     return {op: found[op] for op in plan.entries if op in found}
+
+
+def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
+    """Return the planned classes that cannot be used in this process: (op, impl id) -> why."""
+    return {key: why for each in PATCHERS for key, why in each.faults(plan, facts).items()}
 
 
 @contextmanager

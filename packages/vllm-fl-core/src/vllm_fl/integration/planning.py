@@ -17,14 +17,13 @@ from ..engine.plan import Plan, make_plan
 from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError
 from ..logs import get_logger
-from ..plugins.attention import ATTENTION
 from ..plugins.communicator import NAMED_CLASSES
 from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
 from . import ranges
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
-from .patchers import attention, communicator, fusions, torch_operators
+from .patchers import fusions, torch_operators
 from .patching import PATCHERS, by_range, why_not
 from .targets import installed_bindings
 
@@ -95,10 +94,6 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         "compiled" if compiled else "eager",
         dtype=model.dtype if model else None,
         sizes=model_sizes(vllm_config, installed_bindings().values()) if model else None,
-        attention=attention.model_request(vllm_config) if model else None,
-        communicator=(
-            communicator.request_of(vllm_config, settings, compiled=compiled) if model else None
-        ),
         custom_ops=tuple(compilation.custom_ops),
         attention_backend=None if backend is None else backend.name,
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
@@ -285,8 +280,6 @@ def plan_for(
         facts,
         demoted={
             **found.impls,
-            **attention.refusals(facts),
-            **communicator.refusals(facts),
             **unmeasured(facts, get_default_manager().registry.snapshot()),
             **(demoted or {}),
         },
@@ -295,7 +288,11 @@ def plan_for(
             **fusions.notes(facts),
             **torch_operators.notes(facts),
             **found.ops,
-            **_user_notes(facts),
+            **{
+                op: f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
+                for op, binding in installed_bindings().items()
+                if binding.batch_invariant and facts.batch_invariant
+            },
         },
         kept_layers=found.layers,
     )
@@ -322,7 +319,7 @@ def plan_now() -> Plan | None:
 
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed class does not take this engine."""
-    return attention.refusals(facts) | communicator.refusals(facts) | {**why_not(facts).impls}
+    return {**why_not(facts).impls}
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
@@ -431,18 +428,6 @@ def _without_target() -> dict[str, str]:
             which = "this vLLM" if binding.targets else "vLLM"
             found[op] = f"{which} has no place for it"
     return found
-
-
-def _user_notes(facts: EngineFacts) -> dict[str, str]:
-    """op -> the setting of vLLM's by which the user keeps the whole op as it is."""
-    notes = {
-        op: f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
-        for op, binding in installed_bindings().items()
-        if binding.batch_invariant and facts.batch_invariant
-    }
-    if facts.attention_backend is not None:
-        notes[ATTENTION] = f"attention_config.backend is {facts.attention_backend}"
-    return notes
 
 
 def note_user_priority(vllm_config: VllmConfig) -> None:

@@ -29,9 +29,9 @@ from ..settings.policy import at_size
 from ..text import quote
 from . import locking, probe
 from .engines import Engine, calling
-from .patchers import attention, fusions
+from .patchers import fusions
 from .patchers.layers import foreign_code, layer_for, layer_table
-from .patching import PATCHERS
+from .patching import faults
 from .planning import plan_for
 from .ranks import (
     FAILED,
@@ -94,10 +94,7 @@ class Checks:
         table = self.engine.table
         mine = Verdict(self.engine.rank, facts=contents, table=table, installed=installed)
         try:
-            reasons = attention.faults(plan, self.facts)
-            reasons |= {
-                k: why for each in PATCHERS for k, why in each.faults(plan, self.facts).items()
-            }
+            reasons = faults(plan, self.facts)
             found, refused, variant = self._found(plan)
             reasons |= found
         except KeyboardInterrupt:

@@ -28,7 +28,6 @@ from . import after, incident, locking, patching, probe, ranges
 from .engines import Engine, calling, with_own_engine
 from .models import model_facts
 from .patchers import (
-    attention,
     communicator,
     functions,
     fusions,
@@ -121,7 +120,6 @@ class PlannedWorker:
             log.info("%s", line)
         self.vllm_fl_engine = engine
         _enter(engine, contents)
-        attention.forget_choices()
         try:
             with patching.building(engine), building(engine.plan), calling(engine):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
@@ -255,7 +253,6 @@ class PlannedWorker:
             "ranges": ranges.report(engine, _by_range(plan)),
             "defined": engine.operators.schemas,
             "smaller": dict(checks_of(engine).smaller),
-            "groups": dict(engine.groups.served) if engine.groups else {},
             "table": _table_report(engine.facts, engine.table),
             "device": str(engine.facts.device) if engine.facts.device else None,
             "ordered_for_device": _orders_by_device(engine),
