@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from ..contracts.binding import FunctionTarget, OperatorTarget
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
@@ -26,8 +25,6 @@ from ..engine.ranges import Range
 from ..engine.tables import Standing
 from ..plugins.overrides import noted
 from ..text import quote, scrub
-from .patchers.arguments import Answer
-from .patchers.empty import Definition
 from .ranks import Disabled, Key
 
 if TYPE_CHECKING:
@@ -46,31 +43,6 @@ STARTS = {
 }
 """The methods of vLLM's workers that an engine starts with, and what the phase of each is called.
 One that fails ends it."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a plan does with the operators, or with the functions, that its ops' bindings name.
-
-    Args:
-        taken: op -> the targets to take.
-        left: op -> target -> why what stands there stays.
-        defined: the operators that this vLLM lacks, to be defined while the engine lives.
-    """
-
-    taken: Mapping[str, tuple[OperatorTarget | FunctionTarget, ...]]
-    left: Mapping[str, Mapping[str, str]]
-    defined: tuple[Definition, ...] = ()
-
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """op -> the targets that are taken, for the digest."""
-        return {op: [target.name for target in targets] for op, targets in self.taken.items()}
-
-    @property
-    def schemas(self) -> dict[str, str]:
-        """Operator -> schema of those that are defined, for the digest and the report."""
-        return {definition.name: definition.schema for definition in self.defined}
 
 
 @dataclass
@@ -111,14 +83,11 @@ class Engine:
         differs: what differs from that lock, on whichever rank, a sentence each.
         digest: the sealed plan's.
         remarks: what else there is to say of its start, a phrase each.
-        operators, functions: which of vLLM's it takes, and which not.
-        answers: what stands in a place for all engines -> how this one's plan answers its calls.
         sites: op -> what its pass has done.
         passes: those of ours that find ops in its graphs.
         replaced: what takes the place of operators in its graphs.
         inlined: (op, range, impl id) -> how often its code took an operator's place in a graph.
         stayed: (op, range) -> in how many places of graphs the operator stayed.
-        overriders: operator -> who has overridden it after us, as far as that was said.
         status: `starting`, `serving`, `ended` or `failed`: its start did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
         metrics: the file of its counters, where the settings name one.
@@ -146,15 +115,11 @@ class Engine:
     differs: list[str] = field(default_factory=list)
     digest: str = ""
     remarks: list[str] = field(default_factory=list)
-    operators: Choice = field(default_factory=lambda: Choice({}, {}))
-    functions: Choice = field(default_factory=lambda: Choice({}, {}))
-    answers: dict[Any, Answer] = field(default_factory=dict)
     sites: dict[str, Sites] = field(default_factory=dict)
     passes: list[Any] = field(default_factory=list)
     replaced: list[Any] = field(default_factory=list)
     inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
     stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
-    overriders: dict[str, str] = field(default_factory=dict)
     status: str = "starting"
     error: dict[str, str] | None = None
     metrics: MetricsFile | None = None

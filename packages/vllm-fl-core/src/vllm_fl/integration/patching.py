@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from .patcher import Patcher, WhyNot
 from .patchers.attention import Attention
 from .patchers.communicator import Communicator
+from .patchers.functions import Functions
 from .patchers.ir import Ir
 from .patchers.layers import Layers
+from .patchers.operators import Operators
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
@@ -19,7 +21,15 @@ if TYPE_CHECKING:
     from ..engine.plan import Plan
     from .engines import Engine
 
-PATCHERS: tuple[Patcher, ...] = (Layers(), WholeLayers(), Attention(), Ir(), Communicator())
+PATCHERS: tuple[Patcher, ...] = (
+    Layers(),
+    WholeLayers(),
+    Attention(),
+    Communicator(),
+    Ir(),
+    Operators(),
+    Functions(),
+)
 
 
 def why_not(facts: EngineFacts) -> WhyNot:

@@ -29,10 +29,7 @@ from .engines import Engine, calling, with_own_engine
 from .models import model_facts
 from .patchers import (
     communicator,
-    functions,
     fusions,
-    operators,
-    taking,
     torch_operators,
 )
 from .patchers.lookups import over_class, path_over, take_off
@@ -130,7 +127,6 @@ class PlannedWorker:
             _say_plan(engine, took)
         for patcher in PATCHERS:
             patcher.loaded(engine)
-        _name_overriders(engine)
         _write_metrics(engine)
         engine.is_watched = not joins
         return loaded
@@ -153,7 +149,8 @@ class PlannedWorker:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if engine is None:
             return times
-        _name_overriders(engine)
+        for patcher in PATCHERS:
+            patcher.compiled(engine)
         if self.rank == 0:
             fusions.say(engine)
         engine.status = "serving"
@@ -247,11 +244,8 @@ class PlannedWorker:
             "rejections": _nested(rejected),
             "not_reached": dict(engine.unused),
             "remarks": engine.remarks,
-            "operators": taking.report(engine, engine.operators),
-            "functions": taking.report(engine, engine.functions),
             "fusions": {op: dataclasses.asdict(known) for op, known in dict(engine.sites).items()},
             "ranges": ranges.report(engine, _by_range(plan)),
-            "defined": engine.operators.schemas,
             "smaller": dict(checks_of(engine).smaller),
             "table": _table_report(engine.facts, engine.table),
             "device": str(engine.facts.device) if engine.facts.device else None,
@@ -328,24 +322,14 @@ def _enter(engine: Engine, contents: dict[str, Any]) -> None:
     engine.hold(leave_place, plan)
     if plan.place > 1:  # its operators have other names: compiled code of another's is not its
         contents = {**contents, "place": plan.place}
-    assert engine.facts.dtype is not None  # a worker has a model
-    table = installed_bindings()
-    engine.operators = operators.choose(plan, table, engine.device, engine.facts.dtype)
-    engine.functions = functions.choose(plan, table)
-    contents = {
-        **contents,
-        "operators": engine.operators.names,
-        "defined": engine.operators.schemas,
-        "functions": engine.functions.names,
-    }
-    engine.digest, engine.overriders = digest(contents), {}
+    for patcher in PATCHERS:
+        contents = {**contents, **patcher.choose(engine)}
+    engine.digest = digest(contents)
     apply(plan, config)
     engine.hold(seal(config, engine.digest))
     engine.begin(config)
     for patcher in PATCHERS:
         patcher.apply(engine)
-    operators.take(engine, engine.device)
-    functions.take(engine)
     fusions.watch(engine)
     torch_operators.watch(engine)
     incident.keep(engine, engine.worker.vllm_fl_report, contents["versions"])
@@ -413,19 +397,6 @@ def _write_metrics(engine: Engine) -> None:
         lock_differs=lambda: bool(engine.differs),
     )
     engine.hold(engine.metrics.close)
-
-
-def _name_overriders(engine: Engine) -> None:
-    """Say, once for each, whose kernels now run in the place of the plan's."""
-    for name, who in operators.overriders(engine).items():
-        if engine.overriders.get(name) != who:
-            engine.overriders[name] = who
-            log.warning(
-                "Operator %s was overridden after vllm-fl, by %s: the plan's implementation runs "
-                "in it only if that calls it",
-                name,
-                who,
-            )
 
 
 def _took(checks: Checks) -> str:

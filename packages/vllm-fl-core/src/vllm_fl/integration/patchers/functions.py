@@ -17,10 +17,13 @@ from ...contracts.binding import Binding, FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..engines import Choice, Engine
+from ..engines import Engine
+from ..patcher import Patcher
+from ..targets import installed_bindings
 from . import taking
 from .arguments import misfit
 from .lookups import lookup_of
+from .taking import Choice
 
 log = get_logger("engine")
 
@@ -138,6 +141,22 @@ class _Replacement(taking.Stand[FunctionTarget]):
         }
 
 
-def take(engine: Engine) -> None:
-    """Replace the functions that the engine has chosen, until it leaves."""
-    taking.take(engine, engine.functions, _Replacement)
+def take(engine: Engine, chosen: Choice) -> None:
+    """Replace the chosen functions until the engine leaves."""
+    taking.take(engine, chosen, _Replacement)
+
+
+class Functions(Patcher):
+    """Replaces Python functions and methods of vLLM's."""
+
+    kind = FunctionTarget
+
+    def choose(self, engine: Engine) -> dict[str, Any]:
+        chosen = engine.state[Functions] = choose(engine.plan, installed_bindings())
+        return {"functions": chosen.names}
+
+    def apply(self, engine: Engine) -> None:
+        take(engine, engine.state[Functions])
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        return {"functions": taking.report(engine, engine.state[Functions])}

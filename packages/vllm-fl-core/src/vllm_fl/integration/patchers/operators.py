@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,11 +29,14 @@ from ...errors import TargetError
 from ...logs import get_logger
 from ...plugins.forms import verdict_of
 from ...plugins.types import OpImpl
-from ..engines import Choice, Engine
+from ..engines import Engine
+from ..patcher import Patcher
+from ..targets import installed_bindings
 from ..targets import targets as targets_of
 from . import empty, taking
 from .arguments import misfit
 from .layers import layer_table
+from .taking import Choice
 
 log = get_logger("engine")
 
@@ -275,18 +279,66 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def take(engine: Engine, device: torch.device) -> None:
-    """Define and override the operators that the engine has chosen, until it leaves.
+def take(engine: Engine, chosen: Choice, device: torch.device) -> None:
+    """Define and override the chosen operators until the engine leaves.
 
     What was defined, and that nobody else has overridden meanwhile, is not there any more then.
     """
-    key, defined = _dispatch_key(device), engine.operators.defined
+    key, defined = _dispatch_key(device), chosen.defined
     empty.define(defined)
     engine.hold(lambda: empty.forget(defined, {o.target.name for o in _left_behind}))
-    taking.take(engine, engine.operators, partial(_Override, key=key), key)
+    taking.take(engine, chosen, partial(_Override, key=key), key)
 
 
 def overriders(engine: Engine) -> dict[str, str]:
     """Operator -> who has overridden it after the engine did."""
-    overrides = [stand for stand in engine.answers if isinstance(stand, _Override)]
+    overrides = (stand for stand in taking.stands_of(engine) if isinstance(stand, _Override))
     return {each.target.name: after for each in overrides if (after := each.after)}
+
+
+@dataclass
+class _Taken:
+    """The operators of one engine.
+
+    Attributes:
+        chosen: which it overrides.
+        overriders: operator -> who has overridden it after us, as far as that was logged.
+    """
+
+    chosen: Choice
+    overriders: dict[str, str] = field(default_factory=dict)
+
+
+class Operators(Patcher):
+    """Overrides kernels of torch operators of vLLM's."""
+
+    kind = OperatorTarget
+
+    def choose(self, engine: Engine) -> dict[str, Any]:
+        dtype = engine.facts.dtype
+        assert dtype is not None  # a worker has a model
+        chosen = choose(engine.plan, installed_bindings(), engine.device, dtype)
+        engine.state[Operators] = _Taken(chosen)
+        return {"operators": chosen.names, "defined": chosen.schemas}
+
+    def apply(self, engine: Engine) -> None:
+        take(engine, engine.state[Operators].chosen, engine.device)
+
+    def loaded(self, engine: Engine) -> None:
+        """Log, once for each, whose kernels now run instead of the plan's."""
+        known: dict[str, str] = engine.state[Operators].overriders
+        for name, who in overriders(engine).items():
+            if known.get(name) != who:
+                known[name] = who
+                log.warning(
+                    "Operator %s was overridden after vllm-fl, by %s: the plan's implementation "
+                    "runs in it only if that calls it",
+                    name,
+                    who,
+                )
+
+    compiled = loaded
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        chosen: Choice = engine.state[Operators].chosen
+        return {"operators": taking.report(engine, chosen), "defined": chosen.schemas}

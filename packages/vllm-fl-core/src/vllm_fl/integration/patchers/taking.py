@@ -15,13 +15,39 @@ from typing import Any, Generic, TypeVar
 from ...contracts.binding import Binding, FunctionTarget, OperatorTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ..engines import Choice, Engine, now
+from ..engines import Engine, now
 from ..targets import stock_form
 from .arguments import Answer, known, leaving
+from .empty import Definition
 
 P = TypeVar("P", OperatorTarget, FunctionTarget)
 
 log = get_logger("engine")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan does with the operators, or with the functions, that its ops' bindings name.
+
+    Args:
+        taken: op -> the targets to take.
+        left: op -> target -> why what stands there stays.
+        defined: the operators that this vLLM lacks, to be defined while the engine lives.
+    """
+
+    taken: Mapping[str, tuple[OperatorTarget | FunctionTarget, ...]]
+    left: Mapping[str, Mapping[str, str]]
+    defined: tuple[Definition, ...] = ()
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """op -> the targets that are taken, for the digest."""
+        return {op: [target.name for target in targets] for op, targets in self.taken.items()}
+
+    @property
+    def schemas(self) -> dict[str, str]:
+        """Operator -> schema of those that are defined, for the digest and the report."""
+        return {definition.name: definition.schema for definition in self.defined}
 
 
 class _Inside(threading.local):
@@ -38,12 +64,15 @@ class Stand(Generic[P]):
         target: the target.
         parameters: the names of all its parameters, in order.
         defaults: the values of those that have some, by name.
+
+    Attributes:
+        answers: how the plan of each engine that needs it answers calls.
     """
 
     target: P
     parameters: tuple[str, ...]
     defaults: Mapping[str, Any]
-    engines: int = 0
+    answers: dict[Engine, Answer] = field(default_factory=dict)
     without_engine: int = 0
     other_arguments: int = 0
     inside: _Inside = field(default_factory=_Inside)
@@ -70,12 +99,13 @@ class Stand(Generic[P]):
         Trailing arguments that equal their parameters' defaults are left out.
         """
         inside, replaced, count = self.inside, self.replaced, len(self.target.parameters)
+        answers = self.answers
 
         def answered(how: Any, *args: Any, **named: Any) -> Any:
             if inside.how is not None:
                 return replaced(how, *args, **named)
             engine = now()
-            answer = None if engine is None else engine.answers.get(self)
+            answer = None if engine is None else answers.get(engine)
             if answer is None:
                 self.without_engine += engine is None
                 return replaced(how, *args, **named)
@@ -107,6 +137,11 @@ _changing = threading.Lock()
 def standing_at(name: str, key: str = "") -> Stand[Any] | None:
     """What stands in the place of this name; None where no engine has taken it."""
     return _standing.get((name, key))
+
+
+def stands_of(engine: Engine) -> list[Stand[Any]]:
+    """What stands in targets of this process for an engine."""
+    return [stand for stand in [*_standing.values()] if engine in stand.answers]
 
 
 def choose(
@@ -180,12 +215,12 @@ def take(
                 stand = _standing.get((target.name, key))
                 if stand is None:
                     stand = _standing[target.name, key] = install(target)
-                stand.engines += 1
-            grants = frozenset(target.grants)
-            last = stock_form(op, target.native(stand.native), grants)
-            bound = plan.without_layer(op, grants, last=last)
-            assert bound is not None  # `choose` leaves other ops to vLLM
-            engine.answers[stand] = Answer(target.route(bound), leaving(target, plan.stock_at(op)))
+                grants = frozenset(target.grants)
+                last = stock_form(op, target.native(stand.native), grants)
+                bound = plan.without_layer(op, grants, last=last)
+                assert bound is not None  # `choose` leaves other ops to vLLM
+                leaves = leaving(target, plan.stock_at(op))
+                stand.answers[engine] = Answer(target.route(bound), leaves)
             engine.hold(_give_back, engine, stand, key)
     for op, left in chosen.left.items():
         for name, why in left.items():
@@ -195,9 +230,8 @@ def take(
 def _give_back(engine: Engine, stand: Stand[Any], key: str) -> None:
     """An engine has ended: what was there before is back where no other engine needs ours."""
     with _changing:
-        del engine.answers[stand]
-        stand.engines -= 1
-        if not stand.engines:
+        del stand.answers[engine]
+        if not stand.answers:
             del _standing[stand.target.name, key]
             stand.remove()
 
@@ -214,7 +248,7 @@ def report(engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]
         for op, left in chosen.left.items()
         if left
     }
-    stands = {stand.target.name: stand for stand in engine.answers}
+    stands = {stand.target.name: stand for stand in stands_of(engine)}
     for op, names in chosen.names.items():
         told.setdefault(op, {}).update({name: stands[name].told() for name in names})
     return told
