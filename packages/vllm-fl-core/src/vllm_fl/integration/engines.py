@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
-from ..engine.ranges import Range
 from ..engine.tables import Standing
 from ..plugins.overrides import noted
 from ..text import quote, scrub
@@ -45,23 +43,6 @@ STARTS = {
 One that fails ends it."""
 
 
-@dataclass
-class Sites:
-    """What a pass has done for one engine.
-
-    Args:
-        graphs: how many graphs it went through: 0 where all compiled code came from vLLM's cache,
-            and nothing is known of what it found when that was filled.
-        found: how many places it found in them.
-        launched: in how many of these a traced form took the operator's place, whose kernels the
-            graphs launch themselves.
-    """
-
-    graphs: int = 0
-    found: int = 0
-    launched: int = 0
-
-
 @dataclass(eq=False)
 class Engine:
     """One engine in this process, until it has ended or its start has failed.
@@ -83,11 +64,6 @@ class Engine:
         differs: what differs from that lock, on whichever rank, a sentence each.
         digest: the sealed plan's.
         remarks: what else there is to say of its start, a phrase each.
-        sites: op -> what its pass has done.
-        passes: those of ours that find ops in its graphs.
-        replaced: what takes the place of operators in its graphs.
-        inlined: (op, range, impl id) -> how often its code took an operator's place in a graph.
-        stayed: (op, range) -> in how many places of graphs the operator stayed.
         status: `starting`, `serving`, `ended` or `failed`: its start did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
         metrics: the file of its counters, where the settings name one.
@@ -115,11 +91,6 @@ class Engine:
     differs: list[str] = field(default_factory=list)
     digest: str = ""
     remarks: list[str] = field(default_factory=list)
-    sites: dict[str, Sites] = field(default_factory=dict)
-    passes: list[Any] = field(default_factory=list)
-    replaced: list[Any] = field(default_factory=list)
-    inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
-    stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
     status: str = "starting"
     error: dict[str, str] | None = None
     metrics: MetricsFile | None = None

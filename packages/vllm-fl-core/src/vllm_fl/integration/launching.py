@@ -32,6 +32,7 @@ from .functional_operators import (
     replacing,
     written,
 )
+from .graphs.state import in_graphs
 from .patchers import fusions, operators
 from .planning import digest_of
 from .unknowns import as_numbers
@@ -98,7 +99,7 @@ class TracedForms(InductorPass):  # type: ignore[misc]
                 put_in_place(match, code)
         except Exception as error:  # it may raise anything; the operator serves as well
             why = quote(error)
-        counted = self.serving.sites.get(op)
+        counted = in_graphs(self.serving).sites.get(op)
         if counted is not None and not why:
             counted.launched += 1
         elif why:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..logs import get_logger
 from . import ranges
 from .engines import now
+from .graphs.state import in_graphs
 from .launching import TracedForms
 from .lowering import RangeLowering
 from .patchers.lookups import over_class, path_over
@@ -50,12 +51,13 @@ class _WithOurPasses:
         engine = now()
         if engine is None:
             return
-        passes = engine.passes
+        known = in_graphs(engine)
+        passes = known.passes
         if ranges.is_compiled_by_range(config):
             if hasattr(self, "passes"):
                 self.passes: list[Any] = held_to_ranges(self.passes, engine, config)
-            if engine.replaced:
-                passes = [*passes, TorchOperators(engine.replaced, config)]
+            if known.replaced:
+                passes = [*passes, TorchOperators(known.replaced, config)]
             launching, lowering = TracedForms(engine, config), RangeLowering(engine, config)
             passes = [*passes, *(each for each in (launching, lowering) if each.sites)]
         if hasattr(self, "add"):

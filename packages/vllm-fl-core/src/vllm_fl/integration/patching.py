@@ -10,9 +10,11 @@ from .patcher import Patcher, WhyNot
 from .patchers.attention import Attention
 from .patchers.communicator import Communicator
 from .patchers.functions import Functions
+from .patchers.fusions import Fusions
 from .patchers.ir import Ir
 from .patchers.layers import Layers
 from .patchers.operators import Operators
+from .patchers.torch_operators import TorchOperators
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ PATCHERS: tuple[Patcher, ...] = (
     Ir(),
     Operators(),
     Functions(),
+    Fusions(),
+    TorchOperators(),
 )
 
 

@@ -23,7 +23,6 @@ from ..settings.loading import Settings, check_names
 from . import ranges
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
-from .patchers import fusions, torch_operators
 from .patching import PATCHERS, by_range, why_not
 from .targets import installed_bindings
 
@@ -104,7 +103,6 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             for name in binding.fused_by
             if getattr(compilation.pass_config, name, False)
         ),
-        passes_off=tuple(entry.get("passes_off", ())),
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
@@ -285,8 +283,6 @@ def plan_for(
         },
         notes={
             **_without_target(),
-            **fusions.notes(facts),
-            **torch_operators.notes(facts),
             **found.ops,
             **{
                 op: f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
@@ -296,10 +292,11 @@ def plan_for(
         },
         kept_layers=found.layers,
     )
-    why_left = {**fusions.left(plan), **torch_operators.left(plan)}
-    left = {op: replace(plan.entries[op], note=why) for op, why in why_left.items()}
-    plan = replace(plan, entries={**plan.entries, **left})
-    return replace(plan, whole=fusions.whole(plan))
+    kept = {op: why for each in PATCHERS for op, why in each.keep_stock(plan).items()}
+    entries = {op: replace(plan.entries[op], note=why) for op, why in kept.items()}
+    plan = replace(plan, entries={**plan.entries, **entries})
+    whole = frozenset[str]().union(*(patcher.takes_whole(plan) for patcher in PATCHERS))
+    return replace(plan, whole=whole)
 
 
 def plan_now() -> Plan | None:
@@ -336,13 +333,11 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     wanted = (name for each in PATCHERS for name in each.configure(plan, vllm_config, entry))
     added = [
         f"+{name}"
-        for name in dict.fromkeys((*wanted, *fusions.layers(plan)))
+        for name in dict.fromkeys(wanted)
         if f"+{name}" not in custom_ops and "all" not in custom_ops
     ]
     custom_ops += added
-    fusions.switch(plan, vllm_config, entry)
-    chains = {op: chain for op, (_, chain) in fusions.by_range(plan).items()}
-    ranges.split(vllm_config, chains | torch_operators.by_range(plan) | by_range(plan), entry)
+    ranges.split(vllm_config, by_range(plan), entry)
     entry["enabled"] = added
 
 
@@ -439,4 +434,3 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     if "user_priority" not in entry:
         for patcher in PATCHERS:
             entry |= patcher.note_user(vllm_config)
-        entry["passes_off"] = fusions.turned_off(vllm_config)

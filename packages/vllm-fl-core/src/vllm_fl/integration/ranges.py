@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..dispatch.chain import Chain
 from ..engine.ranges import Range, choice, edges
 from .engines import Engine
+from .graphs.state import in_graphs
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -123,14 +124,15 @@ def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
 
 def report(engine: Engine, chains: Mapping[str, Chain]) -> dict[str, list[dict[str, Any]]]:
     """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
+    known = in_graphs(engine)
     return {
         op: [
             {
                 "first": sizes.first,
                 "last": sizes.last,
                 "impl": impl_id,
-                "places": engine.inlined[op, sizes, impl_id or ""],
-                "operators": engine.stayed[op, sizes],
+                "places": known.inlined[op, sizes, impl_id or ""],
+                "operators": known.stayed[op, sizes],
             }
             for sizes, impl_id in chosen
         ]

@@ -24,6 +24,7 @@ from ..text import quote
 from . import ranges
 from .engines import Engine
 from .functional_operators import arguments, operator_of, put_in_place, replacing
+from .graphs.state import in_graphs
 from .patchers import fusions
 from .planning import digest_of, turned_on
 
@@ -109,7 +110,7 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
             )
         else:
             assert left is not None  # as `__call__` has found
-            self.serving.inlined[self.op, sizes, left.impl_id] += 1
+            in_graphs(self.serving).inlined[self.op, sizes, left.impl_id] += 1
 
     def _run_code(self, operator: Any, given: Mapping[str, Any]) -> Sequence[Any]:
         """What the operator's code returns for these arguments.

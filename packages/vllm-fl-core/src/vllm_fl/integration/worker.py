@@ -3,7 +3,6 @@ built, and verified once more on the tensors of the model that was loaded."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Container
 from inspect import getattr_static
@@ -27,11 +26,7 @@ from ..text import quote
 from . import after, incident, locking, patching, probe, ranges
 from .engines import Engine, calling, with_own_engine
 from .models import model_facts
-from .patchers import (
-    communicator,
-    fusions,
-    torch_operators,
-)
+from .patchers import communicator
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range
 from .planning import apply, configured, facts_of, load_plugins, plan_for, refusals, seal
@@ -151,8 +146,6 @@ class PlannedWorker:
             return times
         for patcher in PATCHERS:
             patcher.compiled(engine)
-        if self.rank == 0:
-            fusions.say(engine)
         engine.status = "serving"
         # Steps of warming up are none of a request; of compiled code only tracings are seen.
         engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
@@ -244,8 +237,7 @@ class PlannedWorker:
             "rejections": _nested(rejected),
             "not_reached": dict(engine.unused),
             "remarks": engine.remarks,
-            "fusions": {op: dataclasses.asdict(known) for op, known in dict(engine.sites).items()},
-            "ranges": ranges.report(engine, _by_range(plan)),
+            "ranges": ranges.report(engine, by_range(plan)),
             "smaller": dict(checks_of(engine).smaller),
             "table": _table_report(engine.facts, engine.table),
             "device": str(engine.facts.device) if engine.facts.device else None,
@@ -330,14 +322,7 @@ def _enter(engine: Engine, contents: dict[str, Any]) -> None:
     engine.begin(config)
     for patcher in PATCHERS:
         patcher.apply(engine)
-    fusions.watch(engine)
-    torch_operators.watch(engine)
     incident.keep(engine, engine.worker.vllm_fl_report, contents["versions"])
-
-
-def _by_range(plan: Plan) -> dict[str, Any]:
-    chains = {op: chain for op, (_, chain) in fusions.by_range(plan).items()}
-    return chains | torch_operators.by_range(plan) | by_range(plan)
 
 
 def _renew(engine: Engine) -> None:
@@ -411,7 +396,7 @@ def _say_plan(engine: Engine, took: list[str]) -> None:
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
     remarks = [*_of_table(facts, engine.table), *_of_device(engine), *_of_invariance(engine, plan)]
     remarks += [*checks.limits(plan), *_of_length(engine), *said]
-    inlined = ranges.planned(_by_range(plan), engine.config)
+    inlined = ranges.planned(by_range(plan), engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
     digested = f"digest {engine.digest}"

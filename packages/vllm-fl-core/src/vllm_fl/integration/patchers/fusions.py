@@ -11,7 +11,7 @@ On a plugin's device, which has none of these passes, one of ours takes their pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import FusionTarget, OperatorTarget
@@ -22,8 +22,11 @@ from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.types import OpImpl
+from ...settings.loading import Settings
 from ...text import quote
-from ..engines import Engine, Sites, now
+from ..engines import Engine, now
+from ..graphs.state import InGraphs, Sites, in_graphs
+from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, planned, stock_form, targets
 from .ir import ir_ops
 from .lookups import named
@@ -38,22 +41,6 @@ VLLMS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
 
 
 _watched: set[type] = set()
-
-
-def _targets() -> list[tuple[str, FusionTarget]]:
-    return targets(installed_bindings(), FusionTarget)
-
-
-def turned_off(vllm_config: VllmConfig) -> list[str]:
-    """The passes that the user turned off, asked before vLLM fills in its defaults."""
-    passes = vllm_config.compilation_config.pass_config
-    return [target.flag for _, target in _targets() if getattr(passes, target.flag, None) is False]
-
-
-def notes(facts: EngineFacts) -> dict[str, str]:
-    """op -> why its pass cannot find it in this engine."""
-    found = {op: _note(target, facts) for op, target in _targets()}
-    return {op: why for op, why in found.items() if why}
 
 
 def _note(target: FusionTarget, facts: EngineFacts) -> str:
@@ -136,103 +123,9 @@ def taken_whole(chain: Chain) -> Chain:
     return dataclasses.replace(chain, rows=rows)
 
 
-def left(plan: Plan) -> dict[str, str]:
-    """Planned op -> why it is left to vLLM all the same.
-
-    What a planned op's pass of vLLM's looks for is vLLM's own. An op of vLLM's IR is not among
-    them: a graph has it as such until the passes are through. A pass of ours looks for a planned
-    part that is an operator of ours, and puts only a kernel there: PyTorch code that a compiler
-    reads, it joins with what is around it better than any operator.
-    """
-    in_ir = ir_ops()
-    found: dict[str, str] = {}
-    for op, target in planned(plan, FusionTarget):
-        parts = [part for part in target.parts if part not in in_ir]
-        if _is_there(target):
-            why = f"vLLM's pass for {op} looks for vLLM's own"
-            found |= {part: why for part in parts if not plan.is_stock(part)}
-        elif stock := [part for part in parts if plan.is_stock(part)]:
-            found[op] = f"{stock[0]} is vLLM's own code, which no pass finds here"
-        elif not any(map(is_opaque, plan.entries[op].firsts)):
-            found[op] = "the compiler joins its parts, as its implementation is PyTorch code"
-    return found
-
-
-def whole(plan: Plan) -> frozenset[str]:
-    """The ops that a compiler must take whole, so that a pass of ours finds them."""
-    in_ir = ir_ops()
-    parts = (
-        part
-        for _, target in planned(plan, FusionTarget)
-        if not _is_there(target)
-        for part in target.parts
-    )
-    return frozenset(part for part in parts if part not in in_ir)
-
-
-def layers(plan: Plan) -> Iterator[str]:
-    """The layers, by the names in `custom_ops`, that planned ops' passes look for."""
-    return (
-        layer
-        for _, target in planned(plan, FusionTarget)
-        if not _finds_ours(plan, target)
-        for layer in target.layers
-    )
-
-
 def _finds_ours(plan: Plan, target: FusionTarget) -> bool:
     """Whether the target's pass is ours, which finds an operator of ours."""
     return not plan.whole.isdisjoint(target.parts)
-
-
-def switch(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]) -> None:
-    """Turn on the passes of planned ops, and off those that we turned on for an earlier plan.
-
-    Args:
-        plan: the plan.
-        vllm_config: the engine's configuration, changed here.
-        entry: where it is remembered which are ours.
-    """
-    passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
-    wanted = {
-        target.flag for _, target in planned(plan, FusionTarget) if not _finds_ours(plan, target)
-    }
-    for flag in ours - wanted:
-        setattr(passes, flag, False)
-    added = {flag for flag in wanted if not getattr(passes, flag, False)}
-    for flag in added:
-        setattr(passes, flag, True)
-    entry["passes"] = sorted((ours & wanted) | added)
-
-
-def watch(engine: Engine) -> None:
-    """Count from now on what the passes of the plan's ops find, for its engine.
-
-    Those of ours are made here, with the operators that they put into graphs: graphs that vLLM has
-    in its cache call them, too.
-    """
-    plan = engine.plan
-    engine.sites, engine.passes = {}, []
-    for op, target in planned(plan, FusionTarget):
-        if _finds_ours(plan, target):
-            known = engine.sites[op] = Sites()
-            last = stock_form(op, target.native, plan.contracts[op].consumable)
-            operator = operator_of(plan, plan.chain(op, last=last))
-            from .graphs import FindingPass
-
-            assert target.own is not None  # none of ours finds it otherwise
-            engine.passes.append(FindingPass(operator, target.own, known))
-            continue
-        try:
-            cls = named(target.path)
-        except Exception as error:
-            # A release may have it elsewhere: the flag may work all the same.
-            log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
-            continue
-        engine.sites[op] = Sites()
-        if cls not in _watched:
-            cls.__call__ = _counting(cls.__call__, op)
-            _watched.add(cls)
 
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
@@ -254,25 +147,13 @@ def _counting(run: Callable[..., Any], op: str) -> Callable[..., Any]:
     def counted(self: Any, graph: Any) -> Any:
         result = run(self, graph)
         engine = now()
-        known = None if engine is None else engine.sites.get(op)
+        known = None if engine is None else in_graphs(engine).sites.get(op)
         if known is not None:
             known.graphs += 1
             known.found += self.matched_count
         return result
 
     return counted
-
-
-def say(engine: Engine) -> None:
-    """Log what the passes found, once the model is compiled: none is worth a warning.
-
-    Of an op that the model does not have, and that the settings name, the report says so already.
-    """
-    plan = engine.plan
-    vllms = {op for op, target in planned(plan, FusionTarget) if not _finds_ours(plan, target)}
-    for op, known in engine.sites.items():
-        if op not in engine.unused:
-            _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
 
 
 def _say(label: str, op: str, known: Sites, whose: str) -> None:
@@ -302,3 +183,132 @@ def _say(label: str, op: str, known: Sites, whose: str) -> None:
 
 def _counted_as(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+class Fusions(Patcher):
+    """Turns on the passes that put planned ops into graphs."""
+
+    kind = FusionTarget
+
+    def note_user(self, vllm_config: VllmConfig) -> dict[str, Any]:
+        """Return the passes that the user turned off: vLLM turns off the others later."""
+        passes = vllm_config.compilation_config.pass_config
+        flags = (target.flag for _, target in targets(installed_bindings(), FusionTarget))
+        return {"passes_off": [flag for flag in flags if getattr(passes, flag, None) is False]}
+
+    def request(
+        self,
+        vllm_config: VllmConfig,
+        settings: Settings,
+        noted: Mapping[str, Any],
+        /,
+        *,
+        compiled: bool,
+    ) -> dict[str, Any]:
+        return {"passes_off": tuple(noted.get("passes_off", ()))}
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        """Return why a pass cannot find its op in this engine."""
+        known = targets(installed_bindings(), FusionTarget)
+        found = {op: _note(target, facts) for op, target in known}
+        return WhyNot({op: why for op, why in found.items() if why})
+
+    def keep_stock(self, plan: Plan) -> dict[str, str]:
+        """Return the parts that vLLM's passes look for, and ops that a pass of ours cannot find.
+
+        The parts of a planned op that a pass of vLLM's finds are vLLM's own. An op of vLLM's IR is
+        not among them: a graph has it as such until the passes are through. A pass of ours looks
+        for a planned part that is an operator of ours, and puts only a kernel there: PyTorch code
+        that a compiler reads, it joins with what is around it better than any operator.
+        """
+        in_ir = ir_ops()
+        found: dict[str, str] = {}
+        for op, target in planned(plan, FusionTarget):
+            parts = [part for part in target.parts if part not in in_ir]
+            if _is_there(target):
+                why = f"vLLM's pass for {op} looks for vLLM's own"
+                found |= {part: why for part in parts if not plan.is_stock(part)}
+            elif stock := [part for part in parts if plan.is_stock(part)]:
+                found[op] = f"{stock[0]} is vLLM's own code, which no pass finds here"
+            elif not any(map(is_opaque, plan.entries[op].firsts)):
+                found[op] = "the compiler joins its parts, as its implementation is PyTorch code"
+        return found
+
+    def takes_whole(self, plan: Plan) -> frozenset[str]:
+        """Return the ops that a pass of ours finds as operators."""
+        in_ir = ir_ops()
+        parts = (
+            part
+            for _, target in planned(plan, FusionTarget)
+            if not _is_there(target)
+            for part in target.parts
+        )
+        return frozenset(part for part in parts if part not in in_ir)
+
+    def configure(
+        self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
+    ) -> list[str]:
+        """Turn on the passes of planned ops, and off those that an earlier plan turned on.
+
+        Returns:
+            The layers that these passes look for.
+        """
+        passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
+        vllms = [
+            target for _, target in planned(plan, FusionTarget) if not _finds_ours(plan, target)
+        ]
+        wanted = {target.flag for target in vllms}
+        for flag in ours - wanted:
+            setattr(passes, flag, False)
+        added = {flag for flag in wanted if not getattr(passes, flag, False)}
+        for flag in added:
+            setattr(passes, flag, True)
+        entry["passes"] = sorted((ours & wanted) | added)
+        return [layer for target in vllms for layer in target.layers]
+
+    def by_range(self, plan: Plan) -> dict[str, Chain]:
+        return {op: chain for op, (_, chain) in by_range(plan).items()}
+
+    def apply(self, engine: Engine) -> None:
+        """Count from now on what the passes of the plan's ops find, for its engine.
+
+        Those of ours are made here, with the operators that they put into graphs: graphs that vLLM
+        has in its cache call them, too.
+        """
+        plan = engine.plan
+        engine.state[InGraphs] = graphs = InGraphs()
+        for op, target in planned(plan, FusionTarget):
+            if _finds_ours(plan, target):
+                known = graphs.sites[op] = Sites()
+                last = stock_form(op, target.native, plan.contracts[op].consumable)
+                operator = operator_of(plan, plan.chain(op, last=last))
+                from .graphs import FindingPass
+
+                assert target.own is not None  # none of ours finds it otherwise
+                graphs.passes.append(FindingPass(operator, target.own, known))
+                continue
+            try:
+                cls = named(target.path)
+            except Exception as error:
+                # A release may have it elsewhere: the flag may work all the same.
+                log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
+                continue
+            graphs.sites[op] = Sites()
+            if cls not in _watched:
+                cls.__call__ = _counting(cls.__call__, op)
+                _watched.add(cls)
+
+    def compiled(self, engine: Engine) -> None:
+        """Log on rank 0 what the passes found: none is worth a warning.
+
+        Of an op that the model does not have, and that the settings name, the report says so.
+        """
+        plan = engine.plan
+        vllms = {op for op, target in planned(plan, FusionTarget) if not _finds_ours(plan, target)}
+        for op, known in in_graphs(engine).sites.items() if engine.rank == 0 else ():
+            if op not in engine.unused:
+                _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        sites = dict(in_graphs(engine).sites)
+        return {"fusions": {op: dataclasses.asdict(known) for op, known in sites.items()}}
