@@ -19,7 +19,7 @@ ROUNDS, CALLS = 100, 2_000
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """The figures of the operator seam.
+    """The figures of the operator patcher.
 
     Raises:
         MeasurementFailed: vLLM's operators are not here.
@@ -29,7 +29,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         from vllm.platforms import current_platform
 
         from vllm_fl.integration import engines
-        from vllm_fl.integration.seams import operators
+        from vllm_fl.integration.patchers import operators
         from vllm_fl.plugins.registry import known_contracts
     except ImportError as error:
         raise MeasurementFailed(f"vLLM cannot be imported: {error}") from error

@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-core" / "src"))
 
-from vllm_fl.contracts.binding import LayerPlace  # noqa: E402
+from vllm_fl.contracts.binding import LayerTarget  # noqa: E402
 from vllm_fl.integration.compat import declared_layers  # noqa: E402
-from vllm_fl.integration.places import places  # noqa: E402
+from vllm_fl.integration.targets import targets  # noqa: E402
 from vllm_fl.plugins.registry import known_contracts  # noqa: E402
 
 __all__ = ["DATA", "PAGE", "SECOND_TABLE", "layers_of", "page", "reach", "reached", "releases"]
@@ -76,11 +76,11 @@ def releases() -> dict[str, dict[str, Any]]:
 
 def reached() -> dict[str, str]:
     """The classes that ops reach: class -> op."""
-    return {place.cls: op for op, place in _places()}
+    return {target.cls: op for op, target in _targets()}
 
 
-def _places() -> list[tuple[str, LayerPlace]]:
-    return places(known_contracts().bindings, LayerPlace)
+def _targets() -> list[tuple[str, LayerTarget]]:
+    return targets(known_contracts().bindings, LayerTarget)
 
 
 def page(data: Mapping[str, Mapping[str, Any]]) -> str:
@@ -117,7 +117,7 @@ def reach(layer: Mapping[str, Any]) -> str:
     """What reaches a layer, in the page's words."""
     if layer["module"].startswith(SECOND_TABLE):
         path = f"vllm.{layer['module']}.{layer['cls']}"
-        op = next((op for op, place in _places() if place.path == path), None)
+        op = next((op for op, target in _targets() if target.path == path), None)
         under = "the Transformers backend under `VLLM_USE_HW_AGNOSTIC=1`"
         if op is None:
             return f"nothing: only {under} builds it, by another table of replacements"

@@ -180,7 +180,7 @@ def ancestors(event: Any) -> Iterator[Any]:
 
 
 def op_of(name: str, operators: dict[str, str]) -> str:
-    """The op whose place a profiled range or operator is; empty where it is none."""
+    """The op whose target a profiled range or operator is; empty where it is none."""
     if name.startswith(OURS) and name != f"{OURS}model":
         return name.removeprefix(OURS)
     if name.rpartition("::")[2].startswith(ATTENTION):
@@ -213,18 +213,18 @@ def mark_places() -> dict[str, str]:
 
     To be called before the model is built: a layer keeps the method that it finds then.
     """
-    from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
-    from vllm_fl.integration.places import places
-    from vllm_fl.integration.seams.layers import FORWARDS
+    from vllm_fl.contracts.binding import FunctionTarget, LayerTarget, OperatorTarget
+    from vllm_fl.integration.patchers.layers import FORWARDS
+    from vllm_fl.integration.targets import targets
     from vllm_fl.plugins.registry import known_contracts
 
-    for op, layer in places(known_contracts().bindings, LayerPlace):
+    for op, layer in targets(known_contracts().bindings, LayerTarget):
         for forward in FORWARDS:
             mark(op, f"{layer.path}.{forward}")
-    for op, function in places(known_contracts().bindings, FunctionPlace):
+    for op, function in targets(known_contracts().bindings, FunctionTarget):
         for path in function.paths:
             mark(op, path)
-    return {place.name: op for op, place in places(known_contracts().bindings, OperatorPlace)}
+    return {target.name: op for op, target in targets(known_contracts().bindings, OperatorTarget)}
 
 
 def mark(op: str, path: str) -> None:

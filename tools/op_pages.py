@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_fl.cli.explain import documentation_of, places_of, signature_of
+from vllm_fl.cli.explain import documentation_of, signature_of, targets_of
 from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.plugins.discovery import discover
@@ -93,8 +93,8 @@ def _page(spec: OpSpec, binding: Binding) -> str:
         names = ", ".join(f"`{name}`" for name in sorted(spec.consumable))
         lines += [f"An implementation may declare that it overwrites {names}.", ""]
     lines += _tolerances(spec)
-    if places := places_of(binding):
-        lines += ["## Where vLLM runs it", "", *(f"- {place}" for place in places), ""]
+    if targets := targets_of(binding):
+        lines += ["## Where vLLM runs it", "", *(f"- {target}" for target in targets), ""]
     if binding.not_reached:
         lines += ["Not reached, whatever the policy says:", ""]
         lines += [*(f"- {phrase}" for phrase in binding.not_reached), ""]

@@ -141,11 +141,11 @@ def table(found: Mapping[tuple[int, int], Iterable[Any]], names: Iterable[str]) 
 def bound() -> set[str]:
     """The operators that bindings name."""
     sys.path.insert(0, str(SOURCES))
-    from vllm_fl.contracts.binding import OperatorPlace
-    from vllm_fl.integration.places import places
+    from vllm_fl.contracts.binding import OperatorTarget
+    from vllm_fl.integration.targets import targets
     from vllm_fl.plugins.registry import known_contracts
 
-    return {place.name for _, place in places(known_contracts().bindings, OperatorPlace)}
+    return {target.name for _, target in targets(known_contracts().bindings, OperatorTarget)}
 
 
 def main() -> None:

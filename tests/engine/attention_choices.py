@@ -21,8 +21,8 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
+    from vllm_fl.integration.patchers import attention
     from vllm_fl.integration.planning import facts_of, plan_for
-    from vllm_fl.integration.seams import attention
 
     os.environ.update(case.get("env", {}))
     arguments = EngineArgs(model, skip_tokenizer_init=True, **case.get("options", {}))

@@ -17,8 +17,8 @@ import tiny_model
 from engine_run import STOCK, Job, largest_difference
 from engines import IN_ONE_PROCESS, PLUGINS, Once, Runner, run
 
-from vllm_fl.contracts.binding import OperatorPlace
-from vllm_fl.integration.places import places
+from vllm_fl.contracts.binding import OperatorTarget
+from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
 
 pytestmark = pytest.mark.skipif(
@@ -345,8 +345,8 @@ def test_an_operator_that_a_model_calls_by_name_is_there_and_the_plans(
         if "left" in operators[name]
     }  # fmt: skip
     planned = {
-        place.name
-        for op, place in places(known_contracts().bindings, OperatorPlace)
+        target.name
+        for op, target in targets(known_contracts().bindings, OperatorTarget)
         if report["ops"].get(op, {}).get("impl") == "reference.torch"
     }
     assert taken == planned and left <= CPU_BUILDS_ALONE

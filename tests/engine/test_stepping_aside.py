@@ -32,7 +32,7 @@ def become(eager):
         enforce_eager=eager,
         fail_on_environ_validation=True,
     ).create_engine_config()
-    ours = sys.modules.get("vllm_fl.integration.seams.layers")
+    ours = sys.modules.get("vllm_fl.integration.patchers.layers")
     with set_current_vllm_config(config):
         if ours is not None:  # our worker does it before it builds the model
             ours.replace_layers()

@@ -106,7 +106,7 @@ import importlib, json
 from importlib.util import find_spec
 from pathlib import Path
 from vllm.model_executor import custom_op
-from vllm_fl.integration.seams.layers import layer_table
+from vllm_fl.integration.patchers.layers import layer_table
 
 for layer in json.loads(Path({data!r}).read_text())["layers"]:
     try:

@@ -30,7 +30,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_flaggems.plugin
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes
-    from vllm_fl.contracts.binding import IrPlace, LayerPlace
+    from vllm_fl.contracts.binding import IrTarget, LayerTarget
     from vllm_fl.engine.preflight import find_faults, graphs
     from vllm_fl.engine.trials import Request, Role
     from vllm_fl.plugins.registry import known_contracts
@@ -46,7 +46,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     plugins = (vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin, vllm_fl_reference.plugin)
     for impl in (impl for plugin in plugins for impl in plugin.register_ops()):
         binding = known_contracts().bindings.get(impl.op_name)
-        in_layers = binding and any(isinstance(p, LayerPlace | IrPlace) for p in binding.places)
+        in_layers = binding and any(isinstance(p, LayerTarget | IrTarget) for p in binding.targets)
         if not in_layers or impl.availability() is not True:
             continue
         took: list[float] = []

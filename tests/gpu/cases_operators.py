@@ -30,13 +30,13 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     from vllm.platforms import current_platform
 
     import vllm_fl_reference.plugin
-    from vllm_fl.contracts.binding import OperatorPlace
+    from vllm_fl.contracts.binding import OperatorTarget
     from vllm_fl.dispatch.manager import OpManager
     from vllm_fl.engine.facts import EngineFacts
     from vllm_fl.engine.plan import make_plan
     from vllm_fl.integration.compat import vllm_version
     from vllm_fl.integration.engines import Engine, calling
-    from vllm_fl.integration.seams import empty, operators
+    from vllm_fl.integration.patchers import empty, operators
     from vllm_fl.plugins.registry import OpRegistry, known_contracts
     from vllm_fl.settings.loading import load_settings
 
@@ -55,8 +55,10 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     chosen = engine.operators = operators.choose(
         plan, known_contracts().bindings, device, torch.bfloat16
     )
-    bound = (place for binding in known_contracts().bindings.values() for place in binding.places)
-    named = {place.name for place in bound if isinstance(place, OperatorPlace)}
+    bound = (
+        target for binding in known_contracts().bindings.values() for target in binding.targets
+    )
+    named = {target.name for target in bound if isinstance(target, OperatorTarget)}
     there = (name for name in named if operators._schema(name) is not None)
     on_cuda = {n for n in there if torch._C._dispatch_has_kernel_for_dispatch_key(n, "CUDA")}
     taken = {name for names in chosen.names.values() for name in names}

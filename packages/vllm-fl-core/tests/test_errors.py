@@ -38,7 +38,7 @@ OF_CLASSES = {
     "CallError": "FL402",
     "NoKernelError": "FL403",
     "StartError": "FL501",
-    "PlaceError": "FL502",
+    "TargetError": "FL502",
     "ServingError": "FL504",
     "LockError": "FL505",
     "UsageError": "FL701",

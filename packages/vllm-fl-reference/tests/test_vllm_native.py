@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from vllm_fl.contracts import OpSpec, Sample, contracts
-from vllm_fl.contracts.binding import LayerPlace
+from vllm_fl.contracts.binding import LayerTarget
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.context import building
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
-from vllm_fl.integration.places import places
+from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_reference import plugin
@@ -34,7 +34,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_fl.integration.seams.layers import layer_for
+from vllm_fl.integration.patchers.layers import layer_for
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -109,7 +109,7 @@ def grouped_topk(gating_output: torch.Tensor, *rest: Any) -> Any:
 def moe_sum(
     input: torch.Tensor, topk_ids: torch.Tensor | None, expert_map: torch.Tensor | None
 ) -> Any:
-    """What vLLM's experts take for the operator where a build has none, over the places here."""
+    """What vLLM's experts take for the operator where a build has none, over the targets here."""
     if topk_ids is not None:
         here = topk_ids >= 0
         if expert_map is not None:
@@ -215,7 +215,7 @@ def of_layer(spec: OpSpec) -> Callable[..., Any]:
 
 
 LAYERS = sorted(
-    {op for op, _ in places(known_contracts().bindings, LayerPlace)} - {"chunk_gated_delta_rule"}
+    {op for op, _ in targets(known_contracts().bindings, LayerTarget)} - {"chunk_gated_delta_rule"}
 )
 """The ops that layers run in PyTorch. The others have no native form in vLLM."""
 
@@ -286,8 +286,8 @@ def test_what_runs_when_every_candidate_refused_is_bit_equal_too(
 ) -> None:
     natives = [
         p.native
-        for p in known_contracts().bindings[op].places
-        if isinstance(p, LayerPlace) and p.native
+        for p in known_contracts().bindings[op].targets
+        if isinstance(p, LayerTarget) and p.native
     ]
     assert natives
     for sample in contracts()[op].samples(dtype, CPU):
@@ -339,7 +339,7 @@ def assert_same_bits(got: Any, want: Any) -> None:
 @pytest.fixture(scope="module")
 def plan() -> Iterator[Plan]:
     """The plan of an eager engine that runs this package alone, with the layers replaced."""
-    from vllm_fl.integration.seams.layers import replace_layers
+    from vllm_fl.integration.patchers.layers import replace_layers
 
     with set_current_vllm_config(VllmConfig()), torch.no_grad():
         replace_layers()
@@ -420,7 +420,7 @@ def lowered(plan: Plan) -> str:
 
     from vllm_fl.engine.facts import EngineFacts
     from vllm_fl.integration.engines import Engine
-    from vllm_fl.integration.seams.ir import bind_provider, prioritise, register_provider
+    from vllm_fl.integration.patchers.ir import bind_provider, prioritise, register_provider
     from vllm_fl.settings.loading import load_settings
 
     def norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:

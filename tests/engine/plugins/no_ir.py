@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_fl import OpImpl, hookimpl
-from vllm_fl.integration.seams import ir
+from vllm_fl.integration.patchers import ir
 
 
 def _has_none() -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from vllm_fl import WorkerContext, WorkerReport, hookimpl
 from vllm_fl.integration.compat import vllm_version
-from vllm_fl.integration.seams import empty
+from vllm_fl.integration.patchers import empty
 
 library = torch.library.Library("_C", "FRAGMENT")
 

@@ -23,7 +23,7 @@ __all__ = [
     "NoImplementationError",
     "NoKernelError",
     "OwnerError",
-    "PlaceError",
+    "TargetError",
     "PluginError",
     "PolicySealedError",
     "ServingError",
@@ -249,7 +249,7 @@ class LockError(StartError):
         self.differences = tuple(differences)
 
 
-class PlaceError(PluginError):
+class TargetError(PluginError):
     """A place of vLLM's cannot be taken for an op: it is another op's, or somebody else's."""
 
     code = "FL502"

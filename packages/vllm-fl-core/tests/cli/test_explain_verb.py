@@ -89,7 +89,7 @@ def test_the_page_of_an_op_is_whole(fl: Command, plugin: Plugin, op: str) -> Non
     assert binding.not_reached and all(bypass in page for bypass in binding.not_reached)
     assert told["bypasses"] == list(binding.not_reached)
     assert len(set(told["places"])) == len(told["places"])
-    assert bool(told["places"]) == bool(binding.places), (
+    assert bool(told["places"]) == bool(binding.targets), (
         "`places_of` of cli/explain.py does not name this kind of place"
     )
     assert f"vllm-fl explain {op} --contract" in page and "Args:" not in page
@@ -172,7 +172,7 @@ def test_an_op_of_a_plugin_without_a_contract(fl: Command, plugin: Plugin) -> No
     assert done.status == 0
     assert "no contract" in done.out
     assert "no engine runs it" in done.out
-    assert "In an engine" not in done.out  # the kit says the same: an engine has no place for it
+    assert "In an engine" not in done.out  # the kit says the same: an engine has no target for it
     assert [v["mode"] for v in fl("explain", "wiggle", "--json").json()["modes"]] == ["script"]
     done = fl("explain", "wiggle", "--mode", "eager")
     assert (done.status, done.out) == (2, "")

@@ -1,4 +1,4 @@
-"""Declared routes: a place's arguments as the contract's, and vLLM's own kernel as the op."""
+"""Declared routes: a target's arguments as the contract's, and vLLM's own kernel as the op."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl import Binding, FunctionPlace, IrPlace, OperatorPlace, Route
+from vllm_fl import Binding, FunctionTarget, IrTarget, OperatorTarget, Route
 from vllm_fl.contracts import contracts
 
 NORM = contracts()["rms_norm"]
@@ -18,13 +18,15 @@ def op(x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any) -> 
     return x * 2 if residual is None else (x * 2, residual * 3)
 
 
-def place(parameters: tuple[str, ...], route: Any, native: Any = None) -> Any:
+def target(parameters: tuple[str, ...], route: Any, native: Any = None) -> Any:
     more = () if native is None else (native,)
-    return Binding((OperatorPlace("acme::norm", parameters, route, *more),)).routed(NORM).places[0]
+    return (
+        Binding((OperatorTarget("acme::norm", parameters, route, *more),)).routed(NORM).targets[0]
+    )
 
 
 def test_names_constants_and_a_tensor_of_the_callers() -> None:
-    found = place(
+    found = target(
         ("out", "input", "weight", "epsilon", "beta"),
         Route(args={"x": "input"}, constants={"residual": None, "beta": 1.0}, out="out"),
     )
@@ -39,7 +41,7 @@ def test_names_constants_and_a_tensor_of_the_callers() -> None:
 
 def test_what_the_place_overwrites_may_be_overwritten() -> None:
     names = ("input", "residual", "weight", "epsilon")
-    found = place(names, Route(args={"x": "input"}, out=("input", "residual")))
+    found = target(names, Route(args={"x": "input"}, out=("input", "residual")))
     x, residual = X.clone(), torch.ones(3, 8)
     found.route(op)(x, residual, WEIGHT, 1e-6)
     assert torch.equal(x, X * 2) and bool((residual == 3).all())
@@ -56,8 +58,8 @@ def test_what_is_computed_both_ways() -> None:
         own_args={"input": lambda x: x.T, "shift": lambda epsilon: epsilon * 2},
         own_results=lambda result, epsilon: result.T - 2 * epsilon,
     )
-    function = FunctionPlace(("acme.norm",), ("input", "weight", "shift"), route)
-    found: Any = Binding((function,)).routed(NORM).places[0]
+    function = FunctionTarget(("acme.norm",), ("input", "weight", "shift"), route)
+    found: Any = Binding((function,)).routed(NORM).targets[0]
     assert found.route(op)(X[None], WEIGHT, 1.0) is NotImplemented
     through = found.native(found.route(op))(X, None, WEIGHT, 0.5)
     torch.testing.assert_close(through, X * 2)
@@ -65,14 +67,14 @@ def test_what_is_computed_both_ways() -> None:
 
 def test_an_op_of_the_ir_has_the_contracts_defaults() -> None:
     names = ("x", "weight", "epsilon", "variance_size")
-    ir = IrPlace("norm", Route(constants={"residual": None}), parameters=names)
-    found: Any = Binding((ir,)).routed(NORM).places[0]
+    ir = IrTarget("norm", Route(constants={"residual": None}), parameters=names)
+    found: Any = Binding((ir,)).routed(NORM).targets[0]
     assert found.route(lambda *args: args)(X, WEIGHT, 1e-6) == (X, None, WEIGHT, 1e-6, None)
 
 
 def test_functions_of_a_binding_stay_as_they_are() -> None:
-    written = OperatorPlace("acme::norm", ("x",), lambda op: op, lambda own: own)
-    assert Binding((written,)).routed(NORM).places == (written,)
+    written = OperatorTarget("acme::norm", ("x",), lambda op: op, lambda own: own)
+    assert Binding((written,)).routed(NORM).targets == (written,)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +87,9 @@ def test_functions_of_a_binding_stay_as_they_are() -> None:
 )
 def test_a_route_that_does_not_fit_is_an_error(names: Any, route: Route, word: str) -> None:
     with pytest.raises(TypeError, match=repr(word)):
-        place(names, route).route(op)
+        target(names, route).route(op)
 
 
 def test_a_route_is_called_by_bindings_that_know_their_contract() -> None:
     with pytest.raises(TypeError):
-        OperatorPlace("acme::norm", ("x",), Route()).route(op)
+        OperatorTarget("acme::norm", ("x",), Route()).route(op)

@@ -18,19 +18,19 @@ from builders import silu
 from configs import engine_config
 
 import vllm_fl.dispatch
-from vllm_fl.contracts.binding import Binding, Contract, LayerPlace, OperatorPlace
+from vllm_fl.contracts.binding import Binding, Contract, LayerTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.integration import planning
+from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import facts_of, plan_for
-from vllm_fl.integration.seams import layers
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SPEC = import_module("sample_contracts.greedy_token").SPEC
 OP = SPEC.name
-PLACE = OperatorPlace("acme::greedy", ("out", "logits"), lambda op: op, lambda own: own)
+TARGET = OperatorTarget("acme::greedy", ("out", "logits"), lambda op: op, lambda own: own)
 
 Entries = Callable[..., dict[str, PlanEntry]]
 
@@ -47,7 +47,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
 
     def planned(config: Any = None, **binding: Any) -> dict[str, PlanEntry]:
         registry = OpRegistry()
-        bound = Binding(**{"places": (PLACE,), **binding})
+        bound = Binding(**{"targets": (TARGET,), **binding})
         registry.add_contract(Contract(SPEC), bound, Owner("acme"))
         vendor = BackendImplKind.VENDOR
         mine = OpImpl(OP, "vendor.acme", vendor, greedy_token, "acme")
@@ -83,9 +83,9 @@ def test_a_name_that_this_vllm_lacks_costs_the_op_alone(entries: Entries, bindin
 
 
 def test_an_op_without_a_place_is_no_fault_of_this_vllm(entries: Entries) -> None:
-    assert entries(places=())[OP].note == "vLLM has no place for it"
-    absent = LayerPlace("vllm.no_such.Layer", lambda layer: layer)
-    assert entries(places=(absent,))[OP].note == "this vLLM has no place for it"
+    assert entries(targets=())[OP].note == "vLLM has no place for it"
+    absent = LayerTarget("vllm.no_such.Layer", lambda layer: layer)
+    assert entries(targets=(absent,))[OP].note == "this vLLM has no place for it"
 
 
 def test_layers_that_models_share_are_forgotten(

@@ -1,4 +1,4 @@
-"""The attention seam: what a backend says to a layer's request, and what may go wrong with it."""
+"""The attention patcher: what a backend says to a layer's request, and what may go wrong then."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import vllm_fl.dispatch
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
-from vllm_fl.integration.seams import attention
+from vllm_fl.integration.patchers import attention
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, BackendImplKind
 from vllm_fl.settings.loading import load_settings

@@ -1,4 +1,4 @@
-"""The communicator's seam: vLLM's own groups on two processes, and candidates that are wrong."""
+"""The communicator's patcher: vLLM's own groups on two processes, and candidates that are wrong."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.errors import StartError
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.seams import communicator
-from vllm_fl.integration.seams.classes import class_of
+from vllm_fl.integration.patchers import communicator
+from vllm_fl.integration.patchers.classes import class_of
 from vllm_fl.integration.settling import settle
 from vllm_fl.plugins.communicator import COMMUNICATOR
 from vllm_fl.plugins.inspection import Moment

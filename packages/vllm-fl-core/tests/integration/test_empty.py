@@ -36,13 +36,13 @@ from builders import (
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_fl.contracts.binding import Binding, OperatorPlace
+from vllm_fl.contracts.binding import Binding, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
 from vllm_fl.integration.engines import Choice, calling
-from vllm_fl.integration.places import places
-from vllm_fl.integration.seams import empty, operators, taking
+from vllm_fl.integration.patchers import empty, operators, taking
+from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
@@ -92,12 +92,12 @@ def names() -> set[str]:
     return short
 
 
-def place(name: str = "gated") -> OperatorPlace:
-    return OperatorPlace(f"fl_test_bare::{name}", ("out", "input"), silu_kernel, silu_of_kernel)
+def target(name: str = "gated") -> OperatorTarget:
+    return OperatorTarget(f"fl_test_bare::{name}", ("out", "input"), silu_kernel, silu_of_kernel)
 
 
-def binding(*found: OperatorPlace) -> dict[str, Binding]:
-    return {"silu_and_mul": Binding(found or (place(),))}
+def binding(*found: OperatorTarget) -> dict[str, Binding]:
+    return {"silu_and_mul": Binding(found or (target(),))}
 
 
 def call(name: str = "gated", *further: Any) -> Tensor:
@@ -120,7 +120,7 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 
 
 @contextmanager
-def engine(plan: Plan, *found: OperatorPlace) -> Iterator[Choice]:
+def engine(plan: Plan, *found: OperatorTarget) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
     engine.operators = operators.choose(plan, binding(*found), CPU, torch.float32)
@@ -178,7 +178,7 @@ def test_only_an_empty_build_of_a_known_release_is_given_operators(
 
 
 def test_a_schema_that_the_binding_does_not_know_is_not_defined(bare: None) -> None:
-    with engine(plan_of(silu("vendor.a", 1.0)), place("odd"), place("wider")) as chosen:
+    with engine(plan_of(silu("vendor.a", 1.0)), target("odd"), target("wider")) as chosen:
         why = "its parameters are input, out; known are out, input"
         assert chosen.left == {"silu_and_mul": {"fl_test_bare::odd": why}}
         assert names() == {"wider"}
@@ -188,7 +188,7 @@ def test_a_schema_that_the_binding_does_not_know_is_not_defined(bare: None) -> N
 
 def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: None) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
-    with engine(plan, place("wider")) as chosen:
+    with engine(plan, target("wider")) as chosen:
         with pytest.raises(NoKernelError) as failure:
             call("wider", 2.0)
         told = taking.report(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::wider"]
@@ -323,7 +323,7 @@ def test_the_table_has_each_operator_of_cores_bindings_in_every_release(release:
     fitting: set[str] = set()
     bound = [
         p
-        for _, p in places(known_contracts().bindings, OperatorPlace)
+        for _, p in targets(known_contracts().bindings, OperatorTarget)
         if p.name not in CPU_BUILDS_ALONE
     ]
     for found in bound:
@@ -370,7 +370,7 @@ def test_the_table_says_what_the_installed_build_says() -> None:
             assert (ours.alias_info is None) == (theirs.alias_info is None), (name, ours.name)
         compared[name] = text
     named = {
-        found.name for _, found in places(known_contracts().bindings, OperatorPlace)
+        found.name for _, found in targets(known_contracts().bindings, OperatorTarget)
     } - CPU_BUILDS_ALONE
     there = {name: operators._schema(name) for name in named}
     assert compared and {n for n, schema in there.items() if schema and schema.arguments} <= set(

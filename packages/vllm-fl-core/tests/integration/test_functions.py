@@ -1,4 +1,4 @@
-"""The function seam: Python functions of vLLM's that an engine's plan answers."""
+"""The function patcher: Python functions of vLLM's that an engine's plan answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import torch
 from builders import engine_of, half, managing, planning, silu
 from torch import Tensor
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace
+from vllm_fl.contracts.binding import Binding, FunctionTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import Choice, calling
-from vllm_fl.integration.seams import functions, taking
+from vllm_fl.integration.patchers import functions, taking
 
 X = torch.arange(32.0).reshape(4, 8)
 STOCK, FIRST = X[..., 4:], half(X)
@@ -44,16 +44,16 @@ def _native(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return silu_and_mul
 
 
-PLACE = FunctionPlace(
+TARGET = FunctionTarget(
     ("fl_home.gated", "fl_caller.gated", "fl_gone.gated"), ("input", "quantised"), _route, _native
 )
-METHOD = FunctionPlace(
+METHOD = FunctionTarget(
     ("fl_home.Layer.apply",),
     ("self", "input"),
     lambda op: lambda self, input: op(input),
     lambda own: lambda x: own(None, x),
 )
-STATIC = FunctionPlace(
+STATIC = FunctionTarget(
     ("fl_home.Layer.plain",), ("input",), lambda op: op, lambda own: lambda x: own(x)
 )
 
@@ -84,8 +84,8 @@ def home(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def binding(*places: FunctionPlace) -> dict[str, Binding]:
-    return {"silu_and_mul": Binding(places or (PLACE,))}
+def binding(*targets: FunctionTarget) -> dict[str, Binding]:
+    return {"silu_and_mul": Binding(targets or (TARGET,))}
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def never(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda x: pytest.fail("vLLM's function is called through the binding")
 
 
-DIRECT = replace(PLACE, tokens="input", native=never)
+DIRECT = replace(TARGET, tokens="input", native=never)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -197,8 +197,8 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_function_as_it_came(
 
     monkeypatch.setattr(home, "gated", gated)
     plan, few = by_size(SMALL, silu("vendor.a", 10.0)), X[:2]
-    place = replace(DIRECT, paths=("fl_home.gated",))
-    with engine(plan, binding(place)) as chosen:
+    target = replace(DIRECT, paths=("fl_home.gated",))
+    with engine(plan, binding(target)) as chosen:
         call = (lambda x, **m: home.gated(input=x, **m)) if by_name else home.gated
         assert torch.equal(call(few), STOCK[:2])
         assert torch.equal(call(few, scale=3.0), STOCK[:2] * 3)
@@ -237,7 +237,7 @@ def test_a_function_that_does_not_fit_is_left_and_says_why(
     home: ModuleType, paths: tuple[str, ...], parameters: tuple[str, ...], why: str
 ) -> None:
     plan = plan_of(silu("vendor.a"))
-    with engine(plan, binding(FunctionPlace(paths, parameters, _route, _native))) as chosen:
+    with engine(plan, binding(FunctionTarget(paths, parameters, _route, _native))) as chosen:
         assert chosen.names == {}
         assert why in told(plan, chosen)[paths[0]]["left"]
 

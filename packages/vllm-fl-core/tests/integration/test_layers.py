@@ -1,4 +1,4 @@
-"""The layer seam: which classes of vLLM's are replaced, by what name, and whose they are."""
+"""The layer patcher: which classes of vLLM's are replaced, by what name, and whose they are."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.platforms import current_platform
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import LayerPlace
+from vllm_fl.contracts.binding import LayerTarget
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import entry
-from vllm_fl.integration.places import places
-from vllm_fl.integration.seams import layers, whole_layers
+from vllm_fl.integration.patchers import layers, whole_layers
+from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 
@@ -40,7 +40,7 @@ def _nothing_found_before() -> None:
 def test_every_layer_that_a_binding_names_is_there_and_has_one_op() -> None:
     table = layers.layer_table()
     assert {layer.op for layer in table} == {
-        op for op, _ in places(known_contracts().bindings, LayerPlace)
+        op for op, _ in targets(known_contracts().bindings, LayerTarget)
     }
     assert len({layer.base for layer in table}) == len(table)
     for layer in table:

@@ -32,9 +32,9 @@ from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
 from vllm_fl.integration import lowering, passes, ranges
 from vllm_fl.integration.functional_operators import OWNER
+from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.platform import PlatformOverlay
-from vllm_fl.integration.seams import ir as seams
 from vllm_fl.plugins.types import OpImpl
 
 OP = "silu_and_mul"
@@ -307,12 +307,12 @@ def test_ops_of_vllms_ir_are_lowered_by_range(
 @pytest.fixture
 def our_provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM's IR has our provider, first of all, while the test runs."""
-    seams.register_provider()
+    ir_patcher.register_provider()
     with contextlib.ExitStack() as stack:
         for name in ("rms_norm", "fused_add_rms_norm"):
             op = getattr(ir.ops, name)
-            stack.callback(op.impls.pop, seams.PROVIDER)
-            stack.enter_context(op.set_priority([seams.PROVIDER, "native"]))
+            stack.callback(op.impls.pop, ir_patcher.PROVIDER)
+            stack.enter_context(op.set_priority([ir_patcher.PROVIDER, "native"]))
         yield
 
 
@@ -338,7 +338,7 @@ def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined
     both = frozenset({"x", "residual"})
     first = OpImpl("rms_norm", "vendor.acme", kind, in_place, vendor, consumes=both)
     plan = planned({"<=4": "vendor", "rest": "flagos"}, first, norm("default.flagos", 3))
-    seams.bind_provider(engine_of(plan), by_range=by_range)
+    ir_patcher.bind_provider(engine_of(plan), by_range=by_range)
     passes = [each(VllmConfig()) for each in (VllmIRLoweringPass, UnsafeCloneEliminationPass)]
 
     def model(x: torch.Tensor, residual: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The operator seam: kernels of torch operators that an engine's plan overrides.
+"""The operator patcher: kernels of torch operators that an engine's plan overrides.
 
 Most tests override operators of a library of their own; those of the four ops override vLLM's.
 """
@@ -39,11 +39,11 @@ from builders import (
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import Binding, LayerPlace, OperatorPlace
+from vllm_fl.contracts.binding import Binding, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
 from vllm_fl.integration.engines import Choice, calling
-from vllm_fl.integration.seams import operators, taking
+from vllm_fl.integration.patchers import operators, taking
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
@@ -78,14 +78,14 @@ def _asking(keyset: Any, out: Tensor, input: Tensor) -> None:
 LIBRARY.impl("asking", _asking, "CPU", with_keyset=True)
 
 
-def place(name: str = "gated", *parameters: str) -> OperatorPlace:
-    """An operator of this file's library as a place of silu_and_mul."""
+def target(name: str = "gated", *parameters: str) -> OperatorTarget:
+    """An operator of this file's library as a target of silu_and_mul."""
     names = parameters or ("out", "input")
-    return OperatorPlace(f"fl_test_operators::{name}", names, silu_kernel, silu_of_kernel)
+    return OperatorTarget(f"fl_test_operators::{name}", names, silu_kernel, silu_of_kernel)
 
 
-def binding(*places: Any) -> dict[str, Binding]:
-    return {"silu_and_mul": Binding(places or (place(),))}
+def binding(*targets: Any) -> dict[str, Binding]:
+    return {"silu_and_mul": Binding(targets or (target(),))}
 
 
 def call(name: str = "gated", *further: Any, x: Tensor = X, **more: Any) -> Tensor:
@@ -174,11 +174,11 @@ def test_calls_are_counted_where_the_user_asked_for_it_in_compiled_mode_too() ->
 @pytest.mark.parametrize("name", ["gated", "asking"])
 def test_a_refused_call_falls_to_the_next_candidate_and_last_to_the_kernel(name: str) -> None:
     plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
-    with engine(plan, binding(place(name))):
+    with engine(plan, binding(target(name))):
         assert torch.equal(call(name), STOCK)
     assert plan.fallbacks == {("silu_and_mul", "stock.vllm"): 1}
     plan = plan_of(refusing("vendor.a", "no"), silu("vendor.b", 5.0))
-    with engine(plan, binding(place(name))):
+    with engine(plan, binding(target(name))):
         assert torch.equal(call(name), FIRST + 5)
     assert plan.fallbacks == {("silu_and_mul", "vendor.b"): 1}
 
@@ -236,7 +236,7 @@ def test_entered_again_is_per_thread_and_per_operator() -> None:
 
     one_row = X[:1]
     plan = plan_of(silu("vendor.a", fn=fn))
-    with engine(plan, binding(place(), place("asking"))):
+    with engine(plan, binding(target(), target("asking"))):
 
         def waits() -> None:
             with calling(engine_of(plan)):
@@ -256,7 +256,7 @@ def test_entered_again_is_per_thread_and_per_operator() -> None:
 def test_nothing_is_overridden_by_what_calls_the_operator_itself() -> None:
     own = silu("vendor.a", fn=silu_of_kernel(torch.ops.fl_test_operators.gated))
     plan = plan_of(own)
-    with engine(plan, binding(place(), place("asking"))) as chosen:
+    with engine(plan, binding(target(), target("asking"))) as chosen:
         assert chosen.names == {"silu_and_mul": ["fl_test_operators::asking"]}
         assert told(plan, chosen) == {"left": "vendor.a calls it itself"}
         assert torch.equal(call(), STOCK)
@@ -361,13 +361,13 @@ def by_size(order: Any, *impls: Any, **options: Any) -> Plan:
     return replace(planning(manager), **options)
 
 
-def direct(name: str = "gated") -> OperatorPlace:
-    """The place, with the number of a call's tokens and without a way back to the kernel."""
+def direct(name: str = "gated") -> OperatorTarget:
+    """The target, with the number of a call's tokens and without a way back to the kernel."""
 
     def native(replaced: Callable[..., None]) -> Callable[..., Tensor]:
         return lambda x: pytest.fail("vLLM's kernel is called through the binding")
 
-    return replace(place(name), tokens="input", native=native)
+    return replace(target(name), tokens="input", native=native)
 
 
 SMALL = {"<=2": "stock", "rest": "vendor"}
@@ -400,7 +400,7 @@ def test_a_call_of_a_size_that_is_left_to_vllm_goes_to_its_kernel_as_it_came() -
 
 def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -> None:
     plan = plan_of(silu("vendor.a", 1.0))
-    with engine(plan, binding(place("longer"))) as chosen:
+    with engine(plan, binding(target("longer"))) as chosen:
         assert torch.equal(call("longer"), FIRST + 1)
         assert torch.equal(call("longer", 1.0, False, n=0), FIRST + 1)
         for args, more in (((2.0,), {}), ((1.0, True), {}), ((), {"n": 1}), ((), {"flip": True})):
@@ -411,22 +411,22 @@ def test_further_parameters_with_defaults_are_vllms_where_they_say_something() -
 @pytest.mark.parametrize(
     ("found", "why"),
     [
-        (place("no_such_thing"), "this vLLM has no such operator"),
-        (place("without_kernel"), "this vLLM has no kernel of it for CPU"),
-        (place("demanding"), "it has further parameters without default: scale"),
-        (place("gated", "input", "out"), "its parameters are out, input; known are input, out"),
+        (target("no_such_thing"), "this vLLM has no such operator"),
+        (target("without_kernel"), "this vLLM has no kernel of it for CPU"),
+        (target("demanding"), "it has further parameters without default: scale"),
+        (target("gated", "input", "out"), "its parameters are out, input; known are input, out"),
         (
-            place("gated", "out", "input", "scale"),
+            target("gated", "out", "input", "scale"),
             "its parameters are out, input; known are out, input, scale",
         ),
     ],
 )
 def test_an_operator_that_does_not_fit_is_said_by_name(
-    found: OperatorPlace, why: str, caplog: pytest.LogCaptureFixture
+    found: OperatorTarget, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
     caplog.set_level(logging.DEBUG, logger="vllm_fl.engine")
-    with engine(plan, binding(found, place("asking"))) as chosen:
+    with engine(plan, binding(found, target("asking"))) as chosen:
         assert chosen.left == {"silu_and_mul": {found.name: why}}
         assert torch.equal(call("asking"), FIRST + 1), "the others are taken"
         assert taking.report(engine_of(plan), chosen)["silu_and_mul"][found.name] == {"left": why}
@@ -434,8 +434,8 @@ def test_an_operator_that_does_not_fit_is_said_by_name(
 
 
 def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator() -> None:
-    layer = LayerPlace("vllm.model_executor.layers.activation.SiluAndMul")
-    bound = binding(layer, place())
+    layer = LayerTarget("vllm.model_executor.layers.activation.SiluAndMul")
+    bound = binding(layer, target())
     plan = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"SiluAndMul"}))
     note = operators.operator_note(plan, "silu_and_mul")
     assert "SiluAndMul is left to vLLM" in note
@@ -583,8 +583,8 @@ OPERATORS = sorted(
     {
         (op, p.name)
         for op, b in known_contracts().bindings.items()
-        for p in b.places
-        if isinstance(p, OperatorPlace) and p.name not in ELSEWHERE
+        for p in b.targets
+        if isinstance(p, OperatorTarget) and p.name not in ELSEWHERE
     }
 )
 
@@ -608,9 +608,9 @@ def exists(name: str) -> bool:
 def test_every_operator_that_this_vllm_has_fits() -> None:
     assert all(exists(name) for name in HERE)
     for op, bound in known_contracts().bindings.items():
-        places = [p for p in bound.places if isinstance(p, OperatorPlace) and exists(p.name)]
-        found, why = taking.fitting(places, partial(operators._misfit, key="CPU"))
-        assert not why and {p.name for p in found} == {p.name for p in places}, op
+        targets = [p for p in bound.targets if isinstance(p, OperatorTarget) and exists(p.name)]
+        found, why = taking.fitting(targets, partial(operators._misfit, key="CPU"))
+        assert not why and {p.name for p in found} == {p.name for p in targets}, op
 
 
 WEIGHTS = (torch.rand(64), None)
@@ -638,14 +638,14 @@ def sampled(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]
     """The same of samples of the contract, as the binding hands them to the replaced kernel."""
     kinds = (
         p
-        for p in known_contracts().bindings[op].places
-        if isinstance(p, OperatorPlace) and p.name == name
+        for p in known_contracts().bindings[op].targets
+        if isinstance(p, OperatorTarget) and p.name == name
     )
-    place, calls = next(kinds), list[tuple[Any, ...]]()
+    target, calls = next(kinds), list[tuple[Any, ...]]()
     dtype = torch.bfloat16 if name.endswith("_mla_cpu") else torch.float32  # it takes no other
     for sample in contracts()[op].samples(dtype, torch.device("cpu")):
         if sample.name.startswith(("0 token", "16 token")):
-            place.native(lambda *args: calls.append(args))(*sample.args)
+            target.native(lambda *args: calls.append(args))(*sample.args)
     return [
         (args, tuple(at for at, a in enumerate(args) if isinstance(a, Tensor))) for args in calls
     ]

@@ -21,7 +21,7 @@ from vllm_fl.dispatch.platforms import foreign_platform, foreign_platforms
 from vllm_fl.dispatch.startup import detect_platform, is_foreign
 from vllm_fl.errors import OwnerError
 from vllm_fl.integration import platform
-from vllm_fl.integration.seams import lookups
+from vllm_fl.integration.patchers import lookups
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 

@@ -31,6 +31,7 @@ from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError, StartError
 from vllm_fl.integration import planning
 from vllm_fl.integration.compat import hide_our_variables
+from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.planning import (
     Carried,
     apply,
@@ -41,7 +42,6 @@ from vllm_fl.integration.planning import (
     plan_for,
     refuse_batch_invariance,
 )
-from vllm_fl.integration.seams import ir as ir_seam
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
@@ -336,7 +336,7 @@ def test_norms_that_vllm_fuses_are_stock_only_without_the_ir(
     process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str, has_ir: bool
 ) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(ir_seam, "has_ir", lambda: has_ir)
+    monkeypatch.setattr(ir_patcher, "has_ir", lambda: has_ir)
     entry = planned_norm(process, pass_config={name: True})
     if has_ir:
         assert entry.label == "vendor.acme", "vLLM's fusions come first, and ours are the rest"
@@ -352,7 +352,7 @@ def test_without_the_ir_a_compiled_norm_that_the_user_turns_off_is_vllms(
     process: OpManager, monkeypatch: pytest.MonkeyPatch, custom_ops: list[str], label: str
 ) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(ir_seam, "has_ir", lambda: False)
+    monkeypatch.setattr(ir_patcher, "has_ir", lambda: False)
     process.registry.register_impl(norm())
     config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=custom_ops)
     assert plan_for(facts_of(config)).entries["rms_norm"].label == label

@@ -167,7 +167,7 @@ def test_a_platform_that_is_put_in_behind_ours_is_said(
 def test_what_the_plan_leaves_to_vllm_is_the_platforms_attention(
     device: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_fl.integration.seams import attention
+    from vllm_fl.integration.patchers import attention
 
     monkeypatch.setattr(platform, "active_plan", lambda: "the plan")
     answers = iter(("acme.Attention", None))

@@ -32,8 +32,8 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import replacing
+from vllm_fl.integration.patchers import torch_operators
 from vllm_fl.integration.planning import Carried
-from vllm_fl.integration.seams import torch_operators
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings

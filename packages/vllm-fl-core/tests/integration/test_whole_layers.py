@@ -1,4 +1,4 @@
-"""The seam of whole layers: what stands in vLLM's table, when, and what is refused."""
+"""The patcher of whole layers: what stands in vLLM's table, when, and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration import planning as from_config
-from vllm_fl.integration.seams import layers, lookups, whole_layers
+from vllm_fl.integration.patchers import layers, lookups, whole_layers
 from vllm_fl.plugins.types import BackendImplKind, Impl, LayerImpl, LayerRequest
 from vllm_fl.settings.loading import load_settings
 

@@ -21,8 +21,8 @@ import vllm_fl.dispatch
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.seams import ir as ir_seam
-from vllm_fl.integration.seams.layers import replace_layers
+from vllm_fl.integration.patchers import ir as ir_patcher
+from vllm_fl.integration.patchers.layers import replace_layers
 from vllm_fl.plugins.types import OpImpl
 
 HIDDEN = 64
@@ -33,7 +33,7 @@ X = torch.ones(3, HIDDEN)
 @pytest.fixture(autouse=True)
 def no_ir(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The layers are replaced as in a release without `vllm.ir`."""
-    monkeypatch.setattr(ir_seam, "has_ir", lambda: False)
+    monkeypatch.setattr(ir_patcher, "has_ir", lambda: False)
     before = {name: custom_op.op_registry_oot.pop(name, None) for name in NORMS}
     with set_current_vllm_config(VllmConfig()), torch.no_grad():
         replace_layers()

@@ -418,7 +418,7 @@ def silu_and_mul(x):
 def evil(*args):
     raise {error}
 """
-PLACES = {
+TARGETS = {
     "import": "evil()",
     "register_ops": "@hookimpl\ndef register_ops():\n    evil()",
     "generator": "@hookimpl\ndef register_ops():\n    evil()\n    yield",
@@ -435,10 +435,12 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("error", EVIL)
-def test_whatever_it_raises_at_load_costs_itself_only(write: Write, error: str, place: str) -> None:
-    broken = write(EVIL_HEAD.replace("{error}", error) + PLACES[place], "broken")
+def test_whatever_it_raises_at_load_costs_itself_only(
+    write: Write, error: str, target: str
+) -> None:
+    broken = write(EVIL_HEAD.replace("{error}", error) + TARGETS[target], "broken")
     registry = OpRegistry()
     first, second = load(registry, [broken, write(SOUND, "sound")])
     assert (first.status, second.status) == ("failed", "ok")
@@ -811,7 +813,7 @@ def test_a_hook_for_layers_that_fails_costs_its_plugin_only(
 
 
 DOUBLE = """
-from vllm_fl import Binding, Contract, LayerPlace, OpSpec, Sample, Tolerance, Variant
+from vllm_fl import Binding, Contract, LayerTarget, OpSpec, Sample, Tolerance, Variant
 
 def double(x):
     "2 * x."
@@ -850,7 +852,7 @@ def register_ops():
     snapshot = registry.snapshot()
     assert (plugin.status, plugin.error) == ("ok", None)
     assert "double" in snapshot.contracts and snapshot.authors["double"] == plugin.owner
-    assert snapshot.bindings["double"].places == ()
+    assert snapshot.bindings["double"].targets == ()
     manager = OpManager(registry, SelectionPolicy())
     assert manager.call("double", torch.ones(2)).eq(2).all()
     registry.remove(plugin.owner)
@@ -917,7 +919,7 @@ def test_only_an_op_without_a_place_needs_no_calls_of_a_model(write: Write) -> N
     unserved = f"from vllm_fl.contracts.spec import unserved{source}"
     plugin, _ = one(write(unserved))
     assert (plugin.status, plugin.error) == ("ok", None)
-    placed = 'BINDING = Binding((LayerPlace("acme.Double", double),))'
+    placed = 'BINDING = Binding((LayerTarget("acme.Double", double),))'
     bound = unserved.replace("Contract(spec())", "Contract(spec(), __name__)")
     plugin, registry = one(write(f"{bound}\n{placed}\n", "beta"))
     assert "the op 'double' has places in vLLM, and its contract no `served`" in str(plugin.error)

@@ -21,10 +21,10 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.preflight import Findings
 from vllm_fl.engine.trials import Request
 from vllm_fl.engine.warmup import warm_counts
-from vllm_fl.integration import places
+from vllm_fl.integration import targets
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.places import planned_for_nothing
 from vllm_fl.integration.ranks import FAILED, REJECTED
+from vllm_fl.integration.targets import planned_for_nothing
 from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
@@ -172,7 +172,7 @@ def test_a_rank_asks_for_runs_of_the_loaded_model(
 
 def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody runs the model to see; of a model whose layers are not known nothing is told."""
-    monkeypatch.setattr(places, "installed_bindings", lambda: known_contracts().bindings)
+    monkeypatch.setattr(targets, "installed_bindings", lambda: known_contracts().bindings)
     gelu = dataclasses.replace(silu("vendor.acme"), op_name="gelu_and_mul")
     plan = planning(managing(silu("vendor.acme"), gelu))
     without_experts = {op: plan.entries[op] for op in (OP, "gelu_and_mul", "rms_norm")}

@@ -82,7 +82,7 @@ def attention(
 
 def take(plan: Plan) -> None:
     """Override the operator, as an engine's start does."""
-    from vllm_fl.integration.seams import operators
+    from vllm_fl.integration.patchers import operators
 
     cpu, of_op = torch.device("cpu"), {"qk_norm_rope": known_contracts().bindings["qk_norm_rope"]}
     engine = engine_of(plan)
@@ -109,12 +109,12 @@ def without_the_pass(
 def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -> dict[str, Any]:
     """What becomes of a graph where the op is planned for up to 16 tokens, and vLLM's beyond."""
     from vllm_fl.integration import engines, ranges
+    from vllm_fl.integration.patchers import fusions
     from vllm_fl.integration.planning import Carried
-    from vllm_fl.integration.seams import fusions
     from vllm_fl.integration.unfused import held_to_ranges
 
     # What this CPU platform says of the pass is no matter here.
-    fusions._is_there = lambda place: True
+    fusions._is_there = lambda target: True
     rows = {"qk_norm_rope": {"<=16": "vendor", "rest": "stock"}}
     plan = planning(managing(impl, per_op_order=rows), "compiled")
     passes = {}
@@ -162,8 +162,8 @@ def traced_forms(
 ) -> dict[str, dict[str, Any]]:
     """What becomes of a graph where the op's implementation has a traced form."""
     from vllm_fl.integration import engines, launching, ranges
+    from vllm_fl.integration.patchers import fusions
     from vllm_fl.integration.planning import Carried
-    from vllm_fl.integration.seams import fusions
 
     said: list[str] = []
     launching.log.addFilter(lambda record: bool(said.append(record.getMessage())))
@@ -238,7 +238,7 @@ def main() -> None:
     from vllm.config.utils import Range
 
     from vllm_fl.integration import engines
-    from vllm_fl.integration.seams import fusions
+    from vllm_fl.integration.patchers import fusions
 
     said: list[str] = []
     fusions.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)

@@ -90,7 +90,7 @@ def main() -> None:
     from vllm.config.utils import Range
 
     from vllm_fl.integration import engines, passes
-    from vllm_fl.integration.seams import fusions
+    from vllm_fl.integration.patchers import fusions
 
     impls = oracle_of("qk_norm_rope"), oracle_of("rotary_embedding", consumes={"query", "key"})
     plan = planning(managing(*impls, prefer="vendor"), "compiled")

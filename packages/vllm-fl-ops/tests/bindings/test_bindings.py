@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
+from vllm_fl.contracts.binding import FunctionTarget, LayerTarget, OperatorTarget
 from vllm_fl.integration.compat import vllm_folders
-from vllm_fl.integration.places import ATTENTION_LAYERS, places
+from vllm_fl.integration.targets import ATTENTION_LAYERS, targets
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_ops.contracts.rules import RULES
 
@@ -39,9 +39,9 @@ def test_bindings_are_read_without_torch_and_vllm() -> None:
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_the_layers_that_core_names_are_vllms() -> None:
-    for _, place in places(known_contracts().bindings, LayerPlace):
-        module, _, name = place.path.rpartition(".")
-        assert getattr(import_module(module), name).__name__ == place.cls
+    for _, target in targets(known_contracts().bindings, LayerTarget):
+        module, _, name = target.path.rpartition(".")
+        assert getattr(import_module(module), name).__name__ == target.cls
 
 
 BREAK = re.compile(rb"@eager_break_during_capture\n(?:\s*@.*\n)*\s*def (\w+)")
@@ -54,8 +54,8 @@ def test_no_place_is_where_vllm_interrupts_a_captured_graph() -> None:
     breaks = {name.decode() for file in files for name in BREAK.findall(file.read_bytes())}
     assert "unified_attention_with_output" in breaks
     bindings = known_contracts().bindings
-    taken = {path for _, place in places(bindings, FunctionPlace) for path in place.paths}
-    taken |= {place.name for _, place in places(bindings, OperatorPlace)}
+    taken = {path for _, target in targets(bindings, FunctionTarget) for path in target.paths}
+    taken |= {target.name for _, target in targets(bindings, OperatorTarget)}
     assert breaks.isdisjoint(re.split(r"[.:]", name)[-1] for name in taken)
 
 
@@ -70,36 +70,36 @@ class Called(Exception):
 
 
 TELLING = [
-    (op, place)
-    for kind in (OperatorPlace, FunctionPlace)
-    for op, place in places(known_contracts().bindings, kind)
-    if place.tokens and op != "fused_experts"  # its native is no call of the contract's alone
+    (op, target)
+    for kind in (OperatorTarget, FunctionTarget)
+    for op, target in targets(known_contracts().bindings, kind)
+    if target.tokens and op != "fused_experts"  # its native is no call of the contract's alone
 ]
 
 
-@pytest.mark.parametrize(("op", "place"), TELLING, ids=lambda value: getattr(value, "name", value))
-def test_the_tokens_of_a_place_are_the_ops(op: str, place: Any) -> None:
+@pytest.mark.parametrize(("op", "target"), TELLING, ids=lambda value: getattr(value, "name", value))
+def test_the_tokens_of_a_place_are_the_ops(op: str, target: Any) -> None:
     """As its native hands the samples to vLLM's kernel, which gets calls of vLLM's as they came."""
     import torch
 
     given: dict[str, Any] = {}
 
     def kernel(*args: Any, **named: Any) -> Any:
-        given.update(zip(place.parameters, args, strict=False), **named)
+        given.update(zip(target.parameters, args, strict=False), **named)
         raise Called
 
     spec = contracts()[op]
     first = next(name for name in spec.parameters if name in spec.by_token)
     for sample in spec.samples(getattr(torch, spec.dtypes[0]), torch.device("cpu")):
         with pytest.raises(Called):
-            place.native(kernel)(*sample.args)
+            target.native(kernel)(*sample.args)
         tokens = len(dict(zip(spec.parameters, sample.args, strict=True))[first])
-        assert given[place.tokens].shape[0] == tokens, sample.name
+        assert given[target.tokens].shape[0] == tokens, sample.name
 
 
-@pytest.mark.parametrize("kind", [OperatorPlace, FunctionPlace])
+@pytest.mark.parametrize("kind", [OperatorTarget, FunctionTarget])
 def test_tokens_that_are_no_parameter_are_an_error(kind: Any) -> None:
-    name: Any = "acme::op" if kind is OperatorPlace else ("acme.op",)
+    name: Any = "acme::op" if kind is OperatorTarget else ("acme.op",)
     with pytest.raises(ValueError, match=r"acme.*tokens is 'y'.*its parameters, x"):
         kind(name, ("x",), None, None, tokens="y")
 

@@ -1,4 +1,4 @@
-"""What the places of paged caches and of merged attention hand to the op, and what they leave."""
+"""What the targets of paged caches and of merged attention hand to the op, and what they leave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
+from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.plugins.registry import known_contracts
 
 Op = Callable[..., Any]
@@ -18,9 +18,9 @@ ONE = torch.ones(1)
 
 
 def routes(op: str, call: Op) -> list[Op]:
-    """The op as each of its places calls it."""
-    kinds = OperatorPlace | FunctionPlace
-    return [p.route(call) for p in known_contracts().bindings[op].places if isinstance(p, kinds)]
+    """The op as each of its targets calls it."""
+    kinds = OperatorTarget | FunctionTarget
+    return [p.route(call) for p in known_contracts().bindings[op].targets if isinstance(p, kinds)]
 
 
 def in_place(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any) -> Any:
@@ -107,12 +107,12 @@ def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:
     pytest.importorskip("vllm", reason="vllm is not installed: it has no method to call")
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
-    place = known_contracts().bindings["concat_and_cache_mla"].places[-1]
-    assert isinstance(place, FunctionPlace)
+    target = known_contracts().bindings["concat_and_cache_mla"].targets[-1]
+    assert isinstance(target, FunctionTarget)
     latent = torch.randn(3, 16), torch.randn(3, 8), torch.zeros(4, 8, 24)
     slots = torch.tensor([9, -1, 31])
     want = contracts()["concat_and_cache_mla"].oracle(*latent, slots)
-    got = place.native(CPUMLAImpl.do_kv_cache_update)(*latent, slots)
+    got = target.native(CPUMLAImpl.do_kv_cache_update)(*latent, slots)
     assert got is latent[2] and torch.equal(got, want)
 
 
@@ -172,8 +172,8 @@ def test_vllms_own_merge_is_what_stock_means() -> None:
     own = getattr(module, "_merge_attn_states_torch", None)
     if own is None:
         pytest.skip("this vLLM has no merge in PyTorch")
-    *_, place = known_contracts().bindings["merge_attn_states"].places
-    assert isinstance(place, FunctionPlace) and place.name.endswith(own.__name__)
+    *_, target = known_contracts().bindings["merge_attn_states"].targets
+    assert isinstance(target, FunctionTarget) and target.name.endswith(own.__name__)
     p, a, s, b = halves()
-    for got, want in zip(place.native(own)(p, a.T, s, b.T), merged(p, a.T, s, b.T), strict=True):
+    for got, want in zip(target.native(own)(p, a.T, s, b.T), merged(p, a.T, s, b.T), strict=True):
         torch.testing.assert_close(got, want)

@@ -1,4 +1,4 @@
-"""The places of `fused_experts`: how calls of vLLM's become calls of the op, and back."""
+"""The targets of `fused_experts`: how calls of vLLM's become calls of the op, and back."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from vllm.forward_context import override_forward_context
 from vllm.platforms import current_platform
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
+from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration.engines import Choice, calling
-from vllm_fl.integration.seams import operators
+from vllm_fl.integration.patchers import operators
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SPEC = contracts()["fused_experts"]
 BINDING = known_contracts().bindings["fused_experts"]
 
-TRITON, CHOICE = (place for place in BINDING.places if isinstance(place, FunctionPlace))
-KERNEL, PACKING = (place for place in BINDING.places if isinstance(place, OperatorPlace))
+TRITON, CHOICE = (target for target in BINDING.targets if isinstance(target, FunctionTarget))
+KERNEL, PACKING = (target for target in BINDING.targets if isinstance(target, OperatorTarget))
 
 
 class Activation(Enum):
@@ -49,7 +49,7 @@ def op(*args: Any) -> torch.Tensor:
 
 
 def experts(**changed: Any) -> Any:
-    """Experts of vLLM's Triton backend, as far as the place looks at them."""
+    """Experts of vLLM's Triton backend, as far as the target looks at them."""
     plain = {"quant_dtype": None, "weight_quant_dtype": None, "gemm1_clamp_limit": None}
     more = {key: changed.pop(key) for key in tuple(changed) if key in plain}
     own = {"quant_config": SimpleNamespace(**plain | more), "w1_bias": None, "w2_bias": None}

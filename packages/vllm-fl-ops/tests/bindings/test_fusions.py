@@ -25,13 +25,13 @@ from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import FusionPlace, OperatorPlace
+from vllm_fl.contracts.binding import FusionTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration import planning
-from vllm_fl.integration.places import places
+from vllm_fl.integration.patchers import fusions
+from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
-from vllm_fl.integration.seams import fusions
-from vllm_fl.integration.seams import ir as ir_seam
+from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -88,7 +88,7 @@ def test_a_planned_op_has_its_pass_on_and_the_pass_finds_vllms_own_rope() -> Non
 
 
 def test_without_the_ir_the_norm_is_vllms_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ir_seam, "has_ir", lambda: False)
+    monkeypatch.setattr(ir_patcher, "has_ir", lambda: False)
     entry = plan_for(facts_of(configured())).entries["rms_norm"]
     assert (entry.label, entry.note) == ("stock", f"vLLM's pass for {OP} looks for vLLM's own")
 
@@ -182,7 +182,7 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
             "vLLM has no pass for it on this platform",
         ),
         (
-            lambda patch: patch.setattr(ir_seam, "has_ir", lambda: False),
+            lambda patch: patch.setattr(ir_patcher, "has_ir", lambda: False),
             {},
             "vLLM has no pass for it on this platform",
         ),
@@ -208,9 +208,9 @@ def test_where_a_pass_of_ours_cannot_find_it_or_gains_nothing_the_op_is_stock(
 
 
 def test_what_a_pass_puts_into_graphs_is_an_operator_of_the_same_binding() -> None:
-    for op, _ in places(known_contracts().bindings, FusionPlace):
+    for op, _ in targets(known_contracts().bindings, FusionTarget):
         assert any(
-            isinstance(place, OperatorPlace) for place in known_contracts().bindings[op].places
+            isinstance(target, OperatorTarget) for target in known_contracts().bindings[op].targets
         )
 
 

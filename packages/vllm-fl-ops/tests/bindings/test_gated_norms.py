@@ -17,7 +17,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
 from vllm.third_party.flash_linear_attention.ops.kda import FusedRMSNormGated
 
 SPEC = contracts()["rms_norm_gated"]
-PLACES = {place.cls: place for place in known_contracts().bindings["rms_norm_gated"].places}
+TARGETS = {target.cls: target for target in known_contracts().bindings["rms_norm_gated"].targets}
 
 
 def layer_of(cls: type, **attributes: Any) -> Any:
@@ -51,16 +51,16 @@ LAYERS = {
 
 def ours(layer: Any, calls: list[str], *, native: bool = False) -> Any:
     """The forward that its binding makes for the layer, with the contract's oracle behind it."""
-    place = PLACES[type(layer).__name__]
-    provider = place.stand_in(layer) if place.stand_in else layer
+    target = TARGETS[type(layer).__name__]
+    provider = target.stand_in(layer) if target.stand_in else layer
 
     def op(x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         calls.append("ours")
         told = [read(provider) for read in SPEC.from_layer.values()]
-        computed = place.native if native else SPEC.oracle
+        computed = target.native if native else SPEC.oracle
         return computed(x, z, *told).to(x.dtype)
 
-    return place.adapt(layer, op) if place.adapt else op
+    return target.adapt(layer, op) if target.adapt else op
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)

@@ -1,4 +1,4 @@
-"""The places of linear attention and of short convolutions, against the contracts' oracles."""
+"""The targets of linear attention and of short convolutions, against the contracts' oracles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from builders import engine_of, managing, planning
 from torch import Tensor
 
 from vllm_fl.contracts import OpSpec, contracts
-from vllm_fl.contracts.binding import FunctionPlace, LayerPlace, OperatorPlace
+from vllm_fl.contracts.binding import FunctionTarget, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -28,11 +28,11 @@ OPS = (
     "gdn_gating",
     "recurrent_gated_delta_rule",
 )
-PLACES = [
-    pytest.param(op, place, id=f"{op}-{place.name}-{len(place.parameters)}")
+TARGETS = [
+    pytest.param(op, target, id=f"{op}-{target.name}-{len(target.parameters)}")
     for op in OPS
-    for place in known_contracts().bindings[op].places
-    if isinstance(place, FunctionPlace | OperatorPlace)
+    for target in known_contracts().bindings[op].targets
+    if isinstance(target, FunctionTarget | OperatorTarget)
 ]
 DEFAULTS = {
     "activation": "silu",
@@ -61,12 +61,12 @@ def rounded(spec: OpSpec) -> Callable[..., Any]:
     return op
 
 
-def called_as(place: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which takes all of a place's parameters, called as vLLM calls its own."""
+def called_as(target: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which takes all of a target's parameters, called as vLLM calls its own."""
 
     def own(*args: Any, **named: Any) -> Any:
-        given = {**DEFAULTS, **dict(zip(place.parameters, args, strict=False)), **named}
-        return function(*(given.get(name) for name in place.parameters))
+        given = {**DEFAULTS, **dict(zip(target.parameters, args, strict=False)), **named}
+        return function(*(given.get(name) for name in target.parameters))
 
     return own
 
@@ -75,10 +75,10 @@ def copied(args: Any) -> list[Any]:
     return [a.clone() if isinstance(a, Tensor) else a for a in args]
 
 
-@pytest.mark.parametrize(("op", "place"), PLACES)
-def test_what_a_place_calls_and_what_calls_it_are_each_others_inverse(op: str, place: Any) -> None:
+@pytest.mark.parametrize(("op", "target"), TARGETS)
+def test_what_a_place_calls_and_what_calls_it_are_each_others_inverse(op: str, target: Any) -> None:
     spec, tried = contracts()[op], 0
-    through = place.native(called_as(place, place.route(rounded(spec))))
+    through = target.native(called_as(target, target.route(rounded(spec))))
     for sample in spec.samples(torch.bfloat16, CPU):
         if "epsilon" in spec.parameters and sample.args[-1] != FLA_EPSILON:
             continue  # vLLM's kernels have no other one
@@ -91,18 +91,18 @@ def test_what_a_place_calls_and_what_calls_it_are_each_others_inverse(op: str, p
 
 
 def refuses(op: str, name: str, count: int | None = None) -> Callable[..., Any]:
-    """The place's function over an op that must not be called."""
+    """The target's function over an op that must not be called."""
 
     def never(*args: Any) -> Any:
         raise AssertionError(f"{op} was called")
 
-    places = (
+    targets = (
         p
-        for p in known_contracts().bindings[op].places
-        if isinstance(p, FunctionPlace | OperatorPlace) and p.name.endswith(name)
+        for p in known_contracts().bindings[op].targets
+        if isinstance(p, FunctionTarget | OperatorTarget) and p.name.endswith(name)
     )
-    place = next(p for p in places if count in (None, len(p.parameters)))
-    return called_as(place, place.route(never))
+    target = next(p for p in targets if count in (None, len(p.parameters)))
+    return called_as(target, target.route(never))
 
 
 def test_calls_with_several_tokens_of_a_sequence_are_left_to_vllm() -> None:
@@ -159,11 +159,11 @@ def test_states_per_block_and_other_dtypes_are_left_to_vllm() -> None:
 
 def test_the_layer_adds_a_dimension_and_takes_flags() -> None:
     spec = contracts()["chunk_gated_delta_rule"]
-    (place,) = (
-        p for p in known_contracts().bindings[spec.name].places if isinstance(p, LayerPlace)
+    (target,) = (
+        p for p in known_contracts().bindings[spec.name].targets if isinstance(p, LayerTarget)
     )
-    assert place.adapt is not None
-    forward = place.adapt(None, rounded(spec))
+    assert target.adapt is not None
+    forward = target.adapt(None, rounded(spec))
     sample = next(s for s in spec.samples(torch.bfloat16, CPU) if s.name.startswith("two"))
     *qkv, state, at, _ = sample.args
     flat = [x[None] for x in qkv]
@@ -193,7 +193,7 @@ def serving_plan(spec: OpSpec, refused: bool) -> Plan:
 def overridden(plan: Plan, op: str) -> Iterator[dict[str, list[str]]]:
     """An engine that serves with this plan; yields what it took of vLLM's."""
     from vllm_fl.integration.engines import calling
-    from vllm_fl.integration.seams import functions, operators
+    from vllm_fl.integration.patchers import functions, operators
 
     bound = {op: known_contracts().bindings[op]}
     engine = engine_of(plan)

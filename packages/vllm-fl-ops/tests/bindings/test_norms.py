@@ -28,8 +28,8 @@ from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import engines
-from vllm_fl.integration.seams import ir as norms
-from vllm_fl.integration.seams.layers import forget_shared_layers, replace_layers
+from vllm_fl.integration.patchers import ir as norms
+from vllm_fl.integration.patchers.layers import forget_shared_layers, replace_layers
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HIDDEN = 64

@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import gelu, linear, silu
 
-from vllm_fl.contracts.binding import GraphPlace
+from vllm_fl.contracts.binding import GraphTarget
 from vllm_fl.plugins.registry import known_contracts
 
 pytest.importorskip("vllm", reason="the binding asks for its platform")
@@ -24,8 +24,11 @@ import vllm.platforms
 
 BINDING = known_contracts().bindings["linear_silu_and_mul"]
 OF_GELU = known_contracts().bindings["linear_gelu_tanh_and_mul"]
-PLACE, GELU = (
-    place for each in (BINDING, OF_GELU) for place in each.places if isinstance(place, GraphPlace)
+TARGET, GELU = (
+    target
+    for each in (BINDING, OF_GELU)
+    for target in each.targets
+    if isinstance(target, GraphTarget)
 )
 D = 32
 Function = Callable[..., Tensor]
@@ -35,11 +38,11 @@ def made(rows: int = 5, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Te
     return torch.randn(rows, 48, dtype=dtype), torch.randn(2 * D, 48, dtype=dtype)
 
 
-def found_in(graph: torch.fx.Graph, place: GraphPlace = PLACE) -> list[Any]:
-    """What the place finds in a graph, which it leaves as it was."""
+def found_in(graph: torch.fx.Graph, target: GraphTarget = TARGET) -> list[Any]:
+    """What the target finds in a graph, which it leaves as it was."""
     before = str(graph)
-    nodes = [node for node in graph.nodes if str(node.target) in place.operators]
-    found = [args for args in map(place.find, nodes) if args is not None]
+    nodes = [node for node in graph.nodes if str(node.target) in target.operators]
+    found = [args for args in map(target.find, nodes) if args is not None]
     assert str(graph) == before
     return found
 
@@ -47,13 +50,13 @@ def found_in(graph: torch.fx.Graph, place: GraphPlace = PLACE) -> list[Any]:
 class Finding(CustomGraphPass):
     """A pass that notes what is found."""
 
-    def __init__(self, place: GraphPlace) -> None:
-        self.place = place
+    def __init__(self, target: GraphTarget) -> None:
+        self.target = target
         self.found: list[tuple[Any, ...]] = []
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         inputs = graph.find_nodes(op="placeholder")
-        for args in found_in(graph, self.place):
+        for args in found_in(graph, self.target):
             assert all(arg in inputs for arg in args)
             self.found.append(tuple(arg.meta["val"].shape for arg in args))
 
@@ -62,10 +65,10 @@ class Finding(CustomGraphPass):
 
 
 def found_by_inductor(
-    function: Function, *args: Tensor, dynamic: bool = False, place: GraphPlace = PLACE
+    function: Function, *args: Tensor, dynamic: bool = False, target: GraphTarget = TARGET
 ) -> list[Any]:
     """The shapes of x and weight where the op is found in a compiled function."""
-    finding = Finding(place)
+    finding = Finding(target)
     torch._dynamo.reset()
     if dynamic:
         torch._dynamo.mark_dynamic(args[0], 0)
@@ -76,7 +79,7 @@ def found_by_inductor(
 
 
 def found(
-    function: Function, *args: Tensor, whole: bool = False, place: GraphPlace = PLACE
+    function: Function, *args: Tensor, whole: bool = False, target: GraphTarget = TARGET
 ) -> list[Any]:
     """The same in a graph that is traced alone, which takes no time.
 
@@ -84,12 +87,12 @@ def found(
         function: what is traced.
         args: what with.
         whole: whether the activation stays an operator.
-        place: of which op.
+        target: of which op.
     """
     table = {} if whole else select_decomp_table()
     graph = make_fx(function, table, tracing_mode="fake")(*args).graph
     graph.eliminate_dead_code()
-    return found_in(graph, place)
+    return found_in(graph, target)
 
 
 def as_vllm(x: Tensor, weight: Tensor) -> Tensor:
@@ -145,14 +148,14 @@ def test_it_is_found_in_the_graphs_of_a_compiler(
     args = made(dtype=dtype)
     ((of_x, of_weight),) = found_by_inductor(function, *args, dynamic=dynamic)
     assert (of_x[1], of_weight) == (48, (2 * D, 48)) and isinstance(of_x[0], int) is not dynamic
-    torch.testing.assert_close(PLACE.native(*args), function(*args))
+    torch.testing.assert_close(TARGET.native(*args), function(*args))
 
 
 @slow_but(one_row, as_vllm, in_pieces)
 def test_it_is_found_where_a_graph_is_of_one_row(function: Function) -> None:
     args = made(1, torch.float32)
     assert len(found_by_inductor(function, *args)) == len(found(function, *args)) == 1
-    torch.testing.assert_close(PLACE.native(*args), function(*args))
+    torch.testing.assert_close(TARGET.native(*args), function(*args))
 
 
 @pytest.mark.parametrize("function", FORMS)
@@ -290,12 +293,12 @@ def test_gelu_is_found_by_the_op_that_has_it(
     function: Function, dtype: torch.dtype, dynamic: bool
 ) -> None:
     args = made(dtype=dtype)
-    ((of_x, of_weight),) = found_by_inductor(function, *args, dynamic=dynamic, place=GELU)
+    ((of_x, of_weight),) = found_by_inductor(function, *args, dynamic=dynamic, target=GELU)
     assert (of_x[1], of_weight) == (48, (2 * D, 48)) and isinstance(of_x[0], int) is not dynamic
     torch.testing.assert_close(GELU.native(*args), function(*args))
     for whole in (True, False):
         assert not found(function, *args, whole=whole)
-        assert len(found(function, *args, whole=whole, place=GELU)) == 1
+        assert len(found(function, *args, whole=whole, target=GELU)) == 1
 
 
 def other_power(y: Tensor) -> Tensor:
@@ -323,7 +326,7 @@ def two_gates(y: Tensor) -> Tensor:
     ids=["silu", "by the error function", "the halves swapped", "another number", "two gates"],
 )
 def test_what_is_not_gelu_of_the_gate_is_left_alone(function: Function, whole: bool) -> None:
-    assert not found(function, *made(), whole=whole, place=GELU)
+    assert not found(function, *made(), whole=whole, target=GELU)
 
 
 def config(quantization: str | None = None, transformers: bool = False, **told: Any) -> Any:

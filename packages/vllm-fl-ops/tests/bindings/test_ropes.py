@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import LayerPlace
+from vllm_fl.contracts.binding import LayerTarget
 from vllm_fl.plugins.registry import known_contracts
 
 pytest.importorskip("vllm", reason="the layers are vLLM's own")
@@ -23,7 +23,7 @@ from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from vllm_fl.integration.seams.layers import layer_table
+from vllm_fl.integration.patchers.layers import layer_table
 
 PLAIN, MULTIMODAL = "rotary_embedding", "multimodal_rotary_embedding"
 
@@ -110,20 +110,20 @@ def made(name: str, head_size: int = 32, **options: Any) -> Any:
 
 def ours(layer: Any, *, native: bool = False) -> Any:
     """The forward that its binding makes for the layer, with the contract's oracle behind it."""
-    (place,) = (
-        (op, place)
+    (target,) = (
+        (op, target)
         for op in (PLAIN, MULTIMODAL)
-        for place in known_contracts().bindings[op].places
-        if isinstance(place, LayerPlace) and place.cls == type(layer).__name__
+        for target in known_contracts().bindings[op].targets
+        if isinstance(target, LayerTarget) and target.cls == type(layer).__name__
     )
-    spec = contracts()[place[0]]
+    spec = contracts()[target[0]]
 
     def op(*args: Any) -> Any:
         assert spec.check(*args) is None
         return tuple(x if x is None else x.to(args[0].dtype) for x in spec.oracle(*args))
 
-    assert place[1].adapt
-    return place[1].adapt(layer, place[1].native if native else op)
+    assert target[1].adapt
+    return target[1].adapt(layer, target[1].native if native else op)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The places of routing: vLLM's functions and operators give what the planned op does."""
+"""The targets of routing: vLLM's functions and operators give what the planned op does."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from builders import engine_of, managing, planning
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
+from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import calling
-from vllm_fl.integration.seams import functions
+from vllm_fl.integration.patchers import functions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -125,25 +125,27 @@ def test_the_router_of_the_cpu_build_calls_what_is_replaced() -> None:
     assert plan.calls == {("grouped_topk", "vendor.acme"): 1}
 
 
-def places(op: str, kind: type) -> list[Any]:
-    return [place for place in known_contracts().bindings[op].places if isinstance(place, kind)]
+def targets(op: str, kind: type) -> list[Any]:
+    return [target for target in known_contracts().bindings[op].targets if isinstance(target, kind)]
 
 
-@pytest.mark.parametrize("place", places("moe_topk", OperatorPlace), ids=lambda p: p.parameters[-1])
+@pytest.mark.parametrize(
+    "target", targets("moe_topk", OperatorTarget), ids=lambda p: p.parameters[-1]
+)
 @pytest.mark.parametrize("indices", [torch.int32, torch.int64], ids=str)
 def test_operators_leave_weights_and_ids_and_no_experts_for_padding(
-    place: OperatorPlace, indices: torch.dtype
+    target: OperatorTarget, indices: torch.dtype
 ) -> None:
     spec = contracts()["moe_topk"]
-    how = place.name.removeprefix("_moe_C::topk_")
-    kernel = place.route(by_oracle("moe_topk", False).fn)
+    how = target.name.removeprefix("_moe_C::topk_")
+    kernel = target.route(by_oracle("moe_topk", False).fn)
     weights, rows = torch.zeros(7, 4), torch.zeros(7, 4, dtype=torch.int32)
     ids = torch.zeros(7, 4, dtype=indices)
-    scaled = "routed_scaling_factor" in place.parameters
+    scaled = "routed_scaling_factor" in target.parameters
     padding = torch.tensor([False] * 5 + [True] * 2)
-    padded = "is_padding" in place.parameters
+    padded = "is_padding" in target.parameters
     args = (weights, ids, rows, LOGITS, True, BIAS, *(2.5,) * scaled, *(padding,) * padded)
-    assert len(args) == len(place.parameters)
+    assert len(args) == len(target.parameters)
     assert kernel(*args) is None
     want = spec.oracle(LOGITS, 4, True, how, 2.5 if scaled else 1.0, BIAS)
     torch.testing.assert_close(weights.flip(-1), want[0].float())
@@ -153,9 +155,9 @@ def test_operators_leave_weights_and_ids_and_no_experts_for_padding(
 
 
 def test_the_sum_is_left_where_the_operator_leaves_it() -> None:
-    (place,) = places("moe_sum", OperatorPlace)
+    (target,) = targets("moe_sum", OperatorTarget)
     op = contracts()["moe_sum"].oracle
-    kernel, out = place.route(op), torch.zeros(7, 8)
+    kernel, out = target.route(op), torch.zeros(7, 8)
     x, ids = torch.randn(7, 2, 8), torch.tensor([[0, -1]] * 7)
     assert kernel(x, out, ids, None) is None
     assert torch.equal(out, x[:, 0])
@@ -163,7 +165,7 @@ def test_the_sum_is_left_where_the_operator_leaves_it() -> None:
     torch.testing.assert_close(out, x.sum(1))
     assert kernel(x, torch.zeros(14, 8)) is NotImplemented
     calls: list[Any] = []
-    place.native(lambda *args: calls.append(args))(x, ids, None)
+    target.native(lambda *args: calls.append(args))(x, ids, None)
     assert calls[0][0] is x and calls[0][1].shape == out.shape and calls[0][2:] == (ids, None)
 
 
@@ -191,8 +193,8 @@ def aligning(refuses: bool = False) -> Iterator[Plan]:
 
 
 def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:
-    (place,) = places(ALIGN, FunctionPlace)
-    modules = [path.rpartition(".")[0] for path in place.paths]
+    (target,) = targets(ALIGN, FunctionTarget)
+    modules = [path.rpartition(".")[0] for path in target.paths]
     found = [import_module(name) for name in modules if find_spec_of(name)]
     assert len(found) >= 7
     ids = torch.tensor([[0, 2], [2, -1]], dtype=torch.int32)
@@ -213,7 +215,7 @@ def find_spec_of(module: str) -> bool:
 
 
 def test_nobody_else_imports_the_function_that_sorts_rows() -> None:
-    (place,) = places(ALIGN, FunctionPlace)
+    (target,) = targets(ALIGN, FunctionTarget)
     root = Path(find_spec("vllm").submodule_search_locations[0])  # type: ignore[union-attr,index]
     importing = re.compile(r"moe_align_block_size import (\([^)]*|.*)\bmoe_align_block_size\b")
     modules = {
@@ -221,7 +223,7 @@ def test_nobody_else_imports_the_function_that_sorts_rows() -> None:
         for path in root.glob("model_executor/layers/**/*.py")
         if importing.search(path.read_text("utf-8"))
     }
-    assert modules <= {path.rpartition(".")[0] for path in place.paths}
+    assert modules <= {path.rpartition(".")[0] for path in target.paths}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from telling import by_dtype
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
-from vllm_fl.contracts.binding import FunctionPlace, OperatorPlace
+from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -162,18 +162,18 @@ def test_samples_tell_a_wrong_kernel(op: str, what: str, dtype: torch.dtype) -> 
     assert bool(wrong) == (what != "right"), wrong
 
 
-PLACES = {
-    (place.name, len(place.parameters)): place
+TARGETS = {
+    (target.name, len(target.parameters)): target
     for op in ("quant_fp8", "quant_fp8_group", "quant_int8")
-    for place in known_contracts().bindings[op].places
-    if isinstance(place, OperatorPlace | FunctionPlace)
+    for target in known_contracts().bindings[op].targets
+    if isinstance(target, OperatorTarget | FunctionTarget)
 }
 
 
-def of_place(name: str, count: int, op: Callable[..., Any]) -> Callable[..., Any]:
+def of_target(name: str, count: int, op: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in the place of an operator that has so many parameters, or of a function."""
-    (place,) = (p for (n, c), p in PLACES.items() if n.endswith(name) and c == count)
-    return place.route(op)
+    (target,) = (p for (n, c), p in TARGETS.items() if n.endswith(name) and c == count)
+    return target.route(op)
 
 
 X = torch.linspace(-3.0, 5.0, 6 * 256, dtype=torch.bfloat16).view(6, 256)
@@ -182,26 +182,26 @@ X = torch.linspace(-3.0, 5.0, 6 * 256, dtype=torch.bfloat16).view(6, 256)
 def test_an_operator_of_int8_leaves_values_scales_and_zero_points() -> None:
     out, scale = torch.empty(6, 256, dtype=torch.int8), torch.empty(6, 1)
     zero = torch.empty(6, 1, dtype=torch.int32)
-    dynamic = of_place("dynamic_scaled_int8_quant", 4, int8)
+    dynamic = of_target("dynamic_scaled_int8_quant", 4, int8)
     for azp in (None, zero):
         dynamic(out, X, scale, azp)
         wanted = int8(X, asymmetric=True if azp is not None else None)
         for left, one in zip((out, scale, zero), wanted, strict=False):
             assert torch.equal(left, one)
     given = torch.tensor([0.02]), torch.tensor([3], dtype=torch.int32)
-    of_place("static_scaled_int8_quant", 4, int8)(out.view(2, 3, 256), X.view(2, 3, 256), *given)
+    of_target("static_scaled_int8_quant", 4, int8)(out.view(2, 3, 256), X.view(2, 3, 256), *given)
     assert torch.equal(out, int8(X, *given)[0])
 
 
 def test_operators_of_fp8_are_the_op_for_one_scale_or_each_tokens() -> None:
     out, one, each = torch.empty(6, 256, dtype=torch.float8_e4m3fn), torch.empty(1), torch.empty(6)
-    of_place("dynamic_scaled_fp8_quant", 3, fp8)(out, X, one)
+    of_target("dynamic_scaled_fp8_quant", 3, fp8)(out, X, one)
     assert torch.equal(one, fp8(X)[1]) and same_bytes(out, fp8(X)[0])
     bound = torch.tensor(1.5)
-    of_place("per_token_scaled_fp8_quant", 4, fp8)(out, X, each, bound)
+    of_target("per_token_scaled_fp8_quant", 4, fp8)(out, X, each, bound)
     value, scale = fp8(X, None, bound, True)
     assert torch.equal(each, scale[:, 0]) and same_bytes(out, value)
-    static = of_place("static_scaled_fp8_quant", 4, fp8)
+    static = of_target("static_scaled_fp8_quant", 4, fp8)
     static(out, X, one, [-1, -1])
     assert same_bytes(out, fp8(X, one)[0])
     assert static(out, X, each, [1, -1]) is NotImplemented
@@ -214,7 +214,7 @@ def test_the_operator_of_groups_leaves_scales_in_any_layout(
     count: int, strides: tuple[int, int]
 ) -> None:
     out, scale = X.to(torch.float8_e4m3fn), torch.empty_strided((6, 2), strides)
-    kernel = of_place("per_token_group_fp8_quant", count, fp8_group)
+    kernel = of_target("per_token_group_fp8_quant", count, fp8_group)
     flags = (False,) * (count - 8)
     assert kernel(X, out, scale, 128, 1e-10, -224.0, 224.0, False, *flags) is NotImplemented
     kernel(X, out, scale, 128, 1e-10, -448.0, 448.0, True, *flags)
@@ -224,12 +224,12 @@ def test_the_operator_of_groups_leaves_scales_in_any_layout(
 
 @needs_vllm
 def test_the_function_of_groups_returns_what_vllms_does() -> None:
-    place = of_place("utils.fp8_utils.per_token_group_quant_fp8", 8, fp8_group)
+    target = of_target("utils.fp8_utils.per_token_group_quant_fp8", 8, fp8_group)
     flags = {"column_major_scales": False, "tma_aligned_scales": False}
 
     def function(x: Tensor, size: int, **more: Any) -> Any:
         rest = {"eps": 1e-10, "dtype": None, "out_q": None, "use_ue8m0": None}
-        return place(x, size, **{**rest, **flags, **more})
+        return target(x, size, **{**rest, **flags, **more})
 
     wanted = fp8_group(X)
     value, scale = function(X.view(2, 3, 256), 128)
@@ -240,7 +240,7 @@ def test_the_function_of_groups_returns_what_vllms_does() -> None:
 
 
 def test_the_function_of_int8_returns_what_vllms_does() -> None:
-    value, scale = of_place("per_token_quant_int8", 1, int8)(X.view(2, 3, 256))
+    value, scale = of_target("per_token_quant_int8", 1, int8)(X.view(2, 3, 256))
     assert torch.equal(value.view(6, 256), int8(X)[0]) and scale.shape == (2, 3, 1)
 
 

@@ -11,7 +11,7 @@ from builders import silu
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding, SizeRule
-from vllm_fl.integration.seams import fusions
+from vllm_fl.integration.patchers import fusions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.cli import tune
@@ -125,7 +125,7 @@ def test_and_elsewhere_at_every_size_or_none(op: str, why: str) -> None:
 def test_where_a_pass_of_vllms_finds_an_op_it_may_be_left_to_vllm_by_range(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fusions, "_is_there", lambda place: True)
+    monkeypatch.setattr(fusions, "_is_there", lambda target: True)
     assert rows(graphs("cuda", "compiled", "qk_norm_rope", default="stock")) == [BY_RANGE]
 
 

@@ -23,7 +23,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm_fl.dispatch.context import building
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import engines
-from vllm_fl.integration.seams.layers import FORWARDS, replace_layers
+from vllm_fl.integration.patchers.layers import FORWARDS, replace_layers
 from vllm_fl_tools.integration.forcing import Forcing
 from vllm_fl_tools.integration.leaving import Leaving
 from vllm_fl_tools.integration.workload import FORCED

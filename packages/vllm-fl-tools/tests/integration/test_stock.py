@@ -61,7 +61,7 @@ def test_what_runs_within_a_layers_call_alone_is_no_form(mode: Mode, device: str
     binding = known_contracts().bindings["fused_experts"]
     assert stock_forms("fused_experts", binding, mode, torch.device(device)) == ()
     free = dataclasses.replace(
-        binding, places=tuple(dataclasses.replace(p, within=False) for p in binding.places)
+        binding, targets=tuple(dataclasses.replace(p, within=False) for p in binding.targets)
     )
     forms = stock_forms("fused_experts", free, mode, torch.device(device))
     assert forms

@@ -11,21 +11,12 @@ from importlib.resources import files
 from typing import Any
 
 from ..contracts import OpSpec
-from ..contracts.binding import (
-    AttentionPlace,
-    Binding,
-    FunctionPlace,
-    FusionPlace,
-    GraphPlace,
-    IrPlace,
-    LayerPlace,
-    OperatorPlace,
-)
+from ..contracts.binding import Binding
 from ..dispatch import get_default_manager
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import UNORDERED
 from ..engine.described import Described
-from ..integration.places import all_bindings
+from ..integration.targets import all_bindings
 from ..plugins.attention import ATTENTION
 from ..plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from ..plugins.plugin import Plugin
@@ -105,7 +96,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         "settings": _bearing(manager.registry.plugins, settings),
         "merged": merged_from(listed) if listed and listed.merged else None,
         "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
-        "places": places_of(binding),
+        "places": targets_of(binding),
         "bypasses": list(binding.not_reached),
         "replaced": {
             "layers": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
@@ -140,7 +131,7 @@ def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
     if op not in snapshot.contracts:
         return "no contract names it"
     binding = snapshot.bindings.get(op)
-    return "" if binding is not None and binding.places else "vLLM has no place for it"
+    return "" if binding is not None and binding.targets else "vLLM has no place for it"
 
 
 def _bearing(plugins: Sequence[Plugin], settings: Settings) -> list[dict[str, Any]]:
@@ -185,29 +176,9 @@ def _show_code(code: str, *, as_json: bool) -> int:
     return 0
 
 
-def places_of(binding: Binding) -> list[str]:
+def targets_of(binding: Binding) -> list[str]:
     """Where vLLM runs the op and the plan reaches it, one phrase each; not of which release."""
-    told = []
-    for place in binding.places:
-        match place:
-            case LayerPlace():
-                more = ", and vLLM's subclasses of it that inherit its forwards"
-                told.append(f"layer {place.cls}{more * place.subclasses}")
-            case OperatorPlace():
-                told.append(f"operator {place.name}")
-            case FunctionPlace():
-                told.append(f"function {place.name.removeprefix('vllm.')}")
-            case IrPlace():
-                told.append(f"vllm.ir.{place.name}, in the releases that have it")
-            case AttentionPlace():
-                told.append("the attention layers, by class path")
-            case GraphPlace():
-                where = ", ".join(place.operators)
-                told.append(f"compiled graphs, where the op is found at {where}")
-            case FusionPlace():
-                ours = ", or one of ours on a plugin's device" * (place.own is not None)
-                told.append(f"where vLLM's pass {place.path.rpartition('.')[2]} finds it{ours}")
-    return list(dict.fromkeys(told))
+    return list(dict.fromkeys(target.describe() for target in binding.targets))
 
 
 def signature_of(spec: OpSpec | None, width: int = 0) -> str | None:

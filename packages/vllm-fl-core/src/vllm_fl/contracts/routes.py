@@ -1,6 +1,6 @@
-"""Declared routes: from the arguments of a place in vLLM to a contract's, and back.
+"""Declared routes: from the arguments of a target in vLLM to a contract's, and back.
 
-Most places have an op's arguments under other names, in another order, with constants, or with
+Most targets have an op's arguments under other names, in another order, with constants, or with
 tensors of the caller's for the results. A `Route` says which. The functions that follow from it are
 written out as source and compiled, so that a call costs what one written by hand does.
 """
@@ -19,10 +19,10 @@ from .spec import OpSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Bound", "Route", "Selection", "by_contract", "by_place", "put"]
+__all__ = ["Bound", "Route", "Selection", "by_contract", "by_target", "put"]
 
 Bound = Callable[..., Any]
-"""An op as something calls it: by the contract's parameters, or by those of its place."""
+"""An op as something calls it: by the contract's parameters, or by those of its target."""
 
 Selection = Callable[..., Any]
 """A function of some parameters, which it names as its own."""
@@ -30,23 +30,23 @@ Selection = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How a place's arguments are the contract's, and how its results are the op's.
+    """How a target's arguments are the contract's, and how its results are the op's.
 
-    A parameter of the contract that is not told is the place's of the same name. Where the place
+    A parameter of the contract that is not told is the target's of the same name. Where the target
     has none, it has the contract's default.
 
     Args:
-        args: the contract's parameter -> the place's that it is, or a function of those that it
+        args: the contract's parameter -> the target's that it is, or a function of those that it
             names. `{"x": "input"}`.
-        constants: parameter -> value. With one of the contract's the op is called. Of the place's,
+        constants: parameter -> value. With one of the contract's the op is called. Of the target's,
             a call with another value is not the op.
-        only: the parameters of the place that it names -> whether a call is the op. Not asked
+        only: the parameters of the target that it names -> whether a call is the op. Not asked
             where a constant has another value.
-        out: the place's parameters that it leaves the results in, in their order; a string for one.
-            Empty where the place returns them.
-        results: (the op's results, the parameters of the place that it names) -> what is left in
+        out: the target's parameters that it leaves the results in, in their order; a string for
+            one. Empty where the target returns them.
+        results: (the op's results, the parameters of the target that it names) -> what is left in
             `out`, or else returned.
-        own_args: the place's parameter -> a function of the contract's that it names: what vLLM's
+        own_args: the target's parameter -> a function of the contract's that it names: what vLLM's
             own kernel is called with, where that does not follow from the others. A parameter of
             `out` that is none of the contract's is a new tensor, as the contract's `fake` has it.
         own_results: (what vLLM's own has returned, or the tensors of `out` that it has written, the
@@ -62,7 +62,7 @@ class Route:
     own_results: Selection | None = None
 
     def __call__(self, bound: Bound) -> Bound:
-        """A place's route or native, which only the place of a loaded contract's binding has.
+        """A target's route or native, which only the target of a loaded contract's binding has.
 
         Raises:
             TypeError: always.
@@ -76,17 +76,17 @@ class Route:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """The place's parameter -> the contract's that it is, of those under another name."""
+        """The target's parameter -> the contract's that it is, of those under another name."""
         return {theirs: name for name, theirs in self.args.items() if isinstance(theirs, str)}
 
     def written(self, spec: OpSpec) -> tuple[str, ...]:
-        """The contract's arguments that the place leaves results in."""
+        """The contract's arguments that the target leaves results in."""
         names = (self.renamed.get(name, name) for name in self.targets if name not in self.own_args)
         return tuple(name for name in names if name in spec.parameters)
 
 
-def by_place(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound) -> Bound:
-    """The op as its place calls it: a function of the place's `parameters`.
+def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound) -> Bound:
+    """The op as its target calls it: a function of the target's `parameters`.
 
     Raises:
         TypeError: the route does not tell one of the contract's arguments, or names a parameter
@@ -115,10 +115,10 @@ def by_place(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound)
 
 
 def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bound) -> Bound:
-    """vLLM's own kernel or function of a place as the op: a function of the contract's parameters.
+    """vLLM's own kernel or function of a target as the op: a function of the contract's parameters.
 
     Raises:
-        TypeError: the route does not tell one of the place's arguments, or names a parameter that
+        TypeError: the route does not tell one of the target's arguments, or names a parameter that
             there is not.
     """
     scope = {"_own": own, "_fake": spec.fake, "_parts": _parts}
@@ -250,7 +250,7 @@ def put(
     target: torch.Tensor | tuple[torch.Tensor | None, ...] | None,
     result: torch.Tensor | tuple[torch.Tensor | None, ...] | None,
 ) -> None:
-    """Leave an op's results where its operator leaves them: for `OperatorPlace.route`.
+    """Leave an op's results where its operator leaves them: for `OperatorTarget.route`.
 
     What an implementation has computed in place is not copied. Everything that must be copied is
     apart from all targets before the first one is written.

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contracts import OpSpec, Variant
-from ..contracts.routes import Route, by_place, put
+from ..contracts.routes import Route, by_target, put
 from ..dispatch.chain import Chain
 from ..dispatch.guard import call_guard
 from ..plugins.types import OpImpl
@@ -258,7 +258,7 @@ def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Calla
     parameters = spec.signature.parameters.values()
     absent = {p.name: None for p in parameters if p.default is p.empty}
     left_out = {name: None for name in absent if name not in variant.parameters}
-    return by_place(Route(constants=left_out), variant.parameters, spec, op)
+    return by_target(Route(constants=left_out), variant.parameters, spec, op)
 
 
 def _router(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,22 +17,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from ..contracts.binding import FunctionPlace, OperatorPlace
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
-from ..engine.ranges import Range
 from ..engine.tables import Standing
 from ..plugins.inspection import Key, Moment
 from ..plugins.overrides import noted
 from ..text import quote, scrub
 from .ranks import Disabled, exchange
-from .seams.arguments import Answer
-from .seams.empty import Definition
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+
 
 T = TypeVar("T")
 
@@ -45,48 +41,6 @@ STARTS = {
 }
 """The methods of vLLM's workers that an engine starts with, and what the phase of each is called.
 One that fails ends it."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a plan does with the operators, or with the functions, that its ops' bindings name.
-
-    Args:
-        taken: op -> the places to take.
-        left: op -> place -> why what stands there stays.
-        defined: the operators that this vLLM lacks, to be defined while the engine lives.
-    """
-
-    taken: Mapping[str, tuple[OperatorPlace | FunctionPlace, ...]]
-    left: Mapping[str, Mapping[str, str]]
-    defined: tuple[Definition, ...] = ()
-
-    @property
-    def names(self) -> dict[str, list[str]]:
-        """op -> the places that are taken, for the digest."""
-        return {op: [place.name for place in places] for op, places in self.taken.items()}
-
-    @property
-    def schemas(self) -> dict[str, str]:
-        """Operator -> schema of those that are defined, for the digest and the report."""
-        return {definition.name: definition.schema for definition in self.defined}
-
-
-@dataclass
-class Sites:
-    """What a pass has done for one engine.
-
-    Args:
-        graphs: how many graphs it went through: 0 where all compiled code came from vLLM's cache,
-            and nothing is known of what it found when that was filled.
-        found: how many places it found in them.
-        launched: in how many of these a traced form took the operator's place, whose kernels the
-            graphs launch themselves.
-    """
-
-    graphs: int = 0
-    found: int = 0
-    launched: int = 0
 
 
 @dataclass(eq=False)
@@ -118,17 +72,6 @@ class Engine:
         is_loaded: whether the model is bound to the plan and has its weights.
         asleep: what of its memory it has given back.
         due: whether its weights were updated while something was.
-        operators, functions: which of vLLM's it takes, and which not.
-        answers: what stands in a place for all engines -> how this one's plan answers its calls.
-        sites: op -> what its pass has done.
-        passes: those of ours that find ops in its graphs.
-        replaced: what takes the place of operators in its graphs.
-        inlined: (op, range, impl id) -> how often its code took an operator's place in a graph.
-        stayed: (op, range) -> in how many places of graphs the operator stayed.
-        direct: op of vLLM's IR -> what runs where eager code calls it.
-        behind: op of vLLM's IR -> the other providers, in vLLM's order: what `stock` means there.
-        layers: class of vLLM's -> how many layers of the model are the plan's class.
-        overriders: operator -> who has overridden it after us, as far as that was said.
     """
 
     facts: EngineFacts
@@ -153,18 +96,6 @@ class Engine:
     is_loaded: bool = False
     asleep: frozenset[str] = frozenset()
     due: bool = False
-    operators: Choice = field(default_factory=lambda: Choice({}, {}))
-    functions: Choice = field(default_factory=lambda: Choice({}, {}))
-    answers: dict[Any, Answer] = field(default_factory=dict)
-    sites: dict[str, Sites] = field(default_factory=dict)
-    passes: list[Any] = field(default_factory=list)
-    replaced: list[Any] = field(default_factory=list)
-    inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
-    stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
-    direct: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    behind: dict[str, list[str]] = field(default_factory=dict)
-    layers: dict[str, int] = field(default_factory=dict)
-    overriders: dict[str, str] = field(default_factory=dict)
     _bound: ExitStack = field(default_factory=ExitStack, init=False)
     _exits: ExitStack = field(default_factory=ExitStack, init=False)
     _on_serving: list[Callable[[], object]] = field(default_factory=list, init=False)

@@ -22,7 +22,7 @@ from torch._inductor.pattern_matcher import (
 from torch.utils import _pytree as pytree
 
 from ..engine.traced import functional
-from .seams.arguments import known
+from .patchers.arguments import known
 from .unknowns import under_one
 
 OWNER = "vllm_fl"

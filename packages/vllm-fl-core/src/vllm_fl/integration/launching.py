@@ -16,7 +16,7 @@ from torch import fx
 from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..contracts.binding import OperatorPlace
+from ..contracts.binding import OperatorTarget
 from ..engine.ranges import sole
 from ..engine.traced import refused
 from ..logs import get_logger
@@ -32,8 +32,9 @@ from .functional_operators import (
     replacing,
     written,
 )
+from .graphs.state import in_graphs
+from .patchers import fusions, operators
 from .planning import digest_of
-from .seams import fusions, operators
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class TracedForms(InductorPass):  # type: ignore[misc]
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         self.serving, self.config, plan = engine, vllm_config, engine.plan
         self.sites = {
-            place.name: (place, chain)  # the operator as the binding knows it, its candidates
-            for op, place, chain in fusions.operators(plan)
+            target.name: (target, chain)  # the operator as the binding knows it, its candidates
+            for op, target, chain in fusions.operators(plan)
             if not operators.operator_note(plan, op)
         }
         self._patterns = replacing(
@@ -78,27 +79,27 @@ class TracedForms(InductorPass):  # type: ignore[misc]
     def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
         """Put the traced form in an operator's place, or say why that stays."""
         operator, impl = operator_of(match), self._impl(match)
-        (place, chain), sizes = self.sites[operator.name()], ranges.now(self.config)
+        (target, chain), sizes = self.sites[operator.name()], ranges.now(self.config)
         op, spec = chain.op, chain.spec
         assert impl is not None and impl.traced is not None and spec is not None
-        run = place.route(self.serving.plan.record.counting(impl.traced, op, impl.impl_id))
+        run = target.route(self.serving.plan.record.counting(impl.traced, op, impl.impl_id))
 
         def code(given: Mapping[str, Any]) -> list[Any]:
             copies = {name: given[name].clone() for name in written(operator)}
-            run(*arguments(operator, {**given, **copies}, place.parameters))
+            run(*arguments(operator, {**given, **copies}, target.parameters))
             return list(copies.values())
 
         try:
             (node,) = match.nodes
             values = fx.node.map_arg(node.kwargs, lambda of: of.meta["val"])
-            known = arguments(operator, values, place.parameters)
-            why = refused(impl, spec, _contract_args(place, as_numbers(known)))
+            known = arguments(operator, values, target.parameters)
+            why = refused(impl, spec, _contract_args(target, as_numbers(known)))
             if not why:
                 own(node, op, impl.impl_id)
                 put_in_place(match, code)
         except Exception as error:  # it may raise anything; the operator serves as well
             why = quote(error)
-        counted = self.serving.sites.get(op)
+        counted = in_graphs(self.serving).sites.get(op)
         if counted is not None and not why:
             counted.launched += 1
         elif why:
@@ -116,7 +117,7 @@ class _Called(Exception):
     """Its `args` are what `_contract_args` is after."""
 
 
-def _contract_args(place: OperatorPlace, values: Sequence[Any]) -> tuple[Any, ...]:
+def _contract_args(target: OperatorTarget, values: Sequence[Any]) -> tuple[Any, ...]:
     """The contract's arguments of a call of the operator.
 
     Raises:
@@ -127,7 +128,7 @@ def _contract_args(place: OperatorPlace, values: Sequence[Any]) -> tuple[Any, ..
         raise _Called(*args)
 
     try:
-        place.route(op)(*values)
+        target.route(op)(*values)
     except _Called as called:
         return called.args
-    raise ValueError(f"this call of {place.name} is not the op")
+    raise ValueError(f"this call of {target.name} is not the op")

@@ -34,8 +34,9 @@ from ..text import quote
 from . import ranges
 from .engines import Engine
 from .functional_operators import own
+from .graphs.state import in_graphs
+from .patchers.ir import chain_of, ir_op_of, ir_ops
 from .planning import digest_of
-from .seams.ir import chain_of, ir_op_of, ir_ops
 from .unknowns import under_one
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
     def _note(self, chain: Chain, sizes: Range, stay: Sequence[fx.Node]) -> None:
         """Keep count of operators that stay, and name those that one choice would have served."""
         impl = choice(chain, sizes)
-        is_news = bool(stay) and not self.serving.stayed[chain.op, sizes]
-        self.serving.stayed[chain.op, sizes] += len(stay)
+        is_news = bool(stay) and not in_graphs(self.serving).stayed[chain.op, sizes]
+        in_graphs(self.serving).stayed[chain.op, sizes] += len(stay)
         if impl is None or not is_news or all(self._choice(node) for node in stay):
             return
         log.warning(
@@ -133,7 +134,7 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
                 quote(error),
             )
         else:
-            self.serving.inlined[site.chain.op, self._now[0], impl.impl_id] += 1
+            in_graphs(self.serving).inlined[site.chain.op, self._now[0], impl.impl_id] += 1
 
 
 def _in_graphs(plan: Plan) -> dict[Any, Site]:
@@ -148,9 +149,9 @@ def _in_ir(plan: Plan) -> dict[Any, Site]:
         if plan.is_stock(op) or not plan.entries[op].ceilings:
             continue
         chain = chain_of(plan, op, of_op)
-        for place in of_op:
-            ir_op: IrOp = ir_op_of(place)
-            found[ir_op.torch_op] = _ir_site(chain, place.route, ir_op)
+        for target in of_op:
+            ir_op: IrOp = ir_op_of(target)
+            found[ir_op.torch_op] = _ir_site(chain, target.route, ir_op)
     return found
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec
-from ..contracts.binding import FusionPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..dispatch.resolver import Trace
@@ -20,8 +19,8 @@ from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..text import quote
-from .places import installed_bindings, places
-from .seams.layers import Layer, custom_op_of, layer_table
+from .patchers.layers import Layer, custom_op_of, layer_table
+from .targets import installed_bindings
 
 if TYPE_CHECKING:
     import torch
@@ -101,14 +100,14 @@ def _skeleton(made: Sequence[Any], vllm_config: VllmConfig) -> Skeleton:
     absent = frozenset(
         op
         for op, binding in installed_bindings().items()
-        if binding.places
-        and all(isinstance(place, LayerPlace) for place in binding.places)
+        if binding.targets
+        and all(target.needs_layer for target in binding.targets)
         and op not in ops
     )
     absent |= {
         op
-        for op, place in places(installed_bindings(), FusionPlace)
-        if place.begins is not None and not any(place.begins(x, vllm_config) for x in made)
+        for op, binding in installed_bindings().items()
+        if not all(target.may_begin(made, vllm_config) for target in binding.targets)
     }
     counts = {op: dict(classes) for op, classes in layers.items()}
     return Skeleton(counts, absent, {op: tuple(kinds) for op, kinds in ops.items()})
@@ -131,7 +130,7 @@ def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, tor
     """The dtypes of the tensors that a layer provides, as its binding reads them."""
     import torch
 
-    provider = layer.place.stand_in(instance) if layer.place.stand_in else instance
+    provider = layer.target.stand_in(instance) if layer.target.stand_in else instance
     found = {}
     for name, read in spec.from_layer.items() if spec is not None else ():
         try:

@@ -2,8 +2,8 @@
 
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
 own, and adds those that the plan of the compiling engine needs: first those that find a planned op
-where vLLM has no pass for it (`seams/graphs.py`), then the one that puts planned ops in the place
-of operators (`replacing.py`), the one that lets graphs launch kernels themselves
+where vLLM has no pass for it (`patchers/graphs.py`), then the one that puts planned ops in the
+place of operators (`replacing.py`), the one that lets graphs launch kernels themselves
 (`launching.py`), and the one that inlines what is ordered by size (`lowering.py`). All come before
 vLLM lowers the ops of its IR. A pass of vLLM's that finds a planned op is run for the ranges of
 sizes in which it is planned (`unfused.py`).
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ..logs import get_logger
 from . import ranges
 from .engines import now
+from .graphs.state import in_graphs
 from .launching import TracedForms
 from .lowering import RangeLowering
+from .patchers.lookups import over_class, path_over
 from .replacing import TorchOperators
-from .seams.lookups import over_class, path_over
 from .unfused import held_to_ranges
 
 if TYPE_CHECKING:
@@ -50,12 +51,13 @@ class _WithOurPasses:
         engine = now()
         if engine is None:
             return
-        passes = engine.passes
+        known = in_graphs(engine)
+        passes = known.passes
         if ranges.is_compiled_by_range(config):
             if hasattr(self, "passes"):
                 self.passes: list[Any] = held_to_ranges(self.passes, engine, config)
-            if engine.replaced:
-                passes = [*passes, TorchOperators(engine.replaced, config)]
+            if known.replaced:
+                passes = [*passes, TorchOperators(known.replaced, config)]
             launching, lowering = TracedForms(engine, config), RangeLowering(engine, config)
             passes = [*passes, *(each for each in (launching, lowering) if each.sites)]
         if hasattr(self, "add"):

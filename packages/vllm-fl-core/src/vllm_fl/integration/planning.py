@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import Binding, FunctionPlace, GraphPlace, OperatorPlace
+from ..contracts.binding import Binding
 from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
@@ -16,7 +16,6 @@ from ..engine.plan import Plan, make_plan
 from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
-from ..plugins.attention import ATTENTION
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.verifiers import unread, unverified
 from ..settings.devices import Device
@@ -24,10 +23,8 @@ from ..settings.loading import Settings, check_names
 from . import ranges
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
-from .places import installed_bindings
-from .seams import attention, communicator, fusions, torch_operators, whole_layers
-from .seams.ir import ir_ops
-from .seams.layers import foreign_ops, known_layers, layer_table
+from .patching import PATCHERS, by_range, why_not
+from .targets import installed_bindings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -87,20 +84,16 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     backend = vllm_config.attention_config.backend
     entry = _entry(vllm_config)
-    priority = entry.get("user_priority", {})
     compiled = compilation.mode not in (None, CompilationMode.NONE)
+    requests: dict[str, Any] = {}
+    for patcher in PATCHERS:
+        requests |= patcher.request(vllm_config, settings, entry, compiled=compiled)
     return EngineFacts(
         settings,
         "compiled" if compiled else "eager",
         dtype=model.dtype if model else None,
         sizes=model_sizes(vllm_config, installed_bindings().values()) if model else None,
-        attention=attention.model_request(vllm_config) if model else None,
-        communicator=(
-            communicator.request_of(vllm_config, settings, compiled=compiled) if model else None
-        ),
-        layers=whole_layers.request_of(vllm_config, compiled=compiled) if model else None,
         custom_ops=tuple(compilation.custom_ops),
-        ir_priority={op: tuple(providers) for op, providers in priority.items()},
         attention_backend=None if backend is None else backend.name,
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         compile_backend=compilation.backend,
@@ -110,7 +103,6 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
             for name in binding.fused_by
             if getattr(compilation.pass_config, name, False)
         ),
-        passes_off=tuple(entry.get("passes_off", ())),
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
@@ -118,8 +110,8 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
-        foreign=foreign_ops(),
         device=device_class() if settings.by_device else None,
+        **requests,
     )
 
 
@@ -249,9 +241,11 @@ def _read_settings(platform: str) -> Settings:
     settings = read_settings(registry, startup.plugins, platform=platform)
     if not settings.oot_enabled:
         log.info("vllm-fl is off for layers: %s (environment)", settings["oot_enabled"].named)
-    layers = known_layers()
-    if not layers.issuperset((*(settings.oot_whitelist or ()), *settings.oot_blacklist)):
-        layers |= whole_layers.names()  # reads vLLM's source
+    listed = {*(settings.oot_whitelist or ()), *settings.oot_blacklist}
+    layers = frozenset[str]()
+    for patcher in PATCHERS:
+        if not layers or not layers.issuperset(listed):  # the later ones read vLLM's source
+            layers |= patcher.layer_names()
     return check_names(
         settings,
         ops={*registry.snapshot().ops, *NAMED_CLASSES},
@@ -278,26 +272,31 @@ def plan_for(
     if table is None:
         table = standing(facts, get_default_manager().registry.snapshot(), None)
     facts = under(facts, table)
-    notes, kept = _layers_left_to_vllm(facts)
+    found = why_not(facts)
     plan = make_plan(
         get_default_manager(),
         facts,
         demoted={
-            **refusals(facts),
+            **found.impls,
             **_unmeasured(facts),
             **(demoted or {}),
         },
-        notes=notes
-        | fusions.notes(facts)
-        | torch_operators.notes(facts)
-        | _user_notes(facts)
-        | _whole_layer_notes(facts),
-        kept_layers=kept,
+        notes={
+            **_without_target(),
+            **found.ops,
+            **{
+                op: f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
+                for op, binding in installed_bindings().items()
+                if binding.batch_invariant and facts.batch_invariant
+            },
+        },
+        kept_layers=found.layers,
     )
-    why_left = {**fusions.left(plan), **torch_operators.left(plan)}
-    left = {op: replace(plan.entries[op], note=why) for op, why in why_left.items()}
-    plan = replace(plan, entries={**plan.entries, **left})
-    return replace(plan, whole=fusions.whole(plan))
+    kept = {op: why for each in PATCHERS for op, why in each.keep_stock(plan).items()}
+    entries = {op: replace(plan.entries[op], note=why) for op, why in kept.items()}
+    plan = replace(plan, entries={**plan.entries, **entries})
+    whole = frozenset[str]().union(*(patcher.takes_whole(plan) for patcher in PATCHERS))
+    return replace(plan, whole=whole)
 
 
 def refuse_unverified(facts: EngineFacts, plan: Plan | None = None) -> None:
@@ -347,8 +346,7 @@ def _unmeasured(facts: EngineFacts) -> dict[tuple[str, str], str]:
 
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed class does not take this engine."""
-    found = attention.refusals(facts) | communicator.refusals(facts)
-    return found | whole_layers.refusals(facts)
+    return {**why_not(facts).impls}
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
@@ -362,19 +360,14 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     for name in entry.get("enabled", ()):
         if name in custom_ops:
             custom_ops.remove(name)
-    layers = (
-        layer.registered
-        for layer in layer_table()
-        if layer.place.enabled and not plan.is_stock(layer.op)
-    )
+    wanted = (name for each in PATCHERS for name in each.configure(plan, vllm_config, entry))
     added = [
         f"+{name}"
-        for name in dict.fromkeys((*layers, *whole_layers.custom_ops(plan), *fusions.layers(plan)))
+        for name in dict.fromkeys(wanted)
         if f"+{name}" not in custom_ops and "all" not in custom_ops
     ]
     custom_ops += added
-    fusions.switch(plan, vllm_config, entry)
-    ranges.split(plan, vllm_config, entry)
+    ranges.split(vllm_config, by_range(plan), entry)
     entry["enabled"] = added
 
 
@@ -447,86 +440,19 @@ def _entry(vllm_config: VllmConfig) -> Carried:
     return entry
 
 
-def _layers_left_to_vllm(facts: EngineFacts) -> tuple[dict[str, str], list[str]]:
-    """What settings leave to vLLM.
-
-    An op that compiled code has as an op of vLLM's IR knows no layer there: a setting that holds
-    for one of its layers holds for all.
-
-    Returns:
-        (op -> why all its layers are left, classes that settings leave to vLLM).
-    """
-    notes, kept = _without_place(), []
-    layers = layer_table()
-    in_ir = ir_ops() if facts.mode == "compiled" else {}
-    for op in dict.fromkeys(layer.op for layer in layers):
-        of_op = [layer for layer in layers if layer.op == op]
-        by_layer = op not in in_ir
-        whys = {
-            layer: _oot_note({layer.cls, layer.registered}, facts.settings)
-            or (facts.custom_op_note(layer.registered) if by_layer else "")
-            for layer in of_op
-        }
-        left = {layer: why for layer, why in whys.items() if why}
-        if len(left) == len(of_op) or (left and not by_layer and not facts.settings.oot_whitelist):
-            notes[op] = next(iter(left.values()))
-        else:
-            kept += [layer.cls for layer in left if by_layer]
-    return notes, kept
-
-
-def _without_place() -> dict[str, str]:
-    """The ops that this vLLM has no place for, or whose places need what it lacks."""
-    placed = {layer.op for layer in layer_table()} | set(ir_ops())
-    anywhere = OperatorPlace | FunctionPlace | GraphPlace
+def _without_target() -> dict[str, str]:
+    """Return the ops that this vLLM has no target for, or whose targets need what it lacks."""
+    placed = {op for patcher in PATCHERS for op in patcher.ops()}
     found, table = {}, installed_bindings()
     for op in get_default_manager().registry.snapshot().contracts:
         binding = table.get(op, Binding())
         lacking = lacks_names(binding)
         if lacking:
             found[op] = f"this vLLM has no {lacking}, which its places need"
-        elif op not in placed and not any(isinstance(place, anywhere) for place in binding.places):
-            which = "this vLLM" if binding.places else "vLLM"
+        elif op not in placed:
+            which = "this vLLM" if binding.targets else "vLLM"
             found[op] = f"{which} has no place for it"
     return found
-
-
-def _oot_note(names: set[str], settings: Settings) -> str:
-    """The setting that leaves a layer of these names to vLLM, or nothing."""
-    if not settings.oot_enabled:
-        return "VLLM_FL_OOT_ENABLED=0"
-    if settings.oot_whitelist is not None:
-        return "" if names & set(settings.oot_whitelist) else "oot_whitelist does not name it"
-    named = sorted(names & set(settings.oot_blacklist))
-    return f"oot_blacklist names {named[0]}" if named else ""
-
-
-def _whole_layer_notes(facts: EngineFacts) -> dict[str, str]:
-    """Layer -> why vLLM's own class, or another plugin's, stays whatever the policy says."""
-    notes = {
-        name: _oot_note({name, registered}, facts.settings)
-        or whole_layers.note(name, registered, facts)
-        for name, registered in whole_layers.known().items()
-    }
-    return {name: why for name, why in notes.items() if why}
-
-
-def _user_notes(facts: EngineFacts) -> dict[str, str]:
-    """op -> the setting of vLLM's by which the user keeps the whole op as it is."""
-    notes = {}
-    for op, of_op in ir_ops().items():
-        for place in of_op:
-            if providers := facts.ir_priority.get(place.name):
-                notes[op] = f"ir_op_priority.{place.name} is {','.join(providers)}"
-    for op, binding in installed_bindings().items():
-        fused = [name for name in binding.fused_by if name in facts.passes_on]
-        if fused and facts.mode == "compiled" and op not in ir_ops():
-            notes[op] = f"vLLM's own fusions of it are on ({', '.join(fused)})"
-        if binding.batch_invariant and facts.batch_invariant:
-            notes[op] = f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
-    if facts.attention_backend is not None:
-        notes[ATTENTION] = f"attention_config.backend is {facts.attention_backend}"
-    return notes
 
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
@@ -536,7 +462,5 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     """
     entry = _entry(vllm_config)
     if "user_priority" not in entry:
-        config = vllm_config.kernel_config.ir_op_priority
-        names = [place.name for of_op in ir_ops().values() for place in of_op]
-        entry["user_priority"] = {name: list(getattr(config, name, None) or ()) for name in names}
-        entry["passes_off"] = fusions.turned_off(vllm_config)
+        for patcher in PATCHERS:
+            entry |= patcher.note_user(vllm_config)

@@ -29,7 +29,7 @@ from ..settings.loading import load_startup
 from ..settings.values import IN_TREE
 from ..text import quote
 from .compat import leave_out_cuda_fusions
-from .seams.lookups import laid_over, named
+from .patchers.lookups import laid_over, named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -83,7 +83,7 @@ class PlatformOverlay:
         """Register our provider of vLLM's IR ops."""
         super().import_ir_kernels()  # type: ignore[misc]
         from ..dispatch import get_default_manager
-        from .seams.ir import register_provider
+        from .patchers.ir import register_provider
 
         get_default_manager().ensure_initialized(cls.vllm_fl_platform, defer_errors=True)
         register_provider()
@@ -91,8 +91,8 @@ class PlatformOverlay:
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
         """The order of IR providers that the plan gives."""
+        from .patchers.ir import prioritise
         from .planning import facts_of, is_sealed, load_plugins, note_user_priority, plan_for
-        from .seams.ir import prioritise
 
         # A configuration that was made from a sealed engine's, as vLLM's drafters do.
         if is_sealed(vllm_config):
@@ -155,8 +155,8 @@ class PlatformOverlay:
 
         Releases and platforms differ in what follows the selected backend.
         """
+        from .patchers.attention import choose
         from .planning import plan_now
-        from .seams.attention import choose
 
         path = None
         # A worker of Ray's may have got this platform before it was told that its engine is stock.
@@ -183,7 +183,7 @@ class PlatformOverlay:
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         """What makes the plan's, in a worker that is making its groups; else `stock`."""
-        from .seams.communicator import FACTORY, groups_now
+        from .patchers.communicator import FACTORY, groups_now
 
         return FACTORY if groups_now() is not None else cls.vllm_fl_stock_communicator()
 

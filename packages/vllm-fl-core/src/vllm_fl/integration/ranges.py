@@ -8,18 +8,13 @@ of its own to vLLM (`compile_sizes`), as its ranges cannot end there.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import LayerPlace
 from ..dispatch.chain import Chain
-from ..engine.opaque import mutated
-from ..engine.plan import Plan
 from ..engine.ranges import Range, choice, edges
 from .engines import Engine
-from .places import installed_bindings, places, stock_form
-from .seams import fusions, torch_operators
-from .seams.ir import chain_of, ir_ops, natives
+from .graphs.state import in_graphs
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -34,33 +29,14 @@ def is_compiled_by_range(vllm_config: VllmConfig) -> bool:
     return is_inductor and compilation.mode == CompilationMode.VLLM_COMPILE
 
 
-def _chains(plan: Plan) -> dict[str, Chain]:
-    """Op -> its candidates, of those that are ordered by size and stand in compiled graphs as an
-    operator that writes over no argument, or that passes put there."""
-    found = {op: chain for op, (_, chain) in fusions.by_range(plan).items()}
-    found |= torch_operators.by_range(plan)
-    in_ir, own = ir_ops(), natives()
-    grants: dict[str, frozenset[str]] = {}
-    for op, place in places(installed_bindings(), LayerPlace):
-        grants[op] = grants.get(op, frozenset()) | frozenset(place.grants)
-    for op, entry in plan.entries.items():
-        if not entry.ceilings or plan.mode != "compiled":
-            continue
-        if op in in_ir:
-            found[op] = chain_of(plan, op, in_ir[op])
-        elif op in grants:
-            chain = plan.chain(op, grants[op], last=stock_form(op, own.get(op)))
-            if not all(mutated(chain, variant) for variant in chain.spec.variants):
-                found[op] = chain
-    return found
-
-
-def split(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]) -> None:
+def split(
+    vllm_config: VllmConfig, chains: Mapping[str, Chain], entry: MutableMapping[str, Any]
+) -> None:
     """Split vLLM's ranges where the plan's rows can be inlined, and no longer where they could.
 
     Args:
-        plan: the plan.
         vllm_config: the engine's configuration, changed here.
+        chains: op -> its candidates, of those that graphs can have by range of sizes.
         entry: where it is remembered which edges are ours.
     """
     compilation = vllm_config.compilation_config
@@ -72,10 +48,7 @@ def split(plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]) 
         compilation.compile_sizes = [
             n for n in compilation.compile_sizes or () if n not in ours or n != 1
         ]
-    if not is_compiled_by_range(vllm_config):
-        return
-    chains = _chains(plan)
-    if not chains:
+    if not chains or not is_compiled_by_range(vllm_config):
         return
     largest = vllm_config.scheduler_config.max_num_batched_tokens
     captured = max(compilation.cudagraph_capture_sizes or (), default=0)
@@ -124,7 +97,9 @@ def now(vllm_config: VllmConfig) -> Range:
     return Range(compiled.start, compiled.end).without(sizes)
 
 
-def planned(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[tuple[Range, str | None]]]:
+def planned(
+    chains: Mapping[str, Chain], vllm_config: VllmConfig
+) -> dict[str, list[tuple[Range, str | None]]]:
     """Op -> (range, the id of whose code is inlined there; None where the operator stays).
 
     Of the ops that are ordered by size and of which something is inlined.
@@ -133,7 +108,7 @@ def planned(plan: Plan, vllm_config: VllmConfig) -> dict[str, list[tuple[Range, 
         return {}
     found = {}
     ranges = compiled(vllm_config)
-    for op, chain in _chains(plan).items():
+    for op, chain in chains.items():
         chosen = [(sizes, choice(chain, sizes)) for sizes in ranges]
         if any(impl is not None for _, impl in chosen):
             found[op] = [(sizes, impl.impl_id if impl else None) for sizes, impl in chosen]
@@ -147,18 +122,19 @@ def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"
 
 
-def report(engine: Engine) -> dict[str, list[dict[str, Any]]]:
+def report(engine: Engine, chains: Mapping[str, Chain]) -> dict[str, list[dict[str, Any]]]:
     """Op -> what is planned for each range, and what became of it, as `vllm_fl_report` says."""
+    known = in_graphs(engine)
     return {
         op: [
             {
                 "first": sizes.first,
                 "last": sizes.last,
                 "impl": impl_id,
-                "places": engine.inlined[op, sizes, impl_id or ""],
-                "operators": engine.stayed[op, sizes],
+                "places": known.inlined[op, sizes, impl_id or ""],
+                "operators": known.stayed[op, sizes],
             }
             for sizes, impl_id in chosen
         ]
-        for op, chosen in planned(engine.plan, engine.config).items()
+        for op, chosen in planned(chains, engine.config).items()
     }

@@ -28,8 +28,8 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean
 from . import ranges
+from .patchers.torch_operators import Replaced
 from .planning import digest_of
-from .seams.torch_operators import Replaced
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
                 continue
             called = node.args[0] if node.target is FUNCTIONAL else node.target
             for each in planned:
-                if str(called) in each.place.operators:
+                if str(called) in each.target.operators:
                     with graph.inserting_before(node):
                         found = self._replace(graph, node, each)
                     each.sites.found += found
@@ -79,7 +79,7 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
 
     def _replace(self, graph: fx.Graph, node: fx.Node, each: Replaced) -> bool:
         """Put the op in the place of a call; whether that was done."""
-        args = each.place.find(node)
+        args = each.target.find(node)
         if args is None:
             return False
         if not each.chain.strict and self._is_refused(each, args):

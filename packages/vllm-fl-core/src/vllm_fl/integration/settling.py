@@ -11,10 +11,11 @@ from ..errors import StartError, VllmFLError
 from ..logs import get_logger
 from ..plugins.inspection import Key, Moment, Objection
 from ..text import quote
-from .binding import bind
+from . import patching
+from .binding import bind, bind_models
 from .engines import Engine
 from .hooks import inspect_plan
-from .places import planned_for_nothing
+from .patchers.layers import foreign_code
 from .planning import plan_for
 from .ranks import (
     FAILED,
@@ -27,8 +28,7 @@ from .ranks import (
     differences,
     united,
 )
-from .seams import attention, whole_layers
-from .seams.layers import bind_anew, foreign_code
+from .targets import planned_for_nothing
 
 log = get_logger("engine")
 
@@ -133,8 +133,7 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     if moment is not Moment.PLANNED:
         settle(engine, Moment.PLANNED)
         bind(engine)
-        for model in engine.models.values():
-            bind_anew(model, engine.plan, engine.config)
+        bind_models(engine)
 
 
 def _together(engine: Engine, what: str, ask: Callable[[], Opinion]) -> list[Opinion]:
@@ -188,7 +187,7 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
         unmet = [entry.unmet for entry in engine.plan.entries.values()]
         if why := "; ".join(filter(None, unmet)):
             raise StartError(why)
-        found = attention.faults(engine.plan, engine.facts) | whole_layers.faults(engine.plan)
+        found = patching.faults(engine.plan, engine.facts)
     else:
         found = {}
     return {key: Objection(FAILED, why) for key, why in found.items()}

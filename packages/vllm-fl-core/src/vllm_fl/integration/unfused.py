@@ -24,8 +24,9 @@ from ..text import quote
 from . import ranges
 from .engines import Engine
 from .functional_operators import arguments, operator_of, put_in_place, replacing
+from .graphs.state import in_graphs
+from .patchers import fusions
 from .planning import digest_of, turned_on
-from .seams import fusions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,7 +43,7 @@ def held_to_ranges(passes: Sequence[Any], engine: Engine, vllm_config: VllmConfi
         vllm_config: the engine's.
     """
     held = fusions.by_range(engine.plan)
-    known = {place.path.rpartition(".")[2]: op for op, (place, _) in held.items()}
+    known = {target.path.rpartition(".")[2]: op for op, (target, _) in held.items()}
     return [
         HeldToRanges(each, engine, known[name], vllm_config)
         if (name := type(each).__name__) in known
@@ -63,10 +64,10 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
 
     def __init__(self, run: Any, engine: Engine, op: str, vllm_config: VllmConfig) -> None:
         self.run, self.serving, self.op, self.config = run, engine, op, vllm_config
-        self.place, self.chain = fusions.by_range(engine.plan)[op]
+        self.target, self.chain = fusions.by_range(engine.plan)[op]
         # Layers that the user turned on stay as they are.
-        is_ours = {*self.place.layers} <= turned_on(vllm_config)
-        self.unfused = dict(self.place.unfused) if is_ours else {}
+        is_ours = {*self.target.layers} <= turned_on(vllm_config)
+        self.unfused = dict(self.target.unfused) if is_ours else {}
         self._patterns = replacing(
             f"vllm_fl_unfused_{op}",
             lambda match: operator_of(match).name() in self.unfused,
@@ -109,7 +110,7 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
             )
         else:
             assert left is not None  # as `__call__` has found
-            self.serving.inlined[self.op, sizes, left.impl_id] += 1
+            in_graphs(self.serving).inlined[self.op, sizes, left.impl_id] += 1
 
     def _run_code(self, operator: Any, given: Mapping[str, Any]) -> Sequence[Any]:
         """What the operator's code returns for these arguments.

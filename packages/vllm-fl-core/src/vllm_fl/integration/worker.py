@@ -3,7 +3,6 @@ built, and verified once more on the tensors of the model that was loaded."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Container
 from inspect import getattr_static
@@ -23,18 +22,18 @@ from ..plugins.calling import start_in_worker
 from ..plugins.inspection import Moment
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
-from . import probe, ranges, updates
+from . import patching, probe, ranges, updates
 from .binding import bind
 from .engines import Engine, calling, with_own_engine
 from .hooks import reports, start_sessions
 from .models import completed
-from .places import installed_bindings, meets_a_compiler
+from .patchers import communicator
+from .patchers.lookups import over_class, path_over, take_off
+from .patching import PATCHERS, by_range
 from .planning import configured, facts_of, load_plugins, refusals, refuse_unverified
 from .ranks import REJECTED, publish_process
-from .seams import attention, communicator, fusions, operators, taking, whole_layers
-from .seams.layers import forget_shared_layers, replace_layers
-from .seams.lookups import over_class, path_over, take_off
 from .settling import make_plan, settle
+from .targets import installed_bindings, meets_a_compiler
 
 if TYPE_CHECKING:
     import torch
@@ -107,14 +106,9 @@ class PlannedWorker:
             log.info("%s", line)
         bind(engine)
         start_sessions(engine)
-        attention.forget_choices()
-        forget_shared_layers()
         engine.seconds = time.monotonic() - began
         try:
-            plan = engine.plan
-            if not all(map(plan.is_stock, plan.entries)):
-                replace_layers()
-            with building(plan), calling(engine), whole_layers.in_place(plan):
+            with patching.building(engine), building(engine.plan), calling(engine):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if not engine.joins:
                 began = time.monotonic()
@@ -123,8 +117,8 @@ class PlannedWorker:
                 engine.seconds += time.monotonic() - began
         finally:
             _say_plan(engine)
-        engine.layers = _built_layers(engine)
-        _name_overriders(engine)
+        for patcher in PATCHERS:
+            patcher.loaded(engine)
         engine.is_loaded = True
         return loaded
 
@@ -148,9 +142,8 @@ class PlannedWorker:
                 log.info("%s", "; ".join(engine.remarks[Moment.CACHED]))
             _attend_once(engine)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        _name_overriders(engine)
-        if self.rank == 0:
-            fusions.say(engine)
+        for patcher in PATCHERS:
+            patcher.compiled(engine)
         # Steps of warming up are none of a request; of compiled code only tracings are seen.
         engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
         engine.serve()
@@ -185,7 +178,7 @@ class PlannedWorker:
             engine is not seen to call. `remarks` [what else there is to say of the start].
             Counters begin when the engine is about to serve; a call is counted to who computed it,
             under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
-            what became of it}}, as `seams.taking.report` says; `functions` {op: {function: the
+            what became of it}}, as `patchers.taking.report` says; `functions` {op: {function: the
             same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
             through, and in how many places it found the op. `ranges` {op: [{first, last, impl,
             places}]}: of an op that is
@@ -210,11 +203,11 @@ class PlannedWorker:
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
         report = {
+            **patching.report(engine),
             "rank": self.rank,
             "mode": plan.mode,
             "digest": engine.digest,
             "ops": {op: entry.told for op, entry in plan.entries.items()},
-            "layers": engine.layers,
             "calls": _nested(plan.calls),
             "fallbacks": _nested(plan.fallbacks),
             "refusals": _nested(plan.record.refusals),
@@ -222,12 +215,7 @@ class PlannedWorker:
             "rejections": _nested(rejected),
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
-            "operators": taking.report(engine, engine.operators),
-            "functions": taking.report(engine, engine.functions),
-            "fusions": {op: dataclasses.asdict(known) for op, known in dict(engine.sites).items()},
-            "ranges": ranges.report(engine),
-            "defined": engine.operators.schemas,
-            "groups": dict(engine.groups.served) if engine.groups else {},
+            "ranges": ranges.report(engine, by_range(plan)),
             "table": _table_report(engine.facts, engine.table),
             "device": str(engine.facts.device) if engine.facts.device else None,
             "ordered_for_device": _orders_by_device(engine),
@@ -289,19 +277,6 @@ def _attend_once(engine: Engine) -> None:
         log.info("Attention was not called before the first request: %s", quote(error))
 
 
-def _name_overriders(engine: Engine) -> None:
-    """Say, once for each, whose kernels now run in the place of the plan's."""
-    for name, who in operators.overriders(engine).items():
-        if engine.overriders.get(name) != who:
-            engine.overriders[name] = who
-            log.warning(
-                "Operator %s was overridden after vllm-fl, by %s: the plan's implementation runs "
-                "in it only if that calls it",
-                name,
-                who,
-            )
-
-
 def _took(engine: Engine) -> str:
     """How long the ranks have taken to settle on the plan, and by which means."""
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
@@ -314,7 +289,7 @@ def _say_plan(engine: Engine) -> None:
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
     remarks = [*_of_table(facts, engine.table), *_of_device(engine)]
     remarks += [*_of_invariance(engine, plan), *_of_length(engine), *said]
-    inlined = ranges.planned(plan, engine.config)
+    inlined = ranges.planned(by_range(plan), engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
     took, digested = _took(engine), f"digest {engine.digest}"
@@ -327,33 +302,6 @@ def _say_plan(engine: Engine) -> None:
         log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *phrases]))
         log.info("%s", plan.line(took, digested, not_reached=engine.unused))
         _say_what_is_taken_whole(plan, inlined)
-
-
-def _built_layers(engine: Engine) -> dict[str, int]:
-    """How many layers of the model are the plan's class, for each whole layer; rank 0 says so."""
-    plan = engine.plan
-    if not plan.layers:
-        return {}
-    model = engine.model
-    if model is None:
-        log.warning("This worker shows no model: whether whole layers serve in it is not known")
-        return {}
-    found = whole_layers.served(plan, model)
-    for name, served in found.items() if engine.rank == 0 else ():
-        impl_id = plan.layers[name].impl_id
-        if not served.ours:
-            log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
-            continue
-        log.info("Layer %s: %d in this model, by '%s'", name, served.ours, impl_id)
-        if served.wrapped:
-            log.warning(
-                "Layer %s: LoRA wraps %d of them, and may call their quantisation method in place "
-                "of the forward of '%s'",
-                name,
-                served.wrapped,
-                impl_id,
-            )
-    return {name: served.ours for name, served in found.items()}
 
 
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:

@@ -220,7 +220,7 @@ def _package(target: str) -> str:
 
 
 def _binding(contract: object) -> Binding:
-    """The places in vLLM of an op that a plugin brings."""
+    """The targets in vLLM of an op that a plugin brings."""
     if not isinstance(contract, Contract):
         raise TypeError(f"contracts returned {contract!r}; expected Contract")
     if contract.binding is None:
@@ -231,7 +231,7 @@ def _binding(contract: object) -> Binding:
             f"the module {contract.binding!r} of the op {contract.name!r} has {binding!r} for its "
             "BINDING; expected a Binding"
         )
-    if binding.places and contract.spec.served is unserved:
+    if binding.targets and contract.spec.served is unserved:
         raise ValueError(
             f"the op {contract.name!r} has places in vLLM, and its contract no `served`: a start "
             "could not try a model's calls. Give it one"
@@ -242,7 +242,7 @@ def _binding(contract: object) -> Binding:
 def _add_contracts(registry: Registry, plugins: Sequence[Plugin]) -> list[list[Refused]]:
     """Register the ops that plugins bring; for each plugin, which were refused and why.
 
-    An op that two of them bring is loaded from neither. A place in vLLM that two ops name is that
+    An op that two of them bring is loaded from neither. A target in vLLM that two ops name is that
     of the first, and those of this project come before all others.
     """
     claims: dict[str, list[Owner]] = {}

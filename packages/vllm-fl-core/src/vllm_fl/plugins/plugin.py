@@ -90,7 +90,7 @@ class Plugin:
         remarks: what it did that is the user's to do and was undone, one sentence each.
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
-        contracts: the ops that it brings, each with its places in vLLM.
+        contracts: the ops that it brings, each with its targets in vLLM.
         kind: its purpose. A plugin of kind `contracts` has only contracts. An `extension` belongs
             to this project, provides no implementations, and is loaded regardless of
             VLLM_FL_PLUGINS.

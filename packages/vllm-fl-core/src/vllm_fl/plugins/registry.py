@@ -137,7 +137,7 @@ class OpRegistry:
 
         Raises:
             DuplicateError: another plugin has a contract of this name, or core a meaning for it.
-            PlaceError: its binding names a place in vLLM that is another op's.
+            TargetError: its binding names a place in vLLM that is another op's.
         """
         with self._lock:
             before, name = self._snapshot, contract.name

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..contracts import OpSpec
-from ..contracts.binding import ATTENTION_BACKEND, Binding
-from ..errors import DuplicateError, PlaceError, PluginError
+from ..contracts.binding import Binding
+from ..contracts.targets import ATTENTION_BACKEND
+from ..errors import DuplicateError, PluginError, TargetError
 from ..text import clean
 from .attention import ATTENTION
 from .communicator import NAMED_CLASSES
@@ -27,7 +28,7 @@ class RegistrySnapshot:
             vLLM's class.
         owners: (op, impl id) -> who brought it.
         contracts: every op's contract by name.
-        bindings: op -> its places in vLLM.
+        bindings: op -> its targets in vLLM.
         authors: op -> who brought its contract and its binding.
     """
 
@@ -72,16 +73,16 @@ class RegistrySnapshot:
         taken = {ATTENTION_BACKEND: ATTENTION}
         for other, bound in self.bindings.items():
             taken |= dict.fromkeys(bound.claims, other)
-        for place in binding.claims:
-            holder = taken.get(place, op)
+        for target in binding.claims:
+            holder = taken.get(target, op)
             if holder != op:
                 whose = clean(str(self.authors.get(holder, CORE)))
                 told = (
-                    f"{place} is a place of op {holder!r}, of {whose}, which keeps it: a place is "
+                    f"{target} is a place of op {holder!r}, of {whose}, which keeps it: a place is "
                     "one op's. Take it out of the binding, uninstall one of the two, or name the "
                     "ones to load in VLLM_FL_PLUGINS"
                 )
-                return told, PlaceError
+                return told, TargetError
         return "", PluginError
 
 

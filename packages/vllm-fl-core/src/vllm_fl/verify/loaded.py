@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..contracts.binding import FusionPlace, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
 from ..engine.live import Live
 from ..engine.plan import Plan
@@ -16,9 +15,9 @@ from ..engine.trials import release
 from ..engine.tries import Tries
 from ..integration import probe
 from ..integration.engines import Engine
-from ..integration.places import has, installed_bindings
+from ..integration.patchers.layers import layer_table
 from ..integration.ranks import FAILED, REFUSES, REJECTED
-from ..integration.seams.layers import layer_table
+from ..integration.targets import installed_bindings
 from ..logs import get_logger
 from ..plugins.inspection import Key, Moment, Objection
 from ..text import quote
@@ -88,7 +87,9 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     table = installed_bindings()
     for op, entry in engine.plan.entries.items():
         known = op in live.reached or op in engine.unused
-        if entry.impls and not known and not has(table.get(op), LayerPlace, IrPlace):
+        of_op = table[op].targets if op in table else ()
+        is_clear = any(target.reaches_compiler and target.seen_live for target in of_op)
+        if entry.impls and not known and not is_clear:
             left_out[op] = f"{op} (not called)"
     remarks.append(f"{live.compared} calls on live tensors in {time.monotonic() - began:.1f} s")
     if left_out:
@@ -194,7 +195,7 @@ def _ran(live: Live) -> Ran:
         for op in live.plan.entries
         if (binding := table.get(op)) is None
         or binding.between_graphs  # attention does not run, nor what stands in its place
-        or has(binding, FusionPlace, GraphPlace)  # nor does what a compiler makes of the model
+        or not all(target.seen_live for target in binding.targets)
         or _has_more_than_ran(live, op)
     }
     return Ran(live.refused, frozenset(live.served), frozenset(live.reached), frozenset(untold))

@@ -15,10 +15,10 @@ from ..engine.tries import Tried
 from ..engine.warmup import warm_counts
 from ..integration import probe
 from ..integration.engines import Engine
-from ..integration.places import installed_bindings, meets_a_compiler
+from ..integration.patchers import fusions
+from ..integration.patchers.layers import layer_for
 from ..integration.ranks import FAILED, REFUSES, REJECTED
-from ..integration.seams import fusions
-from ..integration.seams.layers import layer_for
+from ..integration.targets import installed_bindings, meets_a_compiler
 from ..plugins.inspection import Key, Moment, Objection
 from ..plugins.types import OpImpl
 from ..settings.policy import at_size

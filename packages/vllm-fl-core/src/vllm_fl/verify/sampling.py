@@ -13,13 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..contracts.binding import FusionPlace, GraphPlace
 from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
 from ..engine.state_file import of_worker
 from ..files import open_to_append
 from ..integration.engines import Engine
-from ..integration.places import installed_bindings
+from ..integration.targets import installed_bindings
 from ..logs import get_logger
 from ..text import quote
 
@@ -148,8 +147,8 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
     table = installed_bindings()
     found = {}
     for op in plan.entries:
-        places = table[op].places if op in table else ()
-        if places and all(isinstance(p, FusionPlace | GraphPlace) for p in places):
+        targets = table[op].targets if op in table else ()
+        if targets and not any(target.seen_live for target in targets):
             found[op] = "only compiled code has it, and a sampled step is eager"
     return found
 

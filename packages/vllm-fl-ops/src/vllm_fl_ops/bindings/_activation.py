@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route, SizeRule
+from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarget, Route, SizeRule
 
 from ..contracts.rules import INTERMEDIATE
 from ._phrases import HW_AGNOSTIC
@@ -22,7 +22,7 @@ SHARED = tuple(
 def activation(
     layer: str,
     native: Bound,
-    *more_places: LayerPlace | OperatorPlace,
+    *more_targets: LayerTarget | OperatorTarget,
     not_reached: tuple[str, ...] = (),
     when: Callable[[Any], bool] | None = None,
     sizes: tuple[SizeRule, ...] = (),
@@ -37,10 +37,10 @@ def activation(
         not_reached, when, more: as for a `Binding`.
         sizes: those beside the width of an MLP.
     """
-    is_everywhere = any(isinstance(place, LayerPlace) for place in more_places)
-    in_tree = LayerPlace(f"vllm.model_executor.layers.activation.{layer}", native)
+    is_everywhere = any(isinstance(target, LayerTarget) for target in more_targets)
+    in_tree = LayerTarget(f"vllm.model_executor.layers.activation.{layer}", native)
     return Binding(
-        places=(in_tree, *more_places),
+        targets=(in_tree, *more_targets),
         sizes=(INTERMEDIATE, *sizes),
         not_reached=not_reached if is_everywhere else (*not_reached, HW_AGNOSTIC),
         when=when,
@@ -49,8 +49,8 @@ def activation(
     )
 
 
-def elementwise(name: str) -> OperatorPlace:
-    """The place of an op (x) in an operator (out, input), whose tensors are of one shape.
+def elementwise(name: str) -> OperatorTarget:
+    """The target of an op (x) in an operator (out, input), whose tensors are of one shape.
 
     Args:
         name: the operator, as `_C::gelu_new`.
@@ -58,8 +58,8 @@ def elementwise(name: str) -> OperatorPlace:
     return gated(name, ("out", "input"))
 
 
-def gated(name: str, parameters: tuple[str, ...], **constants: Any) -> OperatorPlace:
-    """The place of an op (x, numbers) in an operator (out, input, numbers).
+def gated(name: str, parameters: tuple[str, ...], **constants: Any) -> OperatorTarget:
+    """The target of an op (x, numbers) in an operator (out, input, numbers).
 
     Args:
         name: the operator, as `_C::silu_and_mul`.
@@ -67,4 +67,4 @@ def gated(name: str, parameters: tuple[str, ...], **constants: Any) -> OperatorP
         constants: what the operator stands for of the contract's parameters.
     """
     route = Route(args={"x": "input"}, constants=constants, out=parameters[0])
-    return OperatorPlace(name, parameters, route, tokens="input")
+    return OperatorTarget(name, parameters, route, tokens="input")

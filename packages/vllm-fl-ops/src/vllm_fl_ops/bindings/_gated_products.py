@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, GraphPlace
+from vllm_fl.contracts.binding import Binding, GraphTarget
 
 from ..contracts.rules import HIDDEN
 from .linear import BINDING as LINEAR
@@ -53,7 +53,7 @@ def gated_product(
 
     found = partial(_find, formulas)
     return Binding(
-        places=(GraphPlace(("aten.mul.Tensor",), found, native, parts=(part,)),),
+        targets=(GraphTarget(("aten.mul.Tensor",), found, native, parts=(part,)),),
         sizes=(HIDDEN, DENSE_INTERMEDIATE),
         not_reached=(
             *LINEAR.not_reached,

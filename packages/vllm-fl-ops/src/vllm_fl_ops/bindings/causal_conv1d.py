@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, Route, put
+from vllm_fl.contracts.binding import Binding, FunctionTarget, Route, put
 
 from ._hybrid import CONV_SIZES, CONVOLVING, NULL_BLOCK, activation_of, has_states
 
@@ -67,9 +67,9 @@ def _left(results: tuple[Tensor, Tensor], conv_states: Tensor) -> Tensor:
     return out.T
 
 
-def _place(paths: tuple[str, ...], *further: str) -> FunctionPlace:
+def _target(paths: tuple[str, ...], *further: str) -> FunctionTarget:
     """The function in one release: `further` is what it knows of states beyond a block of each."""
-    return FunctionPlace(
+    return FunctionTarget(
         paths,
         (*TAKEN, *further),
         Route(
@@ -100,10 +100,10 @@ _PATHS = (
 )
 
 BINDING = Binding(
-    places=(
-        _place(_PATHS, "null_block_id", *PER_BLOCK, "block_size_to_align", "metadata"),
-        _place(_PATHS, "null_block_id", "metadata"),
-        _place(
+    targets=(
+        _target(_PATHS, "null_block_id", *PER_BLOCK, "block_size_to_align", "metadata"),
+        _target(_PATHS, "null_block_id", "metadata"),
+        _target(
             (
                 f"{_OPS}.cpu.causal_conv1d.causal_conv1d_fn_cpu",
                 f"{_OPS}.cpu.gdn_attention.causal_conv1d_torch",

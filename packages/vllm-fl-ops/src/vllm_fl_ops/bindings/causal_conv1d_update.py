@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route, put
+from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route, put
 from vllm_fl.contracts.routes import Selection
 
 from ._hybrid import CONV_SIZES, CONVOLVING, NULL_BLOCK, activation_of, has_states
@@ -76,10 +76,10 @@ _TAKEN = (
 )
 
 BINDING = Binding(
-    places=(
+    targets=(
         # Releases up to 0.32, which may cache states per block of a sequence, and later ones.
         *(
-            FunctionPlace(
+            FunctionTarget(
                 _PATHS,
                 (*_TAKEN, *blocks, "validate_data"),
                 _route(
@@ -94,7 +94,7 @@ BINDING = Binding(
             )
             for blocks in (("block_idx_last_scheduled_token", "initial_state_idx"), ())
         ),
-        OperatorPlace(
+        OperatorTarget(
             "_C::causal_conv1d_update_cpu_vec",
             (
                 "x",

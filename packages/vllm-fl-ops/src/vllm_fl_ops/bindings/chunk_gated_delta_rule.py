@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace
+from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarget
 
 from ._hybrid import FLA_EPSILON, LINEAR_SIZES, has_states
 
@@ -111,13 +111,13 @@ def _from(replaced: Bound) -> Bound:
 
 
 BINDING = Binding(
-    places=(
-        LayerPlace(
+    targets=(
+        LayerTarget(
             "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.ChunkGatedDeltaRule",
             _native,
             adapt=_as_layer,
         ),
-        OperatorPlace(
+        OperatorTarget(
             "_C::chunk_gated_delta_rule_cpu",
             (
                 "query",

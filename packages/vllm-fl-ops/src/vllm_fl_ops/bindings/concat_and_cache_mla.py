@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route
 
 from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
 from ._latent import KV_RANK, ROPE_SIZE
@@ -29,8 +29,8 @@ def _is_written(kv_cache_dtype: str, kv_cache: Tensor, kv_c_normed: Tensor) -> b
 
 
 BINDING = Binding(
-    places=(
-        OperatorPlace(
+    targets=(
+        OperatorTarget(
             "_C_cache_ops::concat_and_cache_mla",
             ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "scale"),
             Route(
@@ -44,13 +44,13 @@ BINDING = Binding(
             ),
             tokens="slot_mapping",  # the latent may be padded
         ),
-        OperatorPlace(
+        OperatorTarget(
             "_C::concat_and_cache_mla_cpu",
             ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping"),
             Route(args={"kv_c": "kv_c_normed"}, only=_fits, out="kv_cache"),
             tokens="slot_mapping",
         ),
-        FunctionPlace(
+        FunctionTarget(
             ("vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.do_kv_cache_update",),
             (
                 "self",

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, put
+from vllm_fl.contracts.binding import Binding, Bound, FunctionTarget, OperatorTarget, put
 from vllm_fl.errors import StartError
 
 from ..contracts.fused_experts import ACTIVATIONS
@@ -32,7 +32,7 @@ ALONE = "vLLM's own experts run inside a call of their layer's only"
 
 
 class _Thread(threading.local):
-    """The call of vLLM's that a thread is answering, by the parameters of its place."""
+    """The call of vLLM's that a thread is answering, by the parameters of its target."""
 
     call: tuple[Any, ...] | None = None
 
@@ -198,8 +198,8 @@ def _may_serve(config: Any) -> bool:
 
 
 BINDING = Binding(
-    places=(
-        FunctionPlace(
+    targets=(
+        FunctionTarget(
             ("vllm.model_executor.layers.fused_moe.experts.triton_moe.TritonExperts.apply",),
             (
                 "self",
@@ -224,7 +224,7 @@ BINDING = Binding(
             tokens="hidden_states",
             within=True,
         ),
-        FunctionPlace(
+        FunctionTarget(
             (
                 "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method"
                 ".select_unquantized_moe_backend",
@@ -236,7 +236,7 @@ BINDING = Binding(
         ),
         # It names no `tokens`: the replaced kernel wants packed weights, and no call brings them
         # while the op is planned.
-        OperatorPlace(
+        OperatorTarget(
             "_C::cpu_fused_moe",
             (
                 "output",
@@ -255,7 +255,7 @@ BINDING = Binding(
             _in_cpu,
             within=True,
         ),
-        OperatorPlace(
+        OperatorTarget(
             "_C::prepack_moe_weight",
             ("weight", "packed_weight", "isa"),
             _unpacked,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fl.contracts.binding import Binding, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, OperatorTarget, Route
 
 from ._hybrid import LINEAR_VALUE_HEADS, has_states
 
@@ -10,8 +10,8 @@ __all__ = ["BINDING"]
 
 
 BINDING = Binding(
-    places=(
-        OperatorPlace(
+    targets=(
+        OperatorTarget(
             "_C::fused_gdn_gating_cpu",
             ("A_log", "a", "b", "dt_bias"),
             Route(  # the operator's results have a dimension of 1 before the tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, LayerPlace, Route
+from vllm_fl.contracts.binding import Binding, Bound, FunctionTarget, LayerTarget, Route
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
@@ -70,19 +70,19 @@ _CPU = (
 )
 
 BINDING = Binding(
-    places=(
-        LayerPlace(
+    targets=(
+        LayerTarget(
             f"{_ROUTER}.grouped_topk_router.GroupedTopk", _native, adapt=_from_hidden_states
         ),
         # What vLLM's router calls, and what calls `_moe_C::grouped_topk`; it makes no layer.
-        FunctionPlace(
+        FunctionTarget(
             (f"{_ROUTER}.grouped_topk_router.grouped_topk",),
             ("hidden_states", *_CPU),
             Route(own_args={"hidden_states": lambda gating_output: gating_output}),
             tokens="gating_output",
         ),
         # The CPU build, from the release that has this module on.
-        FunctionPlace(
+        FunctionTarget(
             (f"{_ROUTER}.cpu_router._grouped_topk",), _CPU, Route(), tokens="gating_output"
         ),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, LayerPlace
+from vllm_fl.contracts.binding import Binding, LayerTarget
 
 from ..contracts.rules import EPSILON, HIDDEN
 
@@ -24,7 +24,7 @@ def _native(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: floa
 
 
 BINDING = Binding(
-    places=(LayerPlace("vllm.model_executor.layers.layernorm.LayerNorm", _native),),
+    targets=(LayerTarget("vllm.model_executor.layers.layernorm.LayerNorm", _native),),
     sizes=(HIDDEN, EPSILON),
     not_reached=(
         "`LayerNorm` of releases in which it is no `CustomOp` (vLLM 0.26 and 0.27)",

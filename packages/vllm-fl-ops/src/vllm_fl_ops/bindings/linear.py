@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, GraphPlace, SizeRule
+from vllm_fl.contracts.binding import Binding, GraphTarget, SizeRule
 
 from ..contracts.rules import HEAD_SIZE, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS
 from ._experts import EXPERT_COUNT, may_have_experts
@@ -108,7 +108,7 @@ def may_have(config: Any) -> bool:
 
 
 BINDING = Binding(
-    places=(GraphPlace(OPERATORS, product_of, _native),),
+    targets=(GraphTarget(OPERATORS, product_of, _native),),
     sizes=(
         HIDDEN,
         HEADS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, GraphPlace, new_node
+from vllm_fl.contracts.binding import Binding, GraphTarget, new_node
 
 from .linear import BINDING as LINEAR
 
@@ -93,7 +93,7 @@ def _is_w8a8(group: Any) -> bool:
 
 
 BINDING = Binding(
-    places=(GraphPlace(("_C.cutlass_scaled_mm.default",), _find, _native),),
+    targets=(GraphTarget(("_C.cutlass_scaled_mm.default",), _find, _native),),
     sizes=LINEAR.sizes,
     not_reached=(
         "eager mode, and platforms without vLLM's CUDA operators",

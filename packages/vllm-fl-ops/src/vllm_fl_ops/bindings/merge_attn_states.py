@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route
 
 from ..contracts.rules import HEAD_SIZE, HEADS
 from ._latent import VALUE_SIZE
@@ -73,8 +73,8 @@ FUNCTION = (
 )
 
 BINDING = Binding(
-    places=(
-        OperatorPlace(
+    targets=(
+        OperatorTarget(
             "_C::merge_attn_states",
             (
                 "output",
@@ -91,7 +91,7 @@ BINDING = Binding(
         ),
         # What `merge_attn_states` calls where that operator does not serve: Triton, or PyTorch.
         *(
-            FunctionPlace((path,), FUNCTION, ROUTE, tokens="prefix_output")
+            FunctionTarget((path,), FUNCTION, ROUTE, tokens="prefix_output")
             for path in (
                 f"{_OPS}.triton_merge_attn_states.merge_attn_states",
                 f"{_OPS}.merge_attn_states._merge_attn_states_torch",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, Route
+from vllm_fl.contracts.binding import Binding, FunctionTarget, Route
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
@@ -37,8 +37,8 @@ def _has_signed_ids(topk_ids: Tensor) -> bool:
 
 
 BINDING = Binding(
-    places=(
-        FunctionPlace(
+    targets=(
+        FunctionTarget(
             tuple(f"{module}.moe_align_block_size" for module in _CALLERS),
             (
                 "topk_ids",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, OperatorTarget, Route
 
 from ..contracts.rules import HIDDEN
 from ._experts import EXPERTS_OF_A_TOKEN
@@ -26,8 +26,8 @@ def _map_of_ids(topk_ids: Tensor | None, expert_map: Tensor | None) -> Tensor | 
 
 
 BINDING = Binding(
-    places=(
-        OperatorPlace(
+    targets=(
+        OperatorTarget(
             "_moe_C::moe_sum",
             ("input", "output", "topk_ids", "expert_map"),
             Route(args={"expert_map": _map_of_ids}, only=_adds_experts, out="output"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
@@ -28,10 +28,10 @@ def _rows(gating_output: Tensor, topk: int) -> Tensor:
     return gating_output.new_empty((gating_output.shape[0], topk), dtype=int32)
 
 
-def _operator(scores: str, *further: str) -> OperatorPlace:
+def _operator(scores: str, *further: str) -> OperatorTarget:
     """The operator that has these scores, and so many parameters in a release."""
     pads = "is_padding" in further
-    return OperatorPlace(
+    return OperatorTarget(
         f"_moe_C::topk_{scores}",
         (
             "topk_weights",
@@ -58,14 +58,14 @@ def _operator(scores: str, *further: str) -> OperatorPlace:
 
 
 BINDING = Binding(
-    places=(
+    targets=(
         # The second one of each is vLLM 0.26's, whose operators know no padding.
         _operator("softmax", "is_padding"),
         _operator("softmax"),
         _operator("sigmoid", "routed_scaling_factor", "is_padding"),
         _operator("sigmoid", "routed_scaling_factor"),
         # The CPU build, from the release that has this module on.
-        FunctionPlace(
+        FunctionTarget(
             ("vllm.model_executor.layers.fused_moe.router.cpu_router._softmax_topk",),
             ("router_logits", "top_k", "renormalize"),
             Route(args={"gating_output": "router_logits", "topk": "top_k"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, LayerPlace
+from vllm_fl.contracts.binding import Binding, Bound, LayerTarget
 
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._phrases import HW_AGNOSTIC
@@ -83,8 +83,8 @@ def _by_axes(layer: Any, rotate: Bound) -> Bound:
 
 
 BINDING = Binding(
-    places=(
-        LayerPlace(
+    targets=(
+        LayerTarget(
             "vllm.model_executor.layers.rotary_embedding.MRotaryEmbedding",
             _native,
             adapt=_by_axes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, FusionPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, FusionTarget, OperatorTarget, Route
 
 from ..contracts.rules import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from . import rms_norm
@@ -85,8 +85,8 @@ def _value_heads(qkv: Tensor, q_weight: Tensor, heads: int, kv_heads: int) -> in
 
 
 BINDING = Binding(
-    places=(
-        OperatorPlace(
+    targets=(
+        OperatorTarget(
             "_C::fused_qk_norm_rope",
             (
                 "qkv",
@@ -119,7 +119,7 @@ BINDING = Binding(
         ),
         # It finds norms with float32 weights, too, as GemmaRMSNorm's are in a graph (Gemma 3);
         # vLLM's own kernel raises there, so that some candidate must take them.
-        FusionPlace(
+        FusionTarget(
             "vllm.compilation.passes.fusion.qk_norm_rope_fusion.QKNormRoPEFusionPass",
             "enable_qk_norm_rope_fusion",
             parts=("rms_norm", "rotary_embedding"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarget, Route
 from vllm_fl.contracts.routes import Selection
 
 from ..contracts.rules import HIDDEN, INTERMEDIATE
@@ -121,9 +121,9 @@ def _steps(x: Tensor, per_token: bool) -> Tensor:
     return x.new_empty((x.shape[0], 1) if per_token else (1,), dtype=torch.float32)
 
 
-def _static(*further: str) -> OperatorPlace:
+def _static(*further: str) -> OperatorTarget:
     """`further`: a given scale's layout, in the releases that tell it."""
-    return OperatorPlace(
+    return OperatorTarget(
         "_C::static_scaled_fp8_quant",
         ("result", "input", "scale", *further),
         Route(
@@ -138,9 +138,9 @@ def _static(*further: str) -> OperatorPlace:
     )
 
 
-def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> OperatorPlace:
+def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> OperatorTarget:
     """`further`: the bound of a scale, which one of the two operators takes."""
-    return OperatorPlace(
+    return OperatorTarget(
         f"_C::{name}",
         ("result", "input", "scale", *further),
         Route(
@@ -165,9 +165,9 @@ def _may_have(config: Any) -> bool:
 
 
 BINDING = Binding(
-    places=(
+    targets=(
         # Whether vLLM is told that it is on decides what vLLM fuses with norms and activations.
-        LayerPlace(LAYER, _native, adapt=_of_layer, enabled=False),
+        LayerTarget(LAYER, _native, adapt=_of_layer, enabled=False),
         _static("group_shape"),
         _static(),
         _dynamic("dynamic_scaled_fp8_quant", _fits, per_token=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route
 
 from ..contracts.rules import HIDDEN, INTERMEDIATE
 from ._models import is_quantised
@@ -24,9 +24,9 @@ def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int
     return output_q.dtype == torch.float8_e4m3fn and output_s.shape == (rows, groups)
 
 
-def _operator(*layout: str) -> OperatorPlace:
+def _operator(*layout: str) -> OperatorTarget:
     """`layout`: flags that one release has, and its kernel does not read."""
-    return OperatorPlace(
+    return OperatorTarget(
         "_C::per_token_group_fp8_quant",
         (
             *("input", "output_q", "output_s", "group_size", "eps", "fp8_min", "fp8_max"),
@@ -73,8 +73,8 @@ def _shaped(
 _LAYERS = "vllm.model_executor.layers"
 
 BINDING = Binding(
-    places=(
-        FunctionPlace(
+    targets=(
+        FunctionTarget(
             (
                 # The layer QuantFP8 with groups calls it by its module, on CUDA and XPU.
                 f"{_LAYERS}.quantization.utils.fp8_utils.per_token_group_quant_fp8",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route
 
 from ..contracts.rules import HIDDEN, INTERMEDIATE
 from ._models import is_quantised
@@ -36,11 +36,11 @@ def _shaped(
     return value.view(input.shape), steps.view(scale.shape), *zero_points
 
 
-def _operator(name: str, target: str, route: Route) -> OperatorPlace:
-    return OperatorPlace(f"_C::{name}_scaled_int8_quant", (target, "input", "scale", "azp"), route)
+def _operator(name: str, target: str, route: Route) -> OperatorTarget:
+    return OperatorTarget(f"_C::{name}_scaled_int8_quant", (target, "input", "scale", "azp"), route)
 
 
-def _static(target: str) -> OperatorPlace:
+def _static(target: str) -> OperatorTarget:
     route = Route(
         args={"x": lambda input: input.flatten(0, -2)},
         out=target,
@@ -51,7 +51,7 @@ def _static(target: str) -> OperatorPlace:
     return _operator("static", target, route)
 
 
-def _dynamic(target: str) -> OperatorPlace:
+def _dynamic(target: str) -> OperatorTarget:
     route = Route(
         args={
             "x": lambda input: input.flatten(0, -2),
@@ -74,11 +74,11 @@ def _dynamic(target: str) -> OperatorPlace:
 _LAYERS = "vllm.model_executor.layers"
 
 BINDING = Binding(
-    places=(
+    targets=(
         # vLLM's CUDA build calls what is written `result`, its CPU build `out`.
-        *(place(target) for place in (_static, _dynamic) for target in ("result", "out")),
+        *(made(out) for made in (_static, _dynamic) for out in ("result", "out")),
         # Triton's, of int8 experts and of Marlin with int8 activations.
-        FunctionPlace(
+        FunctionTarget(
             (
                 f"{_LAYERS}.quantization.utils.int8_utils.per_token_quant_int8",
                 f"{_LAYERS}.quantization.utils.marlin_utils.per_token_quant_int8",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, FunctionPlace, OperatorPlace, Route, put
+from vllm_fl.contracts.binding import Binding, Bound, FunctionTarget, OperatorTarget, Route, put
 
 from ._hybrid import CPU_EPSILON, FLA_EPSILON, LINEAR_SIZES, has_states
 
@@ -172,8 +172,8 @@ _FLA = "vllm.third_party.flash_linear_attention.ops"
 _QWEN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 
 BINDING = Binding(
-    places=(
-        FunctionPlace(
+    targets=(
+        FunctionTarget(
             (
                 f"{_FLA}.fused_sigmoid_gating.fused_sigmoid_gating_delta_rule_update",
                 f"{_FLA}.fused_sigmoid_gating_delta_rule_update",
@@ -200,7 +200,7 @@ BINDING = Binding(
             UPDATE,
             grants=("state",),
         ),
-        FunctionPlace(
+        FunctionTarget(
             (
                 f"{_FLA}.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode",
                 f"{_FLA}.fused_recurrent_gated_delta_rule_packed_decode",
@@ -223,7 +223,7 @@ BINDING = Binding(
             grants=("state",),
             tokens="mixed_qkv",
         ),
-        OperatorPlace(
+        OperatorTarget(
             "_C::fused_sigmoid_gating_delta_rule_update_cpu",
             (
                 "A_log",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding, FunctionPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Route
 
 from ..contracts.rules import HEAD_SIZE, KV_HEADS
 from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
@@ -46,15 +46,15 @@ _BACKENDS = "vllm.v1.attention.backends"
 _TRITON = "triton_reshape_and_cache_flash"
 
 BINDING = Binding(
-    places=(
+    targets=(
         # FlashAttention, FlashInfer, FlexAttention and others, in CUDA and ROCm builds.
-        OperatorPlace(
+        OperatorTarget(
             "_C_cache_ops::reshape_and_cache_flash",
             PARAMETERS,
             ROUTE,
             tokens="slot_mapping",  # keys may be padded
         ),
-        FunctionPlace(
+        FunctionTarget(
             (
                 f"vllm.v1.attention.ops.{_TRITON}.{_TRITON}",
                 f"{_BACKENDS}.triton_attn.{_TRITON}",

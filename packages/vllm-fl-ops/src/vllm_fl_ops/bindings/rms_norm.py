@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, IrPlace, LayerPlace, OperatorPlace, Route
+from vllm_fl.contracts.binding import Binding, IrTarget, LayerTarget, OperatorTarget, Route
 
 from ..contracts.rules import EPSILON, HIDDEN
 from ._latent import KV_RANK, Q_RANK
@@ -64,16 +64,16 @@ class _GemmaAsRMSNorm(StandIn):
 _NORMS = "vllm.model_executor.layers.layernorm"
 
 BINDING = Binding(
-    places=(
+    targets=(
         # vLLM's fused_add_rms_norm writes over both, too.
-        LayerPlace(f"{_NORMS}.RMSNorm", native, grants=("x", "residual"), enabled=False),
-        LayerPlace(f"{_NORMS}.GemmaRMSNorm", native, stand_in=_GemmaAsRMSNorm, enabled=False),
-        IrPlace(
+        LayerTarget(f"{_NORMS}.RMSNorm", native, grants=("x", "residual"), enabled=False),
+        LayerTarget(f"{_NORMS}.GemmaRMSNorm", native, stand_in=_GemmaAsRMSNorm, enabled=False),
+        IrTarget(
             "rms_norm",
             Route(constants={"residual": None}),
             parameters=("x", "weight", "epsilon", "variance_size"),
         ),
-        IrPlace(
+        IrTarget(
             "fused_add_rms_norm",
             Route(args={"residual": "x_residual"}),
             grants=("x", "residual"),
@@ -81,7 +81,7 @@ BINDING = Binding(
         ),
         # The parameters of vLLM's CUDA build, and of its CPU one.
         *(
-            OperatorPlace(
+            OperatorTarget(
                 "_C::rms_norm",
                 (target, "input", "weight", "epsilon"),
                 Route(args={"x": "input"}, constants={"residual": None}, out=target),
@@ -89,7 +89,7 @@ BINDING = Binding(
             )
             for target in ("result", "out")
         ),
-        OperatorPlace(
+        OperatorTarget(
             "_C::fused_add_rms_norm",
             ("input", "residual", "weight", "epsilon"),
             Route(args={"x": "input"}, out=("input", "residual")),

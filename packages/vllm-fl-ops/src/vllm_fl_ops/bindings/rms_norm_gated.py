@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, SizeRule
+from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, SizeRule
 
 from ..contracts.rules import EPSILON, first_told
 from ._hybrid import mamba_width
@@ -121,16 +121,16 @@ def _keeps_a_state(config: Any) -> bool:
 
 
 BINDING = Binding(
-    places=(
-        LayerPlace("vllm.model_executor.layers.layernorm.RMSNormGated", _native, enabled=False),
-        LayerPlace(
+    targets=(
+        LayerTarget("vllm.model_executor.layers.layernorm.RMSNormGated", _native, enabled=False),
+        LayerTarget(
             "vllm.model_executor.layers.mamba.mamba_mixer2.Mixer2RMSNormGated",
             _native,
             adapt=_on_this_rank,
             stand_in=_Mamba2AsRMSNormGated,
             enabled=False,
         ),
-        LayerPlace(
+        LayerTarget(
             "vllm.third_party.flash_linear_attention.ops.kda.FusedRMSNormGated",
             _native,
             adapt=_without_residual,

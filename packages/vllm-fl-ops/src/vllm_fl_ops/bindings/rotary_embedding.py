@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.binding import Binding, Bound, LayerPlace, OperatorPlace, Route, put
+from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarget, Route, put
 from vllm_fl.contracts.cos_sin import joint_cos_sin
 
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
@@ -182,19 +182,19 @@ def _by_heads(
 _ROPES = "vllm.model_executor.layers.rotary_embedding"
 
 BINDING = Binding(
-    places=(
-        LayerPlace(
+    targets=(
+        LayerTarget(
             f"{_ROPES}.RotaryEmbedding",
             native,
             grants=("query", "key"),  # vLLM's own kernels write into the projections too
             adapt=_from_positions,
             subclasses=True,
         ),
-        LayerPlace(f"{_ROPES}.DeepseekScalingRotaryEmbedding", native, adapt=_of_heads),
-        LayerPlace(f"{_ROPES}.ernie45_vl_rope.Ernie4_5_VLRotaryEmbedding", native, adapt=_by_rows),
-        LayerPlace(f"{_ROPES}.bailing_mrope.BailingMRotaryEmbedding", native, adapt=_by_rows),
-        LayerPlace(f"{_ROPES}.Llama4VisionRotaryEmbedding", native, adapt=_of_patches),
-        OperatorPlace(
+        LayerTarget(f"{_ROPES}.DeepseekScalingRotaryEmbedding", native, adapt=_of_heads),
+        LayerTarget(f"{_ROPES}.ernie45_vl_rope.Ernie4_5_VLRotaryEmbedding", native, adapt=_by_rows),
+        LayerTarget(f"{_ROPES}.bailing_mrope.BailingMRotaryEmbedding", native, adapt=_by_rows),
+        LayerTarget(f"{_ROPES}.Llama4VisionRotaryEmbedding", native, adapt=_of_patches),
+        OperatorTarget(
             "_C::rotary_embedding",
             ("positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"),
             _to_operator,

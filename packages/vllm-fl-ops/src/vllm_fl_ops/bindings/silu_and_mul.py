@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import LayerPlace
+from vllm_fl.contracts.binding import LayerTarget
 
 from ._activation import activation, gated
 from ._experts import SHARED_INTERMEDIATE
@@ -29,7 +29,7 @@ BINDING = activation(
     # What mixtures of experts call: the parameters of vLLM's CUDA build, and of its CPU one.
     gated("_C::silu_and_mul", ("result", "input")),
     gated("_C::silu_and_mul", ("out", "input")),
-    LayerPlace("vllm.model_executor.hw_agnostic.layers.activation.SiluAndMul", _native),
+    LayerTarget("vllm.model_executor.hw_agnostic.layers.activation.SiluAndMul", _native),
     sizes=(SHARED_INTERMEDIATE,),
     not_reached=(
         EXPERTS,

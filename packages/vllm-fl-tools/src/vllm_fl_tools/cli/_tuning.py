@@ -19,12 +19,12 @@ from vllm_fl.cli.common import say
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import (
     Binding,
-    FunctionPlace,
-    FusionPlace,
-    GraphPlace,
-    IrPlace,
-    LayerPlace,
-    OperatorPlace,
+    FunctionTarget,
+    FusionTarget,
+    GraphTarget,
+    IrTarget,
+    LayerTarget,
+    OperatorTarget,
 )
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
@@ -143,9 +143,9 @@ class InGraphs:
         """
         if self.binding.between_graphs:
             return frozenset()
-        if self._places(LayerPlace, IrPlace, GraphPlace):
+        if self._targets(LayerTarget, IrTarget, GraphTarget):
             return frozenset(contender.name for contender in self.contenders)
-        return frozenset({STOCK} if self._places(FusionPlace) else ())
+        return frozenset({STOCK} if self._targets(FusionTarget) else ())
 
     @property
     def launched(self) -> frozenset[str]:
@@ -161,7 +161,7 @@ class InGraphs:
 
         That is whose code a compiler takes into the model's graph, and not as one operator; and
         vLLM's own form where the graph has it, by whatever kernel. It is that form, too, where a
-        place of the op does not tell a call's size (`tokens`): at the sizes that a row leaves to
+        target of the op does not tell a call's size (`tokens`): at the sizes that a row leaves to
         vLLM, each call would be converted to the contract's and back for nothing. Where it does, a
         call that is left to vLLM costs the host a few microseconds, in which Python is asked.
         """
@@ -170,7 +170,7 @@ class InGraphs:
         if self.subject.mode != "compiled":
             return frozenset()
         code = {c.name for c in self.contenders if not any(map(is_opaque, c.impls))}
-        all_tell = all(place.tokens for place in self._places(OperatorPlace, FunctionPlace))
+        all_tell = all(target.tokens for target in self._targets(OperatorTarget, FunctionTarget))
         return self.traced & (code | {STOCK}) | (frozenset() if all_tell else {STOCK})
 
     @property
@@ -183,30 +183,30 @@ class InGraphs:
         """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False
-        if self._places(IrPlace):
+        if self._targets(IrTarget):
             return True
         has_vllm = any(contender.name == STOCK for contender in self.contenders)
-        if self._places(GraphPlace):
+        if self._targets(GraphTarget):
             return has_vllm
-        if self._places(FusionPlace):
+        if self._targets(FusionTarget):
             return has_vllm and self._is_found_by_range
         absent = self.subject.absent
         is_called = any(b.calls_operators and o not in absent for o, b in self.bindings.items())
-        if is_called and self._places(OperatorPlace):
+        if is_called and self._targets(OperatorTarget):
             return False
-        layers = self._places(LayerPlace)
-        granted = {name for place in layers for name in place.grants}
+        layers = self._targets(LayerTarget)
+        granted = {name for target in layers for name in target.grants}
         impls = [impl for contender in self.contenders for impl in contender.impls]
         return bool(layers) and not any(impl.consumes & granted for impl in impls)
 
     @property
     def _is_found_by_range(self) -> bool:
-        from vllm_fl.integration.seams import fusions
+        from vllm_fl.integration.patchers import fusions
 
-        return any(map(fusions.is_by_range, self._places(FusionPlace)))
+        return any(map(fusions.is_by_range, self._targets(FusionTarget)))
 
-    def _places(self, *kinds: type) -> list[Any]:
-        return [place for place in self.binding.places if isinstance(place, kinds)]
+    def _targets(self, *kinds: type) -> list[Any]:
+        return [target for target in self.binding.targets if isinstance(target, kinds)]
 
 
 Found = Sequence[tuple[InGraphs, Sequence["Measured"]]]

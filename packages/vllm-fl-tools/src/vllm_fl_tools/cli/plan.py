@@ -17,7 +17,7 @@ from typing import Any
 from vllm_fl.cli.common import UsageError, answer, asked_of, print_table, say, takes_engine
 from vllm_fl.engine.described import Described
 from vllm_fl.errors import LockError
-from vllm_fl.integration.places import without_layers
+from vllm_fl.integration.targets import without_layers
 from vllm_fl.logs import quiet
 from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings

@@ -29,7 +29,7 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.tables import Standing, under
-from vllm_fl.integration.places import all_bindings
+from vllm_fl.integration.targets import all_bindings
 from vllm_fl.settings.policy import closest
 from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import quote

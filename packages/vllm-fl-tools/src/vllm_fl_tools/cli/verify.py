@@ -34,7 +34,7 @@ from vllm_fl.cli.common import (
 from vllm_fl.contracts import ModelSizes, OpSpec
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.integration.places import all_bindings
+from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.types import Impl, OpImpl
 from vllm_fl.text import quote, scrub

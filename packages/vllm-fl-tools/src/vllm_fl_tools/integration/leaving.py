@@ -15,7 +15,7 @@ import torch
 
 from vllm_fl.dispatch import dispatch_method
 from vllm_fl.integration.engines import Engine, without
-from vllm_fl.integration.seams.layers import FORWARDS
+from vllm_fl.integration.patchers.layers import FORWARDS
 
 __all__ = ["Leaving"]
 

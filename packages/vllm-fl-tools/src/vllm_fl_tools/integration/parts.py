@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import (
-    Binding,
-    FunctionPlace,
-    GraphPlace,
-    LayerPlace,
-    OperatorPlace,
-)
+from vllm_fl.contracts.binding import Binding
 
 if TYPE_CHECKING:
     from vllm_fl.engine.described import Described
@@ -43,10 +37,10 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
     is_called = any(b.calls_operators and op not in absent for op, b in bindings.items())
 
     def is_without(op: str, binding: Binding) -> bool:
-        places = binding.places
-        has_layers = any(isinstance(place, LayerPlace) for place in places)
-        has_operators = any(isinstance(place, OperatorPlace | FunctionPlace) for place in places)
-        of_experts = is_called and has_operators and op.startswith(_activation(engine))
+        targets = binding.targets
+        has_layers = any(target.needs_layer for target in targets)
+        is_named = any(target.called_by_name for target in targets)
+        of_experts = is_called and is_named and op.startswith(_activation(engine))
         return has_layers and op not in layers and not of_experts
 
     found = frozenset(op for op, b in bindings.items() if layers and is_without(op, b))
@@ -55,8 +49,7 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
 
 def taken_in(binding: Binding) -> frozenset[str]:
     """The ops that an op takes in: while one of them is planned, a graph has that op nowhere."""
-    places = (place for place in binding.places if isinstance(place, GraphPlace))
-    return frozenset(part for place in places for part in place.parts)
+    return frozenset(part for target in binding.targets for part in target.takes_in)
 
 
 def _activation(engine: Described) -> str:

@@ -23,12 +23,11 @@ import torch
 from torch.compiler import is_compiling
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from vllm_fl.contracts.binding import GraphPlace, IrPlace, OperatorPlace
 from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.opaque import operators as our_operators
 from vllm_fl.integration.functional_operators import OWNER
-from vllm_fl.integration.places import installed_bindings, places
-from vllm_fl.integration.seams import layers
+from vllm_fl.integration.patchers import layers
+from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
@@ -154,12 +153,9 @@ class Profiling:
         """
         worker: Any = self
         table = installed_bindings()
-        operators = {place.name: op for op, place in places(table, OperatorPlace)}
-        operators |= {f"vllm_ir::{place.name}": op for op, place in places(table, IrPlace)}
-        for op, place in places(table, GraphPlace):
-            own = () if place.parts else place.operators
-            named = ("::".join(name.split(".")[:2]) for name in own)
-            operators |= {name: op for name in named if name not in AMBIGUOUS}
+        known = ((op, target) for op, binding in table.items() for target in binding.targets)
+        named = ((name, op) for op, target in known for name in target.profiled)
+        operators = {name: op for name, op in named if name not in AMBIGUOUS}
         plan = worker.vllm_fl_engine.plan
         foreign, taken = layers.foreign_layers(), layers.taken_layers(plan)
         left = {
@@ -179,7 +175,7 @@ class Profiling:
             "graphs": [
                 op
                 for op, binding in table.items()
-                if binding.places and all(isinstance(p, GraphPlace) for p in binding.places)
+                if binding.targets and not any(target.seen_live for target in binding.targets)
             ],
             "left": left,
             "refused": sorted({f"{op}/{impl}" for op, impl in plan.record.refusals}),

@@ -10,14 +10,12 @@ import torch
 
 from vllm_fl.contracts.binding import (
     Binding,
-    FunctionPlace,
-    FusionPlace,
-    GraphPlace,
-    LayerPlace,
-    OperatorPlace,
+    FunctionTarget,
+    FusionTarget,
+    OperatorTarget,
 )
-from vllm_fl.integration.places import stock_form
-from vllm_fl.integration.seams import functions, operators
+from vllm_fl.integration.patchers import functions, operators
+from vllm_fl.integration.targets import stock_form
 from vllm_fl.settings.policy import Mode
 
 if TYPE_CHECKING:
@@ -37,30 +35,29 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
 
     Args:
         op: the op.
-        binding: its places.
+        binding: its targets.
         mode: how the engine runs the model.
         device: the engine's.
     """
     _import_kernels()
     granted = frozenset(
         name
-        for place in binding.places
-        if isinstance(place, OperatorPlace)
-        for name in place.grants
+        for target in binding.targets
+        if isinstance(target, OperatorTarget)
+        for name in target.grants
     )
     natives = [
-        stock_form(op, place.native, granted if isinstance(place, FusionPlace) else frozenset())
-        for place in binding.places
-        if isinstance(place, LayerPlace | GraphPlace | FusionPlace)
+        stock_form(op, target.plain, granted if target.puts_operators else frozenset())
+        for target in binding.targets
     ]
     on_cpu: list[OpImpl | None] = []
     kernels: list[OpImpl | None] = []
-    for place in binding.places:
-        used = device.type == "cpu" and isinstance(place, OperatorPlace) and place.on_cpu
-        (on_cpu if used else kernels).append(_opaque(op, place, device))
+    for target in binding.targets:
+        used = device.type == "cpu" and target.on_cpu
+        (on_cpu if used else kernels).append(_opaque(op, target, device))
     if mode == "compiled":
         ordered = [*natives, *on_cpu, *kernels]
-    elif any(isinstance(place, FusionPlace | GraphPlace) for place in binding.places):
+    elif not all(target.seen_live for target in binding.targets):
         return ()
     elif device.type == "cpu":
         ordered = [*on_cpu, *natives, *kernels]
@@ -83,25 +80,25 @@ def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., 
         binding: the op's.
         forms: what `stock_forms` gave for it.
     """
-    places = [place for place in binding.places if isinstance(place, FusionPlace)]
-    less = {place.native: place.apart for place in places if place.apart is not None}
+    targets = [target for target in binding.targets if isinstance(target, FusionTarget)]
+    less = {target.native: target.apart for target in targets if target.apart is not None}
     return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
 
 
-def _opaque(op: str, place: object, device: torch.device) -> OpImpl | None:
+def _opaque(op: str, target: object, device: torch.device) -> OpImpl | None:
     """The form that is a kernel or a function of vLLM's, which no compiler looks into."""
     own: Callable[..., object] | None
-    if isinstance(place, OperatorPlace | FunctionPlace) and place.within:
+    if isinstance(target, OperatorTarget | FunctionTarget) and target.within:
         return None
-    if isinstance(place, OperatorPlace):
-        own = operators.own(place, device)
-    elif isinstance(place, FunctionPlace):
-        own = functions.own(place)
+    if isinstance(target, OperatorTarget):
+        own = operators.own(target, device)
+    elif isinstance(target, FunctionTarget):
+        own = functions.own(target)
     else:
         return None
     if own is None:
         return None
-    return stock_form(op, place.native(own), frozenset(place.grants), traceable=False)
+    return stock_form(op, target.native(own), frozenset(target.grants), traceable=False)
 
 
 def _import_kernels() -> None:

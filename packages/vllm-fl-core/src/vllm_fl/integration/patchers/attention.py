@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ...contracts.targets import AttentionTarget
 from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
@@ -13,10 +16,13 @@ from ...errors import AllFailedError
 from ...logs import get_logger
 from ...plugins.attention import ATTENTION
 from ...plugins.types import AttentionImpl, AttentionRequest
+from ..patcher import Patcher, WhyNot
 from . import classes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from ..engines import Engine
 
 FIELDS = ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse")
 """The fields that vLLM's selector has in every release; what else it has are extras."""
@@ -63,21 +69,6 @@ def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
         return any(token.matches(impl) for token in before)
 
     return classes.refusals(ATTENTION, facts.attention, "this model", among=asked)
-
-
-def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why the plan's attention backend cannot be used in this process.
-
-    The class is imported here, before a layer is built on it.
-    """
-    request = facts.attention
-    if request is None:
-        return {}
-    return {
-        (ATTENTION, impl.impl_id): problem
-        for impl in plan.entries[ATTENTION].classes(AttentionImpl)[:1]
-        if (problem := classes.class_of(impl, ATTENTION, request, _problem)[2])
-    }
 
 
 def choose(
@@ -127,15 +118,6 @@ def choose(
     return None
 
 
-def forget_choices() -> None:
-    """Let vLLM ask again: it keeps answers by request alone, whichever engine they were for."""
-    from vllm.v1.attention import selector
-
-    cached = getattr(selector, "_cached_get_attn_backend", None)
-    if cached is not None:
-        cached.cache_clear()
-
-
 def _note_fallback(plan: Plan, impl_id: str, causes: list[Any]) -> None:
     if causes:  # one per distinct request: vLLM keeps the answer
         plan.fallbacks[ATTENTION, impl_id] += 1
@@ -160,3 +142,37 @@ def _problem(path: str, cls: Any) -> str:
         f"{path}.get_name() is {name!r}, which is no key of vLLM's AttentionBackendEnum: keep the "
         "parent's name, or return 'CUSTOM'"
     )
+
+
+class Attention(Patcher):
+    """Chooses the attention backend of each layer that vLLM builds."""
+
+    kind = AttentionTarget
+
+    def request(self, vllm_config: VllmConfig, /, *_: Any, compiled: bool) -> dict[str, Any]:
+        return {"attention": model_request(vllm_config) if vllm_config.model_config else None}
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        told = facts.attention_backend
+        notes = {} if told is None else {ATTENTION: f"attention_config.backend is {told}"}
+        return WhyNot(notes, refusals(facts))
+
+    def faults(self, plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
+        request = facts.attention
+        if request is None:
+            return {}
+        return {
+            (ATTENTION, impl.impl_id): problem
+            for impl in plan.entries[ATTENTION].classes(AttentionImpl)[:1]
+            if (problem := classes.class_of(impl, ATTENTION, request, _problem)[2])
+        }
+
+    @contextmanager
+    def building(self, engine: Engine) -> Iterator[None]:
+        """Let vLLM ask again: it keeps answers only by request, whichever engine they were for."""
+        from vllm.v1.attention import selector
+
+        cached = getattr(selector, "_cached_get_attn_backend", None)
+        if cached is not None:
+            cached.cache_clear()
+        yield

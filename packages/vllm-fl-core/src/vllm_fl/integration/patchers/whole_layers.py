@@ -8,8 +8,8 @@ the next engine of the process may have another plan.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,19 @@ from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from ...dispatch import get_default_manager
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
-from ...errors import PlaceError
+from ...errors import TargetError
 from ...logs import get_logger
 from ...plugins.types import LayerImpl, LayerRequest
 from ...settings.policy import closest
 from ..compat import declared_layers, vllm_folders, vllm_version
+from ..patcher import Patcher, WhyNot
 from . import classes
-from .layers import OURS, layer_table, owner_of, taken_layers
+from .layers import OURS, layer_table, oot_note, owner_of, taken_layers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from ..engines import Engine
 
 ASKED_OF_THE_CLASS = {
     "MMEncoderAttention": ("maybe_compute_seq_lens", "maybe_recompute_cu_seqlens")
@@ -93,51 +96,10 @@ def known() -> dict[str, str]:
     }
 
 
-def names() -> frozenset[str]:
-    """What a list of layers may hold beside what is imported: names of classes, and registered."""
-    brought = get_default_manager().registry.snapshot().layers
-    return frozenset({*brought, *_declared(), *_declared().values()})
-
-
 @cache
 def _declared() -> dict[str, str]:
     """The classes that this vLLM's source registers as layers -> the names."""
     return {layer.cls: layer.registered for layer in declared_layers(vllm_folders())}
-
-
-def note(name: str, registered: str, facts: EngineFacts) -> str:
-    """What leaves the layer as it is, beside our own settings; or empty."""
-    cls = _vllms_classes().get(name)
-    if cls is None or not issubclass(cls, CustomOp):
-        return ""  # `custom_ops` speaks of CustomOps alone
-    return facts.custom_op_note(registered)
-
-
-def faults(plan: Plan) -> dict[tuple[str, str], str]:
-    """(layer, impl id) -> why a class that the plan chose cannot be used in this process.
-
-    The classes are imported here, before a layer is built.
-    """
-    return {
-        (name, impl.impl_id): problem
-        for name, impl in plan.layers.items()
-        if (problem := _chosen(impl)[2])
-    }
-
-
-def custom_ops(plan: Plan) -> list[str]:
-    """The registered names of those of the plan's whole layers that `custom_ops` turns on and off.
-
-    A name that layers of an op of ours have too is left out: turning it on would change those.
-    """
-    ops = {layer.registered for layer in layer_table()}
-    vllms = _vllms_classes()
-    bases = (vllms.get(name) for name in plan.layers)
-    return [
-        base.name
-        for base in bases
-        if base is not None and issubclass(base, CustomOp) and base.name not in ops
-    ]
 
 
 @contextmanager
@@ -146,14 +108,14 @@ def in_place(plan: Plan) -> Iterator[None]:
     that another plugin has replaced and the plan takes.
 
     Raises:
-        PlaceError: another plugin has replaced one of the layers since the plan was made.
+        TargetError: another plugin has replaced one of the layers since the plan was made.
     """
     whole = {name: _chosen(impl)[0] for name, impl in plan.layers.items()}
     table: dict[str, Any] = custom_op.op_registry_oot
     with _one_at_a_time:
         for name in whole:
             if name in table and not plan.entries[name].is_foreign:
-                raise PlaceError(
+                raise TargetError(
                     f"vllm-fl: layer {name} was replaced by {owner_of(table[name])} after the plan "
                     f"chose '{plan.layers[name].impl_id}'. Leave one of the two out.",
                     op=name,
@@ -197,7 +159,7 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
         model: the model, a `torch.nn.Module`.
 
     Raises:
-        PlaceError: strict mode, and a layer is vLLM's own.
+        TargetError: strict mode, and a layer is vLLM's own.
     """
     found = {}
     for name, impl in plan.layers.items():
@@ -217,7 +179,7 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
                 f"{len(stock)} places, which are vLLM's own: {', '.join(stock[:3])}"
             )
             if plan.strict:
-                raise PlaceError(
+                raise TargetError(
                     f"{text}. Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
                     op=name,
                     impl=impl.impl_id,
@@ -225,6 +187,93 @@ def served(plan: Plan, model: Any) -> dict[str, Served]:
             plan.fallbacks[name, "stock.vllm"] += len(stock)
             log.warning("%s", text)
     return found
+
+
+class WholeLayers(Patcher):
+    """Puts a plugin's own classes for layer classes of vLLM's while the model is built."""
+
+    def layer_names(self) -> frozenset[str]:
+        """Return names of classes and registered names that vLLM need not have imported."""
+        brought = get_default_manager().registry.snapshot().layers
+        return frozenset({*brought, *_declared(), *_declared().values()})
+
+    def request(
+        self, vllm_config: VllmConfig, /, *_: Any, compiled: bool
+    ) -> dict[str, LayerRequest | None]:
+        has_model = vllm_config.model_config is not None
+        return {"layers": request_of(vllm_config, compiled=compiled) if has_model else None}
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        """Return why vLLM's own class, or another plugin's, stays, and what classes refuse."""
+        notes = {
+            name: oot_note({name, registered}, facts.settings)
+            or _user_note(name, registered, facts)
+            for name, registered in known().items()
+        }
+        return WhyNot({name: why for name, why in notes.items() if why}, refusals(facts))
+
+    def configure(
+        self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
+    ) -> Sequence[str]:
+        """Return the registered names of those of the plan's layers that are CustomOps.
+
+        A name that layers of an op of ours have too is left out: turning it on would change those.
+        """
+        ops = {layer.registered for layer in layer_table()}
+        vllms = _vllms_classes()
+        bases = (vllms.get(name) for name in plan.layers)
+        return [
+            base.name
+            for base in bases
+            if base is not None and issubclass(base, CustomOp) and base.name not in ops
+        ]
+
+    def faults(self, plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
+        return {
+            (name, impl.impl_id): problem
+            for name, impl in plan.layers.items()
+            if (problem := _chosen(impl)[2])
+        }
+
+    def building(self, engine: Engine) -> AbstractContextManager[None]:
+        return in_place(engine.plan)
+
+    def loaded(self, engine: Engine) -> None:
+        """Count the model's layers that are the plan's class, and log them on rank 0."""
+        plan, model = engine.plan, engine.model
+        counts: dict[str, int] = engine.state.setdefault(WholeLayers, {})
+        if plan.layers and model is None:
+            log.warning("This worker shows no model: whether whole layers serve in it is not known")
+        for name, found in served(plan, model).items() if model is not None else ():
+            counts[name] = found.ours
+            if engine.rank == 0:
+                _say(name, plan.layers[name].impl_id, found)
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        return {"layers": engine.state.get(WholeLayers, {})}
+
+
+def _say(name: str, impl_id: str, found: Served) -> None:
+    if not found.ours:
+        log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
+        return
+    log.info("Layer %s: %d in this model, by '%s'", name, found.ours, impl_id)
+    if found.wrapped:
+        log.warning(
+            "Layer %s: LoRA wraps %d of them, and may call their quantisation method in place "
+            "of the forward of '%s'",
+            name,
+            found.wrapped,
+            impl_id,
+        )
+
+
+def _user_note(name: str, registered: str, facts: EngineFacts) -> str:
+    """Return the setting of vLLM's that leaves the layer as it is, or nothing."""
+    cls = _vllms_classes().get(name)
+    if cls is None or not issubclass(cls, CustomOp):
+        return ""  # `custom_ops` has only CustomOps
+    return facts.custom_op_note(registered)
 
 
 def _vllms_classes() -> dict[str, type[Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...contracts.binding import Bound, FunctionPlace, OperatorPlace
+from ...contracts.binding import Bound, FunctionTarget, OperatorTarget
 
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 """(what a call gave by position, what by name) -> whether the plan leaves it to vLLM."""
@@ -14,12 +14,12 @@ Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How one plan answers the calls of a place.
+    """How one plan answers the calls of a target.
 
     Args:
         run: the op, by the parameters that the binding knows.
         leaves: asked before anything is made of a call's arguments; None where the plan leaves no
-            size to vLLM, or the place does not tell a call's.
+            size to vLLM, or the target does not tell a call's.
     """
 
     run: Bound
@@ -27,34 +27,34 @@ class Answer:
 
 
 def misfit(
-    place: OperatorPlace | FunctionPlace, names: Sequence[str], optional: Collection[str]
+    target: OperatorTarget | FunctionTarget, names: Sequence[str], optional: Collection[str]
 ) -> str:
-    """Why the parameters of a place are not those that its binding knows, or nothing.
+    """Why the parameters of a target are not those that its binding knows, or nothing.
 
     Args:
-        place: the place.
+        target: the target.
         names: its parameters in this vLLM, in order.
         optional: those of them that have a default.
     """
-    count = len(place.parameters)
-    if tuple(names[:count]) != place.parameters:
-        return f"its parameters are {', '.join(names)}; known are {', '.join(place.parameters)}"
+    count = len(target.parameters)
+    if tuple(names[:count]) != target.parameters:
+        return f"its parameters are {', '.join(names)}; known are {', '.join(target.parameters)}"
     required = [name for name in names[count:] if name not in optional]
     return f"it has further parameters without default: {', '.join(required)}" if required else ""
 
 
 def leaving(
-    place: OperatorPlace | FunctionPlace, is_stock: Callable[[int], bool] | None
+    target: OperatorTarget | FunctionTarget, is_stock: Callable[[int], bool] | None
 ) -> Leaves | None:
-    """Which calls of a place are left to vLLM on account of their size.
+    """Which calls of a target are left to vLLM on account of their size.
 
     Args:
-        place: the place.
+        target: the target.
         is_stock: what `Plan.stock_at` gave for its op.
     """
-    if is_stock is None or not place.tokens:
+    if is_stock is None or not target.tokens:
         return None
-    name, position = place.tokens, place.parameters.index(place.tokens)
+    name, position = target.tokens, target.parameters.index(target.tokens)
 
     def leaves(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A place in vLLM is one op's: the plugin that names it second is refused, by name."""
+"""A target in vLLM is one op's: the plugin that names it second is refused, by name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import (
-    AttentionPlace,
+    AttentionTarget,
     Binding,
     Contract,
-    FunctionPlace,
-    FusionPlace,
-    GraphPlace,
-    IrPlace,
-    LayerPlace,
-    OperatorPlace,
+    FunctionTarget,
+    FusionTarget,
+    GraphTarget,
+    IrTarget,
+    LayerTarget,
+    OperatorTarget,
 )
-from vllm_fl.errors import PlaceError
+from vllm_fl.errors import TargetError
 from vllm_fl.plugins.discovery import Found, discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
@@ -39,42 +39,42 @@ def same(*args: Any) -> Any:
     return args[0]
 
 
-def operator(name: str) -> OperatorPlace:
-    return OperatorPlace(name, ("x",), same, same)
+def operator(name: str) -> OperatorTarget:
+    return OperatorTarget(name, ("x",), same, same)
 
 
-def function(*paths: str) -> FunctionPlace:
-    return FunctionPlace(paths, ("x",), same, same)
+def function(*paths: str) -> FunctionTarget:
+    return FunctionTarget(paths, ("x",), same, same)
 
 
 TWICE = {
-    "IR op norm": (IrPlace("norm", same), IrPlace("norm", same)),
+    "IR op norm": (IrTarget("norm", same), IrTarget("norm", same)),
     "operator _C::norm": (operator("_C::norm"), operator("_C::norm")),
     "function vllm.a.f": (function("vllm.b.f", "vllm.a.f"), function("vllm.a.f")),
     # vLLM's registry knows a layer by its class's name, whatever module that is in.
-    "layer Norm": (LayerPlace("vllm.layers.Norm"), LayerPlace("acme.model.Norm")),
-    "pass vllm.P": (FusionPlace("vllm.P", "p", ()), FusionPlace("vllm.P", "q", ())),
-    "pass_config.p": (FusionPlace("vllm.P", "p", ()), FusionPlace("vllm.Q", "p", ())),
+    "layer Norm": (LayerTarget("vllm.layers.Norm"), LayerTarget("acme.model.Norm")),
+    "pass vllm.P": (FusionTarget("vllm.P", "p", ()), FusionTarget("vllm.P", "q", ())),
+    "pass_config.p": (FusionTarget("vllm.P", "p", ()), FusionTarget("vllm.Q", "p", ())),
     "operator aten.mm.default in graphs": (
-        GraphPlace(("aten.mm.default",), same, same),
-        GraphPlace(("aten.add.Tensor", "aten.mm.default"), same, same),
+        GraphTarget(("aten.mm.default",), same, same),
+        GraphTarget(("aten.add.Tensor", "aten.mm.default"), same, same),
     ),
     "operator aten.mul.Tensor behind silu_and_mul in graphs": (
-        GraphPlace(("aten.mul.Tensor",), same, same, parts=("silu_and_mul",)),
-        GraphPlace(("aten.mul.Tensor",), same, same, parts=("silu_and_mul",)),
+        GraphTarget(("aten.mul.Tensor",), same, same, parts=("silu_and_mul",)),
+        GraphTarget(("aten.mul.Tensor",), same, same, parts=("silu_and_mul",)),
     ),
 }
 
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
-    """`plugin(distribution, {op: its places})`: what brings these ops."""
+    """`plugin(distribution, {op: its targets})`: what brings these ops."""
 
     def made(distribution: str, ops: dict[str, Any]) -> Found:
         brought = []
-        for op, places in ops.items():
+        for op, targets in ops.items():
             module: Any = ModuleType(f"{distribution.replace('-', '_')}_{op}")
-            module.BINDING = Binding(tuple(places))
+            module.BINDING = Binding(tuple(targets))
             monkeypatch.setitem(sys.modules, module.__name__, module)
 
             def oracle(x: Any) -> Any:
@@ -90,9 +90,9 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
     return made
 
 
-@pytest.mark.parametrize("place", TWICE)
-def test_a_place_of_any_kind_is_the_first_plugins(plugin: Any, place: str) -> None:
-    first, second = TWICE[place]
+@pytest.mark.parametrize("target", TWICE)
+def test_a_place_of_any_kind_is_the_first_plugins(plugin: Any, target: str) -> None:
+    first, second = TWICE[target]
     registry = OpRegistry(EMPTY)
     mine, other = load(
         registry,
@@ -104,49 +104,49 @@ def test_a_place_of_any_kind_is_the_first_plugins(plugin: Any, place: str) -> No
     assert (mine.status, other.status) == ("ok", "partial")
     assert [*registry.snapshot().contracts] == ["acme_norm", "zenith_free"]
     error = other.error
-    assert isinstance(error, PlaceError)
+    assert isinstance(error, TargetError)
     assert (error.op, error.plugin, error.distribution) == (
         "zenith_norm",
         "fl-zenith",
         "fl-zenith 1.0",
     )
     assert (
-        f"the contract of op 'zenith_norm': {place} is a place of op 'acme_norm', of fl-acme 1.0"
+        f"the contract of op 'zenith_norm': {target} is a place of op 'acme_norm', of fl-acme 1.0"
         in str(error)
     )
 
 
 def test_places_of_our_ops_are_ours_whoever_is_loaded_first(plugin: Any) -> None:
-    stranger = plugin("fl-acme", {"acme_norm": [IrPlace("rms_norm", same)]})
+    stranger = plugin("fl-acme", {"acme_norm": [IrTarget("rms_norm", same)]})
     ours = next(f for f in discover() if f.owner.distribution == OPS)
     registry = OpRegistry(EMPTY)
     mine, ops = load(registry, [stranger, ours])
     assert (mine.status, ops.status) == ("failed", "ok")
-    assert isinstance(mine.error, PlaceError)
+    assert isinstance(mine.error, TargetError)
     assert "IR op rms_norm is a place of op 'rms_norm'" in str(mine.error)
     assert "acme_norm" not in registry.snapshot().bindings
 
 
 def test_the_attention_backends_are_no_ops_place(plugin: Any) -> None:
-    (mine,) = load(OpRegistry(EMPTY), [plugin("fl-acme", {"acme_rows": [AttentionPlace()]})])
-    assert isinstance(mine.error, PlaceError)
+    (mine,) = load(OpRegistry(EMPTY), [plugin("fl-acme", {"acme_rows": [AttentionTarget()]})])
+    assert isinstance(mine.error, TargetError)
     assert "the attention backend is a place of op 'attention_backend', of vllm-fl-core" in str(
         mine.error
     )
 
 
 def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> None:
-    place = operator("_C::norm")
+    target = operator("_C::norm")
     registry = OpRegistry(EMPTY)
-    (mine,) = load(registry, [plugin("fl-acme", {"acme_a": [place, place], "acme_b": [place]})])
+    (mine,) = load(registry, [plugin("fl-acme", {"acme_a": [target, target], "acme_b": [target]})])
     assert mine.status == "partial" and [*registry.snapshot().contracts] == ["acme_a"]
 
     def acme_c(x: Any) -> Any:
         return SPEC.oracle(x)
 
     contract = Contract(dataclasses.replace(SPEC, oracle=acme_c))
-    with pytest.raises(PlaceError, match=r"'acme_c': operator _C::norm is a place of op 'acme_a'"):
-        registry.add_contract(contract, Binding((place,)), Owner("late"))
+    with pytest.raises(TargetError, match=r"'acme_c': operator _C::norm is a place of op 'acme_a'"):
+        registry.add_contract(contract, Binding((target,)), Owner("late"))
 
 
 def test_our_own_ops_share_no_place() -> None:

@@ -12,7 +12,8 @@ model is planned and built, never while vLLM runs general plugins: it may rebind
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -21,22 +22,29 @@ import torch
 from torch import Tensor
 
 from ...contracts import OpSpec
-from ...contracts.binding import LayerPlace
+from ...contracts.binding import LayerTarget
 from ...dispatch import dispatch_method
+from ...dispatch.chain import Chain
 from ...dispatch.method import PLAN
 from ...dispatch.resolver import FOREIGN
 from ...engine.digest import code_of
+from ...engine.facts import EngineFacts
+from ...engine.opaque import mutated
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.installed import identity
+from ...settings.loading import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
-from ..places import installed_bindings, places, stock_form
-from .ir import ir_ops
+from ..patcher import Patcher, WhyNot
+from ..targets import installed_bindings, stock_form, targets
+from .ir import ir_ops, natives
 from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from ..engines import Engine
 
 log = get_logger("engine")
 
@@ -56,12 +64,12 @@ class Layer:
     Args:
         base: the class.
         op: the op.
-        place: what the op's binding says of it, or of the class that it is a subclass of.
+        target: what the op's binding says of it, or of the class that it is a subclass of.
     """
 
     base: type
     op: str
-    place: LayerPlace
+    target: LayerTarget
 
     @property
     def cls(self) -> str:
@@ -81,14 +89,14 @@ def layer_table() -> list[Layer]:
     which plans anew, has opened it. Elsewhere a model that has such a layer has imported it.
     """
     found: dict[type, Layer] = {}
-    for op, place in places(installed_bindings(), LayerPlace):
-        if opens_the_device(place.path.rpartition(".")[0]):
+    for op, target in targets(installed_bindings(), LayerTarget):
+        if opens_the_device(target.path.rpartition(".")[0]):
             continue
-        base = _found(place.path)
-        inheriting = _inheriting(base) if base is not None and place.subclasses else ()
+        base = _found(target.path)
+        inheriting = _inheriting(base) if base is not None and target.subclasses else ()
         for cls in (base, *inheriting):
             if cls is not None:
-                found.setdefault(cls, Layer(cls, op, place))
+                found.setdefault(cls, Layer(cls, op, target))
     return [*found.values()]
 
 
@@ -132,17 +140,6 @@ def _inheriting(base: type) -> list[type]:
     return found[1:]
 
 
-def known_layers() -> frozenset[str]:
-    """Every name that a list of layers may hold: vLLM's registered names and its class names."""
-    from vllm.model_executor import custom_op
-
-    registry = custom_op.op_registry
-    ours = {name for layer in layer_table() for name in (layer.cls, layer.registered)}
-    return frozenset(
-        {*registry, *(cls.__name__ for cls in registry.values()), *ours, *FORMER_LAYERS}
-    )
-
-
 def replace_layers() -> None:
     """Register our layers with vLLM, once per process. Another plugin's stay as they are.
 
@@ -180,7 +177,7 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
 def _over(layer: Layer, base: type) -> type:
     """The class of a layer with its forwards bound to the plan, made of vLLM's class or of another
     plugin's."""
-    is_foreign, place = base is not layer.base, layer.place
+    is_foreign, target = base is not layer.base, layer.target
     name = "Agnostic" * (not _is_in_tree(layer.base)) + f"{layer.cls}FL"
     name += f"Over{base.__name__}" * is_foreign
     held = globals().get(name)
@@ -189,10 +186,10 @@ def _over(layer: Layer, base: type) -> type:
     method = partial(
         dispatch_method,
         layer.op,
-        place.grants,
-        adapt=place.adapt,
-        last=stock_form(layer.op, place.native),
-        stand_in=place.stand_in,
+        target.grants,
+        adapt=target.adapt,
+        last=stock_form(layer.op, target.native),
+        stand_in=target.stand_in,
         traces_own=layer.op in ir_ops(),
         vllms=layer.base if is_foreign else None,
     )
@@ -313,6 +310,94 @@ def foreign_ops() -> dict[str, dict[str, str]]:
     for name, owner in foreign_layers().items():
         found.setdefault(ops.get(name, name), {})[name] = owner
     return found
+
+
+def oot_note(names: set[str], settings: Settings) -> str:
+    """Return the setting that leaves a layer of these names to vLLM, or nothing."""
+    if not settings.oot_enabled:
+        return "VLLM_FL_OOT_ENABLED=0"
+    if settings.oot_whitelist is not None:
+        return "" if names & set(settings.oot_whitelist) else "oot_whitelist does not name it"
+    named = sorted(names & set(settings.oot_blacklist))
+    return f"oot_blacklist names {named[0]}" if named else ""
+
+
+class Layers(Patcher):
+    """Replaces layer classes of vLLM's by subclasses whose forwards are bound to the plan."""
+
+    kind = LayerTarget
+
+    def ops(self) -> set[str]:
+        return {layer.op for layer in layer_table()}
+
+    def layer_names(self) -> frozenset[str]:
+        """Return vLLM's registered names and its class names."""
+        from vllm.model_executor import custom_op
+
+        registry = custom_op.op_registry
+        ours = {name for layer in layer_table() for name in (layer.cls, layer.registered)}
+        return frozenset(
+            {*registry, *(cls.__name__ for cls in registry.values()), *ours, *FORMER_LAYERS}
+        )
+
+    def request(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {"foreign": foreign_ops()}
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        """Return the settings that leave layers to vLLM.
+
+        An op that compiled code has as an op of vLLM's IR knows no layer there: a setting for one
+        of its layers applies to all of them.
+        """
+        notes: dict[str, str] = {}
+        kept: list[str] = []
+        layers = layer_table()
+        in_ir = ir_ops() if facts.mode == "compiled" else {}
+        for op in dict.fromkeys(layer.op for layer in layers):
+            of_op = [layer for layer in layers if layer.op == op]
+            by_layer = op not in in_ir
+            whys = {
+                layer: oot_note({layer.cls, layer.registered}, facts.settings)
+                or (facts.custom_op_note(layer.registered) if by_layer else "")
+                for layer in of_op
+            }
+            left = {layer: why for layer, why in whys.items() if why}
+            all_left = left and not by_layer and not facts.settings.oot_whitelist
+            if len(left) == len(of_op) or all_left:
+                notes[op] = next(iter(left.values()))
+            else:
+                kept += [layer.cls for layer in left if by_layer]
+        return WhyNot(ops=notes, layers=kept)
+
+    def configure(
+        self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
+    ) -> Sequence[str]:
+        enabled = (layer for layer in layer_table() if layer.target.enabled)
+        return [layer.registered for layer in enabled if not plan.is_stock(layer.op)]
+
+    def by_range(self, plan: Plan) -> dict[str, Chain]:
+        """Return the ops that are operators in compiled graphs, and write over no argument."""
+        found: dict[str, Chain] = {}
+        in_ir, own = ir_ops(), natives()
+        grants: dict[str, frozenset[str]] = {}
+        for op, target in targets(installed_bindings(), LayerTarget):
+            grants[op] = grants.get(op, frozenset()) | frozenset(target.grants)
+        for op, entry in plan.entries.items():
+            if entry.ceilings and plan.mode == "compiled" and op in grants and op not in in_ir:
+                chain = plan.chain(op, grants[op], last=stock_form(op, own.get(op)))
+                if not all(mutated(chain, variant) for variant in chain.spec.variants):
+                    found[op] = chain
+        return found
+
+    @contextmanager
+    def building(self, engine: Engine) -> Iterator[None]:
+        forget_shared_layers()
+        if not all(map(engine.plan.is_stock, engine.plan.entries)):
+            replace_layers()
+        yield
+
+    def bind(self, engine: Engine, model: torch.nn.Module) -> None:
+        bind_anew(model, engine.plan, engine.config)
 
 
 def foreign_code(plan: Plan) -> dict[str, list[str]]:

@@ -1,8 +1,8 @@
-"""Places that a process has once for all its engines: kernels of torch operators, functions.
+"""Targets that a process has once for all its engines: kernels of torch operators, functions.
 
-What stands in such a place for an engine's plan finds the engine by who is calling (`engines.now`).
-Who has no plan for it gets what stood there before. So do calls that are not the op, and those that
-an implementation makes itself.
+What stands in such a target for an engine's plan finds the engine by who is calling
+(`engines.now`). Who has no plan for it gets what stood there before. So do calls that are not the
+op, and those that an implementation makes itself.
 """
 
 from __future__ import annotations
@@ -12,38 +12,67 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ...contracts.binding import Binding, FunctionPlace, OperatorPlace
+from ...contracts.binding import Binding, FunctionTarget, OperatorTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ..engines import Choice, Engine, now
-from ..places import stock_form
+from ..engines import Engine, now
+from ..targets import stock_form
 from .arguments import Answer, known, leaving
+from .empty import Definition
 
-P = TypeVar("P", OperatorPlace, FunctionPlace)
+P = TypeVar("P", OperatorTarget, FunctionTarget)
 
 log = get_logger("engine")
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a plan does with the operators, or with the functions, that its ops' bindings name.
+
+    Args:
+        taken: op -> the targets to take.
+        left: op -> target -> why what stands there stays.
+        defined: the operators that this vLLM lacks, to be defined while the engine lives.
+    """
+
+    taken: Mapping[str, tuple[OperatorTarget | FunctionTarget, ...]]
+    left: Mapping[str, Mapping[str, str]]
+    defined: tuple[Definition, ...] = ()
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """op -> the targets that are taken, for the digest."""
+        return {op: [target.name for target in targets] for op, targets in self.taken.items()}
+
+    @property
+    def schemas(self) -> dict[str, str]:
+        """Operator -> schema of those that are defined, for the digest and the report."""
+        return {definition.name: definition.schema for definition in self.defined}
+
+
 class _Inside(threading.local):
-    """How the call of a place that a thread is in has come; None where it is in none."""
+    """How the call of a target that a thread is in has come; None where it is in none."""
 
     how: Any = None
 
 
 @dataclass(eq=False)
 class Stand(Generic[P]):
-    """What stands in one place of this process.
+    """What stands in one target of this process.
 
     Args:
-        place: the place.
+        target: the target.
         parameters: the names of all its parameters, in order.
         defaults: the values of those that have some, by name.
+
+    Attributes:
+        answers: how the plan of each engine that needs it answers calls.
     """
 
-    place: P
+    target: P
     parameters: tuple[str, ...]
     defaults: Mapping[str, Any]
-    engines: int = 0
+    answers: dict[Engine, Answer] = field(default_factory=dict)
     without_engine: int = 0
     other_arguments: int = 0
     inside: _Inside = field(default_factory=_Inside)
@@ -61,7 +90,7 @@ class Stand(Generic[P]):
         raise NotImplementedError
 
     def native(self, *args: Any, **named: Any) -> Any:
-        """What stood there before, inside a call of the place: what `stock` means in it."""
+        """What stood there before, inside a call of the target: what `stock` means in it."""
         return self.replaced(self.inside.how, *args, **named)
 
     def answering(self) -> Callable[..., Any]:
@@ -69,13 +98,14 @@ class Stand(Generic[P]):
 
         Trailing arguments that equal their parameters' defaults are left out.
         """
-        inside, replaced, count = self.inside, self.replaced, len(self.place.parameters)
+        inside, replaced, count = self.inside, self.replaced, len(self.target.parameters)
+        answers = self.answers
 
         def answered(how: Any, *args: Any, **named: Any) -> Any:
             if inside.how is not None:
                 return replaced(how, *args, **named)
             engine = now()
-            answer = None if engine is None else engine.answers.get(self)
+            answer = None if engine is None else answers.get(engine)
             if answer is None:
                 self.without_engine += engine is None
                 return replaced(how, *args, **named)
@@ -99,7 +129,7 @@ class Stand(Generic[P]):
 
 
 _standing: dict[tuple[str, str], Stand[Any]] = {}
-"""(place, dispatch key or nothing) -> what stands there, for as long as an engine needs it."""
+"""(target, dispatch key or nothing) -> what stands there, for as long as an engine needs it."""
 
 _changing = threading.Lock()
 
@@ -109,6 +139,11 @@ def standing_at(name: str, key: str = "") -> Stand[Any] | None:
     return _standing.get((name, key))
 
 
+def stands_of(engine: Engine) -> list[Stand[Any]]:
+    """What stands in targets of this process for an engine."""
+    return [stand for stand in [*_standing.values()] if engine in stand.answers]
+
+
 def choose(
     plan: Plan,
     bindings: Mapping[str, Binding],
@@ -116,25 +151,25 @@ def choose(
     note: Callable[[str], str],
     misfit: Callable[[P], str],
 ) -> Choice:
-    """Which places of one kind the engine of `plan` takes. Changes nothing.
+    """Which targets of one kind the engine of `plan` takes. Changes nothing.
 
     Args:
         plan: the plan.
-        bindings: op -> its places.
-        kind: the kind of place.
-        note: op -> why none of its places is taken, or nothing.
-        misfit: a place -> why it is not to be taken in this vLLM, or nothing.
+        bindings: op -> its targets.
+        kind: the kind of target.
+        note: op -> why none of its targets is taken, or nothing.
+        misfit: a target -> why it is not to be taken in this vLLM, or nothing.
     """
     taken: dict[str, tuple[P, ...]] = {}
     left: dict[str, dict[str, str]] = {}
     for op, binding in bindings.items():
-        places = [place for place in binding.places if isinstance(place, kind)]
-        if not places or plan.is_stock(op):
+        targets = [target for target in binding.targets if isinstance(target, kind)]
+        if not targets or plan.is_stock(op):
             continue
         why = note(op)
-        found, problems = fitting(() if why else places, misfit)
+        found, problems = fitting(() if why else targets, misfit)
         if why:
-            problems = dict.fromkeys((place.name for place in places), why)
+            problems = dict.fromkeys((target.name for target in targets), why)
         if found:
             taken[op] = tuple(found)
         if problems:
@@ -142,50 +177,50 @@ def choose(
     return Choice(taken, left)
 
 
-def fitting(places: Iterable[P], misfit: Callable[[P], str]) -> tuple[list[P], dict[str, str]]:
-    """(the places that are to be taken, by name why none of a place's forms is).
+def fitting(targets: Iterable[P], misfit: Callable[[P], str]) -> tuple[list[P], dict[str, str]]:
+    """(the targets that are to be taken, by name why none of a target's forms is).
 
-    A binding may name a place more than once, with the parameters that it has in one release and
+    A binding may name a target more than once, with the parameters that it has in one release and
     in another: the first that fits is taken.
     """
     found: dict[str, P] = {}
     problems: dict[str, str] = {}
-    for place in places:
-        if place.name in found:
+    for target in targets:
+        if target.name in found:
             continue
-        problem = misfit(place)
+        problem = misfit(target)
         if problem:
-            problems[place.name] = problem
+            problems[target.name] = problem
         else:
-            found[place.name] = place
-            problems.pop(place.name, None)
+            found[target.name] = target
+            problems.pop(target.name, None)
     return list(found.values()), problems
 
 
 def take(
     engine: Engine, chosen: Choice, install: Callable[[Any], Stand[Any]], key: str = ""
 ) -> None:
-    """Take the places that `choose` chose, for calls of this engine, until it leaves.
+    """Take the targets that `choose` chose, for calls of this engine, until it leaves.
 
     Args:
         engine: the engine.
         chosen: what it takes.
-        install: puts something into a place in which nothing of ours stands.
+        install: puts something into a target in which nothing of ours stands.
         key: the dispatch key, of operators.
     """
     plan = engine.plan
-    for op, places in chosen.taken.items():
-        for place in places:
+    for op, targets in chosen.taken.items():
+        for target in targets:
             with _changing:
-                stand = _standing.get((place.name, key))
+                stand = _standing.get((target.name, key))
                 if stand is None:
-                    stand = _standing[place.name, key] = install(place)
-                stand.engines += 1
-            grants = frozenset(place.grants)
-            last = stock_form(op, place.native(stand.native), grants)
-            bound = plan.without_layer(op, grants, last=last)
-            assert bound is not None  # `choose` leaves other ops to vLLM
-            engine.answers[stand] = Answer(place.route(bound), leaving(place, plan.stock_at(op)))
+                    stand = _standing[target.name, key] = install(target)
+                grants = frozenset(target.grants)
+                last = stock_form(op, target.native(stand.native), grants)
+                bound = plan.without_layer(op, grants, last=last)
+                assert bound is not None  # `choose` leaves other ops to vLLM
+                leaves = leaving(target, plan.stock_at(op))
+                stand.answers[engine] = Answer(target.route(bound), leaves)
             engine.on_unbind(_give_back, engine, stand, key)
     for op, left in chosen.left.items():
         for name, why in left.items():
@@ -195,10 +230,9 @@ def take(
 def _give_back(engine: Engine, stand: Stand[Any], key: str) -> None:
     """An engine has ended: what was there before is back where no other engine needs ours."""
     with _changing:
-        del engine.answers[stand]
-        stand.engines -= 1
-        if not stand.engines:
-            del _standing[stand.place.name, key]
+        del stand.answers[engine]
+        if not stand.answers:
+            del _standing[stand.target.name, key]
             stand.remove()
 
 
@@ -214,7 +248,7 @@ def report(engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]
         for op, left in chosen.left.items()
         if left
     }
-    stands = {stand.place.name: stand for stand in engine.answers}
+    stands = {stand.target.name: stand for stand in stands_of(engine)}
     for op, names in chosen.names.items():
         told.setdefault(op, {}).update({name: stands[name].told() for name in names})
     return told

@@ -1,4 +1,4 @@
-"""Places that we take: Python functions and methods of vLLM's that are neither layer nor operator.
+"""Targets that we take: Python functions and methods of vLLM's that are neither layer nor operator.
 
 A function is replaced wherever vLLM's modules look it up, once per process for all engines
 (`taking.py`). A compiler that traces a call traces vLLM's own function.
@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 
-from ...contracts.binding import Binding, FunctionPlace
+from ...contracts.binding import Binding, FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..engines import Choice, Engine
+from ..engines import Engine
+from ..patcher import Patcher
+from ..targets import installed_bindings
 from . import taking
 from .arguments import misfit
-from .lookups import target_of
+from .lookups import lookup_of
+from .taking import Choice
 
 log = get_logger("engine")
 
@@ -30,35 +33,35 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Choice:
 
     Args:
         plan: the sealed plan.
-        bindings: op -> its places.
+        bindings: op -> its targets.
     """
 
     def note(op: str) -> str:
         why = "its implementations take the calling layer, and a function has none"
         return "" if plan.callable(op) else why
 
-    return taking.choose(plan, bindings, FunctionPlace, note, _misfit)
+    return taking.choose(plan, bindings, FunctionTarget, note, _misfit)
 
 
-def own(place: FunctionPlace) -> Callable[..., Any] | None:
-    """The function of a place, as vLLM has it; None where this vLLM has none such."""
-    if _misfit(place) or taking.standing_at(place.name) is not None:
+def own(target: FunctionTarget) -> Callable[..., Any] | None:
+    """The function of a target, as vLLM has it; None where this vLLM has none such."""
+    if _misfit(target) or taking.standing_at(target.name) is not None:
         return None
-    found: Callable[..., Any] = target_of(place.name).function
+    found: Callable[..., Any] = lookup_of(target.name).function
     return found
 
 
-def _misfit(place: FunctionPlace) -> str:
-    """Why a place is not to be taken in this vLLM, or nothing."""
-    if taking.standing_at(place.name) is not None:
+def _misfit(target: FunctionTarget) -> str:
+    """Why a target is not to be taken in this vLLM, or nothing."""
+    if taking.standing_at(target.name) is not None:
         return ""  # for another engine of this process, with the same vLLM
     try:
-        function = target_of(place.name).function
+        function = lookup_of(target.name).function
         parameters = _named(function)
     except Exception as error:
         return f"this vLLM has no such function: {quote(error)}"
     optional = [p.name for p in parameters if p.default is not p.empty]
-    return misfit(place, [p.name for p in parameters], optional)
+    return misfit(target, [p.name for p in parameters], optional)
 
 
 def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -68,37 +71,37 @@ def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return [parameter for parameter in parameters if parameter.kind not in taken]
 
 
-class _Replacement(taking.Stand[FunctionPlace]):
+class _Replacement(taking.Stand[FunctionTarget]):
     """What stands in the place of one function of vLLM's in this process, wherever that is looked
     up.
 
     Attributes:
         own: vLLM's.
-        targets: where it was.
+        lookups: where it was.
     """
 
-    def __init__(self, place: FunctionPlace) -> None:
-        first = target_of(place.name)
+    def __init__(self, target: FunctionTarget) -> None:
+        first = lookup_of(target.name)
         own = self.own = first.function
-        self.targets = [first]
-        for path in place.paths[1:]:
+        self.lookups = [first]
+        for path in target.paths[1:]:
             try:
-                target = target_of(path)
+                lookup = lookup_of(path)
             except Exception as error:  # a release without this module
-                log.debug("Function %s is not looked up at %s: %s", place.name, path, quote(error))
+                log.debug("Function %s is not looked up at %s: %s", target.name, path, quote(error))
                 continue
-            if target.function is own:
-                self.targets.append(target)
+            if lookup.function is own:
+                self.lookups.append(lookup)
             else:
                 log.warning(
                     "Function %s is another one at %s, which somebody has replaced: it is left "
                     "there",
-                    place.name,
+                    target.name,
                     path,
                 )
         parameters = _named(own)
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        super().__init__(place, tuple(parameter.name for parameter in parameters), defaults)
+        super().__init__(target, tuple(parameter.name for parameter in parameters), defaults)
         answered = self.answering()
 
         @functools.wraps(own)
@@ -108,8 +111,8 @@ class _Replacement(taking.Stand[FunctionPlace]):
             return answered(True, *args, **named)
 
         self.function = function
-        for target in self.targets:
-            target.put(function)
+        for lookup in self.lookups:
+            lookup.put(function)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
         """vLLM's own function."""
@@ -117,9 +120,9 @@ class _Replacement(taking.Stand[FunctionPlace]):
 
     def remove(self) -> None:
         """Put vLLM's back. What a module has imported, or somebody has wrapped, passes calls on."""
-        for target in self.targets:
-            if target.now is self.function:
-                target.restore()
+        for lookup in self.lookups:
+            if lookup.now is self.function:
+                lookup.restore()
 
     def told(self) -> dict[str, Any]:
         """What a report says of it.
@@ -129,15 +132,31 @@ class _Replacement(taking.Stand[FunctionPlace]):
             stands now, or None; `other_arguments`, the calls that were left to vLLM's function
             since they are not the op.
         """
-        others = (target for target in self.targets if target.now is not self.function)
+        others = (lookup for lookup in self.lookups if lookup.now is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {
-            "places": len(self.targets),
+            "places": len(self.lookups),
             "replaced_after_us": next(after, None),
             "other_arguments": self.other_arguments,
         }
 
 
-def take(engine: Engine) -> None:
-    """Replace the functions that the engine has chosen, until it leaves."""
-    taking.take(engine, engine.functions, _Replacement)
+def take(engine: Engine, chosen: Choice) -> None:
+    """Replace the chosen functions until the engine leaves."""
+    taking.take(engine, chosen, _Replacement)
+
+
+class Functions(Patcher):
+    """Replaces Python functions and methods of vLLM's."""
+
+    kind = FunctionTarget
+
+    def choose(self, engine: Engine) -> dict[str, Any]:
+        chosen = engine.state[Functions] = choose(engine.plan, installed_bindings())
+        return {"functions": chosen.names}
+
+    def apply(self, engine: Engine) -> None:
+        take(engine, engine.state[Functions])
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        return {"functions": taking.report(engine, engine.state[Functions])}

@@ -1,4 +1,4 @@
-"""Which places in vLLM are an op's, by the bindings of the contracts that this process has loaded.
+"""Which targets in vLLM are an op's, by the bindings of the contracts that this process has loaded.
 
 Imports no vLLM, so that the command line and the documentation may read it anywhere.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..contracts.binding import AttentionPlace, Binding, GraphPlace, IrPlace, LayerPlace, Place
+from ..contracts.binding import AttentionTarget, Binding, Target
 from ..dispatch import get_default_manager
 from ..plugins.attention import ATTENTION
 from ..plugins.snapshot import RegistrySnapshot
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=Target)
 
 ATTENTION_LAYERS = Binding(
-    places=(AttentionPlace(),),
+    targets=(AttentionTarget(),),
     not_reached=(
         "layers for which vLLM is told a backend: --attention-backend, a backend per kind of "
         "layer, a model's or a drafter's own",
@@ -42,19 +42,19 @@ def installed_bindings() -> Mapping[str, Binding]:
     return all_bindings(get_default_manager().registry.snapshot())
 
 
-def places(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
-    """(op, place) for every place of one kind, in the order of the table."""
+def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
+    """(op, target) for every place of one kind, in the order of the table."""
     return [
-        (op, place)
+        (op, target)
         for op, binding in table.items()
-        for place in binding.places
-        if isinstance(place, kind)
+        for target in binding.targets
+        if isinstance(target, kind)
     ]
 
 
 def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
-    """(op, place) for every place of one kind of this process whose op `plan` does not leave."""
-    return [each for each in places(installed_bindings(), kind) if not plan.is_stock(each[0])]
+    """(op, target) for every place of one kind of this process whose op `plan` does not leave."""
+    return [each for each in targets(installed_bindings(), kind) if not plan.is_stock(each[0])]
 
 
 def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
@@ -74,8 +74,8 @@ def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
     reaches = any(binding.calls_operators for binding in of_planned.values())
 
     def only_layers(binding: Binding) -> bool:
-        others = [place for place in binding.places if not isinstance(place, LayerPlace)]
-        has_layers = len(others) < len(binding.places)
+        others = [target for target in binding.targets if not target.needs_layer]
+        has_layers = len(others) < len(binding.targets)
         return has_layers and not (others and (binding.when or reaches))
 
     return {op for op, binding in of_planned.items() if only_layers(binding)} - {*has}
@@ -104,9 +104,5 @@ def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
 
 
 def meets_a_compiler(binding: Binding | None) -> bool:
-    """Whether compiled code calls the op: operators and functions are called behind a compiler."""
-    return has(binding, LayerPlace, IrPlace, GraphPlace)
-
-
-def has(binding: Binding | None, *kinds: type) -> bool:
-    return binding is not None and any(isinstance(place, kinds) for place in binding.places)
+    """Return whether compiled code calls the op, and not only what runs behind a compiler."""
+    return binding is not None and any(target.reaches_compiler for target in binding.targets)

@@ -1,4 +1,4 @@
-"""Places that we take: graphs of vLLM's compiler, on devices for which vLLM has no such pass.
+"""Targets that we take: graphs of vLLM's compiler, on devices for which vLLM has no such pass.
 
 These passes run behind vLLM's own (`passes.py`), before ops of vLLM's IR are lowered: so those are
 still single nodes. Other parts of what is looked for are operators of ours there (`Plan.whole`).
@@ -17,7 +17,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from ...contracts.binding import new_node
 
 if TYPE_CHECKING:
-    from ..engines import Sites
+    from ..graphs.state import Sites
 
 
 class FindingPass(InductorPass):  # type: ignore[misc]
@@ -25,7 +25,7 @@ class FindingPass(InductorPass):  # type: ignore[misc]
 
     Args:
         fused: the op's operator, of the contract's schema.
-        own: what finds it and puts the operator there: `FusionPlace.own`.
+        own: what finds it and puts the operator there: `FusionTarget.own`.
         sites: what is counted.
     """
 

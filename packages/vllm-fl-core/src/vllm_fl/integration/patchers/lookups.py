@@ -71,7 +71,7 @@ def take_off() -> None:
 
 
 @dataclass(frozen=True)
-class Target:
+class Lookup:
     """Where a function is looked up, and what was found there.
 
     Args:
@@ -105,7 +105,7 @@ class Target:
         setattr(self.owner, self.attribute, self.held)
 
 
-def target_of(path: str) -> Target:
+def lookup_of(path: str) -> Lookup:
     """Where `path` is looked up.
 
     Raises:
@@ -125,5 +125,5 @@ def target_of(path: str) -> Target:
         found = inspect.getattr_static(owner, attribute)
         if isinstance(owner, type) and attribute not in vars(owner):
             raise AttributeError(f"{owner.__name__} inherits {attribute}")
-        return Target(owner, attribute, found)
+        return Lookup(owner, attribute, found)
     raise ModuleNotFoundError(f"there is no module {parts[0]}")

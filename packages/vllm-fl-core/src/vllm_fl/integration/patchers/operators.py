@@ -1,4 +1,4 @@
-"""Places that we take: the kernels of torch operators of vLLM's.
+"""Targets that we take: the kernels of torch operators of vLLM's.
 
 What calls an operator by name (fused mixtures of experts, models without CustomOp layers) reaches
 the planned implementation. A kernel is one per process, operator and dispatch key: there is one
@@ -15,24 +15,28 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from ...contracts import OpSpec
-from ...contracts.binding import Binding, FusionPlace, OperatorPlace
+from ...contracts.binding import Binding, OperatorTarget
 from ...engine.opaque import Watched
 from ...engine.plan import Plan
-from ...errors import PlaceError
+from ...errors import TargetError
 from ...logs import get_logger
 from ...plugins.forms import verdict_of
 from ...plugins.types import OpImpl
-from ..engines import Choice, Engine
-from ..places import places as places_of
+from ..engines import Engine
+from ..patcher import Patcher
+from ..targets import installed_bindings
+from ..targets import targets as targets_of
 from . import empty, taking
 from .arguments import misfit
 from .layers import layer_table
+from .taking import Choice
 
 log = get_logger("engine")
 
@@ -60,25 +64,25 @@ def choose(
 
     Args:
         plan: the sealed plan.
-        bindings: op -> its places.
+        bindings: op -> its targets.
         device: the worker's.
         dtype: the model's.
     """
     note, why_not = partial(operator_note, plan), partial(_misfit, key=_dispatch_key(device))
-    fitting = taking.choose(plan, bindings, OperatorPlace, note, why_not)
+    fitting = taking.choose(plan, bindings, OperatorTarget, note, why_not)
     taken, left = dict(fitting.taken), {op: dict(why) for op, why in fitting.left.items()}
     for op in fitting.taken:
         # What a pass of vLLM's compiler finds may be a call that vLLM's kernel cannot take: there
         # the chain has to be asked.
-        by_pass = any(isinstance(place, FusionPlace) for place in bindings[op].places)
+        by_pass = any(target.puts_operators for target in bindings[op].targets)
         for first in () if by_pass else _firsts(plan, op):
-            names = {place.name for place in taken[op]}
+            names = {target.name for target in taken[op]}
             calls = _calls_of(first, plan.contracts[op], names, device, dtype)
-            taken[op] = tuple(place for place in taken[op] if place.name not in calls)
+            taken[op] = tuple(target for target in taken[op] if target.name not in calls)
             why = dict.fromkeys(sorted(calls), f"{first.impl_id} calls it itself")
             left[op] = left.get(op, {}) | why
-    taken = {op: places for op, places in taken.items() if places}
-    owners = {place.name: op for op, places in taken.items() for place in places}
+    taken = {op: targets for op, targets in taken.items() if targets}
+    owners = {target.name: op for op, targets in taken.items() for target in targets}
     return Choice(taken, left, _to_define(owners, bindings, reads=plan.mode == "compiled"))
 
 
@@ -95,10 +99,10 @@ def _to_define(
 
     Args:
         taken: the operators that the plan implements.
-        bindings: op -> its places.
+        bindings: op -> its targets.
         reads: whether vLLM will read operators that it does not call, since it compiles the model.
     """
-    ops = {place.name: op for op, place in places_of(bindings, OperatorPlace)} | dict(taken)
+    ops = {target.name: op for op, target in targets_of(bindings, OperatorTarget)} | dict(taken)
     schemas = dict(empty.read_always()) if reads else {}
     schemas |= {name: schema for name in taken if (schema := empty.schema(name))}
     return tuple(
@@ -107,11 +111,11 @@ def _to_define(
     )
 
 
-def own(place: OperatorPlace, device: torch.device) -> Callable[..., Any] | None:
-    """The operator of a place, as vLLM has it; None where this vLLM has none such."""
-    if _schema(place.name) is None or _misfit(place, _dispatch_key(device)):
+def own(target: OperatorTarget, device: torch.device) -> Callable[..., Any] | None:
+    """The operator of a target, as vLLM has it; None where this vLLM has none such."""
+    if _schema(target.name) is None or _misfit(target, _dispatch_key(device)):
         return None
-    found: Callable[..., Any] = _operator(place.name)
+    found: Callable[..., Any] = _operator(target.name)
     return found
 
 
@@ -136,18 +140,18 @@ def _schema(name: str) -> Any:
         return None
 
 
-def _misfit(place: OperatorPlace, key: str) -> str:
-    """Why a place is not to be taken in this vLLM, or nothing."""
-    schema = _schema(place.name)
+def _misfit(target: OperatorTarget, key: str) -> str:
+    """Why a target is not to be taken in this vLLM, or nothing."""
+    schema = _schema(target.name)
     has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     if schema is None:
-        definable = empty.schema(place.name)
+        definable = empty.schema(target.name)
         if not definable:
             return "this vLLM has no such operator"
         schema = torch._C.parse_schema(definable)
-    elif not has_kernel(place.name, key):
+    elif not has_kernel(target.name, key):
         return f"this vLLM has no kernel of it for {key}"
-    return misfit(place, [a.name for a in schema.arguments], _defaults(schema))
+    return misfit(target, [a.name for a in schema.arguments], _defaults(schema))
 
 
 def _defaults(schema: Any) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def _calls_of(
     return {operator.name() for operator, _, _ in watched.calls}
 
 
-class _Override(taking.Stand[OperatorPlace]):
+class _Override(taking.Stand[OperatorTarget]):
     """The one override of an operator in this process, in front of the kernel that was there.
 
     Attributes:
@@ -186,24 +190,24 @@ class _Override(taking.Stand[OperatorPlace]):
         beneath: how many of them are for this key.
     """
 
-    def __init__(self, place: OperatorPlace, key: str) -> None:
+    def __init__(self, target: OperatorTarget, key: str) -> None:
         self.key = key
         for former in list(_left_behind):
-            if (former.place.name, former.key) == (place.name, key) and not former.after:
+            if (former.target.name, former.key) == (target.name, key) and not former.after:
                 former.library._destroy()
                 _left_behind.remove(former)
-        schema, before = _schema(place.name), _registered(place.name, key)
+        schema, before = _schema(target.name), _registered(target.name, key)
         names = tuple(argument.name for argument in schema.arguments)
-        super().__init__(place, names, _defaults(schema))
-        self.kernel = torch.library.get_kernel(place.name, key)
+        super().__init__(target, names, _defaults(schema))
+        self.kernel = torch.library.get_kernel(target.name, key)
         self.before, self.beneath = before or ("an unknown place",), len(before)
         if len(before) > 1:
             log.warning(
                 "Operator %s had been overridden already, by %s: that is what `stock` means there",
-                place.name,
+                target.name,
                 before[0],
             )
-        namespace, _, operator = place.name.partition("::")
+        namespace, _, operator = target.name.partition("::")
         self.library: Any = torch.library.Library(namespace, "IMPL")
         with warnings.catch_warnings():
             # torch says so at the first override of a process, and never again.
@@ -219,10 +223,10 @@ class _Override(taking.Stand[OperatorPlace]):
         except RuntimeError as error:
             if "SafeKernelFunction has been invalidated" not in str(error):
                 raise
-            raise PlaceError(
-                f"The kernel of {self.place.name} that vllm-fl replaced is gone: {self.before[0]}, "
-                "who had overridden it first, took its own back while an engine served. It must "
-                "stay until that engine is shut down.",
+            raise TargetError(
+                f"The kernel of {self.target.name} that vllm-fl replaced is gone: "
+                f"{self.before[0]}, who had overridden it first, took its own back while an engine "
+                "served. It must stay until that engine is shut down.",
                 cause=error,
             ) from error
 
@@ -236,14 +240,14 @@ class _Override(taking.Stand[OperatorPlace]):
         log.warning(
             "Operator %s was overridden after vllm-fl, by %s: vllm-fl's override stays beneath it, "
             "and passes every call on",
-            self.place.name,
+            self.target.name,
             after,
         )
 
     @property
     def after(self) -> str:
         """Who has overridden the operator after us; empty if nobody has."""
-        now = _registered(self.place.name, self.key)
+        now = _registered(self.target.name, self.key)
         return now[0] if len(now) > self.beneath + 1 else ""
 
     def told(self) -> dict[str, Any]:
@@ -257,7 +261,7 @@ class _Override(taking.Stand[OperatorPlace]):
             know another value than their default.
         """
         return {
-            "replaced": None if empty.has_ours(self.place.name) else self.before[0],
+            "replaced": None if empty.has_ours(self.target.name) else self.before[0],
             "overridden_by": self.after or None,
             "without_engine": self.without_engine,
             "other_arguments": self.other_arguments,
@@ -275,18 +279,66 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def take(engine: Engine, device: torch.device) -> None:
-    """Define and override the operators that the engine has chosen, until it leaves.
+def take(engine: Engine, chosen: Choice, device: torch.device) -> None:
+    """Define and override the chosen operators until the engine leaves.
 
     What was defined, and that nobody else has overridden meanwhile, is not there any more then.
     """
-    key, defined = _dispatch_key(device), engine.operators.defined
+    key, defined = _dispatch_key(device), chosen.defined
     empty.define(defined)
-    engine.on_unbind(lambda: empty.forget(defined, {o.place.name for o in _left_behind}))
-    taking.take(engine, engine.operators, partial(_Override, key=key), key)
+    engine.on_unbind(lambda: empty.forget(defined, {o.target.name for o in _left_behind}))
+    taking.take(engine, chosen, partial(_Override, key=key), key)
 
 
 def overriders(engine: Engine) -> dict[str, str]:
     """Operator -> who has overridden it after the engine did."""
-    overrides = [stand for stand in engine.answers if isinstance(stand, _Override)]
-    return {each.place.name: after for each in overrides if (after := each.after)}
+    overrides = (stand for stand in taking.stands_of(engine) if isinstance(stand, _Override))
+    return {each.target.name: after for each in overrides if (after := each.after)}
+
+
+@dataclass
+class _Taken:
+    """The operators of one engine.
+
+    Attributes:
+        chosen: which it overrides.
+        overriders: operator -> who has overridden it after us, as far as that was logged.
+    """
+
+    chosen: Choice
+    overriders: dict[str, str] = field(default_factory=dict)
+
+
+class Operators(Patcher):
+    """Overrides kernels of torch operators of vLLM's."""
+
+    kind = OperatorTarget
+
+    def choose(self, engine: Engine) -> dict[str, Any]:
+        dtype = engine.facts.dtype
+        assert dtype is not None  # a worker has a model
+        chosen = choose(engine.plan, installed_bindings(), engine.device, dtype)
+        engine.state[Operators] = _Taken(chosen)
+        return {"operators": chosen.names, "defined": chosen.schemas}
+
+    def apply(self, engine: Engine) -> None:
+        take(engine, engine.state[Operators].chosen, engine.device)
+
+    def loaded(self, engine: Engine) -> None:
+        """Log, once for each, whose kernels now run instead of the plan's."""
+        known: dict[str, str] = engine.state[Operators].overriders
+        for name, who in overriders(engine).items():
+            if known.get(name) != who:
+                known[name] = who
+                log.warning(
+                    "Operator %s was overridden after vllm-fl, by %s: the plan's implementation "
+                    "runs in it only if that calls it",
+                    name,
+                    who,
+                )
+
+    compiled = loaded
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        chosen: Choice = engine.state[Operators].chosen
+        return {"operators": taking.report(engine, chosen), "defined": chosen.schemas}

@@ -24,11 +24,14 @@ from ...text import quote
 from ..engines import Engine
 from ..exchange import gathered
 from ..hooks import communicator_checks
+from ..patcher import Patcher, WhyNot
 from . import classes
 from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from ..engines import Engine
 
 FACTORY = f"{__name__}.make"
 """What vLLM is told to make a group's communicator with, in the place of a class."""
@@ -297,3 +300,20 @@ def make(**arguments: Any) -> Any:
     """The communicator of one of vLLM's groups. It stands where vLLM expects a class."""
     groups = groups_now()
     return stock_class()(**arguments) if groups is None else groups.make(arguments)
+
+
+class Communicator(Patcher):
+    """Makes the communicators of vLLM's groups of ranks."""
+
+    def request(
+        self, vllm_config: VllmConfig, settings: Settings, /, *_: Any, compiled: bool
+    ) -> dict[str, Any]:
+        has_model = vllm_config.model_config is not None
+        asked = request_of(vllm_config, settings, compiled=compiled) if has_model else None
+        return {"communicator": asked}
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        return WhyNot(impls=refusals(facts))
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        return {"groups": dict(engine.groups.served) if engine.groups else {}}

@@ -1,0 +1,147 @@
+"""The base of the patchers: each replaces one kind of target in vLLM for the plan of an engine.
+
+Planning and the worker call the methods of every patcher (`patching.py` lists them), in the order
+in which they stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..contracts.targets import Target
+from .targets import installed_bindings, targets
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+    from ..dispatch.chain import Chain
+    from ..engine.facts import EngineFacts
+    from ..engine.plan import Plan
+    from ..settings.loading import Settings
+    from .engines import Engine
+
+Key = tuple[str, str]
+"""(op, impl id)."""
+
+
+class WhyNot(NamedTuple):
+    """Why a patcher does not replace targets in an engine, whatever the policy says.
+
+    Attributes:
+        ops: op -> why vLLM keeps all of it.
+        impls: (op, impl id) -> why the implementation does not take the engine.
+        layers: the classes of vLLM's that settings leave to it.
+    """
+
+    ops: Mapping[str, str] = {}
+    impls: Mapping[Key, str] = {}
+    layers: Sequence[str] = ()
+
+
+class Patcher:
+    """Replaces one kind of target. By default a method has nothing to do.
+
+    Attributes:
+        kind: the class of its targets, if bindings have them.
+    """
+
+    kind: type[Target] | None = None
+
+    def ops(self) -> Set[str]:
+        """Return the ops that have a target of this kind in this vLLM."""
+        if self.kind is None:
+            return frozenset()
+        return {op for op, _ in targets(installed_bindings(), self.kind)}
+
+    def layer_names(self) -> frozenset[str]:
+        """Return the names of layers that settings may list."""
+        return frozenset()
+
+    def note_user(self, vllm_config: VllmConfig) -> Mapping[str, Any]:
+        """Return the user's own settings of vLLM that vLLM overwrites later."""
+        return {}
+
+    def request(
+        self,
+        vllm_config: VllmConfig,
+        settings: Settings,
+        noted: Mapping[str, Any],
+        /,
+        *,
+        compiled: bool,
+    ) -> Mapping[str, Any]:
+        """Return the fields of `EngineFacts` that the patcher reads from a configuration.
+
+        Args:
+            vllm_config: the engine's configuration, which may have no model.
+            settings: the engine's settings.
+            noted: what `note_user` returned.
+            compiled: whether vLLM compiles the model.
+        """
+        return {}
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        """Return why targets are not replaced in this engine."""
+        return WhyNot()
+
+    def keep_stock(self, plan: Plan) -> Mapping[str, str]:
+        """Return planned op -> why vLLM keeps it all the same, given the other planned ops."""
+        return {}
+
+    def takes_whole(self, plan: Plan) -> frozenset[str]:
+        """Return the ops that a compiler must take whole, as operators."""
+        return frozenset()
+
+    def configure(
+        self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
+    ) -> Iterable[str]:
+        """Change the configuration for a plan. A later plan's call undoes the changes.
+
+        Args:
+            plan: the plan.
+            vllm_config: the engine's configuration.
+            entry: keeps what was changed, with the configuration.
+
+        Returns:
+            The custom ops that must be on, by vLLM's names.
+        """
+        return ()
+
+    def by_range(self, plan: Plan) -> Mapping[str, Chain]:
+        """Return op -> its candidates by rows, for ops that graphs can have by range of sizes."""
+        return {}
+
+    def faults(self, plan: Plan, facts: EngineFacts) -> Mapping[Key, str]:
+        """Return why planned classes cannot be used in this process: they are imported here."""
+        return {}
+
+    def choose(self, engine: Engine) -> Mapping[str, Any]:
+        """Choose the targets to replace, without replacing any.
+
+        Returns:
+            The part of the choice that belongs to the plan's digest.
+        """
+        return {}
+
+    def apply(self, engine: Engine) -> None:
+        """Replace the chosen targets until the engine leaves (`Engine.hold`)."""
+
+    def building(self, engine: Engine) -> AbstractContextManager[object]:
+        """While the block runs, vLLM builds the model."""
+        return nullcontext()
+
+    def bind(self, engine: Engine, model: torch.nn.Module) -> None:
+        """Bind a model that is built to the engine's plan, which is another one now."""
+
+    def loaded(self, engine: Engine) -> None:
+        """Report on the loaded model."""
+
+    def compiled(self, engine: Engine) -> None:
+        """Report on the compiled model, after vLLM's warm-up."""
+
+    def report(self, engine: Engine) -> Mapping[str, Any]:
+        """Return top-level keys of the worker's report."""
+        return {}

@@ -1,0 +1,104 @@
+"""Targets that we take: PyTorch's own operators, and vLLM's, in graphs of vLLM's compiler.
+
+What no layer of vLLM's stands for, its compiler still has as an operator, as the product of a
+linear layer. A pass of ours (`../replacing.py`) puts a planned op in its place, in the graphs of
+the sizes at which it is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...contracts.binding import GraphTarget
+from ...dispatch.chain import Chain
+from ...engine.facts import EngineFacts
+from ...engine.plan import Plan
+from ...plugins.types import BackendImplKind
+from ..engines import Engine
+from ..graphs.state import Sites, in_graphs
+from ..patcher import Patcher, WhyNot
+from ..targets import installed_bindings, planned, stock_form, targets
+from .fusions import operator_of, taken_whole
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What a plan does with one target.
+
+    Args:
+        target: the target.
+        chain: its candidates, by rows; of their code vLLM's own form alone stands in graphs.
+        operator: the op's operator, of the contract's schema.
+        sites: what is counted.
+    """
+
+    target: GraphTarget
+    chain: Chain
+    operator: Callable[..., Any]
+    sites: Sites
+
+
+def operator(name: str) -> Any:
+    """The operator of a target, as `aten.mm.default`; None where there is none."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
+    return plan.chain(op, last=stock_form(op, target.native))
+
+
+class TorchOperators(Patcher):
+    """Puts planned ops in the place of operators in graphs."""
+
+    kind = GraphTarget
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        known = targets(installed_bindings(), GraphTarget)
+        if facts.mode == "eager":
+            why = "only in compiled mode: a pass of ours puts it into graphs"
+        elif not facts.by_range:
+            why = "this engine's compiler runs no pass of ours over its graphs"
+        elif facts.batch_invariant:
+            why = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
+        else:
+            why = "this vLLM has no such operator"
+            known = [each for each in known if not any(map(operator, each[1].operators))]
+        return WhyNot({op: why for op, _ in known})
+
+    def keep_stock(self, plan: Plan) -> dict[str, str]:
+        """Return the ops whose operator stays.
+
+        A reference is no better than that. And a part that is planned itself is an operator of
+        ours.
+        """
+        found: dict[str, str] = {}
+        for op, target in planned(plan, GraphTarget):
+            if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
+                found[op] = "its operator is in the graphs already"
+            elif ours := [part for part in target.parts if not plan.is_stock(part)]:
+                found[op] = f"{ours[0]} is planned itself: vLLM's own code is not there to be found"
+        return found
+
+    def by_range(self, plan: Plan) -> dict[str, Chain]:
+        return {
+            op: taken_whole(_chain(plan, op, target))
+            for op, target in planned(plan, GraphTarget)
+            if plan.is_partly_stock(op)
+        }
+
+    def apply(self, engine: Engine) -> None:
+        """Create the operators now: graphs from vLLM's cache call them, too."""
+        plan, known = engine.plan, in_graphs(engine)
+        known.replaced = []
+        for op, target in planned(plan, GraphTarget):
+            chain = _chain(plan, op, target)
+            sites = known.sites[op] = Sites()
+            made = Replaced(target, taken_whole(chain), operator_of(plan, chain), sites)
+            known.replaced.append(made)

@@ -1,0 +1,74 @@
+"""The patchers, in the order in which they change vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .patcher import Patcher, WhyNot
+from .patchers.attention import Attention
+from .patchers.communicator import Communicator
+from .patchers.functions import Functions
+from .patchers.fusions import Fusions
+from .patchers.ir import Ir
+from .patchers.layers import Layers
+from .patchers.operators import Operators
+from .patchers.torch_operators import TorchOperators
+from .patchers.whole_layers import WholeLayers
+
+if TYPE_CHECKING:
+    from ..dispatch.chain import Chain
+    from ..engine.facts import EngineFacts
+    from ..engine.plan import Plan
+    from .engines import Engine
+
+PATCHERS: tuple[Patcher, ...] = (
+    Layers(),
+    WholeLayers(),
+    Attention(),
+    Communicator(),
+    Ir(),
+    Operators(),
+    Functions(),
+    Fusions(),
+    TorchOperators(),
+)
+
+
+def why_not(facts: EngineFacts) -> WhyNot:
+    """Return every patcher's reasons not to replace targets in this engine."""
+    ops: dict[str, str] = {}
+    impls: dict[tuple[str, str], str] = {}
+    layers: list[str] = []
+    for patcher in PATCHERS:
+        found = patcher.why_not(facts)
+        ops |= found.ops
+        impls |= found.impls
+        layers += found.layers
+    return WhyNot(ops, impls, layers)
+
+
+def by_range(plan: Plan) -> dict[str, Chain]:
+    """Return every patcher's ops that graphs can have by range of sizes, in the plan's order."""
+    found = {op: chain for each in PATCHERS for op, chain in each.by_range(plan).items()}
+    return {op: found[op] for op in plan.entries if op in found}
+
+
+def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
+    """Return the planned classes that cannot be used in this process: (op, impl id) -> why."""
+    return {key: why for each in PATCHERS for key, why in each.faults(plan, facts).items()}
+
+
+@contextmanager
+def building(engine: Engine) -> Iterator[None]:
+    """While the block runs, vLLM builds the model with every patcher's classes."""
+    with ExitStack() as stack:
+        for patcher in PATCHERS:
+            stack.enter_context(patcher.building(engine))
+        yield
+
+
+def report(engine: Engine) -> dict[str, Any]:
+    """Return what the patchers add to the worker's report."""
+    return {key: told for each in PATCHERS for key, told in each.report(engine).items()}
