@@ -53,7 +53,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         role = Role(impl, captured=TOKENS)
         with patch.object(graphs, "captured", timed(graphs.captured, took)):
             found = find_faults(Request([role], torch.bfloat16, device, served, seed=0))
-        problem = "; ".join(why for why, _ in found.faults.values())
+        problem = "; ".join(each.reason for each in found.objections.values())
         if impl.op_name in ALWAYS and not took:
             problem = problem or "it was not captured"
         case = f"{impl.op_name} {impl.impl_id}: {len(took)} forms captured and replayed twice"
@@ -124,19 +124,19 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
         impl = OpImpl(*key, BackendImplKind.VENDOR, fn, "acme")
         stream = torch.cuda.current_stream()
         role = Role(impl, captured=TOKENS)
-        found = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).faults
-        why = found.get(key, ("not found",))[0]
+        found = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).objections
+        why = found[key].reason if key in found else "not found"
         yield f"{fn.__name__}: {why[:150]}", "" if why.startswith(said) else why
         problem = "" if torch.cuda.current_stream() == stream else "another stream is current"
         try:
             torch.rand(8, device=device)
             torch.cuda.empty_cache()
             role = Role(OpImpl(*key, BackendImplKind.VENDOR, right, "acme"), captured=TOKENS)
-            again = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).faults
+            again = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).objections
         except Exception as error:
             yield f"after {fn.__name__}", f"{type(error).__name__}: {error}"
             continue
-        problem = problem or "; ".join(why for why, _ in again.values())
+        problem = problem or "; ".join(each.reason for each in again.values())
         yield f"after {fn.__name__} the next one is captured", problem
 
 
@@ -158,7 +158,7 @@ def corpus_in_graphs() -> Iterator[tuple[str, str]]:
         for captured in (0, TOKENS):
             role, device = Role(wrong.impl(), captured=captured), torch.device("cuda")
             found = find_faults(Request([role], torch.bfloat16, device, wrong.sizes, seed=0))
-            said.append(found.faults.get(key, ("",))[0])
+            said.append(found.objections[key].reason if key in found.objections else "")
         eager, why = said
         outcome = "named" if why else "passes"
         problem = f"taken out without a graph: {eager}" if eager else ""

@@ -72,10 +72,11 @@ def test_a_result_that_is_no_plain_tensor_is_named_and_the_next_is_tried() -> No
     good = [kernel("good", lambda result: result), kernel("owner", nn.Parameter)]
     found = find_faults(
         Request([*map(Role, [*impls, *good])], torch.float32, CPU, SIZES, seconds=0.0)
-    ).faults
+    ).objections
     assert set(found) == {("silu_and_mul", impl.impl_id) for impl in impls}
-    for said, (why, _) in zip(ODD, found.values(), strict=True):
-        assert f"the result is {said}" in why and "expected a plain tensor" in why
+    for said, fault in zip(ODD, found.values(), strict=True):
+        assert f"the result is {said}" in fault.reason
+        assert "expected a plain tensor" in fault.reason
 
 
 class Layer(nn.Module):

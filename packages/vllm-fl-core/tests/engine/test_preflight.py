@@ -25,6 +25,7 @@ from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare
 from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SIZES = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 2048))
@@ -98,9 +99,9 @@ def overwrites_its_input(x: Tensor) -> Tensor:
 
 def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> str | None:
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
-    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, compares=compares)).faults
-    assert set(found) <= {("silu_and_mul", "vendor.acme")}
-    return found["silu_and_mul", "vendor.acme"][0] if found else None
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, compares=compares))
+    assert set(found.objections) <= {("silu_and_mul", "vendor.acme")}
+    return next((objection.reason for objection in found.objections.values()), None)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +139,8 @@ def test_run_only_runs() -> None:
 def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
     impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
     found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES))
-    assert not found.faults, "it is right, and of no use"
-    assert found.refused == {("silu_and_mul", "vendor.acme"): "1 x 2*512, bfloat16: no 2-D"}
+    why = "it refuses every call of this model (1 x 2*512, bfloat16: no 2-D)"
+    assert found.objections == {("silu_and_mul", "vendor.acme"): Objection("FL412", why)}
 
 
 @pytest.mark.parametrize(
@@ -168,10 +169,11 @@ def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked
     given: dict[str, Any] = {"provided": {"rms_norm": provided}, "seconds": 0.0}
     request = Request([Role(impl)], torch.bfloat16, CPU, replace(SIZES, tokens=(1, 64)), **given)
     found = find_faults(request)
-    assert seen == asked and not found.faults and not found.refused
+    assert seen == asked and not found.objections
     refused.add(torch.float32)
     found = find_faults(request)
-    assert not found.faults and bool(found.refused) == (asked == {torch.float32})
+    codes = [objection.code for objection in found.objections.values()]
+    assert codes == ["FL412"] * (asked == {torch.float32})
 
 
 def test_one_that_refuses_an_edge_only_passes() -> None:
@@ -250,8 +252,8 @@ def fault(
 ) -> str | None:
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
     role = Role(impl, compiled=compiled)
-    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, backend="aot_eager")).faults
-    return found[op, "vendor.acme"][0] if found else None
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, backend="aot_eager"))
+    return next((objection.reason for objection in found.objections.values()), None)
 
 
 @pytest.mark.parametrize(("op", "fn"), [("rms_norm", norm), ("rotary_embedding", rope)])
@@ -326,7 +328,7 @@ def test_what_is_wrong_at_far_positions_only() -> None:
 def test_fewer_batches_than_usual_are_remarked() -> None:
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, sound, "acme")
     found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, seconds=-1.0))
-    assert not found.faults
+    assert not found.objections
     assert found.remarks == ["fewer batches than usual: silu_and_mul of vendor.acme"]
 
 
@@ -427,12 +429,14 @@ def test_what_is_wrong_in_a_captured_graph_alone(
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     key = "silu_and_mul", "vendor.acme"
     sizes = replace(SIZES, tokens=(1, 64))
-    assert not find_faults(Request([Role(impl)], torch.bfloat16, CPU, sizes, seconds=0.0)).faults
+    assert not find_faults(
+        Request([Role(impl)], torch.bfloat16, CPU, sizes, seconds=0.0)
+    ).objections
     role = Role(impl, captured=64)
-    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, seconds=0.0)).faults
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, seconds=0.0)).objections
     assert list(found) == ([] if said is None else [key])
     if said is not None:
-        assert found[key][0].startswith(said)
+        assert found[key].reason.startswith(said)
 
 
 def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
@@ -441,7 +445,7 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     for most, faults in ((64, 0), (math.inf, 1)):
         request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, seconds=0.0)
-        assert len(find_faults(request).faults) == faults
+        assert len(find_faults(request).objections) == faults
 
 
 def test_each_is_tried_with_batches_of_its_own_rows() -> None:
@@ -456,7 +460,7 @@ def test_each_is_tried_with_batches_of_its_own_rows() -> None:
     )
     roles = [Role(small, most=512), Role(replace(large, fn=sound), least=513)]
     request = Request(roles, torch.bfloat16, CPU, SIZES, seconds=0.0)
-    assert not find_faults(request).faults
+    assert not find_faults(request).objections
 
 
 def test_the_host_computes_with_few_threads_beside_a_device() -> None:

@@ -91,7 +91,7 @@ def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_leaves_nothing_to_compile_of_what_serves(compares: bool) -> None:
     kernel = Compiling()
     found = kernel.start(warm=True, compares=compares)
-    assert not found.faults and not any("warmed" in remark for remark in found.remarks)
+    assert not found.objections and not any("warmed" in remark for remark in found.remarks)
     assert not kernel.compiles_later()
 
 
@@ -104,8 +104,8 @@ def test_what_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_raises_at_a_size_of_the_warm_up_is_a_fault() -> None:
-    found = Compiling(raises_at=2040).start(warm=True).faults
-    assert found[KEY][0] == (
+    found = Compiling(raises_at=2040).start(warm=True).objections
+    assert found[KEY].reason == (
         "it raised RuntimeError: out of shared memory (2040 x 2*12, bfloat16, warming up)"
     )
-    assert not Compiling(raises_at=2040).start(warm=False).faults
+    assert not Compiling(raises_at=2040).start(warm=False).objections

@@ -24,6 +24,7 @@ from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.integration import places, verifying
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.verifying import planned_for_nothing
+from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
 
@@ -81,25 +82,26 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     answering: Answering,
 ) -> None:
     """It is measured only where somebody asks for it."""
-    faults = {(OP, "vendor.wrong"): ("it is wrong", None)}
-    asked = answering(Findings(faults, variant={KEY: "not batch-invariant: 1 row"}))
+    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
+    wrong = Objection("FL410", "it is wrong")
+    rejected = Objection("FL412", why, ends_strict=False)
+    asked = answering(Findings({(OP, "vendor.wrong"): wrong, KEY: rejected}))
     plan = planning(managing(silu("vendor.wrong"), silu("vendor.acme"), silu("vendor.emca")))
     env = {"VLLM_FL_REQUIRE": "batch_invariant", "VLLM_FL_PREFLIGHT": "verify"}
     verdict = preflight_of(env=env).verdict(plan, {})
     assert set(verdict.faults) == {(OP, "vendor.wrong")}
-    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
     assert verdict.rejections == {KEY: why}
     preflight_of().verdict(plan, {})
-    assert [request.invariant for request in asked] == [True, False]
+    assert [request.requires for request in asked] == ["VLLM_FL_REQUIRE=batch_invariant", ""]
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
     answering: Answering, strict: bool
 ) -> None:
-    answering(Findings(refused={KEY: "1 x 640: odd"}))
-    verdict = preflight_of().verdict(planning(managing(silu("vendor.acme"), strict=strict)), {})
     why = "it refuses every call of this model (1 x 640: odd)"
+    answering(Findings({KEY: Objection("FL412", why)}))
+    verdict = preflight_of().verdict(planning(managing(silu("vendor.acme"), strict=strict)), {})
     assert verdict.rejections == {KEY: why} and not verdict.faults
     assert (why in verdict.failure) is strict
 
@@ -107,7 +109,7 @@ def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_what_any_row_may_call_is_verified_once(answering: Answering, mode: Any) -> None:
     """And in compiled mode as compiled, what a row begins with."""
-    asked = answering(Findings({KEY: ("wrong", None)}))
+    asked = answering(Findings({KEY: Objection("FL410", "wrong")}))
     impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
     order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
     manager = managing(*impls, per_op_order={OP: order})

@@ -158,7 +158,7 @@ def test_a_kernel_that_is_wrong_at_a_served_size_is_taken_out_at_start(name: str
     found = find_faults(
         Request([Role(wrong(op, change))], torch.bfloat16, CPU, SIZES, seed=1, seconds=0.0)
     )
-    assert [op for op, _ in found.faults] == [op]
+    assert [op for op, _ in found.objections] == [op]
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_a_kernel_that_is_wrong_at_a_served_size_is_taken_out_at_start(name: str
 def test_the_right_one_stays(op: str) -> None:
     impl = oracle_impl(contracts()[op])
     found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, seed=1, seconds=0.0))
-    assert not found.faults and not found.refused
+    assert not found.objections
 
 
 def test_of_experts_all_are_tried_and_all_features() -> None:
@@ -202,7 +202,7 @@ def test_a_start_names_an_op_without_a_call_of_the_model() -> None:
     found = find_faults(
         Request([Role(impl)], torch.bfloat16, CPU, ModelSizes(hidden=64), seed=1, seconds=0.0)
     )
-    assert "not verified at its sizes: causal_conv1d" in found.remarks and not found.faults
+    assert "not verified at its sizes: causal_conv1d" in found.remarks and not found.objections
 
 
 @pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)

@@ -58,8 +58,8 @@ def fault(
     impl: OpImpl, dtype: torch.dtype = torch.bfloat16, seconds: float = 0.2, compiled: Any = None
 ) -> str | None:
     request = Request([Role(impl, compiled=compiled)], dtype, CPU, SIZES, seed=1, seconds=seconds)
-    found = find_faults(dataclasses.replace(request, backend="aot_eager")).faults
-    return next((why for why, _ in found.values()), None)
+    found = find_faults(dataclasses.replace(request, backend="aot_eager")).objections
+    return next((each.reason for each in found.values()), None)
 
 
 @PER_RIGHT

@@ -59,9 +59,7 @@ def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) ->
     findings = preflight.find_faults(
         Request(roles, dtype, device, like.sizes, backend=like.backend, seed=SEED)
     )
-    faults = {impl_id: reason for (_, impl_id), (reason, _) in findings.faults.items()}
-    # Who refuses every call that the model makes is taken out as well: it is rejected by name.
-    return {**{impl_id: reason for (_, impl_id), reason in findings.refused.items()}, **faults}
+    return {impl_id: found.reason for (_, impl_id), found in findings.objections.items()}
 
 
 def _prepare(wrong: Wrong) -> None:

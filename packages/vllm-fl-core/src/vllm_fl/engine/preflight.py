@@ -27,6 +27,7 @@ from ..contracts import OpSpec, Sample
 from ..contracts.batches import POOL, Order
 from ..logs import get_logger
 from ..plugins import breadcrumb
+from ..plugins.inspection import FAILED, REJECTED, Key, Objection
 from ..plugins.types import OpImpl
 from ..text import few
 from . import graphs, launches, process_state
@@ -93,21 +94,15 @@ class Findings:
     """What was found.
 
     Args:
-        faults: (op, impl id) -> (why it must not serve, its exception or None).
+        objections: (op, impl id) -> why it must not serve.
         remarks: what was not looked at, one phrase each, for the report.
-        refused: (op, impl id) -> a reason, of those that refuse every call which the model makes:
-            these are right, and of no use here.
         smaller: op -> what of its calls was tried in a smaller size than the model's, one phrase
             each; empty where none of them was.
-        variant: (op, impl id) -> why it may not serve where only batch-invariant implementations
-            may, of those without a fault that take some call; empty where any may.
     """
 
-    faults: dict[tuple[str, str], tuple[str, BaseException | None]] = field(default_factory=dict)
+    objections: dict[Key, Objection] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
-    refused: dict[tuple[str, str], str] = field(default_factory=dict)
     smaller: dict[str, list[str]] = field(default_factory=dict)
-    variant: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def find_faults(request: Request) -> Findings:
@@ -118,16 +113,9 @@ def find_faults(request: Request) -> Findings:
     with threads, breadcrumb.Watchdog(log) as watch, request.trials() as trials:
         start = _Start(request, watch)
         for role in request.roles:
-            own = trials[role.calls]
-            try:
-                _look(start, role, own)
-            except Refusal as refusal:
-                found.refused[role.key] = str(refusal)
-            except Fault as fault:
-                found.faults[role.key] = fault.why, fault.error
-            else:
-                if request.invariant and (why := variance(request, role, own)):
-                    found.variant[role.key] = why
+            objection = _look(start, role, trials[role.calls])
+            if objection is not None:
+                found.objections[role.key] = objection
         ops = defaultdict[str, list[Trials]](list)
         for (op, *_), some in trials.items():
             ops[op] += some
@@ -189,26 +177,29 @@ class _Start:
         return time.monotonic() - self._compiling_since < seconds
 
 
-def _look(start: _Start, role: Role, trials: Sequence[Trials]) -> None:
-    """Run one implementation in each dtype of its op.
-
-    Raises:
-        Refusal: it takes none of the served model's calls in any of them.
-        Fault: it must not serve.
-    """
+def _look(start: _Start, role: Role, trials: Sequence[Trials]) -> Objection | None:
+    """Run one implementation in each dtype of its op, and return why it must not serve."""
+    request = start.request
     if not trials:
-        spec, dtype = start.request.specs[role.impl.op_name], dtype_name(start.request.dtype)
-        known = ", ".join(spec.dtypes)
-        raise Fault(f"the contract of its op is for {known}, not for {dtype}")
+        known, dtype = request.specs[role.impl.op_name].dtypes, dtype_name(request.dtype)
+        return Objection(
+            FAILED, f"the contract of its op is for {', '.join(known)}, not for {dtype}"
+        )
     refusals = []
     for each in trials:
         try:
             with role.running("the verification"):
                 _Run(start, role, each, len(trials)).check()
         except Refusal as refusal:
-            refusals.append(refusal)
+            refusals.append(str(refusal))
+        except Fault as fault:
+            return Objection(FAILED, fault.why)
     if len(refusals) == len(trials):
-        raise refusals[0]
+        return Objection(REJECTED, f"it refuses every call of this model ({refusals[0]})")
+    if request.requires and (why := variance(request, role, trials)):
+        reason = f"{request.requires}, and it is {why}"
+        return Objection(REJECTED, reason, ends_strict=False)
+    return None
 
 
 class _Run:

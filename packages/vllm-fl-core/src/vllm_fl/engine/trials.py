@@ -104,7 +104,8 @@ class Request:
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
         launched: what a call launches on a device, as `launches.launched`, which knows Triton's
             kernels alone.
-        invariant: whether only batch-invariant implementations may serve.
+        requires: the setting that allows only batch-invariant implementations, for messages; empty
+            if there is none.
         tried: what is tried, as far as time decides it.
     """
 
@@ -120,7 +121,7 @@ class Request:
     seconds: float = field(default_factory=lambda: SECONDS)
     provided: Mapping[str, Provided] = field(default_factory=dict)
     launched: Launches = launches.launched
-    invariant: bool = False
+    requires: str = ""
     tried: Tried = field(default_factory=Tried)
 
     def tries(self, role: Role, dtype: torch.dtype, what: str = "") -> Tries:

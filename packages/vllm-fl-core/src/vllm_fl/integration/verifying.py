@@ -24,6 +24,7 @@ from ..engine.tries import Tried, Tries
 from ..engine.warmup import warm_counts
 from ..errors import StartError
 from ..logs import get_logger
+from ..plugins.inspection import Key, Objection
 from ..plugins.types import OpImpl
 from ..settings.policy import at_size
 from ..text import quote
@@ -33,7 +34,6 @@ from .places import installed_bindings, without_layers
 from .planning import plan_for
 from .ranks import (
     FAILED,
-    REFUSES,
     REJECTED,
     Disabled,
     Ran,
@@ -94,21 +94,22 @@ class Checks:
         mine = Verdict(self.engine.rank, facts=contents, table=table, installed=installed)
         try:
             reasons = attention.faults(plan, self.facts) | whole_layers.faults(plan)
-            found, refused, variant = self._found(plan)
-            reasons |= found
+            found = self._found(plan)
+            reasons |= {key: o.reason for key, o in found.items() if o.code == FAILED}
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a plugin may raise anything, SystemExit included
             log.exception("vllm-fl could not verify the plan")
             return dataclasses.replace(mine, failure=quote(error))
+        ending = {key: o.reason for key, o in found.items() if o.ends_strict}
         unmet = [entry.unmet for entry in plan.entries.values()]
         unmet += [table.fault] if plan.strict else []
         return dataclasses.replace(
             mine,
             faults=reasons,
-            failure=_strict_failure(plan, reasons | refused) or "; ".join(filter(None, unmet)),
+            failure=_strict_failure(plan, reasons | ending) or "; ".join(filter(None, unmet)),
             counts=self._live_counts(plan),
-            rejections=refused | variant,
+            rejections={key: o.reason for key, o in found.items() if o.code == REJECTED},
         )
 
     def _live_counts(self, plan: Plan) -> frozenset[int]:
@@ -121,14 +122,10 @@ class Checks:
         counts = {*probe.COUNTS, *(n for entry in entries for n in entry.ceilings)}
         return frozenset(min(n, largest, probe.TOKENS) for n in counts)
 
-    def _found(self, plan: Plan) -> tuple[dict[tuple[str, str], str], ...]:
-        """(op, impl id) -> why it must not serve, of every candidate that may take over a call.
-
-        Three of them: its faults; of those without, that they refuse all calls of this model; and
-        what keeps them out where only batch-invariant ones may serve.
-        """
+    def _found(self, plan: Plan) -> dict[Key, Objection]:
+        """Run every candidate that may take over a call: return the objections."""
         if self.how == "off":
-            return {}, {}, {}
+            return {}
         roles: list[Role] = []
         owners = get_default_manager().registry.snapshot().owners
         table = installed_bindings()
@@ -150,7 +147,6 @@ class Checks:
                 in_graphs = op in found_by_passes and is_first and impl.traced is not None
                 owner = owners[key].name if key in owners else ""
                 roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs, *bounds))
-        asks = self.facts.wants_invariance
         assert self.facts.dtype is not None  # a worker has a model
         request = Request(
             roles,
@@ -163,17 +159,13 @@ class Checks:
             seed=self.seed,
             specs=plan.contracts,
             provided=self.facts.provided,
-            invariant=bool(asks),
+            requires=self.facts.wants_invariance,
             tried=self.tried,
         )
         found = find_faults(request)
         self.remarks += found.remarks
         self.smaller |= found.smaller
-        return (
-            {key: reason for key, (reason, _) in found.faults.items()},
-            {key: f"{REFUSES} ({why})" for key, why in found.refused.items()},
-            {key: f"{asks}, and it is {why}" for key, why in found.variant.items()},
-        )
+        return found.objections
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
         """The token counts at which `impl` must have run before it serves: none for a later choice.

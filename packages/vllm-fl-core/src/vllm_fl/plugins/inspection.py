@@ -9,6 +9,9 @@ from typing import Any
 
 __all__ = ["Check", "GroupFacts", "Key", "Moment", "Objection"]
 
+FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
+"""The codes of objections."""
+
 Key = tuple[str, str]
 """(op, impl id)."""
 
