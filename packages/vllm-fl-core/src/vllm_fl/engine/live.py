@@ -29,18 +29,16 @@ from .guarded import Guarded, in_place, taken
 from .plan import Plan
 from .tries import Tries
 from .verification import (
-    COMPARING,
-    REFUSED_LATE,
-    Fault,
-    Refusal,
+    Failure,
+    Outcome,
     attempt,
+    called,
+    compared,
     contract_args,
     dtype_name,
-    misplaced,
-    misuse,
     synchronise,
 )
-from .wanted import each_part, magnitudes, wanted_of, worst
+from .wanted import Off, each_part, magnitudes, wanted_of, worst
 
 log = get_logger("engine")
 
@@ -66,25 +64,17 @@ PART_ROWS = 8
 """The most rows of such a part: the experts of each are computed in float64."""
 
 
-class _LeftOut(Exception):
-    """A call is not compared; its text says why."""
-
-
 @dataclass
 class _Before:
     """What is known of a call before it is made.
 
     Args:
-        call: the arguments where they lie.
-        consumed: those that it may overwrite.
-        shapes: what the contract's fake returns.
+        call: the arguments where they lie, remembered.
         rows: the rows that are compared, in ascending order; None for all.
         sample: the call of these rows, on the CPU.
     """
 
     call: Guarded
-    consumed: frozenset[str]
-    shapes: Any
     rows: torch.Tensor | None
     sample: Sample
 
@@ -222,50 +212,55 @@ class Live:
         try:
             before = self._before(spec, impl, args)
         except Exception as error:
-            if not isinstance(error, _LeftOut) and not self._lacked_memory(error):
+            if not self._lacked_memory(error):
                 raise
-            why = str(error) if isinstance(error, _LeftOut) else NO_MEMORY
-            self.left_out.setdefault(spec.name, why)
+            before = NO_MEMORY
+        if isinstance(before, str):
+            self.left_out.setdefault(spec.name, before)
             with self._watched(impl):
                 return impl.fn(*given)
-        result, problem = None, ""
-        try:
-            result = self._run(impl, given, before)
-            problem = attempt(COMPARING, self._problem, spec, impl, result, before, refuses=())
-        except Fault as fault:
-            if self._lacked_memory(fault.error):
-                self.left_out.setdefault(spec.name, NO_MEMORY)
-                if result is not None:
-                    return result
-                # The other ranks wait for this forward, so that it goes on.
-                self._short.add(key)
-                return _zeros(before.shapes)
-            problem = fault.why
+        result, failure = called(partial(self._run, impl, given), impl, spec, before.call)
+        if failure is None:
+            failure = self._compared(spec, result, before)
+        if failure is not None and failure.status == "refused":
+            assert failure.error is not None  # whether it takes the call was asked before
+            raise failure.error from None
+        if failure is not None and self._lacked_memory(failure.error):
+            self.left_out.setdefault(spec.name, NO_MEMORY)
+            if result is not None:
+                return result
+            # The other ranks wait for this forward, so that it goes on.
+            self._short.add(key)
+            return _zeros(spec.fake(*args))
         self._spent += time.monotonic() - begun - self._watch.seconds
         self.compared += 1
-        if not problem:
+        if failure is None:
             return result
         where = f"in layer {self._layer or 'without a name'}, {_described(spec, args)}"
-        self.faults[key] = f"{problem} (on live tensors {where})"
+        self.faults[key] = f"{failure} (on live tensors {where})"
         # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
-        return _zeros(before.shapes)
+        return _zeros(spec.fake(*args))
 
     @property
     def _layer(self) -> str:
         """The innermost module that is running."""
         return self._inside[-1] if self._inside else ""
 
-    def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before:
+    def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str:
+        """Copy what is needed to compare a call later; or return why it is not compared."""
         where = f"{spec.name}={impl.impl_id} in {_kind_of(self._layer)}, {_described(spec, args)}"
         if self.tries.stops(where, self._spent > self.seconds):
-            raise _LeftOut("the time for it had passed")
+            return "the time for it had passed"
         if spec.check(*args) is not None:
-            raise _LeftOut("a layer's call is not the contract's")
+            return "a layer's call is not the contract's"
         call = in_place(spec.named(args))
         rows = None if spec.whole_batch else _rows(spec, args, self.rows)
         synchronise(self.device)  # what another stream still writes is not this call's
         if call.nbytes > LARGEST:
-            rows, of_rows = _part(spec, args)
+            part = _part(spec, args)
+            if isinstance(part, str):
+                return part
+            rows, of_rows = part
             call = call.below(LARGEST // 4)
         else:
             of_rows = args
@@ -274,8 +269,7 @@ class Live:
         on_host = tuple(_on_host(arg, None) for arg in of_rows)
         call.remember()
         sample = Sample("live", on_host, self._scale(spec, on_host))
-        consumed = spec.consumed(impl.consumes, args)
-        return _Before(call, consumed, spec.fake(*args), rows, sample)
+        return _Before(call, rows, sample)
 
     def _scale(self, spec: OpSpec, args: Sequence[Any]) -> float:
         """The magnitude of a call's values, where the contract's errors grow with it."""
@@ -283,22 +277,12 @@ class Live:
             self._growth[spec.name] = _growth(spec)
         return float(_largest(spec, args) ** self._growth[spec.name])
 
-    def _run(self, impl: OpImpl, given: tuple[Any, ...], before: _Before) -> Any:
-        """The result of a call.
-
-        Raises:
-            NotImplementedError: it refuses the call.
-            Fault: it raised something else, or refuses after it has written.
-        """
+    def _run(self, impl: OpImpl, given: tuple[Any, ...]) -> Outcome:
+        """Make a call."""
         self._running = True
         try:
             with self._watched(impl):
                 return attempt("it raised", impl.fn, *given)
-        except Refusal as refusal:
-            if before.call.disturbance(frozenset()) is not None:
-                raise Fault(REFUSED_LATE) from refusal
-            assert refusal.__cause__ is not None
-            raise refusal.__cause__ from None
         finally:
             self._running = False
 
@@ -309,21 +293,21 @@ class Live:
             or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
         )
 
-    def _problem(self, spec: OpSpec, impl: OpImpl, result: Any, before: _Before) -> str:
-        """What is wrong with a call that has returned, or nothing."""
-        problem = misplaced(result, before.shapes, before.call, before.consumed)
-        problem = problem or misuse(before.call, before.consumed, impl, spec)
-        if problem:
-            return f"it is wrong: {problem}"
+    def _compared(self, spec: OpSpec, result: Any, before: _Before) -> Failure | None:
+        """Compare the numbers of a result."""
         try:
             wanted = wanted_of(spec, before.sample)
         except Exception as error:  # a contract that does not know such a call
             log.debug("%s on live tensors: %s", spec.name, quote(error))
             self.left_out.setdefault(spec.name, "its contract tells no result of a layer's call")
-            return ""
-        got = each_part(result, partial(_on_host, rows=before.rows))
-        _, problem = worst(got, wanted, before.rows)
-        return f"it is wrong: {problem}" if problem else ""
+            return None
+
+        def off(result: Any) -> Off:
+            return worst(
+                each_part(result, partial(_on_host, rows=before.rows)), wanted, before.rows
+            )
+
+        return compared(result, off)[1]
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
@@ -343,14 +327,11 @@ def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | Non
     return torch.tensor(list(first)[:at_most]).sort().values
 
 
-def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """(some rows of a call, the call of these rows that holds no more than they read).
-
-    Raises:
-        _LeftOut: there is none, or even one row reads too much.
-    """
+def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]] | str:
+    """(some rows of a call, the call of these rows that holds no more than they read), or why
+    there is none: even one row reads too much."""
     if spec.part is None or spec.whole_batch:
-        raise _LeftOut("its arguments are too large to be copied")
+        return "its arguments are too large to be copied"
     count = spec.tokens(args)
     few = min(count, PART_ROWS)
     while few:
@@ -360,7 +341,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
         if sum(arg.nbytes for arg in found if isinstance(arg, torch.Tensor)) <= PART:
             return rows, found
         few //= 2
-    raise _LeftOut("what a row of it reads is too large to be copied")
+    return "what a row of it reads is too large to be copied"
 
 
 def _on_host(value: Any, rows: torch.Tensor | None) -> Any:

@@ -6,7 +6,8 @@ as activations get; in compiled mode the first choice also as the compiler will 
 serve is then called at further token counts, so that nothing of it is left to compile, and where
 vLLM will capture graphs it is captured in one, which is replayed with other values.
 
-Each check is a function of a `_Run`, and returns where it finds nothing (`_CHECKS`).
+Each check is a generator over a `_Run`; the first objection that one yields ends the run
+(`_CHECKS`).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -39,14 +41,14 @@ from .trials import Form, Request, Role, Trials, lowered, token_counts
 from .verification import (
     BY_CHAIN,
     Comparison,
-    Fault,
-    Refusal,
+    Outcome,
     accept,
     answer,
     as_call,
     attempt,
     called,
     compare,
+    compared,
     dtype_name,
     leaning,
     misuse,
@@ -87,6 +89,12 @@ take several times as long."""
 COMPILED_COUNTS = (5, 7, 33, 300)
 """Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
 which 0 and 1 would have, is not what serves."""
+
+Objections = Generator[Objection, None, None]
+"""What a check finds: it is over with the first one."""
+
+Found = Generator[Objection, None, Any]
+"""The same of a call, of which it returns the result; None if there is none."""
 
 
 @dataclass
@@ -187,15 +195,14 @@ def _look(start: _Start, role: Role, trials: Sequence[Trials]) -> Objection | No
         )
     refusals = []
     for each in trials:
-        try:
-            with role.running("the verification"):
-                _Run(start, role, each, len(trials)).check()
-        except Refusal as refusal:
-            refusals.append(str(refusal))
-        except Fault as fault:
-            return Objection(FAILED, fault.why)
+        with role.running("the verification"):
+            objection = _Run(start, role, each, len(trials)).check()
+        if objection is not None and objection.code == FAILED:
+            return objection
+        if objection is not None:
+            refusals.append(objection)
     if len(refusals) == len(trials):
-        return Objection(REJECTED, f"it refuses every call of this model ({refusals[0]})")
+        return refusals[0]
     if request.requires and (why := variance(request, role, trials)):
         reason = f"{request.requires}, and it is {why}"
         return Objection(REJECTED, reason, ends_strict=False)
@@ -219,25 +226,20 @@ class _Run:
         self.was_slow = False
         self.tries = self.request.tries(role, trials.dtype)
 
-    def check(self) -> None:
-        """Run all checks.
-
-        Raises:
-            Refusal: it takes none of the served model's calls: nothing more of it can be tried.
-            Fault: it must not serve.
-        """
+    def check(self) -> Objection | None:
+        """Run the checks, and return the first objection."""
         seconds = Phases()
         try:
             with torch.inference_mode():
                 for check in _CHECKS:
                     with seconds.during(check.__name__.strip("_").replace("_", " ")):
-                        check(self)
-        except (Fault, Refusal):
-            raise
-        except Exception as error:  # of ours, where the implementation has spoiled what we rely on
+                        if (objection := next(check(self), None)) is not None:
+                            return objection
+            return None
+        except Exception:  # of ours, where the implementation has spoiled what we rely on
             if (problem := self.changed()) is None:
                 raise
-            raise Fault(problem, error) from error
+            return Objection(FAILED, problem)
         finally:
             took = ", ".join(f"{what} {n:.1f} s" for what, n in seconds.seconds.items() if n >= 0.1)
             log.debug("%s=%s: %s", *self.role.key, took or "no time")
@@ -258,7 +260,7 @@ class _Run:
                 self.compared(self.impl, sample, wanted=())
             for form in self.forms_served:
                 for count in {self.trials.smallest, self.trials.few, self.trials.largest}:
-                    self.call_at(form, count)
+                    next(self.call_at(form, count), None)
 
     @property
     def forms(self) -> list[Form]:
@@ -275,25 +277,23 @@ class _Run:
         """Note for the report what was not looked at."""
         self.start.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
 
-    def at(self, where: str, call: Callable[[], Any], *, compiles: bool = False) -> Any:
-        """What one call gives; None where it is refused, which is noted. A fault names the call.
+    def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> Found:
+        """Make one call. A refusal is noted, a failure is an objection that names the call.
 
-        It is named in the log while it takes long. Two slow calls in a row are a fault: it would
+        It is named in the log while it takes long. Two slow calls in a row are a failure: it would
         stall the engine. One that `compiles` may take as long as it likes.
         """
         watch = self.start.watch
-        try:
-            with watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
-                got = call()
-        except Refusal as refusal:
-            self.refusals.append(f"{where}: {refusal}")
+        with watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
+            got, failure = call()
+        if failure is not None and failure.status == "refused":
+            self.refusals.append(f"{where}: {failure.reason}")
             return None
-        except Fault as fault:
-            wrong = "it is wrong: " if fault.error is None else ""
-            raise Fault(f"{wrong}{fault.why} ({where})", fault.error) from fault
+        if failure is not None:
+            yield Objection(FAILED, f"{failure} ({where})")
         slow = watch.seconds > breadcrumb.SLOW and not compiles
         if slow and self.was_slow:
-            raise Fault(f"takes {watch.seconds:.0f} s for one call ({where})")
+            yield Objection(FAILED, f"takes {watch.seconds:.0f} s for one call ({where})")
         self.was_slow = slow
         return got
 
@@ -306,15 +306,11 @@ class _Run:
         layer_for = self.request.layer_for
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
-    def judge(self, result: Comparison) -> None:
-        """What was wrong with a sample is a fault.
-
-        Raises:
-            Fault: it raised, or it is wrong where results are compared.
-        """
+    def judge(self, result: Comparison) -> Objections:
+        """Object to a sample that raised, or that is wrong if results are compared."""
         if result.status == "raised" or (result.status == "wrong" and self.request.compares):
             what = "it is wrong: " if result.status == "wrong" else ""
-            raise Fault(f"{what}{result.reason} ({result.sample}, {result.dtype})", result.error)
+            yield Objection(FAILED, f"{what}{result.reason} ({result.sample}, {result.dtype})")
 
     def compare(
         self,
@@ -325,14 +321,14 @@ class _Run:
         *,
         large: bool = False,
         wrong: str = "it is wrong",
-    ) -> None:
-        """A batch's results that are off, or cannot be compared, are a fault."""
+    ) -> Objections:
+        """Object to a batch's results that are off, or cannot be compared."""
         if not self.request.compares:
             return
-        did = f"its result cannot be compared ({where}):"
-        _, problem = attempt(did, form.off, large, rows, got, refuses=())
-        if problem:
-            raise Fault(f"{wrong}: {problem} ({where})")
+        _, failure = compared(got, partial(form.off, large, rows))
+        if failure is not None:
+            did = f"{wrong}: " if failure.status == "wrong" else ""
+            yield Objection(FAILED, f"{did}{failure.reason} ({where})")
 
     def batches(
         self,
@@ -342,7 +338,7 @@ class _Run:
         *,
         less: Order | None = None,
         large: bool = False,
-    ) -> None:
+    ) -> Objections:
         """Compare batches one after the other in the same memory, their results kept to the end.
 
         Args:
@@ -369,35 +365,38 @@ class _Run:
             rows = self.trials.rows(tokens, number, order)
             laid = rows_of(form.pool(large), rows, into=laid)
             where = self.where(form, tokens, ", large values" * large)
-            got = self.result(form, laid, where)
+            got = yield from self.result(form, laid, where)
             if got is None:
                 return
             said = f"{where}, same buffers again" if number else where
             results.append((said, rows, _kept(got, form.call(laid))))
         for where, rows, got in results:
-            self.compare(form, rows, got, where, large=large)
+            yield from self.compare(form, rows, got, where, large=large)
 
-    def result(self, form: Form, laid: Guarded, where: str) -> Any:
-        """What one call gives in the memory `laid`; None where it is refused."""
+    def result(self, form: Form, laid: Guarded, where: str) -> Found:
+        """Make one call in the memory `laid`."""
         call = form.call(laid)
         consumed = self.spec.consumed(self.impl.consumes, call.args)
         form.static.restore(consumed)  # a cache: the call before has written into it
 
-        def run() -> Any:
+        def run() -> Outcome:
+            making = partial(answer, self.call, self.impl, self.spec, call.args)
             if self.request.compares:
-                got = called(self.call, self.impl, self.spec, call, looked_at=laid)
+                laid.remember()
+                got, failure = called(making, self.impl, self.spec, call, looked_at=laid)
             else:
-                got = answer(self.call, self.impl, self.spec, call.args)
-            self.served.add(form.name)
-            return got
+                got, failure = making()
+            if failure is None:
+                self.served.add(form.name)
+            return got, failure
 
-        return self.at(where, run)
+        return (yield from self.at(where, run))
 
-    def call_at(self, form: Form, count: int) -> None:
-        """One call with so many tokens, of which nothing is compared."""
+    def call_at(self, form: Form, count: int) -> Objections:
+        """Make one call with so many tokens, of which nothing is compared."""
         args = self.arguments(form, self.trials.rows(count))
         where = self.where(form, count, ", warming up")
-        self.at(where, partial(answer, self.call, self.impl, self.spec, args))
+        yield from self.at(where, partial(answer, self.call, self.impl, self.spec, args))
 
     def arguments(self, form: Form, rows: torch.Tensor) -> tuple[Any, ...]:
         """Those of a call with these rows of the ordinary values."""
@@ -405,41 +404,45 @@ class _Run:
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         return args
 
-    def intact(self, form: Form) -> None:
-        """Weights and tables must be as before all calls, but for consumed ones."""
+    def intact(self, form: Form) -> Objections:
+        """Object if weights and tables are not as before all calls, but for consumed ones."""
         consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
         problem = misuse(form.static, consumed, self.impl, self.spec)
         if problem and self.request.compares:
-            raise Fault(f"it is wrong: {problem} ({form.name})")
+            yield Objection(FAILED, f"it is wrong: {problem} ({form.name})")
 
 
-def _samples(run: _Run) -> None:
+def _samples(run: _Run) -> Objections:
     """The contract's own samples, edges that every caller may bring, and calls that stand."""
-    trials, refused, compared = run.trials, [], []
+    trials, refused, results = run.trials, [], []
     memories = trials.shared()
     for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
         if not run.tries.takes("samples", sample.name):
             continue
         memory = memories.get(index)
         look = partial(run.compared, run.impl, sample, wanted=wanted, memory=memory)
-        result = run.at(sample.name, look)
-        run.judge(result)
-        compared.append(result)
+        result = yield from run.at(sample.name, lambda look=look: (look(), None))  # type: ignore[misc]
+        yield from run.judge(result)
+        results.append(result)
         if result.status == "refused" and memory is not None:
             refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
     if refused and len(refused) == len(trials.standing):
-        raise Refusal(refused[0])
-    if run.request.compares and (problem := leaning(compared)):
-        raise Fault(f"it is wrong: {problem} ({dtype_name(trials.dtype)})")
+        yield _refuses_all(refused[0])
+    if run.request.compares and (problem := leaning(results)):
+        yield Objection(FAILED, f"it is wrong: {problem} ({dtype_name(trials.dtype)})")
 
 
-def _process(run: _Run) -> None:
+def _refuses_all(why: str) -> Objection:
+    return Objection(REJECTED, f"it refuses every call of this model ({why})")
+
+
+def _process(run: _Run) -> Objections:
     """The state of the process is as it was."""
     if problem := run.changed():
-        raise Fault(problem)
+        yield Objection(FAILED, problem)
 
 
-def _batches(run: _Run) -> None:
+def _batches(run: _Run) -> Objections:
     """The served model's calls with the token counts that are always tried."""
     smallest, largest = run.trials.smallest, run.trials.largest
     always, _ = token_counts(largest, run.trials.seed, smallest)
@@ -447,66 +450,71 @@ def _batches(run: _Run) -> None:
         form.switch(large=False)
         for count in (n for n in always if run.tries.takes("counts", n)):
             orders = ORDERS if count <= 64 else ORDERS[:2]
-            run.batches(form, count, orders, less="drawn" if count <= 64 else ORDERS[2])
-        _in_another_thread(run, form)
-        run.intact(form)
+            less: Order = "drawn" if count <= 64 else ORDERS[2]
+            yield from run.batches(form, count, orders, less=less)
+        yield from _in_another_thread(run, form)
+        yield from run.intact(form)
         form.switch(large=True)
         for count in (count for count in LARGE_COUNTS if smallest <= count < largest):
-            run.batches(form, count, ORDERS[:2], large=True)
-        run.batches(form, largest, ORDERS[1:2], large=True)
-        run.intact(form)
+            yield from run.batches(form, count, ORDERS[:2], large=True)
+        yield from run.batches(form, largest, ORDERS[1:2], large=True)
+        yield from run.intact(form)
 
 
-def _in_another_thread(run: _Run, form: Form) -> None:
+def _in_another_thread(run: _Run, form: Form) -> Objections:
     """A batch in another thread than the one that builds the model, as micro-batches have."""
 
-    def look() -> None:
+    def look() -> Objection | None:
         device = run.trials.device
         if device.index is not None:
             torch.get_device_module(device).set_device(device)
         with torch.inference_mode():
-            run.batches(form, run.trials.few, ORDERS[:2])
+            return next(run.batches(form, run.trials.few, ORDERS[:2]), None)
 
-    try:
-        with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
-            thread.submit(look).result()
-    except Fault as fault:
-        raise Fault(f"in another thread {fault.why}", fault.error) from fault
+    with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
+        objection = thread.submit(look).result()
+    if objection is not None:
+        yield Objection(objection.code, f"in another thread {objection.reason}")
 
 
-def _further_batches(run: _Run) -> None:
+def _further_batches(run: _Run) -> Objections:
     """Further token counts while time is left, first those where it launches other kernels."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     deadline = time.monotonic() + run.request.share
+    raised: list[Objection] = []
     for form in run.forms:
         form.switch(large=False)
 
         def kernels(count: int, form: Form = form) -> launches.Launched:
-            call = partial(run.call_at, form, count)
+            def call() -> None:
+                raised.extend(islice(run.call_at(form, count), 1))
+
             return run.request.launched(call, trials.device)
 
         edges = launches.edges(kernels, trials.smallest, trials.largest, deadline)
         for count in run.tries.found(f"edges of {form.name}", edges):
-            run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
+            yield from raised
+            yield from run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
+        yield from raised
     for count in further:
         if not run.tries.takes("further counts", count, time.monotonic() <= deadline):
             run.leave_out("fewer batches than usual")
             break
         for form in run.forms:
-            run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
+            yield from run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
     for form in run.forms:
-        run.intact(form)
+        yield from run.intact(form)
 
 
-def _takes_some(run: _Run) -> None:
+def _takes_some(run: _Run) -> Objections:
     """It takes some call of the served model."""
     if run.forms and not run.served:
-        _process(run)
-        raise Refusal(run.refusals[0])
+        yield from _process(run)
+        yield _refuses_all(run.refusals[0])
 
 
-def _warm_up(run: _Run) -> None:
+def _warm_up(run: _Run) -> Objections:
     """What it compiles when it is called, it has compiled afterwards."""
     deadline = time.monotonic() + run.warm_seconds
     for form in run.forms if run.role.warm else ():
@@ -517,10 +525,10 @@ def _warm_up(run: _Run) -> None:
             if run.tries.stops(where, time.monotonic() > deadline):
                 run.leave_out("not warmed up at some sizes", f" from {count} tokens on")
                 return
-            run.call_at(form, count)
+            yield from run.call_at(form, count)
 
 
-def _captured(run: _Run) -> None:
+def _captured(run: _Run) -> Objections:
     """In a captured graph, which is replayed with other values in the same memory."""
     count, trials = run.role.captured, run.trials
     for form in run.forms if count else ():
@@ -529,7 +537,8 @@ def _captured(run: _Run) -> None:
         laid = rows_of(form.pool(False), trials.rows(count))
         args = form.call(laid).args
         begun = time.monotonic()
-        if (made := run.at(where, partial(_capture, run, args))) is None:
+        made = yield from run.at(where, partial(_capture, run, args))
+        if made is None:
             continue
         replay, result = made
         for number, large in enumerate((False, True), 1):
@@ -537,23 +546,25 @@ def _captured(run: _Run) -> None:
             form.static.restore(run.spec.consumed(run.impl.consumes, args))
             rows = trials.rows(count, number)
             rows_of(form.pool(large), rows, into=laid)
-            run.at(where, partial(attempt, "it raised when the graph was replayed:", replay))
+            raised = "it raised when the graph was replayed:"
+            yield from run.at(where, partial(attempt, raised, replay))
             values = "large" if large else "other"
             wrong = f"it is wrong when a graph is replayed with {values} values"
-            run.compare(form, rows, result, where, large=large, wrong=wrong)
+            yield from run.compare(form, rows, result, where, large=large, wrong=wrong)
         seconds = time.monotonic() - begun
         log.debug("%s=%s captured in %.2f s (%s)", *run.role.key, seconds, where)
 
 
-def _capture(run: _Run, args: tuple[Any, ...]) -> tuple[Callable[[], None], Any]:
+def _capture(run: _Run, args: tuple[Any, ...]) -> Outcome:
     def capture(*given: Any) -> tuple[Callable[[], None], Any]:
         return graphs.captured(partial(run.call, *given), run.trials.device)
 
-    accept(run.impl, run.spec, args)
+    if (failure := accept(run.impl, run.spec, args)) is not None:
+        return None, failure
     return attempt("it cannot be captured in a graph:", capture, *args)
 
 
-def _traced(run: _Run) -> None:
+def _traced(run: _Run) -> Objections:
     """The traced form, which compiled graphs may have in its place: as it is traced, and run as
     it is written."""
     if not run.role.in_graphs or run.impl.traced is None:
@@ -567,11 +578,11 @@ def _traced(run: _Run) -> None:
             rows = run.trials.rows(count)
             sample = Sample(f"traced, {count} x {form.name}", run.arguments(form, rows))
             if why := trial(run.impl, run.spec, sample.args):
-                raise Fault(f"{why} ({sample.name})")
-            run.judge(run.compared(traced, sample, off=partial(form.off, False, rows)))
+                yield Objection(FAILED, f"{why} ({sample.name})")
+            yield from run.judge(run.compared(traced, sample, off=partial(form.off, False, rows)))
 
 
-def _compiled(run: _Run) -> None:
+def _compiled(run: _Run) -> Objections:
     """The form that the compiler will get, in one graph for all batches.
 
     Of an operator that it takes whole it sees which arguments there are and how they lie: to it
@@ -592,18 +603,18 @@ def _compiled(run: _Run) -> None:
         seen.add(given)
         form.switch(large=False)
         if not run.tries.stops(f"lowering {form.name}", not start.has_time(COMPILE_SECONDS)):
-            _in_one_graph(run, form, backend)
+            yield from _in_one_graph(run, form, backend)
             continue
         is_late = number > 0 and not start.has_time(TRACE_SECONDS)
         if run.tries.stops(f"compiling {form.name}", is_late):
             run.leave_out("compiled in fewer forms than usual")
             break
-        _in_one_graph(run, form, "aot_eager")
+        yield from _in_one_graph(run, form, "aot_eager")
         if backend != "aot_eager":
             run.leave_out("traced, not lowered")
 
 
-def _in_one_graph(run: _Run, form: Form, backend: str) -> None:
+def _in_one_graph(run: _Run, form: Form, backend: str) -> Objections:
     assert run.role.compiled is not None
     call = lowered(run.role.compiled, backend)
     counts = run.trials.among(COMPILED_COUNTS)
@@ -613,13 +624,13 @@ def _in_one_graph(run: _Run, form: Form, backend: str) -> None:
         args = _apart(run.spec, run.arguments(form, rows))
         lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
         with torch._dynamo.config.patch(error_on_recompile=count != counts[0]):
-            got = run.at(where, lowering, compiles=True)
+            got = yield from run.at(where, lowering, compiles=True)
         if got is None:
             return
-        run.compare(form, rows, got, where)
+        yield from run.compare(form, rows, got, where)
 
 
-_CHECKS: tuple[Callable[[_Run], None], ...] = (
+_CHECKS: tuple[Callable[[_Run], Objections], ...] = (
     _samples,
     _process,
     _batches,
