@@ -71,7 +71,7 @@ def test_a_result_that_is_no_plain_tensor_is_named_and_the_next_is_tried() -> No
     impls = [kernel(f"acme{number}", odd) for number, odd in enumerate(ODD.values())]
     good = [kernel("good", lambda result: result), kernel("owner", nn.Parameter)]
     found = find_faults(
-        Request([*map(Role, [*impls, *good])], torch.float32, CPU, SIZES, seconds=0.0)
+        Request([*map(Role, [*impls, *good])], torch.float32, CPU, SIZES, calls=0)
     ).objections
     assert set(found) == {("silu_and_mul", impl.impl_id) for impl in impls}
     for said, fault in zip(ODD, found.values(), strict=True):

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import graph_on_cpu
@@ -34,8 +35,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_more_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token counts that are always tried show it; a start tries more for two seconds."""
-    monkeypatch.setattr(trials, "SECONDS", 0.0)
+    """The token counts that are always tried show it."""
+    monkeypatch.setattr(trials, "CALLS", 0)
 
 
 def sound(x: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked
     impl = OpImpl(
         "rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme", supports=supports
     )
-    given: dict[str, Any] = {"provided": {"rms_norm": provided}, "seconds": 0.0}
+    given: dict[str, Any] = {"provided": {"rms_norm": provided}, "calls": 0}
     request = Request([Role(impl)], torch.bfloat16, CPU, replace(SIZES, tokens=(1, 64)), **given)
     found = find_faults(request)
     assert seen == asked and not found.objections
@@ -198,17 +199,21 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
     assert re.search(r"silu_and_mul=vendor\.acme: samples [\d.]+ s$", caplog.text, re.MULTILINE)
 
 
-def test_one_that_is_slow_once_while_it_compiles_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
-    compiled = []
+@pytest.mark.parametrize(("slow", "said"), [(1, None), (2, "takes 11 s for one call")])
+def test_one_that_is_slow_once_while_it_compiles_passes(
+    slow: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, now = [], [0.0]
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+    monkeypatch.setattr(breadcrumb, "time", clock)
 
     def compiles(x: Tensor) -> Tensor:
-        if not compiled:
-            compiled.append(True)
-            time.sleep(0.3)
+        calls.append(len(x))
+        now[0] += 11.0 * (len(calls) <= slow)
         return sound(x)
 
-    assert fault_of(compiles) is None
+    fault = fault_of(compiles)
+    assert fault is None if said is None else str(fault).startswith(said)
 
 
 def test_the_global_random_generator_is_left_alone() -> None:
@@ -307,7 +312,7 @@ def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
 def test_what_is_wrong_at_some_token_counts_only(
     wrong: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "SECONDS", 60.0)  # 48 is one of the further counts
+    monkeypatch.setattr(trials, "CALLS", 1e9)  # 48 is one of the further counts
 
     def fn(x: Tensor) -> Tensor:
         result = sound(x)
@@ -327,7 +332,7 @@ def test_what_is_wrong_at_far_positions_only() -> None:
 
 def test_fewer_batches_than_usual_are_remarked() -> None:
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, sound, "acme")
-    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, seconds=-1.0))
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, calls=0))
     assert not found.objections
     assert found.remarks == ["fewer batches than usual: silu_and_mul of vendor.acme"]
 
@@ -429,11 +434,9 @@ def test_what_is_wrong_in_a_captured_graph_alone(
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     key = "silu_and_mul", "vendor.acme"
     sizes = replace(SIZES, tokens=(1, 64))
-    assert not find_faults(
-        Request([Role(impl)], torch.bfloat16, CPU, sizes, seconds=0.0)
-    ).objections
+    assert not find_faults(Request([Role(impl)], torch.bfloat16, CPU, sizes, calls=0)).objections
     role = Role(impl, captured=64)
-    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, seconds=0.0)).objections
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, calls=0)).objections
     assert list(found) == ([] if said is None else [key])
     if said is not None:
         assert found[key].reason.startswith(said)
@@ -444,7 +447,7 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
     fn = wrong_in_the_last_row_of_a_large_batch
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     for most, faults in ((64, 0), (math.inf, 1)):
-        request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, seconds=0.0)
+        request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, calls=0)
         assert len(find_faults(request).objections) == faults
 
 
@@ -459,7 +462,7 @@ def test_each_is_tried_with_batches_of_its_own_rows() -> None:
         for name in ("acme", "other")
     )
     roles = [Role(small, most=512), Role(replace(large, fn=sound), least=513)]
-    request = Request(roles, torch.bfloat16, CPU, SIZES, seconds=0.0)
+    request = Request(roles, torch.bfloat16, CPU, SIZES, calls=0)
     assert not find_faults(request).objections
 
 

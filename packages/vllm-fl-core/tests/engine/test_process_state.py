@@ -49,7 +49,7 @@ def found_in(*changes: Callable[[], object], sizes: ModelSizes | None = None) ->
         return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
 
     impls = [kernel(change, number) for number, change in enumerate(changes)]
-    return find_faults(Request([*map(Role, impls)], torch.float32, CPU, sizes, seconds=0.0))
+    return find_faults(Request([*map(Role, impls)], torch.float32, CPU, sizes, calls=0))
 
 
 def nothing() -> None:

@@ -73,7 +73,7 @@ class Compiling:
     def start(self, warm: bool, **options: Any) -> preflight.Findings:
         impl = OpImpl(*KEY, BackendImplKind.VENDOR, self, "acme")
         role = Role(impl, warm=warm_counts(LARGEST) if warm else ())
-        given = {"seed": 1, "seconds": -1.0, **options}
+        given = {"seed": 1, "calls": 0, **options}
         return find_faults(Request([role], torch.bfloat16, CPU, SIZES, **given))
 
     def compiles_later(self) -> bool:
@@ -83,8 +83,8 @@ class Compiling:
 
 
 @pytest.fixture(autouse=True)
-def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "WARM_SECONDS", 600.0)
+def calls_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "WARM_CALLS", 1e9)
 
 
 @pytest.mark.parametrize("compares", [True, False], ids=["verify", "run"])
@@ -96,7 +96,7 @@ def test_a_start_leaves_nothing_to_compile_of_what_serves(compares: bool) -> Non
 
 
 def test_what_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "WARM_SECONDS", -1.0)
+    monkeypatch.setattr(preflight, "WARM_CALLS", 0)
     kernel = Compiling()
     remarks = kernel.start(warm=True).remarks
     assert "not warmed up at some sizes: silu_and_mul of vendor.acme from 6 tokens on" in remarks

@@ -51,7 +51,7 @@ def test_one_line_each() -> None:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     path = tmp_path / "vllm-fl.lock"
-    contents = {"facts": FACTS, "result": {}, "seed": 7, "tries": {}}
+    contents = {"facts": FACTS, "result": {}, "seed": 7}
     path.write_text(json.dumps(sealed(contents)))
     return load_settings({"VLLM_FL_LOCK": str(path)})
 

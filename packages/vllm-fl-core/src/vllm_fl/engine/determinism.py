@@ -6,7 +6,6 @@ served model's own sizes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -20,10 +19,10 @@ from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import OpImpl
+from .budget import Budget, Valve
 from .facts import EngineFacts
 from .guarded import bits, rows_of
 from .trials import Form, Request, Role, Trials, lowered, token_counts
-from .tries import Tries
 from .verification import (
     BY_CHAIN,
     COMPARING,
@@ -120,8 +119,7 @@ def determinism_of(
     call: Callable[..., Any] | None = None,
     layer_for: LayerFactory | None = None,
     counts: Sequence[int] | None = None,
-    seconds: float = 0.0,
-    tries: Tries | None = None,
+    budget: Budget | None = None,
 ) -> Determinism:
     """Call it with the same rows in many batches, and compare the bits of each row.
 
@@ -135,8 +133,7 @@ def determinism_of(
             the implementation as it is.
         layer_for: as for `as_call`.
         counts: the token counts to try; None takes those of verification at start.
-        seconds: how long further ones are tried then, beyond those that always are.
-        tries: notes the counts, or has them.
+        budget: of calls with further token counts; without one there are none.
     """
     spec = trials.spec
     if not trials.forms:
@@ -148,7 +145,7 @@ def determinism_of(
     function = call or as_call(impl, spec, layer_for)
     with breadcrumb.Watchdog(log) as watch, torch.inference_mode():
         measured = _Measured(impl, trials, function, watch)
-        return next(measured.verdicts(always, further, seconds, tries or Tries()))
+        return next(measured.verdicts(always, further, budget or Budget(0.0, Valve())))
 
 
 Verdicts = Generator[Determinism, None, T]
@@ -171,9 +168,9 @@ class _Measured:
         """The bits of every row of a form's pool, in one batch; None where it refuses that."""
 
     def verdicts(
-        self, always: Sequence[int], further: Sequence[int], seconds: float, tries: Tries
+        self, always: Sequence[int], further: Sequence[int], budget: Budget
     ) -> Verdicts[None]:
-        """What it is by batches of so many tokens: of `further` ones while time is left."""
+        """What it is by batches of so many tokens: of `further` ones while calls are left."""
         spec, forms = self.trials.spec, self.trials.forms
         for form in forms:
             form.switch(large=False)
@@ -188,10 +185,10 @@ class _Measured:
         if not by_rows:
             is_exact = _is_exact(spec)
             yield Determinism(True, is_exact or None, BY_CONTRACT if is_exact else NO_ROWS)
-        deadline = time.monotonic() + seconds
+        what = f"the bits of {self.impl.op_name}={self.impl.impl_id}"
         for number, count in enumerate((*always, *further)):
-            in_time = number < len(always) or time.monotonic() <= deadline
-            if not tries.takes("counts", count, in_time):
+            calls = sum(2 * form.calls(count) for form in forms)
+            if number >= len(always) and not budget.takes(what, calls):
                 break
             for form in forms:
                 if problem := (yield from self.other_batch(form, count)):
@@ -283,11 +280,10 @@ def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
     if role.compiled is not None:
         form = lowered(role.compiled, request.backend)
         forms.append((f"compiled by {request.backend}: ", form))
-    given: dict[str, Any] = {"layer_for": request.layer_for, "seconds": request.share}
     for each, (how, call) in product(trials, forms):
-        tries = request.tries(role, each.dtype, f", bits{how and ' compiled'}")
+        given: dict[str, Any] = {"layer_for": request.layer_for, "budget": request.share()}
         with role.running("the measuring of the bits"):
-            told = determinism_of(role.impl, each, call=call, tries=tries, **given)
+            told = determinism_of(role.impl, each, call=call, **given)
         if told.batches is not True:
             is_known = told.batches is False
             verb = "not batch-invariant" if is_known else "not known to be batch-invariant"

@@ -8,7 +8,6 @@ compared with the contract's oracle. Afterwards the guards hold what they held b
 from __future__ import annotations
 
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +24,9 @@ from ..plugins import breadcrumb
 from ..plugins.plugin import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
+from .budget import Budget, Valve, as_calls
 from .guarded import Guarded, in_place, taken
 from .plan import Plan
-from .tries import Tries
 from .verification import (
     Failure,
     Outcome,
@@ -46,8 +45,9 @@ ROWS = 64
 """Rows of a call that are compared where each depends on itself alone: the oracle computes in
 float64 on the CPU."""
 
-SECONDS = 10.0
-"""How long calls are compared at start; what comes later is left out."""
+CALLS = 2000.0
+"""How many calls are compared at startup, scaled by the bytes that are copied: the oracle computes
+in float64 on the CPU."""
 
 NO_MEMORY = "no memory was left for it"
 """Why a call was not compared that has run out of memory, or whose copies have."""
@@ -91,9 +91,9 @@ class Live:
         owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel
             ends.
         rows: how many rows of a call are compared at most.
-        seconds: how long calls are compared; what comes later is left out.
+        calls: how many calls are compared; the later ones are left out.
         scarce: memory may be used up: a call that runs out of it is left out, and no fault.
-        tries: notes what is left out since the time had passed, or has it.
+        valve: of the startup.
         faults: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
@@ -108,9 +108,9 @@ class Live:
     device: torch.device
     owners: Mapping[tuple[str, str], Owner] = field(default_factory=dict)
     rows: int = ROWS
-    seconds: float = SECONDS
+    calls: float = CALLS
     scarce: bool = False
-    tries: Tries = field(default_factory=Tries)
+    valve: Valve = field(default_factory=Valve)
     faults: dict[tuple[str, str], str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
@@ -122,9 +122,12 @@ class Live:
     _seen: set[Any] = field(default_factory=set, init=False)
     _short: set[tuple[str, str]] = field(default_factory=set, init=False)
     _running: bool = field(default=False, init=False)
-    _spent: float = field(default=0.0, init=False)
+    _budget: Budget = field(init=False, repr=False)
     _growth: dict[str, int] = field(default_factory=dict, init=False)
     _watch: breadcrumb.Watchdog = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._budget = Budget(self.calls, self.valve)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -139,7 +142,11 @@ class Live:
                     handles.append(module.register_forward_pre_hook(enter))
                     handles.append(module.register_forward_hook(self._leave, always_call=True))
             self._watch = breadcrumb.Watchdog(log)
-            with self._watch, replacing(record, self._instead, self._asking):
+            with (
+                self.valve.verifying(),
+                self._watch,
+                replacing(record, self._instead, self._asking),
+            ):
                 yield
         finally:
             for handle in handles:
@@ -208,7 +215,6 @@ class Live:
             with self._watched(impl):
                 return impl.fn(*given)
         self._seen.add(kind)
-        begun = time.monotonic()
         try:
             before = self._before(spec, impl, args)
         except Exception as error:
@@ -232,7 +238,6 @@ class Live:
             # The other ranks wait for this forward, so that it goes on.
             self._short.add(key)
             return _zeros(spec.fake(*args))
-        self._spent += time.monotonic() - begun - self._watch.seconds
         self.compared += 1
         if failure is None:
             return result
@@ -248,9 +253,6 @@ class Live:
 
     def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str:
         """Copy what is needed to compare a call later; or return why it is not compared."""
-        where = f"{spec.name}={impl.impl_id} in {_kind_of(self._layer)}, {_described(spec, args)}"
-        if self.tries.stops(where, self._spent > self.seconds):
-            return "the time for it had passed"
         if spec.check(*args) is not None:
             return "a layer's call is not the contract's"
         call = in_place(spec.named(args))
@@ -266,6 +268,10 @@ class Live:
             of_rows = args
             if rows is not None:
                 of_rows = spec.with_changed_rows(args, partial(taken, rows=rows))
+        copied = sum(arg.nbytes for arg in of_rows if isinstance(arg, torch.Tensor))
+        what = f"{spec.name}={impl.impl_id} on live tensors"
+        if not self._budget.takes(what, as_calls(copied, torch.device("cpu"))):
+            return "the limit of compared calls was reached"
         on_host = tuple(_on_host(arg, None) for arg in of_rows)
         call.remember()
         sample = Sample("live", on_host, self._scale(spec, on_host))

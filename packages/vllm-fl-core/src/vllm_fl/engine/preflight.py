@@ -33,6 +33,7 @@ from ..plugins.inspection import FAILED, REJECTED, Key, Objection
 from ..plugins.types import OpImpl
 from ..text import few
 from . import graphs, launches, process_state
+from .budget import Budget
 from .determinism import variance
 from .guarded import Guarded, rows_of
 from .opaque import is_opaque
@@ -58,21 +59,20 @@ from .wanted import each_part
 
 log = get_logger("engine")
 
-AGAIN_SECONDS = 0.2
-"""A batch of more tokens than the pool has rows is tried a second time in the same memory, unless
-making and calling it took longer than this: on a CPU that is much of what a start takes."""
+ONCE = 32.0
+"""A batch of more tokens than the pool has rows is tried a second time in the same memory, if a call
+of it is at most this many calls by its bytes: on a CPU that takes much of a startup."""
 
-WARM_SECONDS = 3.0
-"""How long what will serve is called at the token counts of a warm-up which were not tried before;
-each has an equal share, and what goes beyond it is left out."""
+WARM_CALLS = 2000.0
+"""How many calls the warm-ups of all implementations have, with token counts that were not tried
+before; each has an equal share."""
 
-COMPILE_SECONDS = 2.0
-"""How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
-seconds for each when its cache is cold."""
+LOWERED = 3
+"""How many forms are lowered for one request; the later ones are only traced. A compiler of C++
+takes seconds for each when its cache is cold."""
 
-TRACE_SECONDS = 4.0
-"""How long forms are compiled at all; what comes later is left out, but for an implementation's
-first form, which is traced whatever it takes."""
+TRACED = 12
+"""How many further forms are traced. An implementation's first form is traced in any case."""
 
 LARGE_COUNTS = (1, 7, 64, 256)
 """Token counts of the large values, beside the largest batch: what they show lies in the numbers,
@@ -118,7 +118,12 @@ def find_faults(request: Request) -> Findings:
     log.debug("verifying with seed %d", request.seed)
     found = Findings()
     threads = host_threads(request.device)
-    with threads, breadcrumb.Watchdog(log) as watch, request.trials() as trials:
+    with (
+        request.valve.verifying(),
+        threads,
+        breadcrumb.Watchdog(log) as watch,
+        request.trials() as trials,
+    ):
         start = _Start(request, watch)
         for role in request.roles:
             objection = _look(start, role, trials[role.calls])
@@ -175,14 +180,8 @@ class _Start:
         self.left_out: dict[str, set[str]] = defaultdict(set)
         """What was not looked at -> of whom."""
         self.warmed = sum(1 for role in request.roles if role.warm)
-        self._compiling_since: float | None = None
-
-    def has_time(self, seconds: float) -> bool:
-        """Whether less than `seconds` have gone since the first compiled form, which always has
-        time."""
-        if self._compiling_since is None:
-            self._compiling_since = time.monotonic()
-        return time.monotonic() - self._compiling_since < seconds
+        self.lowered = Budget(LOWERED, request.valve)
+        self.traced = Budget(TRACED, request.valve)
 
 
 def _look(start: _Start, role: Role, trials: Sequence[Trials]) -> Objection | None:
@@ -216,7 +215,7 @@ class _Run:
         self.start, self.request, self.role, self.trials = start, start.request, role, trials
         self.impl, self.spec = role.impl, trials.spec
         self.call = as_call(self.impl, self.spec, self.request.layer_for)
-        self.warm_seconds = WARM_SECONDS / max(1, start.warmed) / dtypes
+        self.warm_calls = WARM_CALLS / max(1, start.warmed) / dtypes
         self.before = process_state.state_of(trials.device)
         self.refusals: list[str] = []
         self.served: set[str] = set()
@@ -224,7 +223,6 @@ class _Run:
         self.tried: set[tuple[str, int]] = set()
         """(form, token count) of the batches that were compared."""
         self.was_slow = False
-        self.tries = self.request.tries(role, trials.dtype)
 
     def check(self) -> Objection | None:
         """Run the checks, and return the first objection."""
@@ -263,6 +261,11 @@ class _Run:
                     next(self.call_at(form, count), None)
 
     @property
+    def name(self) -> str:
+        """`rms_norm=vendor.acme`."""
+        return f"{self.impl.op_name}={self.impl.impl_id}"
+
+    @property
     def forms(self) -> list[Form]:
         """The served model's calls."""
         return self.trials.forms
@@ -284,7 +287,7 @@ class _Run:
         stall the engine. One that `compiles` may take as long as it likes.
         """
         watch = self.start.watch
-        with watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
+        with watch.over(f"one call of {self.name} ({where})"):
             got, failure = call()
         if failure is not None and failure.status == "refused":
             self.refusals.append(f"{where}: {failure.reason}")
@@ -354,12 +357,9 @@ class _Run:
             batches.append((count - 1, less))
         laid: Guarded | None = None
         results: list[tuple[str, torch.Tensor, Any]] = []
-        begun = time.monotonic()
+        is_large = count > POOL and form.calls(count) > ONCE
         for number, (tokens, order) in enumerate(batches):
-            took_long = count > POOL and time.monotonic() - begun > AGAIN_SECONDS
-            is_late = number > 0 and took_long and not self.was_slow  # what stalls is called again
-            where = f"batch {number} of {count} x {form.name}{', large values' * large}"
-            if self.tries.stops(where, is_late):
+            if number > 0 and is_large and not self.was_slow:  # what stalls is called again
                 self.leave_out("fewer batches than usual")
                 break
             rows = self.trials.rows(tokens, number, order)
@@ -417,8 +417,6 @@ def _samples(run: _Run) -> Objections:
     trials, refused, results = run.trials, [], []
     memories = trials.shared()
     for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
-        if not run.tries.takes("samples", sample.name):
-            continue
         memory = memories.get(index)
         look = partial(run.compared, run.impl, sample, wanted=wanted, memory=memory)
         result = yield from run.at(sample.name, lambda look=look: (look(), None))  # type: ignore[misc]
@@ -448,7 +446,7 @@ def _batches(run: _Run) -> Objections:
     always, _ = token_counts(largest, run.trials.seed, smallest)
     for form in run.forms:
         form.switch(large=False)
-        for count in (n for n in always if run.tries.takes("counts", n)):
+        for count in always:
             orders = ORDERS if count <= 64 else ORDERS[:2]
             less: Order = "drawn" if count <= 64 else ORDERS[2]
             yield from run.batches(form, count, orders, less=less)
@@ -478,27 +476,28 @@ def _in_another_thread(run: _Run, form: Form) -> Objections:
 
 
 def _further_batches(run: _Run) -> Objections:
-    """Further token counts while time is left, first those where it launches other kernels."""
+    """Further token counts while calls are left, first those where it launches other kernels."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
-    deadline = time.monotonic() + run.request.share
+    budget, what = run.request.share(), f"further batches of {run.name}"
     raised: list[Objection] = []
     for form in run.forms:
         form.switch(large=False)
 
         def kernels(count: int, form: Form = form) -> launches.Launched:
             def call() -> None:
+                budget.takes(what, form.calls(count))
                 raised.extend(islice(run.call_at(form, count), 1))
 
             return run.request.launched(call, trials.device)
 
-        edges = launches.edges(kernels, trials.smallest, trials.largest, deadline)
-        for count in run.tries.found(f"edges of {form.name}", edges):
+        known = trials.smallest, trials.largest, partial(budget.takes, what, 0.0)
+        for count in launches.edges(kernels, *known):
             yield from raised
             yield from run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
         yield from raised
     for count in further:
-        if not run.tries.takes("further counts", count, time.monotonic() <= deadline):
+        if not budget.takes(what, sum(2 * form.calls(count) for form in run.forms)):
             run.leave_out("fewer batches than usual")
             break
         for form in run.forms:
@@ -516,13 +515,12 @@ def _takes_some(run: _Run) -> Objections:
 
 def _warm_up(run: _Run) -> Objections:
     """What it compiles when it is called, it has compiled afterwards."""
-    deadline = time.monotonic() + run.warm_seconds
+    budget, what = Budget(run.warm_calls, run.request.valve), f"the warm-up of {run.name}"
     for form in run.forms if run.role.warm else ():
         form.switch(large=False)
     for count in run.role.warm:
         for form in (form for form in run.forms if (form.name, count) not in run.tried):
-            where = f"warming up at {count} x {form.name}"
-            if run.tries.stops(where, time.monotonic() > deadline):
+            if not budget.takes(what, form.calls(count)):
                 run.leave_out("not warmed up at some sizes", f" from {count} tokens on")
                 return
             yield from run.call_at(form, count)
@@ -602,11 +600,11 @@ def _compiled(run: _Run) -> Objections:
             continue
         seen.add(given)
         form.switch(large=False)
-        if not run.tries.stops(f"lowering {form.name}", not start.has_time(COMPILE_SECONDS)):
+        what = f"compiled forms of {run.name}"
+        if start.lowered.takes(what):
             yield from _in_one_graph(run, form, backend)
             continue
-        is_late = number > 0 and not start.has_time(TRACE_SECONDS)
-        if run.tries.stops(f"compiling {form.name}", is_late):
+        if not start.traced.takes(what) and number > 0:
             run.leave_out("compiled in fewer forms than usual")
             break
         yield from _in_one_graph(run, form, "aot_eager")

@@ -26,14 +26,14 @@ from ..plugins import breadcrumb
 from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
 from . import launches
+from .budget import Budget, Valve, as_calls
 from .guarded import Guarded, bits, guarded, handed_over, taken
-from .tries import Tried, Tries
 from .verification import LayerFactory, dtype_name, tried
 from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
 
-SECONDS = 1.0
-"""What all implementations of a start together may cost beyond the counts that are always tried;
-each has an equal share, and what goes beyond it is left out."""
+CALLS = 400.0
+"""How many calls all implementations of a request may have beyond the token counts that are always
+tried; each has an equal share."""
 
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
@@ -100,13 +100,13 @@ class Request:
         seed: for what is drawn; it is logged.
         specs: the contracts by op; by default those of the distributions that bring contracts and
             nothing else.
-        seconds: how long further token counts are tried, for all implementations together.
+        calls: how many calls with further token counts are made, for all implementations together.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
         launched: what a call launches on a device, as `launches.launched`, which knows Triton's
             kernels alone.
         requires: the setting that allows only batch-invariant implementations, for messages; empty
             if there is none.
-        tried: what is tried, as far as time decides it.
+        valve: the limit in seconds of the whole startup.
     """
 
     roles: Sequence[Role]
@@ -118,21 +118,15 @@ class Request:
     layer_for: LayerFactory | None = None
     seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 32))
     specs: Mapping[str, OpSpec] = field(default_factory=lambda: known_contracts().contracts)
-    seconds: float = field(default_factory=lambda: SECONDS)
+    calls: float = field(default_factory=lambda: CALLS)
     provided: Mapping[str, Provided] = field(default_factory=dict)
     launched: Launches = launches.launched
     requires: str = ""
-    tried: Tried = field(default_factory=Tried)
+    valve: Valve = field(default_factory=Valve)
 
-    def tries(self, role: Role, dtype: torch.dtype, what: str = "") -> Tries:
-        """What a run of an implementation in one dtype tries."""
-        op, impl_id = role.key
-        return self.tried.of(f"{op}={impl_id}, {dtype_name(dtype)}{what}")
-
-    @property
-    def share(self) -> float:
-        """The seconds of each implementation for further token counts."""
-        return self.seconds / max(1, len(self.roles))
+    def share(self) -> Budget:
+        """The calls of one implementation with further token counts."""
+        return Budget(self.calls / max(1, len(self.roles)), self.valve)
 
     @contextmanager
     def trials(self) -> Iterator[dict[tuple[str, int, float], list[Trials]]]:
@@ -177,7 +171,7 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int], list[int]]:
-    """(counts that are always tried, further ones that are tried while time is left).
+    """(counts that are always tried, further ones that are tried while calls are left).
 
     Each is tried with one row less, too. So both sides of a power of two are among them.
 
@@ -267,6 +261,12 @@ class Form:
             if off[1]:
                 break
         return off
+
+    def calls(self, count: int) -> float:
+        """How many calls a batch of this many tokens is, by its bytes."""
+        of_token = self.pool(False).nbytes / self._rows
+        device = next(iter(self.pool(False).storages)).memory.device
+        return as_calls(self.static.nbytes + count * of_token, device)
 
     @cached_property
     def _rows(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..contracts.binding import Binding, FusionPlace, GraphPlace, IrPlace, LayerPlace
 from ..dispatch import get_default_manager
+from ..engine.budget import Valve
 from ..engine.digest import fingerprint
 from ..engine.facts import EngineFacts
 from ..engine.live import Live
@@ -20,7 +21,6 @@ from ..engine.plan import Plan, PlanEntry
 from ..engine.preflight import find_faults, host_threads
 from ..engine.tables import Standing
 from ..engine.trials import Request, Role, release
-from ..engine.tries import Tried, Tries
 from ..engine.warmup import warm_counts
 from ..errors import StartError
 from ..logs import get_logger
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 log = get_logger("engine")
 
-ROWS_AGAIN, SECONDS_AGAIN = 24, 1.0
-"""How many rows of a call are compared, and how long, when the model is looked at once more: what
-is new then is all of a call or none."""
+ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
+"""How many rows of a call are compared, and how many calls, when the model is looked at once more:
+what is new then is all of a call or none."""
 
 Off = Mapping[tuple[str, str], Disabled]
 """(op, impl id) -> why it is out."""
@@ -84,7 +84,7 @@ class Checks:
         locked = self.facts.settings.locked
         seed = locked.seed if locked else None
         self.seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
-        self.tried = Tried(locked.tries if locked else None)
+        self.valve = Valve()
         self._passed: set[tuple[object, ...]] = set()
 
     def verdict(self, plan: Plan, contents: dict[str, Any]) -> Verdict:
@@ -160,7 +160,7 @@ class Checks:
             specs=plan.contracts,
             provided=self.facts.provided,
             requires=self.facts.wants_invariance,
-            tried=self.tried,
+            valve=self.valve,
         )
         found = find_faults(request)
         self.remarks += found.remarks
@@ -327,7 +327,7 @@ def verify_live(engine: Engine, renew: Callable[[], object]) -> list[str]:
     began, checks = time.monotonic(), checks_of(engine)
     counts = checks.live_counts
     while True:
-        live, not_run = _seen_live(engine, counts, tries=checks.tried.of("the loaded model"))
+        live, not_run = _seen_live(engine, counts, valve=checks.valve)
         verdicts = _agree_on(engine, live.faults, None if not_run else _ran(live))
         new = _faults(verdicts, engine.disabled)
         if not new:
@@ -383,8 +383,7 @@ def verify_with_cache(engine: Engine, renew: Callable[[], object]) -> str:
     began, checks = time.monotonic(), checks_of(engine)
     counts = frozenset((max(checks.live_counts),))
     while True:
-        tries = checks.tried.of("the loaded model, with the KV cache")
-        live, not_run = seen_again(engine, counts, tries)
+        live, not_run = seen_again(engine, counts, checks.valve)
         faults = {key: f"{why} (with the KV cache in memory)" for key, why in live.faults.items()}
         new = _faults(_agree_on(engine, faults), engine.disabled)
         if not new:
@@ -433,18 +432,18 @@ def without(keys: Iterable[tuple[str, str]]) -> str:
 
 
 def seen_again(
-    engine: Engine, counts: frozenset[int] = frozenset(), tries: Tries | None = None
+    engine: Engine, counts: frozenset[int] = frozenset(), valve: Valve | None = None
 ) -> tuple[Live, str]:
     """What a short look at a model shows that was looked at before: `Live`, and why there was none.
 
     Args:
         engine: whose model it is; its plan serves in the model. Nothing is counted meanwhile.
         counts: of how many tokens; by default of as many as the largest forward at start had.
-        tries: notes what is left out, or has it.
+        valve: of the startup, if this is one.
     """
     wanted = counts or frozenset((max(checks_of(engine).live_counts),))
-    limits: dict[str, Any] = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
-    limits["tries"] = tries or Tries()
+    limits: dict[str, Any] = {"rows": ROWS_AGAIN, "calls": CALLS_AGAIN, "scarce": True}
+    limits["valve"] = valve or Valve()
     with engine.plan.record.aside():
         found = _seen_live(engine, wanted, **limits)
     device = engine.device

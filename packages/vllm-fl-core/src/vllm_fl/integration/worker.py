@@ -205,7 +205,6 @@ class PlannedWorker:
             "facts": engine.facts_of_lock,
             "result": {"ops": ops, "digest": engine.digest, "out": _nested(out)},
             "seed": checks.seed,
-            "tries": checks.tried.made,
         }
 
     def vllm_fl_report(self) -> dict[str, Any]:
