@@ -1,8 +1,8 @@
 """How much a verification tries: numbers of calls, not seconds.
 
-A call of many bytes is several calls, and is made fewer times for it. So the model, the seed and the
-kind of device decide what is tried, and the speed of the machine does not. Only the `Valve` has a
-clock.
+A call of many bytes is several calls, and is made fewer times for it. So the model, the seed and
+the kind of device decide what is tried, and the speed of the machine does not. Only the `Valve` has
+a clock.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ from .wanted import each_part
 log = get_logger("engine")
 
 ONCE = 32.0
-"""A batch of more tokens than the pool has rows is tried a second time in the same memory, if a call
-of it is at most this many calls by its bytes: on a CPU that takes much of a startup."""
+"""A batch of more tokens than the pool has rows is tried a second time in the same memory if it is
+at most this many calls by its bytes: on a CPU that takes much of a startup."""
 
 WARM_CALLS = 2000.0
 """How many calls the warm-ups of all implementations have, with token counts that were not tried
