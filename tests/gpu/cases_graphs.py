@@ -31,7 +31,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes
     from vllm_fl.contracts.binding import IrPlace, LayerPlace
-    from vllm_fl.engine.preflight import find_faults, graphs
+    from vllm_fl.engine import graphs
+    from vllm_fl.engine.preflight import find_faults
     from vllm_fl.engine.trials import Request, Role
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.resolver import Candidate, Trace
-from vllm_fl.engine import preflight, trials
+from vllm_fl.engine import graphs, preflight, trials
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
@@ -430,7 +430,7 @@ def cannot_be_captured(x: Tensor) -> Tensor:
 def test_what_is_wrong_in_a_captured_graph_alone(
     fn: Callable[..., Any], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight.graphs, "captured", graph_on_cpu.captured)
+    monkeypatch.setattr(graphs, "captured", graph_on_cpu.captured)
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     key = "silu_and_mul", "vendor.acme"
     sizes = replace(SIZES, tokens=(1, 64))

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.engine import preflight
-from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine import run
+from vllm_fl.engine.preflight import Findings, find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -70,7 +70,7 @@ class Compiling:
         half = x.shape[-1] // 2
         return F.silu(x[..., :half]) * x[..., half:]
 
-    def start(self, warm: bool, **options: Any) -> preflight.Findings:
+    def start(self, warm: bool, **options: Any) -> Findings:
         impl = OpImpl(*KEY, BackendImplKind.VENDOR, self, "acme")
         role = Role(impl, warm=warm_counts(LARGEST) if warm else ())
         given = {"seed": 1, "calls": 0, **options}
@@ -84,7 +84,7 @@ class Compiling:
 
 @pytest.fixture(autouse=True)
 def calls_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "WARM_CALLS", 1e9)
+    monkeypatch.setattr(run, "WARM_CALLS", 1e9)
 
 
 @pytest.mark.parametrize("compares", [True, False], ids=["verify", "run"])
@@ -96,7 +96,7 @@ def test_a_start_leaves_nothing_to_compile_of_what_serves(compares: bool) -> Non
 
 
 def test_what_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "WARM_CALLS", 0)
+    monkeypatch.setattr(run, "WARM_CALLS", 0)
     kernel = Compiling()
     remarks = kernel.start(warm=True).remarks
     assert "not warmed up at some sizes: silu_and_mul of vendor.acme from 6 tokens on" in remarks

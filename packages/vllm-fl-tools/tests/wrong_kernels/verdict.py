@@ -12,7 +12,8 @@ import torch
 import torch._dynamo  # for all children at once
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine import preflight, trials
+from vllm_fl.engine import graphs, preflight, run, trials
+from vllm_fl.engine.checks import CHECKS as CHECKS_AT_START
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import OpImpl
@@ -67,7 +68,7 @@ def _prepare(wrong: Wrong) -> None:
     # All further token counts are tried, or none.
     trials.CALLS = 1e9 if wrong.kind == "sizes" else 0.0
     if wrong.kind == "compiled":  # one startup has many kernels here
-        preflight.LOWERED = 10**6
+        run.LOWERED = 10**6
 
 
 def start_verdicts(names: Sequence[str], without: Sequence[str] = ()) -> dict[str, Verdict]:
@@ -77,7 +78,7 @@ def start_verdicts(names: Sequence[str], without: Sequence[str] = ()) -> dict[st
         names: the kernels.
         without: checks that are left out.
     """
-    preflight._CHECKS = tuple(c for c in preflight._CHECKS if c.__name__ not in without)
+    preflight.CHECKS = tuple(c for c in CHECKS_AT_START if c.__name__ not in without)
     members = [corpus()[name] for name in names]
     _prepare(members[0])
     os.environ.update(members[0].environ)
@@ -111,7 +112,7 @@ def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str,
     (name,) = names
     wrong = corpus()[name]
     _prepare(wrong)
-    preflight.graphs.captured = graph_on_cpu.captured
+    graphs.captured = graph_on_cpu.captured
     reason = _faults_at_start([wrong.impl()], wrong, GRAPH).get(f"vendor.{name}", "")
     return {name: Verdict("named" if "in a graph" in reason else "passes", reason)}
 
