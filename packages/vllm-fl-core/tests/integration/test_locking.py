@@ -28,7 +28,7 @@ FACTS: dict[str, Any] = {
     "model configuration": {"hidden_size": 64, "head_dim": 16, "a": 1, "b": 1, "c": 1},
     "plan": {"rms_norm": "vendor.acme"},
 }
-LOCKED = Locked("vllm-fl.lock", FACTS, {}, 7, {})
+LOCKED = Locked("vllm-fl.lock", FACTS, {}, 7)
 
 
 def told(**changed: Any) -> list[str]:

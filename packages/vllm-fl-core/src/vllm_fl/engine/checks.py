@@ -19,10 +19,11 @@ from ..logs import get_logger
 from ..plugins.inspection import FAILED, REJECTED, Objection
 from . import graphs, launches
 from .budget import Budget
+from .form import Form
 from .guarded import rows_of
 from .opaque import is_opaque
 from .run import Objections, Run
-from .trials import Form, lowered, token_counts
+from .trials import lowered, token_counts
 from .verification import (
     BY_CHAIN,
     Outcome,

@@ -21,8 +21,10 @@ from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import OpImpl
 from .budget import Budget, Valve
 from .facts import EngineFacts
+from .form import Form
 from .guarded import bits, rows_of
-from .trials import Form, Request, Role, Trials, lowered, token_counts
+from .oracle import parts, promised
+from .trials import Request, Role, Trials, lowered, token_counts
 from .verification import (
     BY_CHAIN,
     COMPARING,
@@ -32,7 +34,6 @@ from .verification import (
     attempt,
     dtype_name,
 )
-from .wanted import parts, promised
 
 T = TypeVar("T")
 

@@ -26,6 +26,7 @@ from ..plugins.types import OpImpl
 from ..text import quote
 from .budget import Budget, Valve, as_calls
 from .guarded import Guarded, in_place, taken
+from .oracle import each_part, magnitudes, wanted_of, worst
 from .plan import Plan
 from .verification import (
     Failure,
@@ -37,7 +38,7 @@ from .verification import (
     dtype_name,
     synchronise,
 )
-from .wanted import Off, each_part, magnitudes, wanted_of, worst
+from .wanted import Off
 
 log = get_logger("engine")
 

@@ -16,8 +16,10 @@ from ..plugins.inspection import FAILED, Objection
 from ..plugins.types import OpImpl
 from . import process_state
 from .budget import Budget
+from .form import Form
 from .guarded import Guarded, rows_of
-from .trials import Form, Request, Role, Trials
+from .oracle import each_part
+from .trials import Request, Role, Trials
 from .verification import (
     Comparison,
     Outcome,
@@ -30,7 +32,6 @@ from .verification import (
     misuse,
     shares,
 )
-from .wanted import each_part
 
 ONCE = 32.0
 """A batch of more tokens than the pool has rows is tried a second time in the same memory if it is

@@ -19,7 +19,8 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
-from .wanted import Off, Wanted, closed, leans, parts, wanted_of, worst
+from .oracle import closed, leans, parts, wanted_of, worst
+from .wanted import Off, Wanted
 
 T = TypeVar("T")
 
