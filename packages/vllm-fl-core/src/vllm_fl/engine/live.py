@@ -21,6 +21,7 @@ from ..contracts import ModelSizes, OpSpec, Sample
 from ..dispatch.guard import replacing
 from ..logs import get_logger
 from ..plugins import breadcrumb
+from ..plugins.inspection import FAILED, Key, Objection
 from ..plugins.plugin import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
@@ -95,7 +96,7 @@ class Live:
         calls: how many calls are compared; the later ones are left out.
         scarce: memory may be used up: a call that runs out of it is left out, and no fault.
         valve: of the startup.
-        faults: (op, impl id) -> why it must not serve.
+        objections: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
         refused: (op, impl id) -> why it took none of the calls of which it is the first candidate.
@@ -107,21 +108,21 @@ class Live:
     plan: Plan
     models: Mapping[str, torch.nn.Module]
     device: torch.device
-    owners: Mapping[tuple[str, str], Owner] = field(default_factory=dict)
+    owners: Mapping[Key, Owner] = field(default_factory=dict)
     rows: int = ROWS
     calls: float = CALLS
     scarce: bool = False
     valve: Valve = field(default_factory=Valve)
-    faults: dict[tuple[str, str], str] = field(default_factory=dict)
+    objections: dict[Key, Objection] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
-    refused: dict[tuple[str, str], str] = field(default_factory=dict, init=False)
-    served: set[tuple[str, str]] = field(default_factory=set, init=False)
+    refused: dict[Key, str] = field(default_factory=dict, init=False)
+    served: set[Key] = field(default_factory=set, init=False)
     reached: set[str] = field(default_factory=set, init=False)
     entered: set[str] = field(default_factory=set, init=False)
     _inside: list[str] = field(default_factory=list, init=False)
     _seen: set[Any] = field(default_factory=set, init=False)
-    _short: set[tuple[str, str]] = field(default_factory=set, init=False)
+    _short: set[Key] = field(default_factory=set, init=False)
     _running: bool = field(default=False, init=False)
     _budget: Budget = field(init=False, repr=False)
     _growth: dict[str, int] = field(default_factory=dict, init=False)
@@ -154,7 +155,7 @@ class Live:
                 handle.remove()
             self.reached |= {op for op, _ in record.refusals}
             self.refused |= record.passed_over()
-            for key in self.served | self.faults.keys():
+            for key in self.served | self.objections.keys():
                 self.refused.pop(key, None)
             record.begin()  # of serving, which has not begun
 
@@ -207,7 +208,7 @@ class Live:
         """One call of `impl`, compared if it is the first of its kind."""
         key = spec.name, impl.impl_id
         args = contract_args(spec, impl, given)
-        if key in self.faults or key in self._short:
+        if key in self.objections or key in self._short:
             return _zeros(spec.fake(*args))
         kind = *key, _kind_of(self._layer), _layout(args)
         if self._running:
@@ -243,7 +244,7 @@ class Live:
         if failure is None:
             return result
         where = f"in layer {self._layer or 'without a name'}, {_described(spec, args)}"
-        self.faults[key] = f"{failure} (on live tensors {where})"
+        self.objections[key] = Objection(FAILED, f"{failure} (on live tensors {where})")
         # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
         return _zeros(spec.fake(*args))
 

@@ -16,7 +16,7 @@ from ..logs import get_logger
 from ..text import quote
 from .engines import Engine
 from .ranks import Verdict, agree
-from .verifying import checks_of, compared, seen_again, without
+from .verifying import checks_of, compared, reasons, seen_again, without
 
 log = get_logger("engine")
 
@@ -122,7 +122,7 @@ def verify(engine: Engine, occasion: str) -> str:
         return f"nothing was verified: {stopped}"
     began = time.monotonic()
     live, not_run = seen_again(engine)
-    verdicts = agree(Verdict(rank, live.faults))
+    verdicts = agree(Verdict(rank, reasons(live)))
     engine.wrong = {
         key: f"{why} (found on rank {v.rank})"
         for v in reversed(verdicts)

@@ -328,7 +328,7 @@ def verify_live(engine: Engine, renew: Callable[[], object]) -> list[str]:
     counts = checks.live_counts
     while True:
         live, not_run = _seen_live(engine, counts, valve=checks.valve)
-        verdicts = _agree_on(engine, live.faults, None if not_run else _ran(live))
+        verdicts = _agree_on(engine, reasons(live), None if not_run else _ran(live))
         new = _faults(verdicts, engine.disabled)
         if not new:
             new = {
@@ -384,7 +384,7 @@ def verify_with_cache(engine: Engine, renew: Callable[[], object]) -> str:
     counts = frozenset((max(checks.live_counts),))
     while True:
         live, not_run = seen_again(engine, counts, checks.valve)
-        faults = {key: f"{why} (with the KV cache in memory)" for key, why in live.faults.items()}
+        faults = {key: f"{why} (with the KV cache in memory)" for key, why in reasons(live).items()}
         new = _faults(_agree_on(engine, faults), engine.disabled)
         if not new:
             break
@@ -396,6 +396,11 @@ def verify_with_cache(engine: Engine, renew: Callable[[], object]) -> str:
     if not_run:
         return f"not on live tensors with the KV cache in memory: {not_run}"
     return compared(live, began, " with the KV cache in memory,")
+
+
+def reasons(live: Live) -> dict[Key, str]:
+    """Why implementations must not serve, by what was seen."""
+    return {key: objection.reason for key, objection in live.objections.items()}
 
 
 def compared(live: Live, began: float, where: str = "") -> str:
