@@ -50,7 +50,7 @@ which 0 and 1 would have, is not what serves."""
 
 
 def _samples(run: Run) -> Objections:
-    """The contract's own samples, edges that every caller may bring, and calls that stand."""
+    """Compare the contract's own samples, and calls whose batches cannot be rearranged."""
     trials, refused, results = run.trials, [], []
     memories = trials.shared()
     for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
@@ -70,13 +70,13 @@ def _refuses_all(why: str) -> Objection:
 
 
 def _process(run: Run) -> Objections:
-    """The state of the process is as it was."""
+    """Object if the state of the process has changed."""
     if problem := run.changed():
         yield Objection(FAILED, problem)
 
 
 def _batches(run: Run) -> Objections:
-    """The served model's calls with the token counts that are always tried."""
+    """Compare the served model's calls with the token counts that are always tried."""
     smallest, largest = run.trials.smallest, run.trials.largest
     always, _ = token_counts(largest, run.trials.seed, smallest)
     for form in run.forms:
@@ -95,7 +95,7 @@ def _batches(run: Run) -> Objections:
 
 
 def _in_another_thread(run: Run, form: Form) -> Objections:
-    """A batch in another thread than the one that builds the model, as micro-batches have."""
+    """Compare a batch in another thread, since micro-batches run in their own."""
 
     def look() -> Objection | None:
         device = run.trials.device
@@ -111,7 +111,7 @@ def _in_another_thread(run: Run, form: Form) -> Objections:
 
 
 def _further_batches(run: Run) -> Objections:
-    """Further token counts while calls are left, first those where it launches other kernels."""
+    """Compare further token counts while calls are left, first those with other kernels."""
     trials = run.trials
     _, further = token_counts(trials.largest, trials.seed, trials.smallest)
     budget, what = run.request.share(), f"further batches of {run.name}"
@@ -142,14 +142,14 @@ def _further_batches(run: Run) -> Objections:
 
 
 def _takes_some(run: Run) -> Objections:
-    """It takes some call of the served model."""
+    """Object if it refuses all calls of the served model."""
     if run.forms and not run.served:
         yield from _process(run)
         yield _refuses_all(run.refusals[0])
 
 
 def _warm_up(run: Run) -> Objections:
-    """What it compiles when it is called, it has compiled afterwards."""
+    """Call it with the token counts of a warm-up, so that it has compiled its kernels."""
     budget, what = Budget(run.warm_calls, run.request.valve), f"the warm-up of {run.name}"
     for form in run.forms if run.role.warm else ():
         form.switch(large=False)
@@ -162,7 +162,7 @@ def _warm_up(run: Run) -> Objections:
 
 
 def _captured(run: Run) -> Objections:
-    """In a captured graph, which is replayed with other values in the same memory."""
+    """Capture it in a graph, and replay that with other values in the same memory."""
     count, trials = run.role.captured, run.trials
     for form in run.forms if count else ():
         form.switch(large=False)
@@ -198,8 +198,7 @@ def _capture(run: Run, args: tuple[Any, ...]) -> Outcome:
 
 
 def _traced(run: Run) -> Objections:
-    """The traced form, which compiled graphs may have in its place: as it is traced, and run as
-    it is written."""
+    """Trace the form that compiled graphs may call instead, and compare it uncompiled."""
     if not run.role.in_graphs or run.impl.traced is None:
         return
     from .traced import trial  # what traces is not loaded for an engine that compiles nothing
@@ -216,11 +215,11 @@ def _traced(run: Run) -> Objections:
 
 
 def _compiled(run: Run) -> Objections:
-    """The form that the compiler will get, in one graph for all batches.
+    """Compile the form that the compiler will get, in one graph for all batches.
 
-    Of an operator that it takes whole it sees which arguments there are and how they lie: to it
-    calls of contiguous ones are the same in all sizes. One that writes over none of them is traced:
-    Inductor lowers such a call to itself.
+    Of an opaque operator the compiler sees only the arguments' presence and strides: calls of
+    contiguous ones are the same in all sizes. An operator that overwrites nothing is only traced,
+    since Inductor lowers its call to itself.
     """
     startup, backend = run.startup, run.request.backend
     is_operator = is_opaque(run.impl)
@@ -275,7 +274,7 @@ CHECKS: tuple[Callable[[Run], Objections], ...] = (
     _compiled,
     _process,
 )
-"""In this order: what is refused or wrong in one is not asked in the next."""
+"""In this order. The first objection ends the run."""
 
 
 def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:

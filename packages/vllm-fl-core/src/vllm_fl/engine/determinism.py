@@ -150,7 +150,7 @@ def determinism_of(
 
 
 Verdicts = Generator[Determinism, None, T]
-"""What a measurement shows: it is over with the first one."""
+"""The results of a measurement. The caller stops at the first one."""
 
 
 class _Measured:

@@ -37,7 +37,7 @@ ONCE = 32.0
 """A batch of more tokens than the pool has rows is tried a second time in the same memory if it is
 at most this many calls by its bytes: on a CPU that takes much of a startup."""
 
-WARM_CALLS = 2000.0
+WARM_CALLS = 4000.0
 """How many calls the warm-ups of all implementations have, with token counts that were not tried
 before; each has an equal share."""
 
@@ -49,10 +49,10 @@ TRACED = 12
 """How many further forms are traced. An implementation's first form is traced in any case."""
 
 Objections = Generator[Objection, None, None]
-"""What a check finds: it is over with the first one."""
+"""The objections of a check. The caller stops at the first one."""
 
 Found = Generator[Objection, None, Any]
-"""The same of a call, of which it returns the result; None if there is none."""
+"""The objections to a call, which returns its result; None if it was refused."""
 
 
 class Startup:
@@ -89,13 +89,13 @@ class Run:
         self.was_slow = False
 
     def changed(self) -> str | None:
-        """What it has changed of the process, in words."""
+        """Return in words what it has changed of the process."""
         with torch.inference_mode(False):
             problem = process_state.changed(self.before, self.trials.device, self._again)
         return None if problem is None else f"it changed {problem} of the whole process"
 
     def _again(self) -> None:
-        """Some of its calls once more, for what they change of the process; nothing is compared."""
+        """Make some of its calls again, for what they change of the process; compare nothing."""
         with torch.inference_mode():
             for sample in self.trials.samples:
                 self.compared(self.impl, sample, wanted=())
@@ -115,12 +115,11 @@ class Run:
 
     @property
     def forms_served(self) -> list[Form]:
-        """Those that it takes. One that is refused stays with the implementation that comes next:
-        of this one, there is nothing to capture or compile."""
+        """The calls that it does not refuse, which are the ones to capture and compile."""
         return [form for form in self.forms if form.name in self.served]
 
     def leave_out(self, what: str, further: str = "") -> None:
-        """Note for the report what was not looked at."""
+        """Note for the report what was not tried."""
         self.startup.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
 
     def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> Found:
@@ -148,7 +147,7 @@ class Run:
         return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}{more}"
 
     def compared(self, impl: OpImpl, sample: Sample, **how: Any) -> Comparison:
-        """One sample, run and compared; how else than by the oracle, as for `compare`."""
+        """Compare one sample; `how` as for `verification.compare`."""
         layer_for = self.request.layer_for
         return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
 
@@ -243,13 +242,13 @@ class Run:
         return (yield from self.at(where, run))
 
     def call_at(self, form: Form, count: int) -> Objections:
-        """Make one call with so many tokens, of which nothing is compared."""
+        """Make one call with this many tokens, without a comparison."""
         args = self.arguments(form, self.trials.rows(count))
         where = self.where(form, count, ", warming up")
         yield from self.at(where, partial(answer, self.call, self.impl, self.spec, args))
 
     def arguments(self, form: Form, rows: torch.Tensor) -> tuple[Any, ...]:
-        """Those of a call with these rows of the ordinary values."""
+        """Return the arguments of a call with these rows of the ordinary values."""
         args = form.call(rows_of(form.pool(False), rows)).args
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         return args
@@ -263,7 +262,7 @@ class Run:
 
 
 def _kept(result: Any, laid: Guarded) -> Any:
-    """A result that stays what it is when the memory of the arguments `laid` is written anew."""
+    """Copy the parts of a result that are in the memory of the arguments `laid`."""
 
     def kept(part: torch.Tensor) -> torch.Tensor:
         lies_there = any(shares(part, storage.memory) for storage in laid.storages)
