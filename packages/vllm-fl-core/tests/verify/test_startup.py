@@ -23,7 +23,6 @@ from vllm_fl.engine.trials import Request
 from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.integration import targets
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.ranks import FAILED, REJECTED
 from vllm_fl.integration.targets import planned_for_nothing
 from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.registry import known_contracts
@@ -66,36 +65,38 @@ def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     answering: Answering,
 ) -> None:
     """It is measured only where somebody asks for it."""
-    faults = {(OP, "vendor.wrong"): ("it is wrong", None)}
-    asked = answering(Findings(faults, variant={KEY: "not batch-invariant: 1 row"}))
+    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
+    wrong = Objection("FL410", "it is wrong")
+    rejected = Objection("FL412", why, ends_strict=False)
+    asked = answering(Findings({(OP, "vendor.wrong"): wrong, KEY: rejected}))
     plan = planning(managing(silu("vendor.wrong"), silu("vendor.acme"), silu("vendor.emca")))
     env = {"VLLM_FL_REQUIRE": "batch_invariant", "VLLM_FL_PREFLIGHT": "verify"}
-    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
     assert checks_of(env=env).objections(plan) == {
-        (OP, "vendor.wrong"): Objection(FAILED, "it is wrong"),
-        KEY: Objection(REJECTED, why, ends_strict=False),
+        (OP, "vendor.wrong"): wrong,
+        KEY: rejected,
     }
     checks_of().objections(plan)
-    assert [request.invariant for request in asked] == [True, False]
+    assert [request.requires for request in asked] == ["VLLM_FL_REQUIRE=batch_invariant", ""]
 
 
 def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
     answering: Answering,
 ) -> None:
-    answering(Findings(refused={KEY: "1 x 640: odd"}))
+    why = "it refuses every call of this model (1 x 640: odd)"
+    answering(Findings({KEY: Objection("FL412", why)}))
     found = checks_of().objections(planning(managing(silu("vendor.acme"))))
-    assert found == {KEY: Objection(REJECTED, "it refuses every call of this model (1 x 640: odd)")}
+    assert found == {KEY: Objection("FL412", why)}
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_what_any_row_may_call_is_verified_once(answering: Answering, mode: Any) -> None:
     """And in compiled mode as compiled, what a row begins with."""
-    asked = answering(Findings({KEY: ("wrong", None)}))
+    asked = answering(Findings({KEY: Objection("FL410", "wrong")}))
     impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
     order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
     manager = managing(*impls, per_op_order={OP: order})
     checks = checks_of()
-    assert checks.objections(planning(manager, mode)) == {KEY: Objection(FAILED, "wrong")}
+    assert checks.objections(planning(manager, mode)) == {KEY: Objection("FL410", "wrong")}
 
     def roles(request: Request) -> dict[str, tuple[int, float, bool]]:
         return {r.impl.impl_id: (r.least, r.most, bool(r.compiled)) for r in request.roles}

@@ -12,6 +12,9 @@ __all__ = ["Check", "Engine", "GroupFacts", "Key", "Moment", "Objection"]
 
 T = TypeVar("T")
 
+FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
+"""The codes of objections."""
+
 Key = tuple[str, str]
 """(op, impl id)."""
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..engine.budget import Valve
 from ..engine.live import Live
 from ..engine.plan import Plan
 from ..engine.preflight import host_threads
 from ..engine.trials import release
-from ..engine.tries import Tries
 from ..integration import probe
 from ..integration.engines import Engine
 from ..integration.patchers.layers import layer_table
-from ..integration.ranks import FAILED, REFUSES, REJECTED
+from ..integration.ranks import REFUSES, REJECTED
 from ..integration.targets import installed_bindings
 from ..logs import get_logger
 from ..plugins.inspection import Key, Moment, Objection
@@ -25,8 +25,8 @@ from .made_inputs import checks_of
 
 log = get_logger("engine")
 
-ROWS_AGAIN, SECONDS_AGAIN = 24, 1.0
-"""How many rows of a call are compared, and how long, when the model is looked at once more: what
+ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
+"""How many rows of a call are compared, and how many calls, when the model is run once more: what
 is new then is all of a call or none."""
 
 
@@ -55,11 +55,11 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     if not counts or engine.joins:
         return {}
     while True:
-        live, not_run = _seen_live(engine, counts, tries=checks.tried.of("the loaded model"))
-        mine = live.faults, None if not_run else _ran(live)
+        live, not_run = _seen_live(engine, counts, valve=checks.valve)
+        mine = bool(live.objections), None if not_run else _ran(live)
         found = engine.gather("run the loaded model", mine)
-        if any(faults for faults, _ in found):
-            return {key: Objection(FAILED, why) for key, why in live.faults.items()}
+        if any(has_objections for has_objections, _ in found):
+            return dict(live.objections)
         runs = [ran for _, ran in found if ran is not None]
         refused = _refused(runs) if len(runs) == len(found) else {}
         further = _further_counts(engine, refused) - counts
@@ -104,14 +104,16 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
         return {}
     is_seen = checks.seen is engine.plan
     counts = frozenset((max(checks.live_counts),)) if is_seen else checks.live_counts
-    tries = checks.tried.of("the loaded model, with the KV cache")
-    live, not_run = _seen_again(engine, counts, tries)
+    live, not_run = _seen_again(engine, counts, checks.valve)
     beside = "with the KV cache in memory"
-    if not live.faults:
+    if not live.objections:
         told = f"not on live tensors {beside}: {not_run}"
         told = told if not_run else _compared(live, began, f" {beside},")
         engine.remarks[Moment.CACHED].append(told)
-    return {key: Objection(FAILED, f"{why} ({beside})") for key, why in live.faults.items()}
+    return {
+        key: replace(each, reason=f"{each.reason} ({beside})")
+        for key, each in live.objections.items()
+    }
 
 
 def compare_again(engine: Engine) -> dict[Key, Objection]:
@@ -126,9 +128,9 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
         remarks.append(f"nothing was verified: {stopped}")
         return {}
     began = time.monotonic()
-    live, not_run = _seen_again(engine, frozenset((max(checks.live_counts),)), Tries())
+    live, not_run = _seen_again(engine, frozenset((max(checks.live_counts),)), Valve())
     remarks.append(f"nothing was verified: {not_run}" if not_run else _compared(live, began))
-    return {key: Objection(FAILED, why) for key, why in live.faults.items()}
+    return dict(live.objections)
 
 
 def _compared(live: Live, began: float, where: str = "") -> str:
@@ -146,21 +148,17 @@ def _compared(live: Live, began: float, where: str = "") -> str:
     )
 
 
-def _seen_again(
-    engine: Engine, counts: frozenset[int] = frozenset(), tries: Tries | None = None
-) -> tuple[Live, str]:
-    """What a short look at a model shows that was looked at before: `Live`, and why there was none.
+def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[Live, str]:
+    """Run a model briefly that was run before: return `Live`, and why there was no run.
 
     Args:
-        engine: whose model it is; its plan serves in the model. Nothing is counted meanwhile.
-        counts: of how many tokens; by default of as many as the largest forward at start had.
-        tries: notes what is left out, or has it.
+        engine: the engine, whose plan serves in the model. Nothing is counted meanwhile.
+        counts: the token counts of the runs.
+        valve: the startup's, or a new one.
     """
-    wanted = counts or frozenset((max(checks_of(engine).live_counts),))
-    limits: dict[str, Any] = {"rows": ROWS_AGAIN, "seconds": SECONDS_AGAIN, "scarce": True}
-    limits["tries"] = tries or Tries()
+    limits: dict[str, Any] = {"rows": ROWS_AGAIN, "calls": CALLS_AGAIN, "scarce": True}
     with engine.plan.record.aside():
-        found = _seen_live(engine, wanted, **limits)
+        found = _seen_live(engine, counts, valve=valve, **limits)
     device = engine.device
     if device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
         import torch

@@ -7,17 +7,16 @@ import random
 from dataclasses import dataclass, field
 
 from ..dispatch import get_default_manager
+from ..engine.budget import Valve
 from ..engine.opaque import is_opaque
 from ..engine.plan import Plan, PlanEntry
 from ..engine.preflight import find_faults
 from ..engine.trials import Request, Role
-from ..engine.tries import Tried
 from ..engine.warmup import warm_counts
 from ..integration import probe
 from ..integration.engines import Engine
 from ..integration.patchers import fusions
 from ..integration.patchers.layers import layer_for
-from ..integration.ranks import FAILED, REFUSES, REJECTED
 from ..integration.targets import installed_bindings, meets_a_compiler
 from ..plugins.inspection import Key, Moment, Objection
 from ..plugins.types import OpImpl
@@ -48,7 +47,7 @@ class Checks:
         locked = self.facts.settings.locked
         seed = locked.seed if locked else None
         self.seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
-        self.tried = Tried(locked.tries if locked else None)
+        self.valve = Valve()
         self._passed: set[tuple[object, ...]] = set()
 
     def objections(self, plan: Plan) -> dict[Key, Objection]:
@@ -74,7 +73,6 @@ class Checks:
                 in_graphs = op in found_by_passes and is_first and impl.traced is not None
                 owner = owners[key].name if key in owners else ""
                 roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs, *bounds))
-        asks = self.facts.wants_invariance
         assert self.facts.dtype is not None  # a worker has a model
         request = Request(
             roles,
@@ -87,22 +85,13 @@ class Checks:
             seed=self.seed,
             specs=plan.contracts,
             provided=self.facts.provided,
-            invariant=bool(asks),
-            tried=self.tried,
+            requires=self.facts.wants_invariance,
+            valve=self.valve,
         )
         found = find_faults(request)
         self.remarks += found.remarks
         self.smaller |= found.smaller
-        return {
-            **{
-                key: Objection(REJECTED, f"{asks}, and it is {why}", ends_strict=False)
-                for key, why in found.variant.items()
-            },
-            **{
-                key: Objection(REJECTED, f"{REFUSES} ({why})") for key, why in found.refused.items()
-            },
-            **{key: Objection(FAILED, reason) for key, (reason, _) in found.faults.items()},
-        }
+        return found.objections
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
         """The token counts at which `impl` must have run before it serves: none for a later choice.

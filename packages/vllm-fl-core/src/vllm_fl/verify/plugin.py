@@ -67,7 +67,6 @@ def worker_report(engine: Any) -> Mapping[str, object]:
     checks, canary = engine.state.get(Checks), engine.state.get(Canary)
     return {
         "seed": checks.seed if checks else None,
-        "tries": checks.tried.made if checks else {},
         "smaller": dict(checks.smaller) if checks else {},
         "shadow": canary.shadow.report() if canary else None,
     }

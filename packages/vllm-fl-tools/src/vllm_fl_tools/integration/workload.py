@@ -234,7 +234,7 @@ def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
         enable_multiprocessing=True,
     )
     ranks = engine.collective_rpc("vllm_fl_report")
-    report = {"ranks": [{**r["lock"], "seed": r["seed"], "tries": r["tries"]} for r in ranks]}
+    report = {"ranks": [{**r["lock"], "seed": r["seed"]} for r in ranks]}
     length = engine.model_config.max_model_len
     return {"report": report, "vocabulary": 0, "length": length, "graph_tokens": 0}
 
