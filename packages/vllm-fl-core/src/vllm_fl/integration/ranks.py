@@ -103,11 +103,11 @@ class Message:
 
 def publish_process() -> None:
     """Let the other ranks check this one if it is late for their first exchange."""
+    from torch.distributed import is_initialized
     from vllm.distributed.parallel_state import get_world_group
 
-    group = get_world_group()
-    if group.world_size > 1:
-        introduce(group.cpu_group)
+    if is_initialized() and get_world_group().world_size > 1:
+        introduce(get_world_group().cpu_group)
 
 
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
