@@ -24,8 +24,8 @@ T = TypeVar("T")
 log = get_logger("engine")
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others: a cold kernel cache may cost one of them minutes. The wait
-ends within seconds if one of them dies."""
+"""How long a rank waits for the others: with a cold kernel cache one of them may need minutes. The
+wait ends within seconds if one of them dies."""
 
 LOGGED_AFTER = (10.0, 60.0, 300.0)
 """Seconds of waiting after which the late ranks are logged."""
@@ -37,7 +37,7 @@ LONGEST_PAUSE = 0.25
 """Seconds between two looks into the store, at most."""
 
 UNUSED = 48
-"""A tag of messages under which none is sent."""
+"""A tag of messages that no message has."""
 
 
 class Process(NamedTuple):
@@ -47,7 +47,7 @@ class Process(NamedTuple):
         host: the name of its machine.
         pid: its number.
         space: the boot and the namespace that `pid` belongs to; empty if unknown.
-        began: when the process began, as its kernel counts; empty if unknown.
+        began: the time at which it began, in clock ticks since the boot; empty if unknown.
         published: seconds since the epoch.
     """
 
@@ -65,14 +65,15 @@ class Process(NamedTuple):
     @property
     def is_alive(self) -> bool | None:
         """Whether it still runs; None if that cannot be seen from here."""
-        if not self.began or (self.host, self.space) != (os.uname().nodename, _space()):
+        is_here = (self.host, self.space) == (os.uname().nodename, _space())
+        if not (is_here and self.space and self.began):
             return None
         return _began(self.pid) == self.began
 
 
 @cache
 def _space() -> str:
-    """Which numbering of processes holds here."""
+    """The boot and the namespace of this process; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -97,7 +98,7 @@ def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T
         cpu_group: torch.distributed's group, of its backend gloo.
         size: how many ranks it has.
         rank: this rank's number among all.
-        what: what the ranks are at, for the log and the error.
+        what: the purpose of the exchange, for the log and the error: `verify their kernels`.
 
     Raises:
         RuntimeError: a rank died, or did not answer in time; the message says which.
@@ -141,7 +142,7 @@ def _store(cpu_group: Any) -> Any:
 
     try:
         store = cpu_group.get_group_store()
-    except (AttributeError, RuntimeError):  # not a group of torch's, or not of this torch
+    except (AttributeError, RuntimeError):  # another kind of group, or an older torch
         return None
     if store is None:
         return None
@@ -160,9 +161,9 @@ def _names(cpu_group: Any, size: int) -> list[str]:
 
 
 def _is_connected(cpu_group: Any, n: int) -> bool:
-    """Whether the connection with a rank of the group is open, or the rank is this one.
+    """Whether the connection with a rank of the group is open; true for this rank.
 
-    Nothing can be received over a closed connection. Over an open one, nothing is waited for.
+    To receive over a closed connection raises an error. Over an open one it returns at once.
     """
     import torch
 
@@ -175,10 +176,10 @@ def _is_connected(cpu_group: Any, n: int) -> bool:
 
 
 class _Arrivals:
-    """The ranks of a group arrive at an exchange; the keys in the store have a rank's number there.
+    """The arrivals of a group's ranks at one exchange. Keys have the number of a rank in the group.
 
     Args:
-        store: the group's, of `_store`.
+        store: the store of the group, from `_store`.
         group, size, what: as for `gathered`.
     """
 
@@ -188,19 +189,19 @@ class _Arrivals:
         self.others = [n for n in range(size) if n != self.here]
         self.names = _names(group, size)
         self.turn = 0
-        """The number of this exchange among those of the group."""
+        """The number of this exchange, counted for each group."""
         self.processes: dict[int, Process] = {}
 
     def wait(self) -> str:
         """Wait for all ranks to arrive.
 
         Returns:
-            Why the wait ended before that; or nothing.
+            The reason if the wait ended before that, or empty.
         """
         try:
             self._arrive()
             return self._wait()
-        except RuntimeError as error:  # it may be in the process of another rank
+        except RuntimeError as error:  # a process that ended may have served the store
             dead = self._dead()
             return dead or f"the group's store cannot be reached: {quote(error)}"
 
@@ -208,7 +209,7 @@ class _Arrivals:
         self.turn = self.store.add(f"turn/{self.here}", 1)
         if self.turn == 1:
             introduce(self.group)
-        else:  # no rank looks for it any more: all were through with that exchange, or gave it up
+        else:  # all ranks have completed the last exchange, or given it up
             self.store.delete_key(f"{self.turn - 1}/{self.here}")
         self.store.set(self._key(self.here), "")
 
@@ -217,7 +218,7 @@ class _Arrivals:
 
     def _wait(self) -> str:
         given_up, arrivals = f"{self.turn}/given up", [self._key(n) for n in self.others]
-        began, pause = time.monotonic(), 0.001
+        began, pause = time.monotonic(), 1e-4
         check_at, log_at = CHECKED_EVERY, list(LOGGED_AFTER)
         while True:
             if self.store.check([given_up]):
@@ -248,7 +249,7 @@ class _Arrivals:
             log.info(waited, name, seconds, self.what, states)
 
     def _dead(self) -> str:
-        """Which of the other ranks died; or nothing."""
+        """The other ranks that died, as a sentence; empty if all may still arrive."""
         dead = ", ".join(self._name(n) for n in self.others if not self._may_arrive(n))
         return f"{dead} died. Its own log, above, may say why" if dead else ""
 
@@ -260,7 +261,7 @@ class _Arrivals:
         return "; ".join(map(self._state, late))
 
     def _state(self, n: int) -> str:
-        """A rank that is late, and what it runs."""
+        """The state of a late rank, with the foreign code that it runs."""
         process = self._process(n)
         runs = breadcrumb.run_by(process.host, process.pid, process.published) if process else ""
         if runs or self._lives(n):

@@ -504,9 +504,9 @@ def run_by(host: str, pid: int, since: float) -> str:
     """The foreign code that a process runs at this moment; empty if no note is found.
 
     Args:
-        host: the name of its machine, which may have the same home as this one.
+        host: the name of its machine. Another machine may share the home of this one.
         pid: its number.
-        since: a time at which it ran already: older notes are of another process.
+        since: a time after its start. Older notes are from another process with this number.
     """
     of_it = [path for path in _paths() if path.stem.rpartition("-")[0] == f"{host}-{pid}"]
     crumbs = [crumb for path in of_it if (crumb := _looked_into(path, _content)) is not None]
