@@ -230,7 +230,7 @@ class _Arrivals:
                 check_at = seconds + CHECKED_EVERY
                 late = [n for n in self.others if not self.store.check([self._key(n)])]
                 failure = self._dead()
-                if not failure and seconds >= TIMEOUT.total_seconds():
+                if late and not failure and seconds >= TIMEOUT.total_seconds():
                     failure = f"{self._states(late)} after {seconds:.0f} s"
                 if failure:
                     self.store.set(given_up, f"{self.names[self.here]} gave up: {failure}")
