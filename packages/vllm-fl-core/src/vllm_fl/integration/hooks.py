@@ -30,6 +30,11 @@ def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key,
     return found
 
 
+def has_inspectors() -> bool:
+    """Return whether a backend's plugin inspects plans, whatever verification is to do."""
+    return any(plugin.kind == "backend" for plugin in _having("inspect_plan"))
+
+
 def start_sessions(engine: Engine) -> None:
     """Enter the sessions of plugins, which end with the engine."""
     for plugin in _having("engine_session"):

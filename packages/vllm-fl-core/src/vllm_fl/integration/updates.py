@@ -15,6 +15,7 @@ from ..logs import get_logger
 from ..plugins.inspection import Moment
 from ..text import quote
 from .engines import Engine
+from .hooks import has_inspectors
 from .ranks import RanksFailed
 from .settling import settle, without
 
@@ -137,7 +138,8 @@ def check(engine: Engine, occasion: str) -> str:
 def _is_checked(engine: Engine) -> bool:
     """Return whether anything is compared in this engine; the same on all ranks."""
     entries = engine.plan.entries.values()
-    return engine.facts.settings.preflight == "verify" and any(each.impls for each in entries)
+    asks = engine.facts.settings.preflight == "verify" or has_inspectors()
+    return asks and any(each.impls for each in entries)
 
 
 def _in_step_with_others(engine: Engine) -> bool:
