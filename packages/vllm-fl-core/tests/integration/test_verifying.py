@@ -69,7 +69,7 @@ def test_whatever_a_plugin_raises_is_this_ranks_verdict(
         raise error
 
     if where == "attention":
-        monkeypatch.setattr(verifying.attention, "faults", fails)
+        monkeypatch.setattr(verifying, "faults", fails)
     else:
         answering(error)
     verdict = preflight_of().verdict(planning(managing(silu("vendor.acme"))), {"mode": "eager"})
