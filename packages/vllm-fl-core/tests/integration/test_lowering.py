@@ -30,8 +30,8 @@ from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
-from vllm_fl.integration import lowering, passes, ranges
-from vllm_fl.integration.functional_operators import OWNER
+from vllm_fl.integration.graphs import lowering, passes, ranges
+from vllm_fl.integration.graphs.functional_operators import OWNER
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patching import by_range
@@ -472,7 +472,7 @@ def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to
         pass
 
     module, _, name = Platform.get_pass_manager_cls().rpartition(".")
-    assert module == "vllm_fl.integration.passes"
+    assert module == "vllm_fl.integration.graphs.passes"
     manager = getattr(passes, name)
     assert issubclass(manager, PostGradPassManager)
     monkeypatch.setattr(PostGradPassManager, "configure", lambda self, config: None)

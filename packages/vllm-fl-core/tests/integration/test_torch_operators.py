@@ -31,7 +31,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
-from vllm_fl.integration import replacing
+from vllm_fl.integration.graphs import replacing
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import torch_operators
 from vllm_fl.integration.planning import Carried

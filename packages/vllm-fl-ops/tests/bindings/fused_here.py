@@ -90,7 +90,8 @@ def main() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.utils import Range
 
-    from vllm_fl.integration import engines, passes
+    from vllm_fl.integration import engines
+    from vllm_fl.integration.graphs import passes
     from vllm_fl.integration.patchers import fusions
 
     impls = oracle_of("qk_norm_rope"), oracle_of("rotary_embedding", consumes={"query", "key"})

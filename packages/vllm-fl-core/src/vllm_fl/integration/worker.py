@@ -23,8 +23,9 @@ from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
-from . import after, incident, locking, patching, probe, ranges
+from . import after, incident, locking, patching, probe
 from .engines import Engine, calling, with_own_engine
+from .graphs import ranges
 from .models import model_facts
 from .patchers import communicator
 from .patchers.lookups import over_class, path_over, take_off
