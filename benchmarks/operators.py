@@ -57,7 +57,6 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     chosen = operators.choose(plan, known_contracts().bindings, device, torch.float32)
     if not chosen.taken:
         raise MeasurementFailed(f"the operator cannot be overridden: {dict(chosen.left)}")
-    engine.operators = chosen
 
     def called() -> Case:
         return Case("f(out, x)", f=torch.ops._C.silu_and_mul, out=out, x=x)
@@ -68,7 +67,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     for _ in range((options.rounds or ROUNDS) + 1):
         direct.run(CALLS)
         copy.run(CALLS)
-        operators.take(engine, device)
+        operators.take(engine, chosen, device)
         try:
             others.run(CALLS)
             with engine.calling(engine):

@@ -265,7 +265,7 @@ def test_no_room_of_core_imports_one_above_it_or_another_distribution(tmp_path: 
         "vllm_fl/integration/planning.py": "from vllm_fl_reference.plugin import OPS",
         "vllm_fl/contracts/__init__.py": "def late():\n    import vllm_fl_ops",
         "vllm_fl_ops/plugin.py": "def late():\n    import vllm_fl_flaggems",
-        "vllm_fl_ops/bindings/linear.py": "from vllm_fl.integration.patchers import graphs",
+        "vllm_fl_ops/bindings/linear.py": "from vllm_fl.integration import graphs",
         "vllm_fl_ops/contracts/rms_norm.py": "from ..bindings.rms_norm import BINDING",
     }.items():
         module = sources / room

@@ -42,7 +42,7 @@ def choose(model: str, case: dict[str, Any]) -> dict[str, Any]:
         "path": path,
         "planned": entry.label,
         "reason": entry.reason,
-        "faults": list(attention.faults(plan, facts).values()),
+        "faults": list(attention.Attention().faults(plan, facts).values()),
     }
 
 

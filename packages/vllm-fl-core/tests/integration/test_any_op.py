@@ -21,7 +21,6 @@ import vllm_fl.dispatch
 from vllm_fl.contracts.binding import Binding, Contract, LayerTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
-from vllm_fl.integration import planning
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import facts_of, plan_for
 from vllm_fl.plugins.plugin import Owner
@@ -38,7 +37,7 @@ Entries = Callable[..., dict[str, PlanEntry]]
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
     """`entries(fused_by=(...))`: the plan of an engine where the op has such a binding."""
-    monkeypatch.setattr(planning, "foreign_ops", dict)
+    monkeypatch.setattr(layers, "foreign_ops", dict)
     platform = SimpleNamespace(vllm_fl_platform="cuda", device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
 

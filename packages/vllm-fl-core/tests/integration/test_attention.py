@@ -29,6 +29,8 @@ KEY = ("attention_backend", "vendor.acme")
 REQUEST = AttentionRequest(head_size=64, dtype="bfloat16")
 FACTS = EngineFacts(load_settings({}), "eager", attention=REQUEST)
 
+ATTENTION = attention.Attention()
+
 
 class Request(NamedTuple):
     """vLLM's request, of a release that has a field which we do not know."""
@@ -82,7 +84,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
 def test_the_planned_backend_is_taken(plan: Callable[..., Plan]) -> None:
     made = plan()
     assert attention.choose(made, None, Request(), 8) == PATH
-    assert attention.faults(made, FACTS) == {} and attention.refusals(FACTS) == {}
+    assert ATTENTION.faults(made, FACTS) == {} and attention.refusals(FACTS) == {}
 
 
 def test_what_vllm_was_told_to_take_stands(plan: Callable[..., Plan]) -> None:
@@ -115,9 +117,9 @@ def test_a_class_that_cannot_be_used_is_a_fault(
     plan: Callable[..., Plan], path: str, why: str
 ) -> None:
     made = plan(path)
-    assert why in attention.faults(made, FACTS)[KEY]
+    assert why in ATTENTION.faults(made, FACTS)[KEY]
     assert attention.choose(made, None, Request()) is None
-    assert attention.faults(made, EngineFacts(FACTS.settings, "eager")) == {}
+    assert ATTENTION.faults(made, EngineFacts(FACTS.settings, "eager")) == {}
 
 
 def test_a_backend_that_refuses_the_model_says_so(plan: Callable[..., Plan]) -> None:

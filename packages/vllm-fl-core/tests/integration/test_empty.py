@@ -40,8 +40,9 @@ from vllm_fl.contracts.binding import Binding, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
-from vllm_fl.integration.engines import Choice, calling
+from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers import empty, operators, taking
+from vllm_fl.integration.patchers.taking import Choice
 from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
 
@@ -123,11 +124,11 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 def engine(plan: Plan, *found: OperatorTarget) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
-    engine.operators = operators.choose(plan, binding(*found), CPU, torch.float32)
-    operators.take(engine, CPU)
+    chosen = operators.choose(plan, binding(*found), CPU, torch.float32)
+    operators.take(engine, chosen, CPU)
     try:
         with calling(engine):
-            yield engine.operators
+            yield chosen
     finally:
         engine.unbind()
 

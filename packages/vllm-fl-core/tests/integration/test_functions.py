@@ -23,8 +23,9 @@ from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, FunctionTarget
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.engines import Choice, calling
+from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers import functions, taking
+from vllm_fl.integration.patchers.taking import Choice
 
 X = torch.arange(32.0).reshape(4, 8)
 STOCK, FIRST = X[..., 4:], half(X)
@@ -92,11 +93,11 @@ def binding(*targets: FunctionTarget) -> dict[str, Binding]:
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
-    engine.functions = functions.choose(plan, bound or binding())
-    functions.take(engine)
+    chosen = functions.choose(plan, bound or binding())
+    functions.take(engine, chosen)
     try:
         with calling(engine):
-            yield engine.functions
+            yield chosen
     finally:
         engine.unbind()
 

@@ -67,7 +67,7 @@ def test_no_layer_is_looked_up_whose_import_would_open_the_gpu(
 
 
 def test_lists_may_name_layers_by_class_by_registered_name_and_as_they_were() -> None:
-    known = layers.known_layers()
+    known = layers.Layers().layer_names()
     for layer in layers.layer_table():
         assert {layer.cls, layer.registered} <= known
     assert "fused_moe" in known

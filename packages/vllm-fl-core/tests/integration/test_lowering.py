@@ -30,9 +30,11 @@ from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
-from vllm_fl.integration import lowering, passes, ranges
-from vllm_fl.integration.functional_operators import OWNER
+from vllm_fl.integration.graphs import lowering, passes, ranges
+from vllm_fl.integration.graphs.functional_operators import OWNER
+from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import ir as ir_patcher
+from vllm_fl.integration.patching import by_range
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.platform import PlatformOverlay
 from vllm_fl.plugins.types import OpImpl
@@ -136,7 +138,7 @@ def lowered(
 def reported(plan: Plan, of: Any) -> Any:
     engine = engine_of(plan)
     engine.worker.vllm_config = of
-    return ranges.report(engine)
+    return ranges.report(engine, by_range(plan))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_a_range_of_one_traceable_choice_has_its_code_and_no_operator(
     torch.testing.assert_close(result, half(x * 2) + mark + 1)
     assert len(left) == stays
     impl_id = {1: "vendor.acme", 3: "default.flagos"}.get(mark, "")
-    assert engine_of(plan).inlined[OP, Range(*sizes), impl_id] == (not stays)
+    assert in_graphs(engine_of(plan)).inlined[OP, Range(*sizes), impl_id] == (not stays)
 
 
 def test_code_in_a_graph_says_whose_it_is(planned: Planned) -> None:
@@ -365,7 +367,7 @@ def in_its_schema(operator: str) -> bool:
 
 def split(plan: Plan, entry: dict[str, Any] | None = None, **fields: Any) -> Any:
     changed = config(**fields)
-    ranges.split(plan, changed, {} if entry is None else entry)
+    ranges.split(changed, by_range(plan), {} if entry is None else entry)
     return changed.compilation_config
 
 
@@ -405,7 +407,7 @@ def test_of_more_rows_that_of_the_largest_calls_is_split_off(planned: Planned) -
     plan = planned(order, *three())
     found = split(plan, endpoints=[64], sizes=[])
     assert found.compile_ranges_endpoints == [16, 64]
-    chosen = ranges.planned(plan, config([16, 64], []))[OP]
+    chosen = ranges.planned(by_range(plan), config([16, 64], []))[OP]
     assert [(str(sizes), impl) for sizes, impl in chosen] == [
         ("1-16", None),
         ("17-64", "vendor.acme"),
@@ -423,14 +425,14 @@ def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(
 ) -> None:
     entry: dict[str, Any] = {}
     changed = config([16, 32, 64], [1, 8])
-    ranges.split(planned({"<=4": "vendor", "rest": "flagos"}, *three()), changed, entry)
+    by_four = planned({"<=4": "vendor", "rest": "flagos"}, *three())
+    ranges.split(changed, by_range(by_four), entry)
     compilation = changed.compilation_config
     assert compilation.compile_ranges_endpoints == [4, 16, 32, 64]
-    ranges.split(
-        planned({"<=1": "vendor", "<=2": "flagos", "rest": "vendor"}, *three()), changed, entry
-    )
+    by_two = planned({"<=1": "vendor", "<=2": "flagos", "rest": "vendor"}, *three())
+    ranges.split(changed, by_range(by_two), entry)
     assert compilation.compile_ranges_endpoints == [2, 16, 32, 64]
-    ranges.split(planned("vendor", *three()), changed, entry)
+    ranges.split(changed, by_range(planned("vendor", *three())), entry)
     assert compilation.compile_ranges_endpoints == [16, 32, 64]
     assert compilation.compile_sizes == [1, 8]
 
@@ -443,7 +445,7 @@ def test_where_vllm_does_not_compile_by_range_nothing_is_split(
 ) -> None:
     plan = planned(ROWS, *three())
     assert split(plan, endpoints=None, **fields).compile_ranges_endpoints is None
-    assert ranges.planned(plan, config([4, 16, 64], [], **fields)) == {}
+    assert ranges.planned(by_range(plan), config([4, 16, 64], [], **fields)) == {}
 
 
 def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Planned) -> None:
@@ -470,7 +472,7 @@ def test_the_platforms_own_pass_manager_has_our_pass_where_there_is_something_to
         pass
 
     module, _, name = Platform.get_pass_manager_cls().rpartition(".")
-    assert module == "vllm_fl.integration.passes"
+    assert module == "vllm_fl.integration.graphs.passes"
     manager = getattr(passes, name)
     assert issubclass(manager, PostGradPassManager)
     monkeypatch.setattr(PostGradPassManager, "configure", lambda self, config: None)

@@ -42,8 +42,9 @@ from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Binding, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, CallError, VllmFLError
-from vllm_fl.integration.engines import Choice, calling
+from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers import operators, taking
+from vllm_fl.integration.patchers.taking import Choice
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")
@@ -103,11 +104,11 @@ FIRST = half(X)
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
-    engine.operators = operators.choose(plan, bound or binding(), CPU, torch.float32)
-    operators.take(engine, CPU)
+    chosen = operators.choose(plan, bound or binding(), CPU, torch.float32)
+    operators.take(engine, chosen, CPU)
     try:
         with calling(engine):
-            yield engine.operators
+            yield chosen
     finally:
         engine.unbind()
 

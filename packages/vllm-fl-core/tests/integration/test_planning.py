@@ -32,6 +32,7 @@ from vllm_fl.errors import SettingsError, StartError
 from vllm_fl.integration import planning
 from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.patchers import ir as ir_patcher
+from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import (
     Carried,
     apply,
@@ -56,7 +57,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
     registry.register_impl(silu("vendor.acme"))
     manager = OpManager(registry)
     monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
-    monkeypatch.setattr(planning, "foreign_ops", dict)
+    monkeypatch.setattr(layers, "foreign_ops", dict)
     monkeypatch.setattr(
         vllm.platforms,
         "_current_platform",
@@ -238,7 +239,7 @@ def test_layers_that_are_off_are_one_line(
 
 def test_a_layer_of_another_plugins_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {"silu_and_mul": {"SiluAndMul": "acme.Silu of acme 1"}}
-    monkeypatch.setattr(planning, "foreign_ops", lambda: theirs)
+    monkeypatch.setattr(layers, "foreign_ops", lambda: theirs)
     label, why = reason()
     assert label == "foreign" and why.startswith("layer SiluAndMul is acme.Silu of acme 1,")
     monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=vendor|foreign|stock")

@@ -31,7 +31,8 @@ from vllm_fl.contracts import contracts
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
-from vllm_fl.integration import replacing
+from vllm_fl.integration.graphs import replacing
+from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import torch_operators
 from vllm_fl.integration.planning import Carried
 from vllm_fl.plugins.registry import known_contracts
@@ -40,6 +41,8 @@ from vllm_fl.settings.loading import load_settings
 
 OP, LARGEST = "linear", 64
 ROWS = {"<=16": "vendor", "rest": "stock"}
+
+PATCHER = torch_operators.TorchOperators()
 
 
 def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
@@ -76,8 +79,8 @@ def passed(
     """(what the graph of a range returns behind the pass, whether an operator of ours is in it)."""
     is_range = sizes[0] < sizes[1]
     with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
-        torch_operators.watch(engine_of(plan))
-        run = replacing.TorchOperators(engine_of(plan).replaced, config([16]))
+        PATCHER.apply(engine_of(plan))
+        run = replacing.TorchOperators(in_graphs(engine_of(plan)).replaced, config([16]))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
             run(module.graph)
     module.graph.lint()
@@ -133,7 +136,7 @@ def test_what_is_no_product_with_a_turned_weight_stays(function: Any, args: Any)
     plan = planned(["vendor"])
     result, ours = passed(plan, function, *args)
     assert not ours and torch.equal(result, function(*args))
-    (known,) = engine_of(plan).sites.values()
+    (known,) = in_graphs(engine_of(plan)).sites.values()
     assert (known.graphs, known.found) == (1, 0)
 
 
@@ -146,7 +149,7 @@ def test_a_range_that_is_left_to_vllm_is_as_without_us(sizes: tuple[int, int], o
         assert there is ours
         # An operator that stands for several rows looks a call's row up.
         torch.testing.assert_close(result, linear(x, WEIGHT) + (ours and rows <= 16))
-    (known,) = engine_of(plan).sites.values()
+    (known,) = in_graphs(engine_of(plan)).sites.values()
     assert (known.graphs, known.found) == ((1, 1) if ours else (0, 0))
 
 
@@ -186,20 +189,20 @@ def facts(mode: Any = "compiled", **fields: Any) -> EngineFacts:
 
 
 def test_where_no_pass_of_ours_runs_it_is_left_to_pytorch_and_says_why() -> None:
-    assert OP not in torch_operators.notes(facts())
+    assert OP not in PATCHER.why_not(facts()).ops
     for told, word in (
         (facts("eager"), "compiled mode"),
         (facts(by_range=False), "compiler"),
         (facts(batch_invariant=True), "VLLM_BATCH_INVARIANT"),
     ):
-        assert word in torch_operators.notes(told)[OP]
+        assert word in PATCHER.why_not(told).ops[OP]
 
 
 def test_a_reference_is_what_the_graph_has_already() -> None:
     reference, vendor = product("reference.torch", traceable=True), product()
-    assert OP in torch_operators.left(planned(["reference"], reference, vendor))
-    assert not torch_operators.left(planned(["vendor"], reference, vendor))
-    assert not torch_operators.left(
+    assert OP in PATCHER.keep_stock(planned(["reference"], reference, vendor))
+    assert not PATCHER.keep_stock(planned(["vendor"], reference, vendor))
+    assert not PATCHER.keep_stock(
         planned({"<=16": "vendor", "rest": "reference"}, reference, vendor)
     )
 
@@ -209,7 +212,7 @@ def test_an_op_is_left_whose_part_is_planned_itself_and_no_code_of_vllms() -> No
 
     def left(**orders: Any) -> dict[str, str]:
         impls = (OpImpl(op, "vendor.acme", kind, lambda *args: None, vendor) for op in orders)
-        return torch_operators.left(planning(managing(*impls, per_op_order=orders), "compiled"))
+        return PATCHER.keep_stock(planning(managing(*impls, per_op_order=orders), "compiled"))
 
     assert not left(linear_silu_and_mul=["vendor"], silu_and_mul=["stock"])
     partly = {"<=16": "vendor", "rest": "stock"}
@@ -241,7 +244,7 @@ def both_planned(strict: bool = False, **fields: Any) -> Plan:
 
 def counts(plan: Plan) -> tuple[int, int]:
     """How many places of `linear` and of the other op were found."""
-    sites = engine_of(plan).sites
+    sites = in_graphs(engine_of(plan)).sites
     return sites[OP].found, sites[GATED].found
 
 
@@ -378,9 +381,11 @@ def compiled(
         assert mode is not None and mode.shape_env is not None
         known = len(mode.shape_env.guards), dict(mode.shape_env.replacements)
         if plan is not None:
-            torch_operators.watch(engine_of(plan))
+            PATCHER.apply(engine_of(plan))
             with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
-                replacing.TorchOperators(engine_of(plan).replaced, config([16]))(module.graph)
+                replacing.TorchOperators(in_graphs(engine_of(plan)).replaced, config([16]))(
+                    module.graph
+                )
         unknowns.append(known == (len(mode.shape_env.guards), mode.shape_env.replacements))
         module.graph.lint()
         module.recompile()
@@ -427,13 +432,13 @@ ONE = torch.tensor([0.5])
 )
 def test_vllms_own_product_is_the_plans_where_it_is_planned(changed: dict[str, Any]) -> None:
     plan = planning(managing(of_fp8(), per_op_order={FP8: FP8_ROWS}), "compiled")
-    assert torch_operators.by_range(plan).keys() == {FP8}
+    assert PATCHER.by_range(plan).keys() == {FP8}
     for tokens, sizes, ours in ((5, (1, 16), True), (40, (17, 64), False), (5, (1, 64), True)):
         args = fp8_call(tokens, **changed)
         result, code = compiled(plan, *args, sizes=sizes)
         assert ("vllm_fl" in code, VLLMS in code) == (ours, not ours), code
         torch.testing.assert_close(result.float(), scaled(*args).float() + ours, atol=0.1, rtol=0.1)
-    (known,) = engine_of(plan).sites.values()
+    (known,) = in_graphs(engine_of(plan)).sites.values()
     assert (known.graphs, known.found) == (1, 1)
 
 

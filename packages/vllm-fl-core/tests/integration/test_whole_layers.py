@@ -25,7 +25,6 @@ import vllm_fl.dispatch
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import VllmFLError
-from vllm_fl.integration import planning as from_config
 from vllm_fl.integration.patchers import layers, lookups, whole_layers
 from vllm_fl.plugins.types import BackendImplKind, Impl, LayerImpl, LayerRequest
 from vllm_fl.settings.loading import load_settings
@@ -33,6 +32,8 @@ from vllm_fl.settings.loading import load_settings
 TABLE = custom_op.op_registry_oot
 REQUEST = LayerRequest("", torch.bfloat16)
 NOTHING: dict[str, Any] = {}
+
+PATCHER = whole_layers.WholeLayers()
 
 
 class Mixer(PluggableLayer):
@@ -169,7 +170,7 @@ def test_a_class_that_cannot_be_used_is_a_fault_by_name(
 ) -> None:
     import vllm.model_executor.layers.linear  # noqa: F401 (a worker has it)
 
-    found = whole_layers.faults(plan(impl(layer, name)))
+    found = PATCHER.faults(plan(impl(layer, name)), facts())
     assert (words in found[layer, "vendor.acme"]) if words else not found
 
 
@@ -184,7 +185,7 @@ def test_a_class_that_puts_itself_into_the_table_is_taken_out_and_said(
 
     monkeypatch.setattr(lookups, "import_module", load)
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
-    assert whole_layers.faults(plan(impl())) == {}
+    assert PATCHER.faults(plan(impl()), facts()) == {}
     assert "Mixer" not in TABLE and TABLE["BigMixer"] is other
     assert "acme.OwnMixer registers itself with vLLM" in caplog.text
 
@@ -196,7 +197,7 @@ def test_class_methods_that_vllm_would_not_find_are_a_fault(
 
     own = type("Own", (MMEncoderAttention,), {"maybe_compute_seq_lens": classmethod(print)})
     monkeypatch.setattr(ACME, "Encoder", own, raising=False)
-    (why,) = whole_layers.faults(plan(impl("MMEncoderAttention", "Encoder"))).values()
+    (why,) = PATCHER.faults(plan(impl("MMEncoderAttention", "Encoder")), facts()).values()
     assert "maybe_compute_seq_lens would not be called" in why
 
 
@@ -269,7 +270,7 @@ def test_the_request_is_what_the_configuration_says() -> None:
 )
 def test_the_lists_leave_it_to_vllm(plan: Make, env: dict[str, str], note: str | None) -> None:
     plan(impl())
-    found = from_config._whole_layer_notes(facts(env=env))
+    found = PATCHER.why_not(facts(env=env)).ops
     assert found == ({"Mixer": note} if note else {})
 
 
@@ -289,12 +290,11 @@ def test_custom_ops_speaks_of_custom_ops(
 ) -> None:
     made = plan(impl(), impl("Plain", "OwnPlain"))
     told = facts(mode, custom_ops=custom_ops)
-    assert whole_layers.note("Plain", "test_plain", told) == note
-    assert whole_layers.note("Mixer", "test_mixer", told) == ""
-    assert whole_layers.custom_ops(made) == ["test_plain"]
+    assert PATCHER.why_not(told).ops == ({"Plain": note} if note else {})
+    assert PATCHER.configure(made, None, {}) == ["test_plain"]
     rope = plan(impl("MRotaryEmbedding", "OwnRope"))  # its name is that of an op's layers, too
-    assert whole_layers.custom_ops(rope) == []
-    assert {"mamba_mixer2", "MambaMixer2"} <= whole_layers.names(), "not imported yet"
+    assert PATCHER.configure(rope, None, {}) == []
+    assert {"mamba_mixer2", "MambaMixer2"} <= PATCHER.layer_names(), "not imported yet"
 
 
 # After the build.
@@ -334,8 +334,6 @@ def test_a_layer_that_is_vllms_all_the_same_is_said(
 def test_the_worker_says_what_serves(
     plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from vllm_fl.integration.worker import _built_layers
-
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm_fl")
 
@@ -355,11 +353,14 @@ def test_the_worker_says_what_serves(
         caplog.clear()
         engine = engine_of(made, worker)
         engine.rank = rank
-        said.append((_built_layers(engine), caplog.text))
+        PATCHER.loaded(engine)
+        said.append((PATCHER.report(engine)["layers"], caplog.text))
     counts, text = said[0]
     assert counts == {"Mixer": 1, "BigMixer": 0}
     assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in text
     assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in text
     assert said[2] == (counts, "")
     assert said[1][0] == {} and "is not known" in said[1][1]
-    assert _built_layers(engine_of(plan(), Hidden())) == {}, "it is not asked"
+    nothing = engine_of(plan(), Hidden())
+    PATCHER.loaded(nothing)
+    assert PATCHER.report(nothing) == {"layers": {}}, "it is not asked"

@@ -21,6 +21,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from vllm_fl.contracts import contracts
 from vllm_fl.engine.plan import Plan
+from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -86,8 +87,7 @@ def take(plan: Plan) -> None:
 
     cpu, of_op = torch.device("cpu"), {"qk_norm_rope": known_contracts().bindings["qk_norm_rope"]}
     engine = engine_of(plan)
-    engine.operators = operators.choose(plan, of_op, cpu, torch.bfloat16)
-    operators.take(engine, cpu)
+    operators.take(engine, operators.choose(plan, of_op, cpu, torch.bfloat16), cpu)
 
 
 def without_the_pass(
@@ -108,10 +108,11 @@ def without_the_pass(
 
 def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -> dict[str, Any]:
     """What becomes of a graph where the op is planned for up to 16 tokens, and vLLM's beyond."""
-    from vllm_fl.integration import engines, ranges
+    from vllm_fl.integration import engines
+    from vllm_fl.integration.graphs import ranges
+    from vllm_fl.integration.graphs.unfused import held_to_ranges
     from vllm_fl.integration.patchers import fusions
     from vllm_fl.integration.planning import Carried
-    from vllm_fl.integration.unfused import held_to_ranges
 
     # What this CPU platform says of the pass is no matter here.
     fusions._is_there = lambda target: True
@@ -121,9 +122,9 @@ def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -
     for whose, entry in (("ours", {"enabled": ["+rotary_embedding"]}), ("theirs", {})):
         config.additional_config = {"vllm_fl": Carried(plan="0123", **entry)}
         (passes[whose],) = held_to_ranges([pass_(config)], engine_of(plan), config)
-    fusions.watch(engine_of(plan))
+    fusions.Fusions().apply(engine_of(plan))
     take(plan)
-    edges = ranges._chains(plan)["qk_norm_rope"]
+    edges = fusions.Fusions().by_range(plan)["qk_norm_rope"]
     with engines.calling(engine_of(plan)):
         fused = run([passes["ours"]], 1e-6, (1, 16))
         beyond = run([passes["ours"]], 1e-6, (17, 64))
@@ -138,10 +139,10 @@ def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -
             all(torch.equal(a, b) for a, b in zip(result, stock, strict=True))
             for result in (fused, beyond, across, left, stock)
         ],
-        "graphs": engine_of(plan).sites["qk_norm_rope"].graphs,
+        "graphs": in_graphs(engine_of(plan)).sites["qk_norm_rope"].graphs,
         "inlined": [
             [str(sizes), impl_id, count]
-            for (_, sizes, impl_id), count in engine_of(plan).inlined.items()
+            for (_, sizes, impl_id), count in in_graphs(engine_of(plan)).inlined.items()
         ],
         "same pass": passes["ours"].uuid() == passes["theirs"].uuid(),
     }
@@ -161,7 +162,8 @@ def traced_forms(
     run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any, qkv: torch.Tensor
 ) -> dict[str, dict[str, Any]]:
     """What becomes of a graph where the op's implementation has a traced form."""
-    from vllm_fl.integration import engines, launching, ranges
+    from vllm_fl.integration import engines
+    from vllm_fl.integration.graphs import launching, ranges
     from vllm_fl.integration.patchers import fusions
     from vllm_fl.integration.planning import Carried
 
@@ -207,7 +209,7 @@ def traced_forms(
         said.clear()
         plan = planning(managing(*impls, per_op_order={"qk_norm_rope": order}), "compiled")
         config.additional_config = {"vllm_fl": Carried(plan="0123", enabled=["+rotary_embedding"])}
-        fusions.watch(engine_of(plan))
+        fusions.Fusions().apply(engine_of(plan))
         take(plan)
         with engines.calling(engine_of(plan)):
             passes = [pass_(config), launching.TracedForms(engine_of(plan), config)]
@@ -218,7 +220,7 @@ def traced_forms(
             "twice": [torch.equal(result, 2 * turned) for result in results],
             "operators": ["fused_qk_norm_rope" in code for code in codes[-len(sizes) :]],
             "copies": sum(code.count("clone") for code in codes[-len(sizes) :]),
-            "launched": engine_of(plan).sites["qk_norm_rope"].launched,
+            "launched": in_graphs(engine_of(plan)).sites["qk_norm_rope"].launched,
             "said": [line for line in said if "do not launch" in line],
         }
         engine_of(plan).unbind()
@@ -311,15 +313,15 @@ def main() -> None:
     told = []
     with set_current_vllm_config(config), ir.enable_torch_wrap(), torch.no_grad():
         for epsilon in (1e-6, 3e-6):  # the pass looks for norms with the first
-            fusions.watch(engine_of(plan))
+            fusions.Fusions().apply(engine_of(plan))
             with engines.calling(engine_of(plan)):
                 alone = run([], epsilon)
                 fused = run([fusion.QKNormRoPEFusionPass(config)], epsilon)
-            fusions.say(engine_of(plan))
+            fusions.Fusions().compiled(engine_of(plan))
             pairs = zip(alone, fused, strict=True)
             told.append(
                 {
-                    "sites": vars(engine_of(plan).sites["qk_norm_rope"]),
+                    "sites": vars(in_graphs(engine_of(plan)).sites["qk_norm_rope"]),
                     "fused": ["fused_qk_norm_rope" in code for code in codes[-2:]],
                     "apart": max(float((a.float() - b.float()).abs().max()) for a, b in pairs),
                     "said": said.pop(),

@@ -12,6 +12,7 @@ from builders import engine_of, managing, planning
 from torch._dynamo.backends.common import aot_autograd
 
 from vllm_fl.contracts import contracts
+from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HEADS, KV_HEADS, TOKENS = 4, 2, 5
@@ -89,7 +90,8 @@ def main() -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.config.utils import Range
 
-    from vllm_fl.integration import engines, passes
+    from vllm_fl.integration import engines
+    from vllm_fl.integration.graphs import passes
     from vllm_fl.integration.patchers import fusions
 
     impls = oracle_of("qk_norm_rope"), oracle_of("rotary_embedding", consumes={"query", "key"})
@@ -149,13 +151,13 @@ def main() -> None:
     told = {}
     with set_current_vllm_config(config), ir.enable_torch_wrap(), torch.no_grad():
         for name, case in CASES.items():
-            fusions.watch(engine_of(plan))
+            fusions.Fusions().apply(engine_of(plan))
             fields = {"size": 64, **case}
             (alone, _), (fused, code) = (run(fuses, **fields) for fuses in (False, True))
             pairs = list(zip(alone, fused, strict=True))
             assert all(a.shape == b.shape for a, b in pairs)
             told[name] = {
-                "sites": vars(engine_of(plan).sites["qk_norm_rope"]),
+                "sites": vars(in_graphs(engine_of(plan)).sites["qk_norm_rope"]),
                 "in_graph": [op in code for op in ("fl.qk_norm_rope", "fl.rotary_embedding")],
                 "apart": max(float((a - b).abs().max()) for a, b in pairs),
             }

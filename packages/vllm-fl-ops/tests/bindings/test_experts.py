@@ -20,8 +20,9 @@ from vllm.platforms import current_platform
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.errors import VllmFLError
-from vllm_fl.integration.engines import Choice, calling
+from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers import operators
+from vllm_fl.integration.patchers.taking import Choice
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -219,8 +220,7 @@ def test_so_it_does_at_a_size_that_is_left_to_vllm(kernels: Any) -> None:
     order = {f"<={len(call['hidden_states'])}": "stock", "rest": "vendor"}
     plan = planning(managing(impl, per_op_order={SPEC.name: order}))
     engine = engine_of(plan)
-    engine.operators = Choice({SPEC.name: (KERNEL, PACKING)}, {})
-    operators.take(engine, torch.device("cpu"))
+    operators.take(engine, Choice({SPEC.name: (KERNEL, PACKING)}, {}), torch.device("cpu"))
     try:
         with calling(engine):
             ours = cpu_call(call)

@@ -27,8 +27,7 @@ import vllm_fl.dispatch
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FusionTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.integration import planning
-from vllm_fl.integration.patchers import fusions
+from vllm_fl.integration.patchers import fusions, layers
 from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
 from vllm_fl.integration.targets import targets
@@ -54,7 +53,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     monkeypatch.setattr(vllm_fl.dispatch.default, "manager", OpManager(registry))
-    monkeypatch.setattr(planning, "foreign_ops", dict)
+    monkeypatch.setattr(layers, "foreign_ops", dict)
     on_platform(monkeypatch, is_cuda_alike=lambda: True)
 
 

@@ -197,10 +197,10 @@ def overridden(plan: Plan, op: str) -> Iterator[dict[str, list[str]]]:
 
     bound = {op: known_contracts().bindings[op]}
     engine = engine_of(plan)
-    kernels = engine.operators = operators.choose(plan, bound, CPU, torch.bfloat16)
-    python = engine.functions = functions.choose(plan, bound)
-    operators.take(engine, CPU)
-    functions.take(engine)
+    kernels = operators.choose(plan, bound, CPU, torch.bfloat16)
+    python = functions.choose(plan, bound)
+    operators.take(engine, kernels, CPU)
+    functions.take(engine, python)
     try:
         with calling(engine):
             yield {op: kernels.names.get(op, []) + python.names.get(op, [])}

@@ -266,7 +266,9 @@ class TestBySize:
     def plan(self, use: Any) -> Plan:
         plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
         served(plan)
-        engine_of(plan).behind |= {op: ["never", "kernel", "native"] for op in IR_OPS}
+        norms.providers(engine_of(plan)).behind |= {
+            op: ["never", "kernel", "native"] for op in IR_OPS
+        }
         return plan
 
     def test_a_direct_call_goes_to_the_provider_behind_ours(self, use: Any, theirs: None) -> None:

@@ -56,8 +56,7 @@ def engine(op: str, refuses: bool = False) -> Iterator[Plan]:
     """An engine whose plan has `op`, in this thread."""
     plan = replace(planning(managing(by_oracle(op, refuses))), counts_calls=True)
     engine = engine_of(plan)
-    engine.functions = functions.choose(plan, {op: known_contracts().bindings[op]})
-    functions.take(engine)
+    functions.take(engine, functions.choose(plan, {op: known_contracts().bindings[op]}))
     try:
         with calling(engine):
             yield plan
@@ -183,8 +182,7 @@ def aligning(refuses: bool = False) -> Iterator[Plan]:
     )
     plan = replace(planning(managing(impl)), counts_calls=True)
     engine = engine_of(plan)
-    engine.functions = functions.choose(plan, {ALIGN: known_contracts().bindings[ALIGN]})
-    functions.take(engine)
+    functions.take(engine, functions.choose(plan, {ALIGN: known_contracts().bindings[ALIGN]}))
     try:
         with calling(engine):
             yield plan

@@ -20,9 +20,9 @@ from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.verifiers import unread, unverified
 from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
-from . import ranges
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
+from .graphs import ranges
 from .patching import PATCHERS, by_range, why_not
 from .targets import installed_bindings
 

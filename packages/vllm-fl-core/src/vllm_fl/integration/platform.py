@@ -171,7 +171,7 @@ class PlatformOverlay:
     @classmethod
     def get_pass_manager_cls(cls) -> str:
         """The platform's own pass manager, with passes of ours in it."""
-        from .passes import manager_path
+        from .graphs.passes import manager_path
 
         return manager_path(cls.vllm_fl_stock_pass_manager())
 

@@ -22,9 +22,10 @@ from ..plugins.calling import start_in_worker
 from ..plugins.inspection import Moment
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
-from . import patching, probe, ranges, updates
+from . import patching, probe, updates
 from .binding import bind
 from .engines import Engine, calling, with_own_engine
+from .graphs import ranges
 from .hooks import reports, start_sessions
 from .models import completed
 from .patchers import communicator

@@ -5,7 +5,8 @@ operator there. While the plan has such an op, the pass is turned on and its par
 vLLM, so that it finds them; which implementation then runs is the operator's override
 (`operators.py`). A pass that finds nothing says nothing: how often it found the op is counted.
 
-On a plugin's device, which has none of these passes, one of ours takes their place (`graphs.py`).
+On a plugin's device, which has none of these passes, one of ours takes their place
+(`graphs/finding.py`).
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def is_by_range(target: FusionTarget) -> bool:
     """Whether graphs can have the op at some sizes, and vLLM's own code at others.
 
     That is where the pass is vLLM's, which we run for the ranges of sizes in which the op is
-    planned (`../unfused.py`). A pass of ours puts the op in all graphs.
+    planned (`graphs/unfused.py`). A pass of ours puts the op in all graphs.
     """
     return _is_there(target) and bool(target.unfused)
 
@@ -282,7 +283,7 @@ class Fusions(Patcher):
                 known = graphs.sites[op] = Sites()
                 last = stock_form(op, target.native, plan.contracts[op].consumable)
                 operator = operator_of(plan, plan.chain(op, last=last))
-                from .graphs import FindingPass
+                from ..graphs.finding import FindingPass
 
                 assert target.own is not None  # none of ours finds it otherwise
                 graphs.passes.append(FindingPass(operator, target.own, known))

@@ -1,8 +1,8 @@
 """Targets that we take: PyTorch's own operators, and vLLM's, in graphs of vLLM's compiler.
 
 What no layer of vLLM's stands for, its compiler still has as an operator, as the product of a
-linear layer. A pass of ours (`../replacing.py`) puts a planned op in its place, in the graphs of
-the sizes at which it is planned.
+linear layer. A pass of ours (`graphs/replacing.py`) puts a planned op in its place, in the graphs
+of the sizes at which it is planned.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass
 from ...contracts.binding import new_node
 
 if TYPE_CHECKING:
-    from ..graphs.state import Sites
+    from .state import Sites
 
 
 class FindingPass(InductorPass):  # type: ignore[misc]

@@ -16,14 +16,16 @@ from torch import fx
 from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..contracts.binding import OperatorTarget
-from ..engine.ranges import sole
-from ..engine.traced import refused
-from ..logs import get_logger
-from ..plugins.types import OpImpl
-from ..text import quote
+from ...contracts.binding import OperatorTarget
+from ...engine.ranges import sole
+from ...engine.traced import refused
+from ...logs import get_logger
+from ...plugins.types import OpImpl
+from ...text import quote
+from ..engines import Engine
+from ..patchers import fusions, operators
+from ..planning import digest_of
 from . import ranges
-from .engines import Engine
 from .functional_operators import (
     arguments,
     operator_of,
@@ -32,9 +34,7 @@ from .functional_operators import (
     replacing,
     written,
 )
-from .graphs.state import in_graphs
-from .patchers import fusions, operators
-from .planning import digest_of
+from .state import in_graphs
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:

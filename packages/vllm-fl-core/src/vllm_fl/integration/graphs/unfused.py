@@ -17,16 +17,16 @@ from torch import fx
 from torch._inductor.pattern_matcher import Match
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..engine.ranges import choice
-from ..logs import get_logger
-from ..plugins.types import OpImpl
-from ..text import quote
+from ...engine.ranges import choice
+from ...logs import get_logger
+from ...plugins.types import OpImpl
+from ...text import quote
+from ..engines import Engine
+from ..patchers import fusions
+from ..planning import digest_of, turned_on
 from . import ranges
-from .engines import Engine
 from .functional_operators import arguments, operator_of, put_in_place, replacing
-from .graphs.state import in_graphs
-from .patchers import fusions
-from .planning import digest_of, turned_on
+from .state import in_graphs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

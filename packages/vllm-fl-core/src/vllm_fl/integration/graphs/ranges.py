@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..dispatch.chain import Chain
-from ..engine.ranges import Range, choice, edges
-from .engines import Engine
-from .graphs.state import in_graphs
+from ...dispatch.chain import Chain
+from ...engine.ranges import Range, choice, edges
+from ..engines import Engine
+from .state import in_graphs
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig

@@ -21,8 +21,8 @@ from torch._inductor.pattern_matcher import (
 )
 from torch.utils import _pytree as pytree
 
-from ..engine.traced import functional
-from .patchers.arguments import known
+from ...engine.traced import functional
+from ..patchers.arguments import known
 from .unknowns import under_one
 
 OWNER = "vllm_fl"

@@ -19,17 +19,17 @@ import torch
 from torch import fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..contracts.binding import new_node
-from ..dispatch.chain import Chain, refusal
-from ..dispatch.resolver import STOCK
-from ..engine.ranges import choice
-from ..logs import get_logger
-from ..plugins.forms import verdict_of
-from ..plugins.types import OpImpl
-from ..text import clean
+from ...contracts.binding import new_node
+from ...dispatch.chain import Chain, refusal
+from ...dispatch.resolver import STOCK
+from ...engine.ranges import choice
+from ...logs import get_logger
+from ...plugins.forms import verdict_of
+from ...plugins.types import OpImpl
+from ...text import clean
+from ..patchers.torch_operators import Replaced
+from ..planning import digest_of
 from . import ranges
-from .patchers.torch_operators import Replaced
-from .planning import digest_of
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:

@@ -23,20 +23,20 @@ from torch._inductor.pattern_matcher import (
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from vllm.compilation.passes.inductor_pass import InductorPass
 
-from ..dispatch.chain import Chain
-from ..engine.opaque import Site, inlined, ordered
-from ..engine.plan import Plan
-from ..engine.ranges import Range, choice
-from ..engine.traced import functional
-from ..logs import get_logger
-from ..plugins.types import OpImpl
-from ..text import quote
+from ...dispatch.chain import Chain
+from ...engine.opaque import Site, inlined, ordered
+from ...engine.plan import Plan
+from ...engine.ranges import Range, choice
+from ...engine.traced import functional
+from ...logs import get_logger
+from ...plugins.types import OpImpl
+from ...text import quote
+from ..engines import Engine
+from ..patchers.ir import chain_of, ir_op_of, ir_ops
+from ..planning import digest_of
 from . import ranges
-from .engines import Engine
 from .functional_operators import own
-from .graphs.state import in_graphs
-from .patchers.ir import chain_of, ir_op_of, ir_ops
-from .planning import digest_of
+from .state import in_graphs
 from .unknowns import under_one
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
 own, and adds those that the plan of the compiling engine needs: first those that find a planned op
-where vLLM has no pass for it (`patchers/graphs.py`), then the one that puts planned ops in the
+where vLLM has no pass for it (`finding.py`), then the one that puts planned ops in the
 place of operators (`replacing.py`), the one that lets graphs launch kernels themselves
 (`launching.py`), and the one that inlines what is ordered by size (`lowering.py`). All come before
 vLLM lowers the ops of its IR. A pass of vLLM's that finds a planned op is run for the ranges of
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..logs import get_logger
+from ...logs import get_logger
+from ..engines import now
+from ..patchers.lookups import over_class, path_over
 from . import ranges
-from .engines import now
-from .graphs.state import in_graphs
 from .launching import TracedForms
 from .lowering import RangeLowering
-from .patchers.lookups import over_class, path_over
 from .replacing import TorchOperators
+from .state import in_graphs
 from .unfused import held_to_ranges
 
 if TYPE_CHECKING:
