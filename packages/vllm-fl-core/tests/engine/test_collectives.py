@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_fl.engine import limited
 from vllm_fl.engine.collectives import steps
 from vllm_fl.engine.limited import fault_of
 
