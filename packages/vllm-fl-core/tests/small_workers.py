@@ -19,7 +19,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration import engines, settling
-from vllm_fl.integration.ranks import FAILED, Opinion, RanksFailed
+from vllm_fl.integration.ranks import FAILED, Opinion, _failed
 from vllm_fl.plugins.asking import objections
 from vllm_fl.plugins.inspection import Objection
 from vllm_fl.integration.planning import Carried
@@ -38,6 +38,10 @@ def right(x):
 
 
 calls = []
+
+
+def ranks_failed(why):
+    return _failed([f"rank 0: {why}"])
 
 
 class Model(torch.nn.Module):
@@ -94,6 +98,7 @@ def planned_worker(asked):
     config = VllmConfig()
     if os.environ.get("EAGER"):
         config.compilation_config.mode = CompilationMode.NONE
+        config.compilation_config.custom_ops = ["all"]
     fake = engine_config()
     fake.model_config.get_vocab_size = lambda: 500
     object.__setattr__(config, "model_config", fake.model_config)

@@ -228,9 +228,24 @@ class PolicySealedError(VllmFLError):
 
 
 class StartError(VllmFLError):
-    """An engine does not start: a rank cannot go on, or the plan cannot serve there."""
+    """An engine does not start: a rank cannot go on, or the plan cannot serve there.
+
+    Attributes:
+        failures: `rank 1: why` of each rank that cannot go on, if all ranks know it.
+    """
 
     code = "FL501"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        failures: Sequence[str] = (),
+        op: str | None = None,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__(message, op=op, impl=impl)
+        self.failures = tuple(failures)
 
 
 class LockError(StartError):

@@ -194,20 +194,17 @@ def test_what_nothing_measures_is_rejected_where_it_is_asked_for(
 ) -> None:
     attention = AttentionImpl("vendor.acme", "acme.Attention", BackendImplKind.VENDOR, "acme")
     aligning = of(contracts()["moe_align_block_size"].oracle, "moe_align_block_size")
-    snapshot = managing(silu("vendor.acme"), aligning, attention).registry.snapshot()
-    told = facts(env, **fields)
+    told, specs = facts(env, **fields), contracts()
     assert told.wants_invariance == asks
-    reasons = unmeasured(told, snapshot)
-    assert {op for op, _ in reasons} == (
-        {"attention_backend", "moe_align_block_size"} if asks else set()
-    )
-    assert all(reason.startswith(f"{asks}, and ") for reason in reasons.values())
+    impls = silu("vendor.acme"), aligning, attention
+    found = [unmeasured(told, [impl], specs.get(impl.op_name)) for impl in impls]
+    assert [bool(reasons) for reasons in found] == [False, bool(asks), bool(asks)]
+    assert all(why.startswith(f"{asks}, and ") for each in found for why in each.values())
 
 
 def test_without_verification_nothing_is_measured_and_so_nothing_serves() -> None:
-    snapshot = managing(silu("vendor.acme")).registry.snapshot()
     told = facts(REQUIRED | {"VLLM_FL_PREFLIGHT": "run"})
-    (reason,) = unmeasured(told, snapshot).values()
+    (reason,) = unmeasured(told, [silu("vendor.acme")], None).values()
     assert reason == "VLLM_FL_REQUIRE=batch_invariant, and VLLM_FL_PREFLIGHT=run measures nothing"
 
 

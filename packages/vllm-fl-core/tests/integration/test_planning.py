@@ -21,7 +21,7 @@ if find_spec("vllm") is None:
 import vllm.envs
 import vllm.model_executor.layers.layernorm  # while the platform is still vLLM's own
 import vllm.platforms
-from builders import registry_with_settings, silu
+from builders import extended, registry_with_settings, silu
 from configs import engine_config
 from vllm.config import CompilationMode
 
@@ -265,6 +265,7 @@ def test_what_the_user_told_vllm_is_the_reason(fields: Any, op: str, why: str) -
 def test_vllms_batch_invariant_mode_keeps_its_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """The norms that it has for it; every other op of ours must have been measured."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    extended(vllm_fl.dispatch.get_default_manager())
     facts = facts_of(engine_config())
     entries = plan_for(facts).entries
     for op in ("rms_norm", "qk_norm_rope"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from vllm_fl.engine.tables import Standing
+from vllm_fl.errors import StartError
 from vllm_fl.integration import ranks
 from vllm_fl.integration.exchange import gathered
 from vllm_fl.integration.ranks import (
@@ -21,7 +22,6 @@ from vllm_fl.integration.ranks import (
     REJECTED,
     Message,
     Opinion,
-    RanksFailed,
     common_table,
     differences,
     exchange,
@@ -109,10 +109,10 @@ def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyP
     other = Message(0, "a step", "theirs")
     monkeypatch.setattr(ranks, "gathered", lambda mine, *_: [other, mine])
     assert exchange("a step", "mine") == ["theirs", "mine"]
-    with pytest.raises(RanksFailed, match="rank 1: boom") as failed:
+    with pytest.raises(StartError, match="rank 1: boom") as failed:
         exchange("whatever", None, "boom")
     assert failed.value.failures == ("rank 1: boom",)
-    with pytest.raises(RanksFailed, match="rank 0: it is at another step"):
+    with pytest.raises(StartError, match="rank 0: it is at another step"):
         exchange("another step", "mine")
 
 

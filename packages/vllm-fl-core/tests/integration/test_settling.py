@@ -14,7 +14,7 @@ from builders import engine_of, managing, planning, silu
 
 from vllm_fl.errors import LockError, StartError
 from vllm_fl.integration import engines, settling
-from vllm_fl.integration.ranks import FAILED, Opinion, RanksFailed
+from vllm_fl.integration.ranks import FAILED, Opinion
 from vllm_fl.plugins.inspection import Moment, Objection
 
 KEY = ("silu_and_mul", "vendor.acme")
@@ -28,7 +28,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
         if failure:
             found.append(failure)
-            raise RanksFailed([f"rank 0: {failure}"])
+            raise StartError(
+                "vllm-fl ends the start: " + "; ".join([f"rank 0: {failure}"]),
+                failures=[f"rank 0: {failure}"],
+            )
         return [mine]
 
     monkeypatch.setattr(engines, "exchange", exchange)
@@ -54,7 +57,7 @@ def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> A
 def test_whatever_a_rank_raises_ends_the_startup_on_all(
     error: BaseException, sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(RanksFailed, match="vllm-fl ends the start: rank 0: "):
+    with pytest.raises(StartError, match="vllm-fl ends the start: rank 0: "):
         settling.settle(inspecting(monkeypatch, error), Moment.LOADED)
     assert len(sent) == 1
 
@@ -70,8 +73,10 @@ def test_an_error_of_ours_that_says_more_stays_what_it_is(
 def test_a_failure_that_all_ranks_know_is_not_sent_again(
     sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = RanksFailed(["rank 1: gone"])
-    with pytest.raises(RanksFailed, match="rank 1: gone"):
+    known = StartError(
+        "vllm-fl ends the start: " + "; ".join(["rank 1: gone"]), failures=["rank 1: gone"]
+    )
+    with pytest.raises(StartError, match="rank 1: gone"):
         settling.settle(inspecting(monkeypatch, known), Moment.LOADED)
     assert not sent
 

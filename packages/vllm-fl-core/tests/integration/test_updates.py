@@ -23,7 +23,7 @@ import vllm_fl.dispatch
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import ServingError, StartError
 from vllm_fl.integration import engines, settling
-from vllm_fl.integration.ranks import FAILED, Opinion, RanksFailed
+from vllm_fl.integration.ranks import FAILED, Opinion
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.plugins.inspection import Moment, Objection
 from vllm_fl.verify.made_inputs import checks_of
@@ -105,7 +105,10 @@ Engine = Callable[..., Any]
 def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
     """What a single rank exchanges."""
     if failure:
-        raise RanksFailed([f"rank 0: {failure}"])
+        raise StartError(
+            "vllm-fl ends the start: " + "; ".join([f"rank 0: {failure}"]),
+            failures=[f"rank 0: {failure}"],
+        )
     return [mine]
 
 
@@ -210,7 +213,10 @@ def test_what_fails_on_another_rank_stops_the_look_on_this_one(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def told(*_: Any) -> Any:
-        raise RanksFailed(["rank 1: OSError: gone"])
+        raise StartError(
+            "vllm-fl ends the start: " + "; ".join(["rank 1: OSError: gone"]),
+            failures=["rank 1: OSError: gone"],
+        )
 
     worker = engine(told=told)
     assert worker.reload_weights() == "loaded"

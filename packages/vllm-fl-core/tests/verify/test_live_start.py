@@ -50,7 +50,7 @@ get_default_manager().registry.register_many(
 
 def exchange(what, mine, failure=""):
     if failure:
-        raise RanksFailed([f"rank 0: {failure}"])
+        raise ranks_failed(failure)
     key = "silu_and_mul", "vendor.wrong"
     # The other rank finds it on its own shard, once.
     if os.environ.get("THEIRS") and "(loaded)" in what and len(calls) == 4:

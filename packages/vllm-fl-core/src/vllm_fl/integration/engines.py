@@ -108,7 +108,7 @@ class Engine:
             mine: this rank's value; it is pickled.
 
         Raises:
-            RanksFailed: a rank cannot go on. All ranks raise it.
+            StartError: a rank cannot go on; with `failures`, on all ranks.
             RuntimeError: a rank died, or did not answer in time; the message says which.
         """
         return [mine] if self.joins else exchange(what, mine)
@@ -117,7 +117,7 @@ class Engine:
         """Let the other ranks, which gather, know why this one cannot go on.
 
         Raises:
-            RanksFailed: always, on all ranks, except on a rank that joins.
+            StartError: always, with `failures`, on all ranks; not on a rank that joins.
         """
         if not self.joins:
             exchange(what, None, why)

@@ -72,18 +72,6 @@ class Disabled(NamedTuple):
         log.warning("%s [%s]", told, self.code)
 
 
-class RanksFailed(StartError):
-    """A rank cannot go on, and all ranks know it.
-
-    Args:
-        failures: `rank 1: why` of each rank that failed.
-    """
-
-    def __init__(self, failures: Sequence[str]) -> None:
-        super().__init__(f"vllm-fl ends the start: {'; '.join(failures)}")
-        self.failures = tuple(failures)
-
-
 @dataclass(frozen=True)
 class Message:
     """What one rank gives in an exchange.
@@ -122,7 +110,7 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
         failure: why this rank cannot go on, or empty.
 
     Raises:
-        RanksFailed: a rank has failed, or the ranks do not exchange the same.
+        StartError: a rank has failed, or the ranks do not exchange the same; with `failures`.
         RuntimeError: a rank died, or did not answer in time; the message says which.
     """
     from vllm.distributed.parallel_state import get_world_group
@@ -132,10 +120,14 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     message = Message(rank, what, mine, failure)
     messages = gathered(message, group.cpu_group, size, rank, what)
     if failures := [f"rank {m.rank}: {m.failure}" for m in messages if m.failure]:
-        raise RanksFailed(failures)
+        raise _failed(failures)
     if len({m.what for m in messages}) > 1:
-        raise RanksFailed([f"rank {m.rank}: it is at another step ({m.what})" for m in messages])
+        raise _failed([f"rank {m.rank}: it is at another step ({m.what})" for m in messages])
     return [m.value for m in messages]
+
+
+def _failed(failures: Sequence[str]) -> StartError:
+    return StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=failures)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from .ranks import (
     REJECTED,
     Disabled,
     Opinion,
-    RanksFailed,
     common_table,
     differences,
     united,
@@ -46,8 +45,8 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
         disabled any more; at the other moments nothing.
 
     Raises:
-        RanksFailed: a rank cannot go on.
-        StartError: strict mode and an objection, or an objection to what is compiled already.
+        StartError: a rank cannot go on (with `failures`), strict mode and an objection, or an
+            objection to what is compiled already.
         VllmFLError: an error of ours that this rank has met itself.
     """
     engine.remarks[moment] = []
@@ -140,20 +139,21 @@ def _together(engine: Engine, what: str, ask: Callable[[], Opinion]) -> list[Opi
     """Return every rank's opinion. An error of this rank is sent to the others, who wait for it.
 
     Raises:
-        RanksFailed: a rank has failed, on all ranks.
-        VllmFLError: this rank has failed by an error of ours, which says more.
+        StartError: a rank has failed; with `failures`, on all ranks.
+        VllmFLError: this rank has failed by another error of ours, which says more.
     """
     try:
         mine = ask()
-    except (KeyboardInterrupt, RanksFailed):
-        raise
     except BaseException as error:  # a plugin may raise anything, SystemExit included
         own = error if isinstance(error, VllmFLError) else None
+        is_known = isinstance(own, StartError) and own.failures
+        if is_known or isinstance(error, KeyboardInterrupt):
+            raise
         if own is None:
             log.exception("vllm-fl could not %s", what)
         try:
             engine.fail(what, quote(error) if own is None else own.message)
-        except RanksFailed as failed:
+        except StartError as failed:
             if own is None or type(own) is StartError:
                 raise failed from error
         raise

@@ -10,13 +10,12 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import ServingError
+from ..errors import ServingError, StartError
 from ..logs import get_logger
 from ..plugins.inspection import Moment
 from ..text import quote
 from .engines import Engine
 from .hooks import has_inspectors
-from .ranks import RanksFailed
 from .settling import settle, without
 
 log = get_logger("engine")
@@ -115,7 +114,7 @@ def check(engine: Engine, occasion: str) -> str:
         stopped = ""
         try:
             engine.wrong = settle(engine, Moment.UPDATED)
-        except RanksFailed as failed:
+        except StartError as failed:
             stopped = "; ".join(failed.failures)
     if stopped:
         engine.remarks[Moment.UPDATED] = [f"nothing was verified: {stopped}"]
@@ -160,7 +159,7 @@ def _missed(engine: Engine, error: Exception) -> None:
     if not engine.asleep and not _in_step_with_others(engine):
         try:
             engine.fail("update the weights", quote(error))
-        except RanksFailed as failed:
+        except StartError as failed:
             told = "; ".join(failed.failures)
         except Exception:  # another rank is gone: the update's own error is what the caller needs
             log.debug("The ranks could not agree on a failed update", exc_info=True)
