@@ -14,7 +14,7 @@ from .patchers.fusions import Fusions
 from .patchers.ir import Ir
 from .patchers.layers import Layers
 from .patchers.operators import Operators
-from .patchers.torch_operators import TorchOperators
+from .patchers.torch_operators import OperatorsInGraphs
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ PATCHERS: tuple[Patcher, ...] = (
     Operators(),
     Functions(),
     Fusions(),
-    TorchOperators(),
+    OperatorsInGraphs(),
 )
 
 
