@@ -52,7 +52,8 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     )
     facts = EngineFacts(load_settings({}), "eager")
     plan = make_plan(OpManager(registry), facts)
-    engine = engines.Engine(plan, facts, 0, device)
+    engine = engines.Engine(facts, 0)
+    engine.plan, engine.device = plan, device
     chosen = operators.choose(plan, known_contracts().bindings, device, torch.float32)
     if not chosen.taken:
         raise MeasurementFailed(f"the operator cannot be overridden: {dict(chosen.left)}")
@@ -73,7 +74,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
                 ours.run(CALLS)
                 asking.run(CALLS)
         finally:
-            engine.leave()
+            engine.unbind()
     every = [case.times[1:] for case in (direct, ours, others, copy, asking)]
     plain, mine, foreign, copied, asked = every
     return [

@@ -39,7 +39,7 @@ import vllm_fl  # noqa: E402
 from vllm_fl import dispatch, errors  # noqa: E402
 from vllm_fl.contracts import contracts  # noqa: E402
 from vllm_fl.plugins import hookspecs  # noqa: E402
-from vllm_fl.plugins.loading import GROUP  # noqa: E402
+from vllm_fl.plugins.discovery import EXTENSIONS, GROUP  # noqa: E402
 from vllm_fl.settings import loading  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
 from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables  # noqa: E402
@@ -142,6 +142,10 @@ def public(value: type) -> dict[str, Any]:
     }
 
 
+def is_protocol(value: object) -> bool:
+    return getattr(value, "_is_protocol", False)
+
+
 def one_line(text: str) -> str:
     """Without what only lays a signature out: line breaks, and the comma before a bracket."""
     text = re.sub(r"\s+", " ", text)
@@ -166,11 +170,13 @@ def expected_signatures(module: Any) -> set[str]:
         value = getattr(module, name)
         if isinstance(value, type) and issubclass(value, enum.Enum):
             wanted |= {f"{name}.{member.name} = {json.dumps(member.value)}" for member in value}
+        elif is_protocol(value):
+            pass  # nothing makes one
         elif inspect.isclass(value) or inspect.isroutine(value):
             wanted.add(f"{name}{signature(value)}")
         else:
             wanted.add(name)
-        if name in ("OpManager", "OpRegistry"):
+        if name in ("OpManager", "OpRegistry") or is_protocol(value):
             for method, member in public(value).items():
                 if isinstance(member, property):
                     kind = member.fget.__annotations__["return"]
@@ -451,7 +457,10 @@ def test_modules_named_in_the_pages_exist() -> None:
     gone = [row[0] for row in rows(section(page("migration.md"), "Where did it go"))]
     for path in EVERY_PAGE:
         text = path.read_text()
-        for name in {*re.findall(rf"`((?:{'|'.join(HOMES)})(?:\.[a-z_]+)+)`", text)} - {GROUP}:
+        for name in {*re.findall(rf"`((?:{'|'.join(HOMES)})(?:\.[a-z_]+)+)`", text)} - {
+            GROUP,
+            EXTENSIONS,
+        }:
             place = HOMES[name.partition(".")[0]].joinpath(*name.split("."))
             there = place.with_suffix(".py").is_file() or place.is_dir()
             told = path.name == "migration.md" and any(f"`{name}`" in cell for cell in gone)

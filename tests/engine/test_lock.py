@@ -35,8 +35,6 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     assert done.returncode == 0, done.stderr
     lock = read_lock(str(file))
     assert lock.result["ops"]["rms_norm"] == "vendor.cpu"
-    (first, *_) = lock.tries["rms_norm=vendor.cpu, bfloat16"]
-    assert first["samples"] and 1 in first["counts"] and "further counts" in first
     job = Job(folder, batches()[:1], options=sizes, logits=False)
     named = {"VLLM_FL_LOCK": str(file)}
     kept = tmp_path / "chat.json"

@@ -14,6 +14,7 @@ from engines import answer_of
 BOTH = """
 import io, json, os, pickle, sys
 from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
 import torch
 from vllm import EngineArgs
@@ -22,10 +23,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm_fl.cli import main
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.errors import StartError, VllmFLError
-from vllm_fl.integration.models import model_facts
-from vllm_fl.integration.planning import plan_for
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.verifying import verified_plan
+from vllm_fl.integration.models import completed
+from vllm_fl.integration.planning import facts_of
+from vllm_fl.integration.settling import make_plan, settle
+from vllm_fl.plugins.inspection import Moment
 from vllm_fl.settings.loading import load_startup
 
 torch.set_num_threads(1)  # as in a worker
@@ -56,11 +58,13 @@ def planned(case):
     if not load_startup().enabled:
         mode = "compiled" if config.compilation_config.mode else "eager"
         return {"mode": mode, "ops": {}, "ends": False, "sizes": sizes}
-    facts, _ = model_facts(pickle.loads(pickle.dumps(config)))
-    engine = Engine(plan_for(facts), facts, 0, torch.device("cpu"), joins=True)
+    sent = pickle.loads(pickle.dumps(config))
+    engine = Engine(completed(facts_of(sent), sent)[0], 0, SimpleNamespace(vllm_config=sent), True)
+    engine.device = torch.device("cpu")
     ends = False
+    make_plan(engine)
     try:
-        verified_plan(engine)
+        settle(engine, Moment.PLANNED)
     except StartError:
         ends = True
     plan = engine.plan

@@ -55,6 +55,6 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         start = time.perf_counter()
         found = find_faults(Request([Role(impl)], torch.bfloat16, device, served, seed=0))
         seconds = time.perf_counter() - start
-        faults = "; ".join(why for why, _ in found.faults.values())
+        faults = "; ".join(each.reason for each in found.objections.values())
         said = f", {'; '.join(found.remarks)}" * bool(found.remarks)
         yield f"{name} as it will serve: {seconds:.2f} s{said}", faults

@@ -31,7 +31,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes
     from vllm_fl.contracts.binding import IrTarget, LayerTarget
-    from vllm_fl.engine.preflight import find_faults, graphs
+    from vllm_fl.engine import graphs
+    from vllm_fl.engine.preflight import find_faults
     from vllm_fl.engine.trials import Request, Role
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
@@ -53,7 +54,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         role = Role(impl, captured=TOKENS)
         with patch.object(graphs, "captured", timed(graphs.captured, took)):
             found = find_faults(Request([role], torch.bfloat16, device, served, seed=0))
-        problem = "; ".join(why for why, _ in found.faults.values())
+        problem = "; ".join(each.reason for each in found.objections.values())
         if impl.op_name in ALWAYS and not took:
             problem = problem or "it was not captured"
         case = f"{impl.op_name} {impl.impl_id}: {len(took)} forms captured and replayed twice"
@@ -124,19 +125,19 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
         impl = OpImpl(*key, BackendImplKind.VENDOR, fn, "acme")
         stream = torch.cuda.current_stream()
         role = Role(impl, captured=TOKENS)
-        found = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).faults
-        why = found.get(key, ("not found",))[0]
+        found = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).objections
+        why = found[key].reason if key in found else "not found"
         yield f"{fn.__name__}: {why[:150]}", "" if why.startswith(said) else why
         problem = "" if torch.cuda.current_stream() == stream else "another stream is current"
         try:
             torch.rand(8, device=device)
             torch.cuda.empty_cache()
             role = Role(OpImpl(*key, BackendImplKind.VENDOR, right, "acme"), captured=TOKENS)
-            again = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).faults
+            again = find_faults(Request([role], torch.bfloat16, device, sizes, seed=0)).objections
         except Exception as error:
             yield f"after {fn.__name__}", f"{type(error).__name__}: {error}"
             continue
-        problem = problem or "; ".join(why for why, _ in again.values())
+        problem = problem or "; ".join(each.reason for each in again.values())
         yield f"after {fn.__name__} the next one is captured", problem
 
 
@@ -158,7 +159,7 @@ def corpus_in_graphs() -> Iterator[tuple[str, str]]:
         for captured in (0, TOKENS):
             role, device = Role(wrong.impl(), captured=captured), torch.device("cuda")
             found = find_faults(Request([role], torch.bfloat16, device, wrong.sizes, seed=0))
-            said.append(found.faults.get(key, ("",))[0])
+            said.append(found.objections[key].reason if key in found.objections else "")
         eager, why = said
         outcome = "named" if why else "passes"
         problem = f"taken out without a graph: {eager}" if eager else ""

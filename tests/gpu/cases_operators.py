@@ -50,7 +50,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     settings = load_settings({"VLLM_FL_DISPATCH_DEBUG": "1", "VLLM_FL_PREFER": "reference"})
     facts = EngineFacts(settings, "eager")
     plan = make_plan(OpManager(registry), facts)
-    engine = Engine(plan, facts, 0, device)
+    engine = Engine(facts, 0)
+    engine.plan, engine.device = plan, device
     chosen = operators.choose(plan, known_contracts().bindings, device, torch.bfloat16)
     bound = (
         target for binding in known_contracts().bindings.values() for target in binding.targets
@@ -81,7 +82,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
             replayed = [copies[at] for at in written]
             python = sum(plan.calls.values()) - before - captured
         finally:
-            engine.leave()
+            engine.unbind()
         after = _after(op, args, written)
         problems = [
             what

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -322,12 +323,13 @@ def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:
         log = error.log
     else:
         return "the engine started", {}
-    words = ("is gone", "died unexpectedly", "initialization failed", "onitored", "after ")
+    words = ("is gone", " died", "initialization failed", "onitored", "after ")
     told = [line for line in log.splitlines() if any(word in line for word in words)]
     if "did not end within" in log:
         return f"it hangs: {log[-3000:]}", {"log": log}
     last = host.ranks - 1
-    named = any(f"is gone (rank {last})" in line for line in told)
+    ends = re.compile(rf"rank {last} \(process \d+ on \S+\) died\.|is gone \(rank {last}\)")
+    named = any(map(ends.search, told))
     return "" if named else f"rank {last} is not named: {told}", {"lines": told}
 
 

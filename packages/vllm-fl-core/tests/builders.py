@@ -14,8 +14,9 @@ from vllm_fl.contracts.binding import put
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
+from vllm_fl.plugins.discovery import Found, discover
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import Found, load
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, Impl, OpImpl, SettingSpec
@@ -151,8 +152,16 @@ def engine_of(plan: Plan, worker: Any = None) -> Any:
     """The engine that serves with this plan, in this worker."""
     from vllm_fl.integration.engines import Engine  # which import vLLM
 
-    facts = EngineFacts(load_settings({}), plan.mode)
-    return Engine(plan, facts, 0, torch.device("cpu"), worker or SimpleNamespace())
+    engine = Engine(EngineFacts(load_settings({}), plan.mode), 0, worker or SimpleNamespace())
+    engine.plan, engine.device = plan, torch.device("cpu")
+    return engine
+
+
+def extended(manager: OpManager) -> OpManager:
+    """The manager with the extensions that are installed, such as verification."""
+    found = [each for each in discover() if each.kind == "extension"]
+    load(manager.registry, found)
+    return manager
 
 
 def managing(*impls: Impl, **policy: Any) -> OpManager:

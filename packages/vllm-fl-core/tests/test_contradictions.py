@@ -20,7 +20,8 @@ from builders import PLUGIN_SETTINGS, registry_with_settings
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup, read_settings
 from vllm_fl.errors import CallError, SettingsError
-from vllm_fl.plugins.loading import discover, load
+from vllm_fl.plugins.discovery import discover
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings import loading

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from vllm_fl import BackendImplKind, CommunicatorImpl, OpImpl, SettingsError
-from vllm_fl.plugins.loading import Found, load
+from vllm_fl.plugins.discovery import Found
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.settings.loading import load_settings

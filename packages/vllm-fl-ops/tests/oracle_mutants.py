@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import OpSpec, QuantisedPair
-from vllm_fl.engine.wanted import _spread
+from vllm_fl.engine.wanted import spread
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 __all__ = ["CHANGES", "oracle_impl", "oracle_mutants"]
@@ -53,7 +53,7 @@ def _quantised(spec: OpSpec, wanted: tuple[Any, ...], shaped: tuple[Any, ...]) -
     results, at = list(wanted), 0
     for output in spec.outputs_of(len(results)):
         if isinstance(output, QuantisedPair):
-            value = (results[at] / _spread(results[at + 1], results[at].shape)).nan_to_num()
+            value = (results[at] / spread(results[at + 1], results[at].shape)).nan_to_num()
             whole = not shaped[at].dtype.is_floating_point
             results[at] = value.round() if whole else value
         at += output.results

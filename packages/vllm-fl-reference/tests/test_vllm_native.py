@@ -437,7 +437,9 @@ def lowered(plan: Plan) -> str:
 
     register_provider()
     facts = EngineFacts(load_settings({}), "compiled")
-    bind_provider(Engine(plan, facts, 0, torch.device("cpu"), digest="digest"))
+    engine = Engine(facts, 0, digest="digest")
+    engine.plan, engine.device = plan, torch.device("cpu")
+    bind_provider(engine)
     priority = prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
     torch._dynamo.reset()
     x, residual = torch.randn(2, 7, 64, dtype=torch.bfloat16).unbind()

@@ -33,6 +33,12 @@ from .logs import get_logger as get_logger
 from .plugins.finding import Finding as Finding
 from .plugins.hookspecs import HOOK_API as HOOK_API
 from .plugins.hookspecs import hookimpl as hookimpl
+from .plugins.inspection import Check as Check
+from .plugins.inspection import Engine as Engine
+from .plugins.inspection import GroupFacts as GroupFacts
+from .plugins.inspection import Key as Key
+from .plugins.inspection import Moment as Moment
+from .plugins.inspection import Objection as Objection
 from .plugins.types import AttentionImpl as AttentionImpl
 from .plugins.types import AttentionRequest as AttentionRequest
 from .plugins.types import Availability as Availability

@@ -22,7 +22,7 @@ MODULES = ("builtin_ops", "discovery", "logger_manager", "method_dispatch", "ops
 NAMES = {
     "CachedOp": (f"{HOME}:CachedOp", "call_op, or resolve_op once"),
     "OpRegistrySnapshot": ("vllm_fl.plugins.snapshot:RegistrySnapshot", "RegistrySnapshot"),
-    "PLUGIN_GROUP": ("vllm_fl.plugins.loading:GROUP", "'vllm_fl.plugin'"),
+    "PLUGIN_GROUP": ("vllm_fl.plugins.discovery:GROUP", "'vllm_fl.plugin'"),
     "PLUGIN_MODULES_ENV": (f"{HOME}:PLUGIN_MODULES_ENV", "'VLLM_FL_PLUGIN_MODULES'"),
     "PREFER_DEFAULT": (f"{HOME}:PREFER_DEFAULT", "'flagos'"),
     "PREFER_REFERENCE": (f"{HOME}:PREFER_REFERENCE", "'reference'"),

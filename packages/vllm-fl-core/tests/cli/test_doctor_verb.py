@@ -504,6 +504,20 @@ class TestContainment:
             assert found(fl("doctor", "--json", **wrong), "settings")
             assert not trace.exists(), wrong
 
+    def test_an_extension_of_another_distribution(
+        self, fl: Command, distribution: Distribution
+    ) -> None:
+        site = distribution("fl-evil", entry_points="[vllm_fl.extension]\nevil = evil_plugin\n")
+        trace = site / "trace"
+        (site / "evil_plugin.py").write_text(f"open({str(trace)!r}, 'w')")
+        (finding,) = [
+            each
+            for each in found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "plugins")
+            if each["what"] == "The plugin 'evil' failed."
+        ]
+        assert "is not imported: the group vllm_fl.extension" in finding["why"]
+        assert not trace.exists()
+
     def test_a_settings_file_that_everybody_may_write(
         self, fl: Command, plugin: Plugin, tmp_path: Path
     ) -> None:

@@ -23,8 +23,8 @@ def impl(op: str, fn: Any) -> OpImpl:
 
 
 def faults(one: OpImpl) -> str:
-    found = find_faults(Request([Role(one)], BF16, CPU, None, seed=0)).faults
-    return "".join(why for why, _ in found.values())
+    found = find_faults(Request([Role(one)], BF16, CPU, None, seed=0)).objections
+    return "".join(each.reason for each in found.values())
 
 
 @pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)

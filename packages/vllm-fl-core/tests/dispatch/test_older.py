@@ -36,7 +36,8 @@ from vllm_fl.dispatch import (
 )
 from vllm_fl.errors import PluginError, PolicySealedError, SettingsError
 from vllm_fl.older import MODULES, NAMES
-from vllm_fl.plugins.loading import Found, load
+from vllm_fl.plugins.discovery import Found
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import check_names, load_settings

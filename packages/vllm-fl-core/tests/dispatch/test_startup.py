@@ -10,8 +10,8 @@ import pytest
 from vllm_fl.dispatch import startup
 from vllm_fl.dispatch.startup import Startup, start
 from vllm_fl.errors import PluginError
+from vllm_fl.plugins.discovery import Found
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import Found
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import (
@@ -66,7 +66,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
             for each in plugins
         ]
         registry = OpRegistry()  # it finds contracts
-        monkeypatch.setattr(startup.plugin_loader, "discover", lambda modules: found)
+        monkeypatch.setattr(startup.discovery, "discover", lambda modules: found)
         monkeypatch.setattr(startup, "vllms_own", lambda: None)
         return start(registry, env, **arguments)  # type: ignore[arg-type]
 

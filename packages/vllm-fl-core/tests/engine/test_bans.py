@@ -13,8 +13,9 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
+from vllm_fl.plugins.discovery import Found
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import Found, load
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec

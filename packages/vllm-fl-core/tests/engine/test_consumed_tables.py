@@ -43,8 +43,8 @@ def faults(function: Callable[..., Any], consumes: frozenset[str]) -> list[str]:
         "reshape_and_cache", "vendor.acme", BackendImplKind.VENDOR, function, "acme",
         consumes=consumes,
     )  # fmt: skip
-    found = find_faults(Request([Role(impl)], torch.float32, CPU, SIZES, seed=0, seconds=0.1))
-    return [why for why, _ in found.faults.values()]
+    found = find_faults(Request([Role(impl)], torch.float32, CPU, SIZES, seed=0, calls=40))
+    return [each.reason for each in found.objections.values()]
 
 
 def test_each_call_is_given_the_caches_as_they_were_first() -> None:

@@ -150,11 +150,13 @@ def test_a_start_measures_what_is_right_and_only_where_that_is_asked() -> None:
 
     wrong = of(lambda x: 2 * other_alone(x))
     roles = [Role(of(other_alone)), Role(replace(wrong, impl_id="vendor.wrong", vendor="wrong"))]
-    request = Request(roles, torch.float32, CPU, SIZES, seconds=0.0)
-    assert not find_faults(request).variant
-    found = find_faults(replace(request, invariant=True))
-    assert [*found.faults] == [("silu_and_mul", "vendor.wrong")]
-    assert [*found.variant] == [("silu_and_mul", "vendor.acme")]
+    request = Request(roles, torch.float32, CPU, SIZES, calls=0)
+    acme, of_wrong = (role.key for role in roles)
+    assert [*find_faults(request).objections] == [of_wrong]
+    found = find_faults(replace(request, requires="VLLM_FL_REQUIRE=batch_invariant")).objections
+    assert [found[key].code for key in (acme, of_wrong)] == ["FL412", "FL410"]
+    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: "
+    assert found[acme].reason.startswith(why) and not found[acme].ends_strict
 
 
 def test_the_form_that_a_compiler_gets_is_measured_too() -> None:
@@ -164,9 +166,9 @@ def test_the_form_that_a_compiler_gets_is_measured_too() -> None:
         return result * (1 + 2e-7 * (x.shape[0] > 32))
 
     impl = of(sound)
-    assert variant(Request([Role(impl)], torch.float32, CPU, SIZES, seconds=0.0)) == {}
+    assert variant(Request([Role(impl)], torch.float32, CPU, SIZES, calls=0)) == {}
     role = Role(impl, compiled=compiled)
-    found = variant(Request([role], torch.float32, CPU, SIZES, backend="eager", seconds=0.0))
+    found = variant(Request([role], torch.float32, CPU, SIZES, backend="eager", calls=0))
     assert found[role.key].startswith("not batch-invariant: compiled by eager: ")
 
 

@@ -72,6 +72,11 @@ def seen(plan: Plan, x: torch.Tensor | None = None, **fields: Any) -> Live:
     return live
 
 
+def fault(live: Live) -> str:
+    (objection,) = live.objections.values()
+    return objection.reason
+
+
 def test_a_right_implementation_is_compared_once_for_each_kind_of_layer() -> None:
     calls = []
 
@@ -80,7 +85,7 @@ def test_a_right_implementation_is_compared_once_for_each_kind_of_layer() -> Non
         return right(x)
 
     live = seen(plan_of(acme(silu_and_mul)))
-    assert not live.faults and not live.left_out
+    assert not live.objections and not live.left_out
     assert live.compared == 1, "three layers are of one kind"
     assert calls == [100, 100, 100], "no call is made twice"
 
@@ -91,7 +96,7 @@ def test_a_fault_names_the_layer_the_shape_and_the_worst_element() -> None:
         found[99, 3] += 5.0
         return found
 
-    (why,) = seen(plan_of(acme(silu_and_mul))).faults.values()
+    why = fault(seen(plan_of(acme(silu_and_mul))))
     assert "in layer layers.0.act, x (100, 32) bfloat16" in why
     assert "1 of 1024 elements are off" in why, "of 64 rows"
     assert why.count("at (99, 3)") == 1 and "instead of" in why
@@ -110,7 +115,7 @@ def test_a_fault_that_only_a_later_layer_brings_is_found() -> None:
     with live.watching():
         model["early"](x)
         model["late"](x * 1000)
-    (why,) = live.faults.values()
+    why = fault(live)
     assert "in layer late" in why
 
 
@@ -122,7 +127,7 @@ def test_rows_on_both_sides_of_the_edges_of_tiles_are_compared(row: int) -> None
         return found
 
     x = torch.randn(300, 16, dtype=torch.bfloat16)
-    (why,) = seen(plan_of(acme(silu_and_mul)), x).faults.values()
+    why = fault(seen(plan_of(acme(silu_and_mul)), x))
     assert f"at ({row}, " in why
 
 
@@ -139,9 +144,20 @@ def test_what_runs_out_of_memory_that_may_be_used_up_is_left_out_and_no_fault() 
         return live
 
     live = looked(scarce=True)
-    assert not live.faults and live.compared == 0
+    assert not live.objections and live.compared == 0
     assert live.left_out == {"silu_and_mul": "no memory was left for it"}
-    assert "CUDA out of memory" in str([*looked().faults.values()]), "at start it is one"
+    assert "CUDA out of memory" in str([*looked().objections.values()]), "at start it is one"
+
+
+def test_calls_beyond_the_limit_are_left_out() -> None:
+    plan = plan_of(acme(right))
+    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
+    live = Live(plan, {"": model}, CPU, calls=1)
+    with live.watching():
+        for layer in model.values():
+            layer(torch.randn(8, 32))
+    assert live.compared == 1
+    assert live.left_out == {"silu_and_mul": "the limit of compared calls was reached"}
 
 
 def test_beside_what_serves_nothing_is_counted() -> None:
@@ -176,7 +192,7 @@ def test_what_a_call_writes_over_live_memory_is_a_fault(stray: str) -> None:
     live = Live(plan, {"": model}, CPU)
     with live.watching():
         model(buffer[:, :32])
-    (why,) = live.faults.values()
+    why = fault(live)
     assert ("overwrote 'x'" if stray == "argument" else "beside its arguments") in why
 
 
@@ -191,14 +207,14 @@ def test_what_raises_is_a_fault_and_the_forward_goes_on() -> None:
     live = Live(plan, {"": model}, CPU)
     with live.watching():
         assert model(torch.randn(4, 16)).shape == (4, 16)
-    (why,) = live.faults.values()
+    why = fault(live)
     assert why.startswith("it raised SystemExit")
 
 
 @pytest.mark.parametrize("traceable", [False, True])
 def test_what_a_compiler_will_get_is_compared_uncompiled(traceable: bool) -> None:
     plan = plan_of(acme(lambda x: right(x) * 2, traceable=traceable), mode="compiled")
-    assert seen(plan).faults, "in its operator, or as it will be traced"
+    assert seen(plan).objections, "in its operator, or as it will be traced"
     good = plan_of(acme(lambda x: right(x), traceable=traceable), mode="compiled")
     assert seen(good).compared == 1
 
@@ -231,14 +247,14 @@ def test_no_tensor_of_the_forward_is_kept(wrong: bool) -> None:
 
     live = seen(plan_of(acme(silu_and_mul)))
     gc.collect()
-    assert live.compared == 1 and bool(live.faults) is wrong
+    assert live.compared == 1 and bool(live.objections) is wrong
     assert tensors and not [ref for ref in tensors if ref() is not None]
 
 
 def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGEST", 10)
     live = seen(plan_of(acme(lambda x: right(x) * 2)))
-    assert not live.faults and live.compared == 0
+    assert not live.objections and live.compared == 0
     assert live.left_out == {"silu_and_mul": "its arguments are too large to be copied"}
 
 
@@ -290,15 +306,15 @@ def test_of_large_weights_those_are_compared_that_a_row_takes(
         lambda arg, rows: (copied.append(getattr(arg, "nbytes", 0)), on_host(arg, rows))[1],
     )
     live = live_experts(lambda out, x: None)
-    assert live.compared == 1 and not live.faults and not live.left_out
+    assert live.compared == 1 and not live.objections and not live.left_out
     assert 0 < max(copied) < 64 * 32 * 24 * 4, "the weights of experts that some rows take"
 
 
 def test_a_kernel_that_is_wrong_on_large_weights_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGEST", 2**16)
-    (why,) = live_experts(lambda out, x: out[-1].zero_()).faults.values()
+    why = fault(live_experts(lambda out, x: out[-1].zero_()))
     assert "at (39," in why
-    (why,) = live_experts(lambda out, x: x.zero_()).faults.values()
+    why = fault(live_experts(lambda out, x: x.zero_()))
     assert "overwrote 'hidden_states'" in why
 
 
@@ -316,7 +332,7 @@ def test_who_takes_none_of_its_calls_is_told_from_who_takes_some() -> None:
     assert plan.fallbacks == {("attention_backend", "stock.vllm"): 1}
     assert live.refused == {("silu_and_mul", "vendor.acme"): "no such rows"}
     assert live.served == {("silu_and_mul", "reference.torch")} and live.reached == {"silu_and_mul"}
-    assert not live.faults
+    assert not live.objections
 
     def raising(x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("not these")
@@ -356,7 +372,7 @@ def test_what_hangs_is_named_and_noted(
         return True
 
     live = seen(plan_of(acme(silu_and_mul, supports=asked)))
-    assert not live.faults and len(noted) == 3
+    assert not live.objections and len(noted) == 3
     assert all("silu_and_mul=vendor.acme on live tensors in layer layers." in n for n in noted)
     (line,) = said()
     assert "silu_and_mul=vendor.acme" in line

@@ -71,11 +71,12 @@ def test_a_result_that_is_no_plain_tensor_is_named_and_the_next_is_tried() -> No
     impls = [kernel(f"acme{number}", odd) for number, odd in enumerate(ODD.values())]
     good = [kernel("good", lambda result: result), kernel("owner", nn.Parameter)]
     found = find_faults(
-        Request([*map(Role, [*impls, *good])], torch.float32, CPU, SIZES, seconds=0.0)
-    ).faults
+        Request([*map(Role, [*impls, *good])], torch.float32, CPU, SIZES, calls=0)
+    ).objections
     assert set(found) == {("silu_and_mul", impl.impl_id) for impl in impls}
-    for said, (why, _) in zip(ODD, found.values(), strict=True):
-        assert f"the result is {said}" in why and "expected a plain tensor" in why
+    for said, fault in zip(ODD, found.values(), strict=True):
+        assert f"the result is {said}" in fault.reason
+        assert "expected a plain tensor" in fault.reason
 
 
 class Layer(nn.Module):
@@ -98,4 +99,4 @@ def test_in_a_layer_too(said: str) -> None:
     live = Live(plan, {"": model}, CPU)
     with live.watching():
         assert model(torch.randn(8, 16)).shape == (8, 8), "the layers behind go on"
-    assert said in live.faults["silu_and_mul", "vendor.acme"]
+    assert said in live.objections["silu_and_mul", "vendor.acme"].reason

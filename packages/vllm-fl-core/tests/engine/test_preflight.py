@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import graph_on_cpu
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch.resolver import Candidate, Trace
-from vllm_fl.engine import preflight, trials
+from vllm_fl.engine import graphs, preflight, trials
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.engine.preflight import find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.verification import compare
 from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 SIZES = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 2048))
@@ -33,8 +35,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def no_more_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token counts that are always tried show it; a start tries more for two seconds."""
-    monkeypatch.setattr(trials, "SECONDS", 0.0)
+    """The token counts that are always tried show it."""
+    monkeypatch.setattr(trials, "CALLS", 0)
 
 
 def sound(x: Tensor) -> Tensor:
@@ -98,9 +100,9 @@ def overwrites_its_input(x: Tensor) -> Tensor:
 
 def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> str | None:
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
-    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, compares=compares)).faults
-    assert set(found) <= {("silu_and_mul", "vendor.acme")}
-    return found["silu_and_mul", "vendor.acme"][0] if found else None
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, compares=compares))
+    assert set(found.objections) <= {("silu_and_mul", "vendor.acme")}
+    return next((objection.reason for objection in found.objections.values()), None)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,8 @@ def test_run_only_runs() -> None:
 def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
     impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
     found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES))
-    assert not found.faults, "it is right, and of no use"
-    assert found.refused == {("silu_and_mul", "vendor.acme"): "1 x 2*512, bfloat16: no 2-D"}
+    why = "it refuses every call of this model (1 x 2*512, bfloat16: no 2-D)"
+    assert found.objections == {("silu_and_mul", "vendor.acme"): Objection("FL412", why)}
 
 
 @pytest.mark.parametrize(
@@ -165,13 +167,14 @@ def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked
     impl = OpImpl(
         "rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme", supports=supports
     )
-    given: dict[str, Any] = {"provided": {"rms_norm": provided}, "seconds": 0.0}
+    given: dict[str, Any] = {"provided": {"rms_norm": provided}, "calls": 0}
     request = Request([Role(impl)], torch.bfloat16, CPU, replace(SIZES, tokens=(1, 64)), **given)
     found = find_faults(request)
-    assert seen == asked and not found.faults and not found.refused
+    assert seen == asked and not found.objections
     refused.add(torch.float32)
     found = find_faults(request)
-    assert not found.faults and bool(found.refused) == (asked == {torch.float32})
+    codes = [objection.code for objection in found.objections.values()]
+    assert codes == ["FL412"] * (asked == {torch.float32})
 
 
 def test_one_that_refuses_an_edge_only_passes() -> None:
@@ -196,17 +199,21 @@ def test_a_slow_one_is_named_while_it_runs_and_out_after(
     assert re.search(r"silu_and_mul=vendor\.acme: samples [\d.]+ s$", caplog.text, re.MULTILINE)
 
 
-def test_one_that_is_slow_once_while_it_compiles_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
-    compiled = []
+@pytest.mark.parametrize(("slow", "said"), [(1, None), (2, "takes 11 s for one call")])
+def test_one_that_is_slow_once_while_it_compiles_passes(
+    slow: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, now = [], [0.0]
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+    monkeypatch.setattr(breadcrumb, "time", clock)
 
     def compiles(x: Tensor) -> Tensor:
-        if not compiled:
-            compiled.append(True)
-            time.sleep(0.3)
+        calls.append(len(x))
+        now[0] += 11.0 * (len(calls) <= slow)
         return sound(x)
 
-    assert fault_of(compiles) is None
+    fault = fault_of(compiles)
+    assert fault is None if said is None else str(fault).startswith(said)
 
 
 def test_the_global_random_generator_is_left_alone() -> None:
@@ -250,8 +257,8 @@ def fault(
 ) -> str | None:
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
     role = Role(impl, compiled=compiled)
-    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, backend="aot_eager")).faults
-    return found[op, "vendor.acme"][0] if found else None
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, backend="aot_eager"))
+    return next((objection.reason for objection in found.objections.values()), None)
 
 
 @pytest.mark.parametrize(("op", "fn"), [("rms_norm", norm), ("rotary_embedding", rope)])
@@ -305,7 +312,7 @@ def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
 def test_what_is_wrong_at_some_token_counts_only(
     wrong: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "SECONDS", 60.0)  # 48 is one of the further counts
+    monkeypatch.setattr(trials, "CALLS", 1e9)  # 48 is one of the further counts
 
     def fn(x: Tensor) -> Tensor:
         result = sound(x)
@@ -325,8 +332,8 @@ def test_what_is_wrong_at_far_positions_only() -> None:
 
 def test_fewer_batches_than_usual_are_remarked() -> None:
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, sound, "acme")
-    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, seconds=-1.0))
-    assert not found.faults
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, calls=0))
+    assert not found.objections
     assert found.remarks == ["fewer batches than usual: silu_and_mul of vendor.acme"]
 
 
@@ -423,16 +430,16 @@ def cannot_be_captured(x: Tensor) -> Tensor:
 def test_what_is_wrong_in_a_captured_graph_alone(
     fn: Callable[..., Any], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight.graphs, "captured", graph_on_cpu.captured)
+    monkeypatch.setattr(graphs, "captured", graph_on_cpu.captured)
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     key = "silu_and_mul", "vendor.acme"
     sizes = replace(SIZES, tokens=(1, 64))
-    assert not find_faults(Request([Role(impl)], torch.bfloat16, CPU, sizes, seconds=0.0)).faults
+    assert not find_faults(Request([Role(impl)], torch.bfloat16, CPU, sizes, calls=0)).objections
     role = Role(impl, captured=64)
-    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, seconds=0.0)).faults
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, calls=0)).objections
     assert list(found) == ([] if said is None else [key])
     if said is not None:
-        assert found[key][0].startswith(said)
+        assert found[key].reason.startswith(said)
 
 
 def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
@@ -440,8 +447,8 @@ def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
     fn = wrong_in_the_last_row_of_a_large_batch
     impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
     for most, faults in ((64, 0), (math.inf, 1)):
-        request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, seconds=0.0)
-        assert len(find_faults(request).faults) == faults
+        request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, calls=0)
+        assert len(find_faults(request).objections) == faults
 
 
 def test_each_is_tried_with_batches_of_its_own_rows() -> None:
@@ -455,8 +462,8 @@ def test_each_is_tried_with_batches_of_its_own_rows() -> None:
         for name in ("acme", "other")
     )
     roles = [Role(small, most=512), Role(replace(large, fn=sound), least=513)]
-    request = Request(roles, torch.bfloat16, CPU, SIZES, seconds=0.0)
-    assert not find_faults(request).faults
+    request = Request(roles, torch.bfloat16, CPU, SIZES, calls=0)
+    assert not find_faults(request).objections
 
 
 def test_the_host_computes_with_few_threads_beside_a_device() -> None:

@@ -49,7 +49,7 @@ def found_in(*changes: Callable[[], object], sizes: ModelSizes | None = None) ->
         return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
 
     impls = [kernel(change, number) for number, change in enumerate(changes)]
-    return find_faults(Request([*map(Role, impls)], torch.float32, CPU, sizes, seconds=0.0))
+    return find_faults(Request([*map(Role, impls)], torch.float32, CPU, sizes, calls=0))
 
 
 def nothing() -> None:
@@ -57,7 +57,7 @@ def nothing() -> None:
 
 
 def fault_of(change: Callable[[], object]) -> str:
-    return found_in(change).faults[KEY][0]
+    return found_in(change).objections[KEY].reason
 
 
 def put(module: object, name: str, value: object) -> Callable[[], None]:
@@ -88,15 +88,15 @@ PRECISIONS: list[tuple[Callable[[], object], str]] = [
 def test_a_precision_in_its_newer_form_is_named_and_put_back() -> None:
     before = process_state.state_of(CPU)
     try:
-        found = found_in(*(change for change, _ in PRECISIONS), nothing).faults
+        found = found_in(*(change for change, _ in PRECISIONS), nothing).objections
         assert torch.get_float32_matmul_precision() == "highest"
         assert process_state.changed(before, CPU) is None
     finally:
         torch.set_float32_matmul_precision("highest")  # where it was not, other tests can go on
         set_as_at_first()
     assert len(found) == len(PRECISIONS), "the one that is right is tried, and has no fault"
-    for (_, said), (why, _) in zip(PRECISIONS, found.values(), strict=True):
-        assert said in why
+    for (_, said), fault in zip(PRECISIONS, found.values(), strict=True):
+        assert said in fault.reason
 
 
 def set_as_at_first() -> None:
@@ -111,7 +111,7 @@ def test_a_precision_in_its_newer_form_after_a_worker_called_the_older_setter(ol
     try:
         before = process_state.state_of(CPU)
         for name in ("tf32", "ieee"):
-            found = found_in(put(matmul, "fp32_precision", name), nothing).faults
+            found = found_in(put(matmul, "fp32_precision", name), nothing).objections
             assert torch.get_float32_matmul_precision() == older
             assert process_state.changed(before, CPU) is None
             changes = name != before.values["the fp32_precision of torch.backends.cuda.matmul"]
@@ -186,13 +186,13 @@ def test_a_switch_of_the_process_is_named_and_put_back() -> None:
     one = len(os.sched_getaffinity(0)) == 1
     changes = [pair for pair in SWITCHES if not (one and "CPUs" in pair[1])]
     try:
-        found = found_in(*(change for change, _ in changes)).faults
+        found = found_in(*(change for change, _ in changes)).objections
         assert process_state.changed(before, CPU) is None
     finally:  # where it was not
         process_state.restore(before, CPU)
     for number, (_, said) in enumerate(changes):
         key = ("silu_and_mul", f"vendor.acme{number or ''}")
-        assert said in found[key][0], said
+        assert said in found[key].reason, said
 
 
 def test_it_is_cheap_and_sets_nothing_that_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_it_is_cheap_and_sets_nothing_that_is_as_it_was(monkeypatch: pytest.Monk
     called: list[str] = []
     for name in ("set_num_threads", "use_deterministic_algorithms", "set_default_dtype"):
         monkeypatch.setattr(torch, name, lambda *_, name=name, **__: called.append(name))
-    assert not found_in(nothing).faults and called == []
+    assert not found_in(nothing).objections and called == []
     took = []
     for _ in range(20):
         begun = time.perf_counter()
@@ -212,7 +212,7 @@ def test_it_is_cheap_and_sets_nothing_that_is_as_it_was(monkeypatch: pytest.Monk
 def test_a_mode_that_only_warns_stays_so() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert not found_in(nothing).faults
+        assert not found_in(nothing).objections
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -241,7 +241,7 @@ def test_random_numbers_that_another_thread_draws_are_its_own(pause: float) -> N
     drawn: list[float] = []
     with another_thread(lambda: drawn.append(float(torch.rand(1))), pause):
         found = found_in(nothing, nothing, sizes=SIZES)
-    assert not found.faults
+    assert not found.objections
     assert len(set(drawn)) == len(drawn), "no number is drawn twice"
     if pause < 0.05:
         assert any("the random numbers of the CPU" in remark for remark in found.remarks)
@@ -255,7 +255,7 @@ def test_what_another_thread_sets_again_and_again_is_its_own() -> None:
 
     with another_thread(step, 0.02):
         for _ in range(3):
-            assert not found_in(nothing).faults
+            assert not found_in(nothing).objections
     assert torch.get_default_dtype() is torch.float32
 
 

@@ -95,15 +95,15 @@ def test_start_up_catches_a_wrong_one_where_graphs_may_have_it(traced: Any, why:
     key = impl.op_name, impl.impl_id
     sizes = ModelSizes(hidden=16, intermediate=32, tokens=(1, 64))
     cpu = torch.device("cpu")
-    assert not find_faults(Request([Role(impl)], torch.float32, cpu, sizes, seconds=0.0)).faults, (
+    assert not find_faults(Request([Role(impl)], torch.float32, cpu, sizes, calls=0)).objections, (
         "nothing has it there"
     )
-    in_graphs = Request([Role(impl, in_graphs=True)], torch.float32, cpu, sizes, seconds=0.0)
-    faults = find_faults(in_graphs).faults
+    in_graphs = Request([Role(impl, in_graphs=True)], torch.float32, cpu, sizes, calls=0)
+    faults = find_faults(in_graphs).objections
     if why is None:
         assert not faults
         return
-    said, _ = faults[key]
+    said = faults[key].reason
     assert why.split("returned")[0] in said and "(traced, 5 x " in said
 
 

@@ -27,9 +27,10 @@ from vllm_fl.contracts import (
     contracts,
 )
 from vllm_fl.contracts.outputs import Output
+from vllm_fl.engine.form import Form
 from vllm_fl.engine.guarded import guarded
-from vllm_fl.engine.trials import Form, as_provided
-from vllm_fl.engine.wanted import leans, promised, wanted_of, worst
+from vllm_fl.engine.oracle import leans, promised, wanted_of, worst
+from vllm_fl.engine.trials import as_provided
 from vllm_fl.plugins.registry import known_contracts
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.engine import preflight
-from vllm_fl.engine.preflight import find_faults
+from vllm_fl.engine import run
+from vllm_fl.engine.preflight import Findings, find_faults
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -70,10 +70,10 @@ class Compiling:
         half = x.shape[-1] // 2
         return F.silu(x[..., :half]) * x[..., half:]
 
-    def start(self, warm: bool, **options: Any) -> preflight.Findings:
+    def start(self, warm: bool, **options: Any) -> Findings:
         impl = OpImpl(*KEY, BackendImplKind.VENDOR, self, "acme")
         role = Role(impl, warm=warm_counts(LARGEST) if warm else ())
-        given = {"seed": 1, "seconds": -1.0, **options}
+        given = {"seed": 1, "calls": 0, **options}
         return find_faults(Request([role], torch.bfloat16, CPU, SIZES, **given))
 
     def compiles_later(self) -> bool:
@@ -83,20 +83,20 @@ class Compiling:
 
 
 @pytest.fixture(autouse=True)
-def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "WARM_SECONDS", 600.0)
+def calls_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "WARM_CALLS", 1e9)
 
 
 @pytest.mark.parametrize("compares", [True, False], ids=["verify", "run"])
 def test_a_start_leaves_nothing_to_compile_of_what_serves(compares: bool) -> None:
     kernel = Compiling()
     found = kernel.start(warm=True, compares=compares)
-    assert not found.faults and not any("warmed" in remark for remark in found.remarks)
+    assert not found.objections and not any("warmed" in remark for remark in found.remarks)
     assert not kernel.compiles_later()
 
 
 def test_what_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "WARM_SECONDS", -1.0)
+    monkeypatch.setattr(run, "WARM_CALLS", 0)
     kernel = Compiling()
     remarks = kernel.start(warm=True).remarks
     assert "not warmed up at some sizes: silu_and_mul of vendor.acme from 6 tokens on" in remarks
@@ -104,8 +104,8 @@ def test_what_was_left_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_raises_at_a_size_of_the_warm_up_is_a_fault() -> None:
-    found = Compiling(raises_at=2040).start(warm=True).faults
-    assert found[KEY][0] == (
+    found = Compiling(raises_at=2040).start(warm=True).objections
+    assert found[KEY].reason == (
         "it raised RuntimeError: out of shared memory (2040 x 2*12, bfloat16, warming up)"
     )
-    assert not Compiling(raises_at=2040).start(warm=False).faults
+    assert not Compiling(raises_at=2040).start(warm=False).objections

@@ -18,7 +18,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import managing, planning
+from builders import extended, managing, planning
 from configs import engine_config
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
@@ -26,13 +26,16 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.platforms import current_platform
 
 import vllm_fl.dispatch
-from vllm_fl.engine import collectives
+from vllm_fl.engine import limited
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.errors import StartError
+from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers import communicator
 from vllm_fl.integration.patchers.classes import class_of
+from vllm_fl.integration.settling import settle
 from vllm_fl.plugins.communicator import COMMUNICATOR
+from vllm_fl.plugins.inspection import Moment
 from vllm_fl.plugins.types import BackendImplKind, CommunicatorImpl, CommunicatorRequest
 from vllm_fl.settings.loading import load_settings
 
@@ -100,7 +103,7 @@ def facts(world: int = 2, **fields: Any) -> EngineFacts:
 def use(monkeypatch: pytest.MonkeyPatch, *impls: CommunicatorImpl, **policy: Any) -> EngineFacts:
     """These are installed; the facts of an engine of two ranks."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
-    manager = managing(*impls, **policy)
+    manager = extended(managing(*impls, **policy))
     monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
     found = facts()
     vars(found.settings)["policy"] = manager.policy
@@ -130,14 +133,15 @@ def _rank(rank: int, folder: Path, told: Any) -> None:
         2, rank, f"file://{folder}/store", local_rank=rank, backend="gloo"
     )
     for case, (impls, policy) in CASES.items():
-        monkeypatch.setattr(collectives, "LIMIT", 1.0 if case in ("late", "dies") else 120.0)
-        groups = communicator.Groups(use(monkeypatch, *impls, **policy))
+        monkeypatch.setattr(limited, "LIMIT", 1.0 if case in ("late", "dies") else 120.0)
+        engine = Engine(use(monkeypatch, *impls, **policy), rank)
+        groups = engine.groups = communicator.Groups(engine)
         try:
             with communicator.made_by(groups):
                 group = parallel_state.GroupCoordinator(
                     [[0, 1]], rank, "gloo", use_device_communicator=True, group_name=case
                 )
-                groups.settle()
+                settle(engine, Moment.GROUPED)
             made = group.device_communicator
             reduced = float(made.all_reduce(torch.tensor([1.0 + rank])))
             told.put((case, rank, type(made).__name__, groups.faults, reduced))
@@ -204,10 +208,10 @@ def test_a_rank_that_never_comes_ends_the_start_and_is_no_hang(told: dict[str, A
         assert "it did not end within 1 s" in text and "VLLM_FL_PER_OP='communicator=stock'" in text
 
 
-def test_a_rank_that_dies_is_said_to_be_gone(told: dict[str, Any]) -> None:
+def test_a_rank_that_dies_is_reported_as_dead(told: dict[str, Any]) -> None:
     ((error, text, _),) = told["dies"]
     assert error == "RuntimeError"
-    assert "verify their communicators, and one of them is gone" in text
+    assert "verify their communicators, and rank 1 (process " in text and " died." in text
 
 
 def _problem(groups: communicator.Groups) -> str:
@@ -227,7 +231,7 @@ def test_a_class_that_cannot_be_used_says_why(
     path: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(communicator, "stock_class", lambda: DeviceCommunicatorBase)
-    groups = communicator.Groups(use(monkeypatch, acme(path)))
+    groups = communicator.Groups(Engine(use(monkeypatch, acme(path)), 0))
     assert why in _problem(groups)
 
 
@@ -235,7 +239,7 @@ def test_a_refusal_is_told_and_is_no_candidate(monkeypatch: pytest.MonkeyPatch) 
     asked: list[CommunicatorRequest] = []
     found = use(monkeypatch, acme(Sound, supports=lambda r: bool(asked.append(r)) or "no library"))
     assert communicator.refusals(found) == {KEY: "refuses this engine: no library"}
-    assert communicator.Groups(found).communicators == ()
+    assert communicator.Groups(Engine(found, 0)).communicators == ()
     assert asked[0].settings is found.settings
     elastic = replace(use(monkeypatch, acme(Sound)), communicator=facts(elastic=True).communicator)
     assert "elastic expert parallelism" in communicator.refusals(elastic)[KEY]
@@ -246,7 +250,7 @@ def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(
 ) -> None:
     """No measurement tells that of a communicator: vLLM's own serves."""
     found = replace(use(monkeypatch, acme(Sound)), batch_invariant=True)
-    assert communicator.Groups(found).communicators == ()
+    assert communicator.Groups(Engine(found, 0)).communicators == ()
 
 
 def test_an_engine_of_one_rank_has_no_communicator() -> None:

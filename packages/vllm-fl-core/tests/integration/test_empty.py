@@ -130,7 +130,7 @@ def engine(plan: Plan, *found: OperatorTarget) -> Iterator[Choice]:
         with calling(engine):
             yield chosen
     finally:
-        engine.leave()
+        engine.unbind()
 
 
 def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: None) -> None:

@@ -33,7 +33,7 @@ def two() -> Iterator[tuple[tuple[Engine, Any], tuple[Engine, Any]]]:
         each.begin(config)
     yield found  # type: ignore[misc]
     for each, _ in found:
-        each.leave()
+        each.unbind()
 
 
 def forward(config: Any) -> Any:
@@ -76,10 +76,10 @@ def test_a_forward_pass_of_a_configuration_of_its_own_is_the_threads(two: Any) -
 def test_an_engine_that_has_ended_calls_no_more() -> None:
     ended, config = engine(), engine_config()
     ended.begin(config)
-    ended.leave()
+    ended.unbind()
     with forward(config):
         assert engines.now() is None
-    ended.leave()  # a second shutdown
+    ended.unbind()  # a second shutdown
 
 
 class Worker:
@@ -106,8 +106,8 @@ def test_the_workers_methods_that_run_the_model_call_for_its_engine() -> None:
     worker.execute_model("early")
     worker.vllm_fl_engine = engine()
     given_back: list[str] = []
-    worker.vllm_fl_engine.hold(given_back.append, "the first")
-    worker.vllm_fl_engine.hold(given_back.append, "the last")
+    worker.vllm_fl_engine.on_unbind(given_back.append, "the first")
+    worker.vllm_fl_engine.on_unbind(given_back.append, "the last")
     assert worker.execute_model("batch", more=2) == ("batch", 2)
     assert worker.seen == [None, worker.vllm_fl_engine] and not given_back
     with pytest.raises(MemoryError):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vllm_fl.dispatch import startup
 from vllm_fl.errors import PluginError, SettingsError
 from vllm_fl.integration import compat, entry, platform
 
@@ -19,6 +20,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry, "speaks_for_all", lambda: True)
     monkeypatch.setattr(platform, "overlay_path", lambda forced=None: f"overlay for {forced}")
     monkeypatch.setattr(platform, "lay_in_place", lambda forced=None: None)
+    monkeypatch.setattr(startup, "begin_process", lambda: None)
     for name in ("VLLM_FL_PREFER_ENABLED", "VLLM_FL_PLATFORM"):
         monkeypatch.delenv(name, raising=False)
 
@@ -40,6 +42,7 @@ def test_switched_off_it_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("VLLM_FL_PREFER_ENABLED", "0")
+    monkeypatch.setattr(startup, "begin_process", raising(AssertionError()))
     monkeypatch.setattr(platform, "overlay_path", raising(AssertionError()))
     monkeypatch.setattr(entry, "rivals", raising(AssertionError()))
     assert entry.platform_plugin() is None
@@ -88,12 +91,15 @@ def test_a_rival_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.distribution == "vllm-acme"
 
 
-def test_the_general_plugin_lays_the_overlay_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_general_plugin_lays_the_overlay_in_place_and_calls_extensions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
     monkeypatch.setattr(platform, "lay_in_place", asked.append)
+    monkeypatch.setattr(startup, "begin_process", lambda: asked.append("extensions"))
     monkeypatch.setenv("VLLM_FL_PLATFORM", "acme")
     entry.general_plugin()
-    assert asked == ["acme"]
+    assert asked == ["acme", "extensions"]
     monkeypatch.setattr(platform, "lay_in_place", raising(PluginError("two devices")))
     with pytest.raises(PluginError, match="two devices"):
         entry.general_plugin()

@@ -99,7 +99,7 @@ def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choi
         with calling(engine):
             yield chosen
     finally:
-        engine.leave()
+        engine.unbind()
 
 
 def plan_of(*impls: Any, **options: Any) -> Plan:

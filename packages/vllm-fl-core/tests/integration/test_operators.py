@@ -110,7 +110,7 @@ def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choi
         with calling(engine):
             yield chosen
     finally:
-        engine.leave()
+        engine.unbind()
 
 
 @contextmanager
@@ -536,7 +536,7 @@ def without():
 def with_its_own():
     with t.engine(t.plan_of(t.silu('vendor.b', 2.0))):
         assert torch.equal(t.call(), t.FIRST + 2)
-    t.engine_of(parents).leave()
+    t.engine_of(parents).unbind()
     assert torch.equal(t.call(), t.STOCK)
     with t.engine(t.plan_of(t.silu('vendor.c', 3.0))):
         assert torch.equal(t.call(), t.FIRST + 3)

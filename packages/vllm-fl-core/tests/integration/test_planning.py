@@ -7,6 +7,7 @@ import json
 import pickle
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from vllm.config import CompilationMode
 import vllm_fl.dispatch
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
-from vllm_fl.errors import SettingsError
+from vllm_fl.errors import SettingsError, StartError
 from vllm_fl.integration import planning
 from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.patchers import ir as ir_patcher
@@ -89,6 +90,19 @@ def test_without_a_model_there_are_facts_too() -> None:
     config.model_config = None
     facts = facts_of(config)
     assert (facts.dtype, facts.sizes, facts.attention) == (None, None, None)
+
+
+def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anything serve that must be batch-invariant, whatever VLLM_FL_PREFLIGHT says."""
+    facts = replace(facts_of(engine_config()), settings=load_settings(VENDOR))
+    with pytest.raises(StartError, match="nothing here verifies kernels: pip install"):
+        planning.refuse_unverified(facts)
+    off = replace(facts, settings=load_settings({**VENDOR, "VLLM_FL_PREFLIGHT": "off"}))
+    planning.refuse_unverified(off)
+    assert plan_for(off).entries["silu_and_mul"].label == "vendor.acme"
+    assert plan_for(replace(off, batch_invariant=True)).entries["silu_and_mul"].label == "stock"
+    stock = replace(facts, settings=load_settings({"VLLM_FL_PREFER": "stock"}))
+    planning.refuse_unverified(stock)
 
 
 @pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {}, 1], ids=str)

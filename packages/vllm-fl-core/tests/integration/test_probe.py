@@ -20,8 +20,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sequence import IntermediateTensors
 
 from vllm_fl.contracts import contracts
-from vllm_fl.integration import probe, verifying
+from vllm_fl.integration import engines, probe
+from vllm_fl.plugins.inspection import Moment
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.verify import loaded
+from vllm_fl.verify.made_inputs import checks_of
 
 
 class Attention(torch.nn.Module, AttentionLayerBase):
@@ -239,11 +242,12 @@ def test_with_speculative_decoding_the_start_goes_on(
     draft: Any, line: str, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the draft model cannot run before vLLM has made what it needs."""
-    monkeypatch.setattr(verifying, "agree", lambda mine: [mine])
+    monkeypatch.setattr(engines, "exchange", lambda what, mine, failure="": [mine])
     model = Model()
     engine = engine_with(Drafting(model, config, draft), config)
-    verifying.checks_of(engine).live_counts = frozenset({8})
-    said, *unseen = verifying.verify_live(engine, pytest.fail)
+    checks_of(engine).live_counts = frozenset({8})
+    assert loaded.compare(engine) == {}
+    said, *unseen = engine.remarks[Moment.LOADED]
     assert said.startswith(line)
     ran = not line.startswith("not")
     assert unseen == ["not compared there: merge_attn_states (not called)"] * ran

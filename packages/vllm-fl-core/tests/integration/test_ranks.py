@@ -13,23 +13,28 @@ from typing import Any
 import pytest
 
 from vllm_fl.engine.tables import Standing
+from vllm_fl.integration import ranks
+from vllm_fl.integration.exchange import gathered
 from vllm_fl.integration.ranks import (
+    FAILED,
     LACKED,
-    REFUSES,
     REJECTED,
-    Disabled,
-    Ran,
-    Verdict,
-    agree,
+    Message,
+    Opinion,
+    RanksFailed,
     common_table,
     differences,
-    gathered,
+    exchange,
     lacking,
-    refusing,
+    united,
 )
+from vllm_fl.plugins.inspection import Objection
+
+KEY = ("rms_norm", "vendor.acme")
 
 
-def found(rank: int, **changed: Any) -> Verdict:
+def opinion(**changed: Any) -> Opinion:
+    """What a rank says that plans one implementation."""
     impl = {
         "impl": "vendor.acme",
         "distribution": "fl-acme",
@@ -38,7 +43,10 @@ def found(rank: int, **changed: Any) -> Verdict:
         "kernels": {"acme-kernels": "2.0 bb"},
         **changed,
     }
-    return Verdict(rank, facts={"mode": "eager", "ops": {"rms_norm": [impl]}})
+    return Opinion({}, {"mode": "eager", "ops": {"rms_norm": [impl]}}, frozenset({KEY}))
+
+
+NOTHING = Opinion({}, {"mode": "eager", "ops": {"rms_norm": []}}, frozenset())
 
 
 def test_the_difference_is_in_the_sentence() -> None:
@@ -47,43 +55,34 @@ def test_the_difference_is_in_the_sentence() -> None:
         ({"source": "cc"}, "source cc"),
         ({"kernels": {"acme-kernels": "2.1 dd"}}, "acme-kernels 2.1 dd"),
     ):
-        (line,) = differences([found(0), found(1, **changed)])
+        (line,) = differences([opinion(), opinion(**changed)])
         before, _, after = line.partition("rank 1 has")
         assert words in after and words not in before
-
-
-def test_a_rank_without_the_plugin() -> None:
-    other = Verdict(1, facts={"mode": "eager", "ops": {"rms_norm": []}})
-    (line,) = differences([found(0), other])
+    (line,) = differences([opinion(), NOTHING])
     assert line.endswith("rank 1 has none")
 
 
-def test_what_one_rank_lacks_is_found_on_every_rank() -> None:
-    has = frozenset({("rms_norm", "vendor.acme"), ("rms_norm", "reference.torch")})
-    first = replace(found(0), installed=has)
-    bare = Verdict(
-        1, facts={"ops": {"rms_norm": []}}, installed=has - {("rms_norm", "vendor.acme")}
-    )
-    for verdicts in ([first, bare], [replace(bare, rank=0), replace(first, rank=1)]):
-        lacks = {v.rank for v in verdicts if ("rms_norm", "vendor.acme") not in v.installed}
-        assert lacking(verdicts) == {("rms_norm", "vendor.acme"): (LACKED, *lacks, "fl-acme 1.0")}
-
-
-def test_an_implementation_that_refuses_on_every_rank_is_rejected() -> None:
-    key = ("rms_norm", "vendor.acme")
-    refuses = Ran({key: "odd"}, frozenset(), frozenset(), frozenset())
-    serves = replace(refuses, refused={}, served=frozenset({key}))
-    for other, out in ((refuses, True), (serves, False), (None, False)):
-        verdicts = [replace(found(0), ran=refuses), replace(found(1), ran=other)]
-        why = f"{REFUSES} (odd)"
-        assert refusing(verdicts) == ({key: Disabled(REJECTED, 0, why)} if out else {})
+def test_what_one_rank_lacks_or_cannot_run_is_off_on_all() -> None:
+    assert united([opinion(), opinion()], ()) == {}
+    for opinions, rank in (([opinion(), NOTHING], 1), ([NOTHING, opinion()], 0)):
+        assert united(opinions, ()) == {KEY: ((LACKED, rank, "fl-acme 1.0"), True)}
+    unavailable = replace(NOTHING, installed=frozenset({KEY}), unavailable={KEY: "needs sm_120"})
+    ((disabled, ends_strict),) = united([opinion(), unavailable], ()).values()
+    assert disabled == (REJECTED, 1, "it is not available on rank 1: needs sm_120")
+    assert ends_strict and not united([opinion(), unavailable], {KEY})
+    not_ordered_there = replace(NOTHING, installed=frozenset({KEY}))
+    assert united([opinion(), not_ordered_there], ()) == {}
 
 
 def test_a_row_of_an_order_by_size_is_its_ops() -> None:
-    ops = {"rms_norm(<=16)": found(0).facts["ops"]["rms_norm"], "rms_norm": []}
-    one = Verdict(0, facts={"ops": ops}, installed=frozenset({("rms_norm", "vendor.acme")}))
-    assert lacking([one, Verdict(1)]) == {("rms_norm", "vendor.acme"): (LACKED, 1, "fl-acme 1.0")}
-    assert lacking([one, replace(one, rank=1)]) == {}
+    ops = {"rms_norm(<=16)": opinion().contents["ops"]["rms_norm"], "rms_norm": []}
+    assert lacking([replace(opinion(), contents={"ops": ops}), NOTHING]).keys() == {KEY}
+
+
+def test_of_several_objections_the_first_ranks_counts() -> None:
+    one, other = Objection(FAILED, "wrong"), Objection(REJECTED, "odd", ends_strict=False)
+    said = [Opinion({}), Opinion({KEY: one}), Opinion({KEY: other})]
+    assert united(said, ()) == {KEY: ((FAILED, 1, "wrong"), True)}
 
 
 def test_a_table_applies_only_if_all_ranks_have_it() -> None:
@@ -93,29 +92,28 @@ def test_a_table_applies_only_if_all_ranks_have_it() -> None:
         (Standing(reason="device is H200"), "device is H200"),
         (Standing(), "rank 1 has none"),
     ):
-        common = common_table([replace(found(0), table=mine), replace(found(1), table=other)])
+        common = common_table([replace(opinion(), table=mine), replace(opinion(), table=other)])
         assert not common.digest and "rank 0 has f00d" in common.reason
         assert words in common.reason and common.fault.startswith("strict mode, and The ranks have")
-    both = [replace(found(0), table=mine), replace(found(1), table=lacking_rows)]
+    both = [replace(opinion(), table=mine), replace(opinion(), table=lacking_rows)]
     assert common_table(both) == lacking_rows
     assert lacking_rows.fault == "strict mode, and the table's rows of op 'rms_norm': not installed"
 
 
-def test_a_verdict_has_the_number_of_its_rank_in_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of data-parallel engines are rank 0 of their own one each."""
-    import torch.distributed as dist
-
+def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has the number that its rank has in the world of all data-parallel engines."""
     group = SimpleNamespace(world_size=2, rank=1, cpu_group=None)
     state = SimpleNamespace(get_world_group=lambda: group)
     for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
         monkeypatch.setitem(sys.modules, name, state)
-
-    def gather(verdicts: list[Any], mine: Verdict, group: object) -> None:
-        verdicts[:] = [found(0), mine]
-
-    monkeypatch.setattr(dist, "monitored_barrier", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    assert [verdict.rank for verdict in agree(found(0))] == [0, 1]
+    other = Message(0, "a step", "theirs")
+    monkeypatch.setattr(ranks, "gathered", lambda mine, *_: [other, mine])
+    assert exchange("a step", "mine") == ["theirs", "mine"]
+    with pytest.raises(RanksFailed, match="rank 1: boom") as failed:
+        exchange("whatever", None, "boom")
+    assert failed.value.failures == ("rank 1: boom",)
+    with pytest.raises(RanksFailed, match="rank 0: it is at another step"):
+        exchange("another step", "mine")
 
 
 def _of_three(rank: int, folder: Path, begin: Any, told: Any) -> None:
@@ -149,6 +147,6 @@ def test_a_rank_that_died_before_the_others_came_is_named(tmp_path: Path) -> Non
     for each in ranks:
         each.join(300)
     assert [each.exitcode for each in ranks] == [0, 0, 7]
-    waited = "rank 0 waited for the other ranks to agree, and one of them is gone (rank 2): "
-    assert waited in said[0]
-    assert "rank 2" in said[1]
+    for rank, text in said.items():
+        assert f"rank {rank} waited for the other ranks to agree, and " in text
+        assert "rank 2 died." in text

@@ -134,8 +134,7 @@ def test_an_op_is_the_models_where_it_makes_layers_of_it(monkeypatch: pytest.Mon
     settings = load_settings({})
     ruled_out = EngineFacts(settings, "eager", absent=frozenset({"xielu", "relu2"}))
     made = models.Skeleton({"xielu": {"XIELU": 2}}, frozenset({"layer_norm"}), {})
-    monkeypatch.setattr(models, "facts_of", lambda config: ruled_out)
     monkeypatch.setattr(models, "skeleton_of", lambda config: made)
     config: Any = SimpleNamespace(model_config=object())
-    facts, _ = models.model_facts(config)
+    facts, _ = models.completed(ruled_out, config)
     assert facts.absent == {"relu2", "layer_norm"}

@@ -16,7 +16,7 @@ from children import run_each
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
 HEAD = """
-import json, os, pickle, sys, time
+import gc, json, os, pickle, sys, time
 sys.path.insert(0, os.environ["CONFIGS"])
 import torch
 from configs import engine_config
@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 from vllm_fl.dispatch import reset_default_manager, reset_global_policy
 from vllm_fl.engine.state_file import StateFile
 from vllm_fl.errors import PolicySealedError
+from vllm_fl.operate.metrics import MetricsFile
 from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import load_settings
@@ -41,6 +42,9 @@ type(current_platform).vllm_fl_stock_priority = classmethod(
 class Worker:
     def __init__(self, vllm_config):
         self.vllm_config, self.device, self.rank = vllm_config, torch.device("cpu"), 0
+
+    def init_device(self):
+        pass
 
     def load_model(self, **options):
         return "loaded"
@@ -90,7 +94,9 @@ if "FOREIGN" in os.environ:
 config = engine_config(pickle.loads(pickle.dumps(Carried(load_settings(asked, platform="cpu")))))
 config.kernel_config.ir_op_priority = IrOpPriorityConfig()
 try:
-    planned(Failing).load_model(load_dummy_weights=True)
+    failing = planned(Failing)
+    failing.init_device()
+    failing.load_model(load_dummy_weights=True)
 except MemoryError:
     failed = kept("") if "REPORT" in os.environ else None
     reset_global_policy()  # which is open, as the configuration is
@@ -99,6 +105,7 @@ if "METRICS" in os.environ:
     config.parallel_config.data_parallel_index = 2
     StateFile.__init__.__kwdefaults__["every"] = 3600.0
 worker = planned(Worker)
+worker.init_device()
 assert worker.load_model(load_dummy_weights=True) == "loaded"
 told = {
     "failed": failed,
@@ -107,7 +114,7 @@ told = {
     "reset": [],
 }
 if "METRICS" in os.environ:
-    file = worker.vllm_fl_engine.metrics
+    (file,) = (t for t in gc.get_objects() if isinstance(t, MetricsFile) and not t._is_closed)
     while not file.path.exists():
         assert file._thread.is_alive()
         time.sleep(0.01)

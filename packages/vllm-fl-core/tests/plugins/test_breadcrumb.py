@@ -165,3 +165,15 @@ def test_what_takes_long_is_named_while_it_runs(
             assert named.wait(60)
     finally:
         logging.getLogger("vllm_fl.plugins").removeHandler(handler)
+
+
+def test_what_another_process_runs_is_read_while_it_lives() -> None:
+    host, before = os.uname().nodename, time.time()
+    code = RUN.format(what="the import of acme") + "print(flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert breadcrumb.run_by(host, process.pid, before) == "the import of acme"
+        assert breadcrumb.run_by(host, process.pid, time.time()) == ""  # of an earlier process
+        assert breadcrumb.run_by("elsewhere", process.pid, before) == ""
+        process.kill()

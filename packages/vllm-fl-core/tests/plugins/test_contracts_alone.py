@@ -16,8 +16,9 @@ from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError
+from vllm_fl.plugins.discovery import CONTRACTS, GROUP, Found, discover
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import CONTRACTS, GROUP, Found, discover, load
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
@@ -58,7 +59,13 @@ def found(distribution: str | None, plugin: Any = None, *requires: str, data: bo
         return plugin
 
     owner = Owner(str(distribution), distribution, "1.0")
-    return Found(owner, f"{distribution}.plugin", import_it, data, frozenset(requires))
+    return Found(
+        owner,
+        f"{distribution}.plugin",
+        import_it,
+        "contracts" if data else "backend",
+        frozenset(requires),
+    )
 
 
 def backend(distribution: str | None, op: str, *requires: str) -> Found:
@@ -210,5 +217,5 @@ def test_the_group_says_it_and_metadata_says_what_is_required(
     monkeypatch.syspath_prepend(str(tmp_path))
     every = {each.owner.distribution: each for each in discover()}
     acme, ops = every["fl-acme"], every["fl-acme-ops"]
-    assert (acme.is_data, ops.is_data) == (False, True)
+    assert (acme.kind, ops.kind) == ("backend", "contracts")
     assert acme.requires == {"fl-acme-ops", "torch", "pluggy"} and ops.requires == set()

@@ -213,7 +213,7 @@ def test_every_kind_in_a_compiled_plan(
 @per_form
 def test_the_start_takes_every_form(fn: Any, lacks: list[str], grown: OpSpec) -> None:
     impl = held(of("grown", fn))
-    assert find_faults(Request([Role(impl)], torch.float32, CPU, None, seed=1)).faults == {}
+    assert find_faults(Request([Role(impl)], torch.float32, CPU, None, seed=1)).objections == {}
     results = compared(impl, grown)
     # Of a call whose activations lie otherwise, what it says is that of the call itself.
     told = {r.sample.partition(",")[0]: r.reason for r in results if r.status != "ok"}

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.installed import entry_points
-from vllm_fl.plugins.loading import discover
 
 GROUP = "vllm_fl.plugin"
 

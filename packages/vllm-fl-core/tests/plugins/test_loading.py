@@ -24,7 +24,8 @@ from vllm_fl.plugins.calling import (
     rejections,
     start_in_worker,
 )
-from vllm_fl.plugins.loading import Found, discover, load, named_twice, unmatched
+from vllm_fl.plugins.discovery import Found, discover, named_twice, unmatched
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, DeviceProfile, OpImpl

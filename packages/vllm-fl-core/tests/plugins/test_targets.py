@@ -23,8 +23,9 @@ from vllm_fl.contracts.binding import (
     OperatorTarget,
 )
 from vllm_fl.errors import TargetError
+from vllm_fl.plugins.discovery import Found, discover
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.loading import Found, discover, load
+from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import OPS
@@ -84,7 +85,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
             brought.append(Contract(spec, module.__name__))
         hooks = SimpleNamespace(contracts=hookimpl(lambda: brought))
         owner = Owner(distribution, distribution, "1.0")
-        return Found(owner, f"{distribution}.plugin", lambda: hooks, is_data=True)
+        return Found(owner, f"{distribution}.plugin", lambda: hooks, kind="contracts")
 
     return made
 

@@ -223,7 +223,7 @@ def traced_forms(
             "launched": in_graphs(engine_of(plan)).sites["qk_norm_rope"].launched,
             "said": [line for line in said if "do not launch" in line],
         }
-        engine_of(plan).leave()
+        engine_of(plan).unbind()
     told["taken"]["asked"] = [asked[0][0].shape[1], [*asked[0][5:]]]
     return told
 
@@ -331,7 +331,7 @@ def main() -> None:
         told.append(traced_forms(run, config, codes, impl, fusion.QKNormRoPEFusionPass, qkv))
     told.append(sorted(joined))
     print(json.dumps(told))
-    engine_of(plan).leave()
+    engine_of(plan).unbind()
     library._destroy()
 
 

@@ -226,7 +226,7 @@ def test_so_it_does_at_a_size_that_is_left_to_vllm(kernels: Any) -> None:
             ours = cpu_call(call)
             kernels.cpu_fused_moe(*ours)
     finally:
-        engine.leave()
+        engine.unbind()
     assert torch.equal(ours[0], stock[0])
 
 

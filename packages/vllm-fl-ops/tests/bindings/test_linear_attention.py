@@ -205,7 +205,7 @@ def overridden(plan: Plan, op: str) -> Iterator[dict[str, list[str]]]:
         with calling(engine):
             yield {op: kernels.names.get(op, []) + python.names.get(op, [])}
     finally:
-        engine.leave()
+        engine.unbind()
 
 
 def operator_calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:

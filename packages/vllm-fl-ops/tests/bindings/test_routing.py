@@ -61,7 +61,7 @@ def engine(op: str, refuses: bool = False) -> Iterator[Plan]:
         with calling(engine):
             yield plan
     finally:
-        engine.leave()
+        engine.unbind()
 
 
 def in_order(routing: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -187,7 +187,7 @@ def aligning(refuses: bool = False) -> Iterator[Plan]:
         with calling(engine):
             yield plan
     finally:
-        engine.leave()
+        engine.unbind()
 
 
 def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:

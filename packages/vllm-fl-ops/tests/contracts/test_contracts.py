@@ -16,8 +16,8 @@ from telling import per_case
 
 import vllm_fl_ops.contracts
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample, contracts
+from vllm_fl.engine.oracle import closed, parts
 from vllm_fl.engine.verification import compare
-from vllm_fl.engine.wanted import closed, parts
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_ops.contracts.rules import typical_sizes

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from vllm_fl.contracts import ModelSizes, Sample, contracts
+from vllm_fl.engine.oracle import magnitudes
 from vllm_fl.engine.verification import compare
-from vllm_fl.engine.wanted import magnitudes
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 CPU = torch.device("cpu")

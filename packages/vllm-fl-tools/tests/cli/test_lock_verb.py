@@ -13,14 +13,13 @@ from vllm_fl.settings.lock import read_lock, sealed
 from vllm_fl_tools.cli.lock import text_of
 
 CONTENTS: dict[str, Any] = {
-    "facts": {"device": "Acme 9000", "plan": {"silu_and_mul": "vendor.acme"}},
+    "facts": {"device": "Acme 9000", "plan": {"silu_and_mul": "vendor.acme"}, "tokens": [1, 2]},
     "result": {
         "ops": {"silu_and_mul": "vendor.acme(<=16)|stock", "rms_norm": "vendor.acme"},
         "digest": "0123",
         "out": {},
     },
     "seed": 7,
-    "tries": {"rms_norm=vendor.acme, bfloat16": [{"counts": [1, 2], "samples": ["a"]}]},
 }
 
 
@@ -35,7 +34,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_file_that_git_can_compare(lock: Path) -> None:
     text = lock.read_text()
     assert json.loads(text) == sealed(CONTENTS) and text.endswith("}\n")
-    assert '"counts": [1, 2],\n' in text and text == text_of(json.loads(text))
+    assert '"tokens": [1, 2]\n' in text and text == text_of(json.loads(text))
     assert vars(read_lock(str(lock))) == {"file": str(lock), **CONTENTS}
 
 

@@ -119,7 +119,7 @@ def test_what_a_left_layer_calls_does_not_reach_the_plan(
         with override_forward_context(context):
             assert engines.now() is worker.vllm_fl_engine
     finally:
-        worker.vllm_fl_engine.leave()
+        worker.vllm_fl_engine.unbind()
 
 
 def test_forced_tokens_are_all_that_can_be_sampled() -> None:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from vllm_fl.engine import preflight
+from vllm_fl.engine.checks import CHECKS as CHECKS_AT_START
 from vllm_fl_tools.testing import CHECKS
 
 from .corpus import corpus
@@ -61,7 +61,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 )
 """Check without a kernel in the corpus -> the tests of it."""
 
-assert {*AT_START, *BY_KIT, *ELSEWHERE} == {c.__name__ for c in preflight._CHECKS} | {*CHECKS}
+assert {*AT_START, *BY_KIT, *ELSEWHERE} == {c.__name__ for c in CHECKS_AT_START} | {*CHECKS}
 
 DRAWN = 40
 

@@ -132,7 +132,7 @@ class _Engine:
             for tokens in sorted(probe.COUNTS, reverse=True):  # as a worker does
                 not_run = probe.forward(runner, model, self.worker.vllm_config, tokens)
                 assert not not_run, not_run
-        reason = next(iter(live.faults.values()), "")
+        reason = next((objection.reason for objection in live.objections.values()), "")
         return ("named" if reason else "passes"), reason
 
     def shadowed(self, wrong: Wrong | None) -> tuple[str, str]:

@@ -12,7 +12,8 @@ import torch
 import torch._dynamo  # for all children at once
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine import preflight, trials
+from vllm_fl.engine import graphs, preflight, run, trials
+from vllm_fl.engine.checks import CHECKS as CHECKS_AT_START
 from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import OpImpl
@@ -59,17 +60,15 @@ def _faults_at_start(impls: Sequence[OpImpl], like: Wrong, captured: int = 0) ->
     findings = preflight.find_faults(
         Request(roles, dtype, device, like.sizes, backend=like.backend, seed=SEED)
     )
-    faults = {impl_id: reason for (_, impl_id), (reason, _) in findings.faults.items()}
-    # Who refuses every call that the model makes is taken out as well: it is rejected by name.
-    return {**{impl_id: reason for (_, impl_id), reason in findings.refused.items()}, **faults}
+    return {impl_id: found.reason for (_, impl_id), found in findings.objections.items()}
 
 
 def _prepare(wrong: Wrong) -> None:
     torch.set_num_threads(1)
-    # Of many token counts as many are tried as there is time for: here all, or none of them.
-    trials.SECONDS = 60.0 if wrong.kind == "sizes" else 0.0
-    if wrong.kind == "compiled":  # a busy machine would trace what an idle one lowers
-        preflight.COMPILE_SECONDS = preflight.TRACE_SECONDS = 60.0
+    # All further token counts are tried, or none.
+    trials.CALLS = 1e9 if wrong.kind == "sizes" else 0.0
+    if wrong.kind == "compiled":  # one startup has many kernels here
+        run.LOWERED = 10**6
 
 
 def start_verdicts(names: Sequence[str], without: Sequence[str] = ()) -> dict[str, Verdict]:
@@ -79,7 +78,7 @@ def start_verdicts(names: Sequence[str], without: Sequence[str] = ()) -> dict[st
         names: the kernels.
         without: checks that are left out.
     """
-    preflight._CHECKS = tuple(c for c in preflight._CHECKS if c.__name__ not in without)
+    preflight.CHECKS = tuple(c for c in CHECKS_AT_START if c.__name__ not in without)
     members = [corpus()[name] for name in names]
     _prepare(members[0])
     os.environ.update(members[0].environ)
@@ -113,7 +112,7 @@ def graph_verdict(names: Sequence[str], checks: Sequence[str] = ()) -> dict[str,
     (name,) = names
     wrong = corpus()[name]
     _prepare(wrong)
-    preflight.graphs.captured = graph_on_cpu.captured
+    graphs.captured = graph_on_cpu.captured
     reason = _faults_at_start([wrong.impl()], wrong, GRAPH).get(f"vendor.{name}", "")
     return {name: Verdict("named" if "in a graph" in reason else "passes", reason)}
 

@@ -6,8 +6,8 @@ import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ..plugins.discovery import named_twice, unmatched
 from ..plugins.finding import Finding
-from ..plugins.loading import named_twice, unmatched
 from ..plugins.plugin import Plugin
 from ..settings.names import uses
 from ..settings.policy import MODES, OpOrder

@@ -136,7 +136,7 @@ def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Des
                     "vLLM finds no device that it was built for here; ask on the machine that "
                     "will serve"
                 )
-            from ..integration.describing import describe
+            from ..operate.describing import describe
 
             usage = UsageContext.LLM_CLASS if offline else UsageContext.OPENAI_API_SERVER
             return describe(arguments_of(model, words), usage)
@@ -160,7 +160,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
     if find_spec("vllm") is not None:
         try:
             with _asking("asking vLLM"):
-                from ..integration.describing import describe_any
+                from ..operate.describing import describe_any
 
                 return [describe_any(mode) for mode in modes]
         except VllmFLError:

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..dispatch.platforms import foreign_platforms, targets_cpu, too_many
 from ..plugins.calling import ENDED
+from ..plugins.discovery import KINDS
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
-from ..plugins.loading import CONTRACTS, GROUP
 from ._environment import SHOWN, torch_build, torch_facts, version_of
 
 VLLMS = " for vLLM's platform of "
@@ -79,7 +79,7 @@ def _is_ours(dist: Any) -> bool:
     """Whether it is core, or a plugin for it: by its name, entry points, or what it depends on."""
     names = [dist.name, *(requirement.partition(";")[0] for requirement in dist.requires or ())]
     ours = any(canonical(name).startswith("vllm-fl-") for name in names)
-    return ours or any(dist.entry_points.select(group=group) for group in (GROUP, CONTRACTS))
+    return ours or any(dist.entry_points.select(group=group) for group in KINDS)
 
 
 def _gone(dist: Any) -> str:

@@ -30,9 +30,9 @@ from ..plugins import breadcrumb, calling
 from ..plugins import loading as plugin_loader
 from ..plugins.breadcrumb import Crumb
 from ..plugins.calling import devices, find_device, policy_files
+from ..plugins.discovery import Found, discover
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, canonical
-from ..plugins.loading import Found
 from ..plugins.overrides import SPARE, STANDS
 from ..plugins.plugin import Owner, Plugin
 from ..plugins.registry import OpRegistry
@@ -258,7 +258,7 @@ class _Examined:
             modules, only = early.plugin_modules, early.plugins
         except SettingsError:  # the next check says it; until it is mended nothing is imported
             modules, only = (), ()
-        self.found = found = plugin_loader.discover(modules)
+        self.found = found = discover(modules)
         self.plugins = plugin_loader.load(self.registry, found, only=only, variables=TAKEN)
         for plugin in self.plugins:
             if plugin.error is not None:
@@ -271,7 +271,7 @@ class _Examined:
                     "tell the plugin's author.",
                     f"pip show {quoted(plugin.owner.name)}",
                 )
-        if all(each.is_data for each in found):
+        if not any(each.kind == "backend" for each in found):
             yield Finding(
                 "plugins",
                 "No backend is installed.",

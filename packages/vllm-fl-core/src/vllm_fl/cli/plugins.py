@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..plugins.discovery import unmatched
 from ..plugins.installed import rivals
-from ..plugins.loading import unmatched
 from ..plugins.plugin import Plugin
 from ..text import clean
 from ._child import surviving
@@ -48,7 +48,7 @@ def _look() -> dict[str, Any]:
     return {
         "plugins": as_rows(startup.plugins),
         "warnings": [*absent, *remarks],
-        "backends": not all(plugin.is_data for plugin in startup.plugins),
+        "backends": any(plugin.kind == "backend" for plugin in startup.plugins),
         "remarks": bool(remarks),
         "nothing_matches": bool(absent) and len(absent) == len(startup.allowed or ()),
         "rivals": list(rivals()),

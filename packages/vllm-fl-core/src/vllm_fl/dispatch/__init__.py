@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..logs import get_logger, set_log_level
 from ..older import lookup, serve_modules
+from ..plugins import discovery as _discovery
 from ..plugins import loading as _plugins
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
@@ -169,7 +170,7 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
         SettingsError: one of the two is wrong.
     """
     early = load_startup()
-    found = _plugins.discover(early.plugin_modules)
+    found = _discovery.discover(early.plugin_modules)
     plugins = _plugins.load(registry, found, only=early.plugins, variables=_TAKEN)
     _Found.by_hand = plugins
     return plugins

@@ -197,6 +197,7 @@ class OpManager(OlderManager):
         without_layer: bool = False,
         foreign: Mapping[str, str] | None = None,
         tokens: int | None = None,
+        facts: Any = None,
     ) -> Trace:
         """Every candidate of `op` with what was decided about it.
 
@@ -211,6 +212,7 @@ class OpManager(OlderManager):
             foreign: the op's layers that another plugin has replaced -> whose they are.
             tokens: how many tokens a call has, where the op is ordered by size (`ceilings`); None
                 is more than every ceiling.
+            facts: the engine's (`EngineFacts`), for what plugins reject.
 
         Raises:
             UnknownOpError: neither a contract nor a plugin names `op`.
@@ -222,7 +224,14 @@ class OpManager(OlderManager):
         impls = snapshot.impls_by_op.get(op, ())
         if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
             raise unknown(op, snapshot, self._plugins)
-        rejected = rejections(self._registry.plugins, settings or self.settings, op, impls)
+        rejected = rejections(
+            self._registry.plugins,
+            settings or self.settings,
+            op,
+            impls,
+            facts,
+            snapshot.contracts.get(op),
+        )
         rejected |= self._record.demoted(op) if demoted is None else demoted
         if without_layer:
             rejected |= {

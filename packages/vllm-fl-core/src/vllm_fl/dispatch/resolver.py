@@ -39,6 +39,10 @@ UNORDERED = "default, since no list orders the op"
 """Why vLLM's own path has its place in an order that nobody wrote."""
 
 
+UNAVAILABLE = "not available: "
+"""How the reason begins of one that the machine rules out."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One implementation and what was decided about it.
@@ -88,6 +92,15 @@ class Trace:
     def rejected(self) -> tuple[tuple[str, str], ...]:
         """(impl id, reason) of those that may not."""
         return tuple((c.impl_id, c.reason) for c in self.candidates if c.status == "rejected")
+
+    @property
+    def unavailable(self) -> dict[str, str]:
+        """Impl id -> why this machine rules it out."""
+        return {
+            impl_id: why.removeprefix(UNAVAILABLE)
+            for impl_id, why in self.rejected
+            if why.startswith(UNAVAILABLE)
+        }
 
     def __str__(self) -> str:
         lines = [f"{self.op} ({self.mode}), order {'|'.join(map(str, self.order))}:"]
@@ -139,7 +152,7 @@ def resolve(
             rejection = f"not listed: {'|'.join(map(str, order))}"
         if rejection is None:
             verdict = impl.availability()
-            rejection = None if verdict is True else f"not available: {verdict}"
+            rejection = None if verdict is True else f"{UNAVAILABLE}{verdict}"
         if rejection is not None or place is None:
             rejected.append(Candidate(impl, "rejected", rejection or ""))
         else:

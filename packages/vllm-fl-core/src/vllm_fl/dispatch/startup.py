@@ -7,17 +7,19 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
-from ..plugins import breadcrumb
+from ..plugins import breadcrumb, discovery
 from ..plugins import loading as plugin_loader
-from ..plugins.calling import devices, policy_files, rejections
+from ..plugins.asking import asking, in_hook
+from ..plugins.calling import devices, policy_files, rejections, results_of
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
+from ..plugins.snapshot import EMPTY
 from ..plugins.types import DeviceProfile
 from ..settings.loading import Settings, check_names, load_settings, load_startup
 from ..settings.policy import Mode
@@ -147,13 +149,13 @@ def start(
     early = load_startup(env)
     set_log_level("DEBUG" if early.debug else early.log_level)
     asked = early if engine is None else engine
-    found = plugin_loader.discover(asked.plugin_modules)
-    warnings = plugin_loader.unmatched([each.owner for each in found], asked.plugins)
+    found = discovery.discover(asked.plugin_modules)
+    warnings = discovery.unmatched([each.owner for each in found], asked.plugins)
     crumbs = [f"An earlier {crumb}. `vllm-fl doctor` tells more." for crumb in breadcrumb.lost()]
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
-    _warn(plugin_loader.named_twice(plugins, asked.plugin_modules), "FL110")
+    _warn(discovery.named_twice(plugins, asked.plugin_modules), "FL110")
     for plugin in plugins:
         for remark in plugin.remarks:
             log.warning("%s [FL214]", remark)
@@ -165,6 +167,25 @@ def start(
         raise problem
     _warn(settings.warnings, "FL110")
     return Startup(plugins, settings, problem, asked.plugins, asked.plugin_modules)
+
+
+@cache
+def begin_process() -> None:
+    """Call the hook `process_start` of the installed extensions, once in this process.
+
+    Only extensions are imported. Their errors are logged; `start` logs errors of loading them.
+
+    Raises:
+        VllmFLError: an extension raised an error of core (`SettingsError`), not a `PluginError`.
+    """
+    found = [each for each in discovery.discover() if each.kind == "extension"]
+    plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=TAKEN)
+    for plugin in asking(plugins, "process_start"):
+        try:
+            with in_hook(plugin, "process_start"):
+                results_of(plugin, "process_start", object)
+        except PluginError as error:
+            log.error("%s", error)
 
 
 def _warn(warnings: Sequence[str], code: str) -> None:

@@ -6,11 +6,10 @@ served model's own sizes.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,23 +17,24 @@ from ..contracts import Exact, OpSpec
 from ..contracts.batches import POOL
 from ..logs import get_logger
 from ..plugins import breadcrumb
-from ..plugins.snapshot import RegistrySnapshot
-from ..plugins.types import OpImpl
+from ..plugins.types import Impl, OpImpl
+from .budget import Budget, Valve
 from .facts import EngineFacts
+from .form import Form
 from .guarded import bits, rows_of
-from .trials import Form, Request, Role, Trials, lowered, token_counts
-from .tries import Tries
+from .oracle import parts, promised
+from .trials import Request, Role, Trials, lowered, token_counts
 from .verification import (
     BY_CHAIN,
-    Fault,
+    COMPARING,
     LayerFactory,
-    Refusal,
     answer,
     as_call,
     attempt,
     dtype_name,
 )
-from .wanted import parts, promised
+
+T = TypeVar("T")
 
 log = get_logger("engine")
 
@@ -72,29 +72,28 @@ class Determinism:
     reason: str = ""
 
 
-def unmeasured(facts: EngineFacts, snapshot: RegistrySnapshot) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why it may not serve, of what nothing measures.
+def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -> dict[str, str]:
+    """Return impl id -> why it may not serve, of implementations that nothing measures.
 
-    Empty where the engine does not ask for batch-invariant implementations.
+    Empty if the engine does not ask for batch-invariant implementations.
 
     Args:
         facts: what the engine's configuration says.
-        snapshot: what is installed.
+        impls: the implementations of one op.
+        spec: its contract, if it has one.
     """
     asks, how = facts.wants_invariance, facts.settings.preflight
-    found: dict[tuple[str, str], str] = {}
-    for op, impls in snapshot.impls_by_op.items() if asks else ():
-        spec = snapshot.contracts.get(op)
-        for impl in impls:
-            why = ""
-            if not isinstance(impl, OpImpl):
-                why = "it names a class, which is not measured"
-            elif spec is not None and _has_no_rows(spec):
-                why = NO_ROWS
-            elif how != "verify":
-                why = f"VLLM_FL_PREFLIGHT={how} measures nothing"
-            if why:
-                found[op, impl.impl_id] = f"{asks}, and {why}"
+    found: dict[str, str] = {}
+    for impl in impls if asks else ():
+        why = ""
+        if not isinstance(impl, OpImpl):
+            why = "it names a class, which is not measured"
+        elif spec is not None and _has_no_rows(spec):
+            why = NO_ROWS
+        elif how != "verify":
+            why = f"VLLM_FL_PREFLIGHT={how} measures nothing"
+        if why:
+            found[impl.impl_id] = f"{asks}, and {why}"
     return found
 
 
@@ -119,8 +118,7 @@ def determinism_of(
     call: Callable[..., Any] | None = None,
     layer_for: LayerFactory | None = None,
     counts: Sequence[int] | None = None,
-    seconds: float = 0.0,
-    tries: Tries | None = None,
+    budget: Budget | None = None,
 ) -> Determinism:
     """Call it with the same rows in many batches, and compare the bits of each row.
 
@@ -134,8 +132,7 @@ def determinism_of(
             the implementation as it is.
         layer_for: as for `as_call`.
         counts: the token counts to try; None takes those of verification at start.
-        seconds: how long further ones are tried then, beyond those that always are.
-        tries: notes the counts, or has them.
+        budget: of calls with further token counts; without one there are none.
     """
     spec = trials.spec
     if not trials.forms:
@@ -145,12 +142,13 @@ def determinism_of(
     least = 1 if call is None else 2
     always, further = ([count for count in some if count >= least] for some in usual)
     function = call or as_call(impl, spec, layer_for)
-    try:
-        with breadcrumb.Watchdog(log) as watch, torch.inference_mode():
-            measured = _Measured(impl, trials, function, watch)
-            return measured.told(always, further, seconds, tries or Tries())
-    except Fault as fault:
-        return Determinism(None, None, fault.why)
+    with breadcrumb.Watchdog(log) as watch, torch.inference_mode():
+        measured = _Measured(impl, trials, function, watch)
+        return next(measured.verdicts(always, further, budget or Budget(0.0, Valve())))
+
+
+Verdicts = Generator[Determinism, None, T]
+"""The results of a measurement. The caller stops at the first one."""
 
 
 class _Measured:
@@ -165,50 +163,51 @@ class _Measured:
     ) -> None:
         self.impl, self.trials, self.call, self.watch = impl, trials, call, watch
         self.pool = torch.arange(min(POOL, trials.largest), device=trials.device)
-        for form in trials.forms:
-            form.switch(large=False)
-        self.whole = {form.name: self.bits(form, self.pool) for form in trials.forms}
+        self.whole: dict[str, Bits | None] = {}
         """The bits of every row of a form's pool, in one batch; None where it refuses that."""
 
-    def told(
-        self, always: Sequence[int], further: Sequence[int], seconds: float, tries: Tries
-    ) -> Determinism:
-        """What it is by batches of so many tokens: of `further` ones while time is left."""
+    def verdicts(
+        self, always: Sequence[int], further: Sequence[int], budget: Budget
+    ) -> Verdicts[None]:
+        """What it is by batches of so many tokens: of `further` ones while calls are left."""
         spec, forms = self.trials.spec, self.trials.forms
+        for form in forms:
+            form.switch(large=False)
+            self.whole[form.name] = yield from self.bits(form, self.pool)
         served = [form for form in forms if self.whole[form.name] is not None]
         if not served:
-            return Determinism(None, None, "it refuses the model's own sizes")
+            yield Determinism(None, None, "it refuses the model's own sizes")
         by_rows = not spec.whole_batch or (spec.ignores_repeats and not spec.gives_caches)
         for form in served:
-            if problem := self.other_run(form):
-                return Determinism(False, False if by_rows else None, problem)
+            if problem := (yield from self.other_run(form)):
+                yield Determinism(False, False if by_rows else None, problem)
         if not by_rows:
             is_exact = _is_exact(spec)
-            return Determinism(True, is_exact or None, BY_CONTRACT if is_exact else NO_ROWS)
-        deadline = time.monotonic() + seconds
+            yield Determinism(True, is_exact or None, BY_CONTRACT if is_exact else NO_ROWS)
+        what = f"the bits of {self.impl.op_name}={self.impl.impl_id}"
         for number, count in enumerate((*always, *further)):
-            in_time = number < len(always) or time.monotonic() <= deadline
-            if not tries.takes("counts", count, in_time):
+            calls = sum(2 * form.calls(count) for form in forms)
+            if number >= len(always) and not budget.takes(what, calls):
                 break
             for form in forms:
-                if problem := self.other_batch(form, count):
-                    return Determinism(True, False, problem)
-        return Determinism(True, True)
+                if problem := (yield from self.other_batch(form, count)):
+                    yield Determinism(True, False, problem)
+        yield Determinism(True, True)
 
-    def other_run(self, form: Form) -> str:
+    def other_run(self, form: Form) -> Verdicts[str]:
         """What differs between two calls of one batch, or nothing."""
-        again, whole = self.bits(form, self.pool), self.whole[form.name]
+        again, whole = (yield from self.bits(form, self.pool)), self.whole[form.name]
         if again is not None and whole is not None and not any(map(_differing, again, whole)):
             return ""
         return f"the same call gave other bits ({self._where(form, len(self.pool))})"
 
-    def other_batch(self, form: Form, count: int) -> str:
+    def other_batch(self, form: Form, count: int) -> Verdicts[str]:
         """What differs between rows in batches of `count` and those of the pool, or nothing."""
         whole, where = self.whole[form.name], self._where(form, count)
         size = len(self.pool)
         for salt in range(4 if count <= 4 else 2):
             rows = self.trials.rows(count, salt)
-            got = self.bits(form, rows)
+            got = yield from self.bits(form, rows)
             if (got is None) is not (whole is None):
                 taken, refused = (count, size) if whole is None else (size, count)
                 return f"it takes a batch of {taken} tokens and refuses one of {refused} ({where})"
@@ -227,23 +226,27 @@ class _Measured:
                     return f"{has} other bits {batches} ({where})"
         return ""
 
-    def bits(self, form: Form, rows: torch.Tensor) -> Bits | None:
+    def bits(self, form: Form, rows: torch.Tensor) -> Verdicts[Bits | None]:
         """The bits of the results for these rows of the pool; None where they are refused."""
         spec = self.trials.spec
         laid = form.call(rows_of(form.pool(False), rows))
         form.static.restore(spec.consumed(self.impl.consumes, laid.args))
         where = f"{self._where(form, len(rows))}, whether it gives the same bits"
-        try:
-            with self.watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
-                got = answer(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
-        except Refusal:
+        with self.watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
+            got, failure = answer(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
+        if failure is not None and failure.status == "refused":
             return None
 
         def read() -> Bits:
             told = promised(spec, got, laid.args) if spec.whole_batch else got
             return [None if part is None else _bits(part) for part in parts(told)]
 
-        return attempt("its result cannot be compared:", read, refuses=())
+        found = None
+        if failure is None:
+            found, failure = attempt(COMPARING, read, refuses=())
+        if failure is not None:
+            yield Determinism(None, None, failure.reason)
+        return found
 
     def _where(self, form: Form, count: int) -> str:
         return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}"
@@ -276,11 +279,10 @@ def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
     if role.compiled is not None:
         form = lowered(role.compiled, request.backend)
         forms.append((f"compiled by {request.backend}: ", form))
-    given: dict[str, Any] = {"layer_for": request.layer_for, "seconds": request.share}
     for each, (how, call) in product(trials, forms):
-        tries = request.tries(role, each.dtype, f", bits{how and ' compiled'}")
+        given: dict[str, Any] = {"layer_for": request.layer_for, "budget": request.share()}
         with role.running("the measuring of the bits"):
-            told = determinism_of(role.impl, each, call=call, tries=tries, **given)
+            told = determinism_of(role.impl, each, call=call, **given)
         if told.batches is not True:
             is_known = told.batches is False
             verb = "not batch-invariant" if is_known else "not known to be batch-invariant"

@@ -9,7 +9,6 @@ that, and the kit's check of a start has it (`Request.launched`).
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,14 +21,14 @@ Launched = frozenset[tuple[str, int]]
 
 
 def edges(
-    kernels: Callable[[int], Launched], smallest: int, largest: int, deadline: float
+    kernels: Callable[[int], Launched], smallest: int, largest: int, goes_on: Callable[[], bool]
 ) -> Iterator[int]:
     """The smallest numbers of tokens from which on other kernels are launched than for one less.
 
     Args:
         kernels: what a call of so many tokens launches.
         smallest, largest: the smallest and the largest batch, in tokens.
-        deadline: until when it is looked for, by `time.monotonic`.
+        goes_on: whether the search goes on, before each call of `kernels`.
     """
     known: dict[int, Launched] = {}
 
@@ -41,12 +40,12 @@ def edges(
     powers = (1 << n for n in range(largest.bit_length()))
     counts = sorted({*(n for n in powers if n > smallest), smallest, largest})
     for below, above in pairwise(counts):
-        if time.monotonic() > deadline:
+        if not goes_on():
             return
         if at(below) == at(above):
             continue
         low, high = below, above
-        while high - low > 1 and time.monotonic() < deadline:
+        while high - low > 1 and goes_on():
             middle = (low + high) // 2
             if at(middle) == at(low):
                 low = middle

@@ -8,7 +8,6 @@ compared with the contract's oracle. Afterwards the guards hold what they held b
 from __future__ import annotations
 
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,25 +21,25 @@ from ..contracts import ModelSizes, OpSpec, Sample
 from ..dispatch.guard import replacing
 from ..logs import get_logger
 from ..plugins import breadcrumb
+from ..plugins.inspection import FAILED, Key, Objection
 from ..plugins.plugin import Owner
 from ..plugins.types import OpImpl
 from ..text import quote
+from .budget import Budget, Valve, as_calls
 from .guarded import Guarded, in_place, taken
+from .oracle import each_part, magnitudes, wanted_of, worst
 from .plan import Plan
-from .tries import Tries
 from .verification import (
-    COMPARING,
-    REFUSED_LATE,
-    Fault,
-    Refusal,
+    Failure,
+    Outcome,
     attempt,
+    called,
+    compared,
     contract_args,
     dtype_name,
-    misplaced,
-    misuse,
     synchronise,
 )
-from .wanted import each_part, magnitudes, wanted_of, worst
+from .wanted import Off
 
 log = get_logger("engine")
 
@@ -48,8 +47,9 @@ ROWS = 64
 """Rows of a call that are compared where each depends on itself alone: the oracle computes in
 float64 on the CPU."""
 
-SECONDS = 10.0
-"""How long calls are compared at start; what comes later is left out."""
+CALLS = 2000.0
+"""How many calls are compared at startup, scaled by the bytes that are copied: the oracle computes
+in float64 on the CPU."""
 
 NO_MEMORY = "no memory was left for it"
 """Why a call was not compared that has run out of memory, or whose copies have."""
@@ -66,25 +66,17 @@ PART_ROWS = 8
 """The most rows of such a part: the experts of each are computed in float64."""
 
 
-class _LeftOut(Exception):
-    """A call is not compared; its text says why."""
-
-
 @dataclass
 class _Before:
     """What is known of a call before it is made.
 
     Args:
-        call: the arguments where they lie.
-        consumed: those that it may overwrite.
-        shapes: what the contract's fake returns.
+        call: the arguments where they lie, remembered.
         rows: the rows that are compared, in ascending order; None for all.
         sample: the call of these rows, on the CPU.
     """
 
     call: Guarded
-    consumed: frozenset[str]
-    shapes: Any
     rows: torch.Tensor | None
     sample: Sample
 
@@ -101,10 +93,10 @@ class Live:
         owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel
             ends.
         rows: how many rows of a call are compared at most.
-        seconds: how long calls are compared; what comes later is left out.
+        calls: how many calls are compared; the later ones are left out.
         scarce: memory may be used up: a call that runs out of it is left out, and no fault.
-        tries: notes what is left out since the time had passed, or has it.
-        faults: (op, impl id) -> why it must not serve.
+        valve: of the startup.
+        objections: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
         refused: (op, impl id) -> why it took none of the calls of which it is the first candidate.
@@ -116,25 +108,28 @@ class Live:
     plan: Plan
     models: Mapping[str, torch.nn.Module]
     device: torch.device
-    owners: Mapping[tuple[str, str], Owner] = field(default_factory=dict)
+    owners: Mapping[Key, Owner] = field(default_factory=dict)
     rows: int = ROWS
-    seconds: float = SECONDS
+    calls: float = CALLS
     scarce: bool = False
-    tries: Tries = field(default_factory=Tries)
-    faults: dict[tuple[str, str], str] = field(default_factory=dict)
+    valve: Valve = field(default_factory=Valve)
+    objections: dict[Key, Objection] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
-    refused: dict[tuple[str, str], str] = field(default_factory=dict, init=False)
-    served: set[tuple[str, str]] = field(default_factory=set, init=False)
+    refused: dict[Key, str] = field(default_factory=dict, init=False)
+    served: set[Key] = field(default_factory=set, init=False)
     reached: set[str] = field(default_factory=set, init=False)
     entered: set[str] = field(default_factory=set, init=False)
     _inside: list[str] = field(default_factory=list, init=False)
     _seen: set[Any] = field(default_factory=set, init=False)
-    _short: set[tuple[str, str]] = field(default_factory=set, init=False)
+    _short: set[Key] = field(default_factory=set, init=False)
     _running: bool = field(default=False, init=False)
-    _spent: float = field(default=0.0, init=False)
+    _budget: Budget = field(init=False, repr=False)
     _growth: dict[str, int] = field(default_factory=dict, init=False)
     _watch: breadcrumb.Watchdog = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._budget = Budget(self.calls, self.valve)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -149,14 +144,18 @@ class Live:
                     handles.append(module.register_forward_pre_hook(enter))
                     handles.append(module.register_forward_hook(self._leave, always_call=True))
             self._watch = breadcrumb.Watchdog(log)
-            with self._watch, replacing(record, self._instead, self._asking):
+            with (
+                self.valve.verifying(),
+                self._watch,
+                replacing(record, self._instead, self._asking),
+            ):
                 yield
         finally:
             for handle in handles:
                 handle.remove()
             self.reached |= {op for op, _ in record.refusals}
             self.refused |= record.passed_over()
-            for key in self.served | self.faults.keys():
+            for key in self.served | self.objections.keys():
                 self.refused.pop(key, None)
             record.begin()  # of serving, which has not begun
 
@@ -209,7 +208,7 @@ class Live:
         """One call of `impl`, compared if it is the first of its kind."""
         key = spec.name, impl.impl_id
         args = contract_args(spec, impl, given)
-        if key in self.faults or key in self._short:
+        if key in self.objections or key in self._short:
             return _zeros(spec.fake(*args))
         kind = *key, _kind_of(self._layer), _layout(args)
         if self._running:
@@ -218,64 +217,67 @@ class Live:
             with self._watched(impl):
                 return impl.fn(*given)
         self._seen.add(kind)
-        begun = time.monotonic()
         try:
             before = self._before(spec, impl, args)
         except Exception as error:
-            if not isinstance(error, _LeftOut) and not self._lacked_memory(error):
+            if not self._lacked_memory(error):
                 raise
-            why = str(error) if isinstance(error, _LeftOut) else NO_MEMORY
-            self.left_out.setdefault(spec.name, why)
+            before = NO_MEMORY
+        if isinstance(before, str):
+            self.left_out.setdefault(spec.name, before)
             with self._watched(impl):
                 return impl.fn(*given)
-        result, problem = None, ""
-        try:
-            result = self._run(impl, given, before)
-            problem = attempt(COMPARING, self._problem, spec, impl, result, before, refuses=())
-        except Fault as fault:
-            if self._lacked_memory(fault.error):
-                self.left_out.setdefault(spec.name, NO_MEMORY)
-                if result is not None:
-                    return result
-                # The other ranks wait for this forward, so that it goes on.
-                self._short.add(key)
-                return _zeros(before.shapes)
-            problem = fault.why
-        self._spent += time.monotonic() - begun - self._watch.seconds
+        result, failure = called(partial(self._run, impl, given), impl, spec, before.call)
+        if failure is None:
+            failure = self._compared(spec, result, before)
+        if failure is not None and failure.status == "refused":
+            assert failure.error is not None  # whether it takes the call was asked before
+            raise failure.error from None
+        if failure is not None and self._lacked_memory(failure.error):
+            self.left_out.setdefault(spec.name, NO_MEMORY)
+            if result is not None:
+                return result
+            # The other ranks wait for this forward, so that it goes on.
+            self._short.add(key)
+            return _zeros(spec.fake(*args))
         self.compared += 1
-        if not problem:
+        if failure is None:
             return result
         where = f"in layer {self._layer or 'without a name'}, {_described(spec, args)}"
-        self.faults[key] = f"{problem} (on live tensors {where})"
+        self.objections[key] = Objection(FAILED, f"{failure} (on live tensors {where})")
         # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
-        return _zeros(before.shapes)
+        return _zeros(spec.fake(*args))
 
     @property
     def _layer(self) -> str:
         """The innermost module that is running."""
         return self._inside[-1] if self._inside else ""
 
-    def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before:
-        where = f"{spec.name}={impl.impl_id} in {_kind_of(self._layer)}, {_described(spec, args)}"
-        if self.tries.stops(where, self._spent > self.seconds):
-            raise _LeftOut("the time for it had passed")
+    def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str:
+        """Copy what is needed to compare a call later; or return why it is not compared."""
         if spec.check(*args) is not None:
-            raise _LeftOut("a layer's call is not the contract's")
+            return "a layer's call is not the contract's"
         call = in_place(spec.named(args))
         rows = None if spec.whole_batch else _rows(spec, args, self.rows)
         synchronise(self.device)  # what another stream still writes is not this call's
         if call.nbytes > LARGEST:
-            rows, of_rows = _part(spec, args)
+            part = _part(spec, args)
+            if isinstance(part, str):
+                return part
+            rows, of_rows = part
             call = call.below(LARGEST // 4)
         else:
             of_rows = args
             if rows is not None:
                 of_rows = spec.with_changed_rows(args, partial(taken, rows=rows))
+        copied = sum(arg.nbytes for arg in of_rows if isinstance(arg, torch.Tensor))
+        what = f"{spec.name}={impl.impl_id} on live tensors"
+        if not self._budget.takes(what, as_calls(copied, torch.device("cpu"))):
+            return "the limit of compared calls was reached"
         on_host = tuple(_on_host(arg, None) for arg in of_rows)
         call.remember()
         sample = Sample("live", on_host, self._scale(spec, on_host))
-        consumed = spec.consumed(impl.consumes, args)
-        return _Before(call, consumed, spec.fake(*args), rows, sample)
+        return _Before(call, rows, sample)
 
     def _scale(self, spec: OpSpec, args: Sequence[Any]) -> float:
         """The magnitude of a call's values, where the contract's errors grow with it."""
@@ -283,22 +285,12 @@ class Live:
             self._growth[spec.name] = _growth(spec)
         return float(_largest(spec, args) ** self._growth[spec.name])
 
-    def _run(self, impl: OpImpl, given: tuple[Any, ...], before: _Before) -> Any:
-        """The result of a call.
-
-        Raises:
-            NotImplementedError: it refuses the call.
-            Fault: it raised something else, or refuses after it has written.
-        """
+    def _run(self, impl: OpImpl, given: tuple[Any, ...]) -> Outcome:
+        """Make a call."""
         self._running = True
         try:
             with self._watched(impl):
                 return attempt("it raised", impl.fn, *given)
-        except Refusal as refusal:
-            if before.call.disturbance(frozenset()) is not None:
-                raise Fault(REFUSED_LATE) from refusal
-            assert refusal.__cause__ is not None
-            raise refusal.__cause__ from None
         finally:
             self._running = False
 
@@ -309,21 +301,21 @@ class Live:
             or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
         )
 
-    def _problem(self, spec: OpSpec, impl: OpImpl, result: Any, before: _Before) -> str:
-        """What is wrong with a call that has returned, or nothing."""
-        problem = misplaced(result, before.shapes, before.call, before.consumed)
-        problem = problem or misuse(before.call, before.consumed, impl, spec)
-        if problem:
-            return f"it is wrong: {problem}"
+    def _compared(self, spec: OpSpec, result: Any, before: _Before) -> Failure | None:
+        """Compare the numbers of a result."""
         try:
             wanted = wanted_of(spec, before.sample)
         except Exception as error:  # a contract that does not know such a call
             log.debug("%s on live tensors: %s", spec.name, quote(error))
             self.left_out.setdefault(spec.name, "its contract tells no result of a layer's call")
-            return ""
-        got = each_part(result, partial(_on_host, rows=before.rows))
-        _, problem = worst(got, wanted, before.rows)
-        return f"it is wrong: {problem}" if problem else ""
+            return None
+
+        def off(result: Any) -> Off:
+            return worst(
+                each_part(result, partial(_on_host, rows=before.rows)), wanted, before.rows
+            )
+
+        return compared(result, off)[1]
 
 
 def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
@@ -343,14 +335,11 @@ def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | Non
     return torch.tensor(list(first)[:at_most]).sort().values
 
 
-def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """(some rows of a call, the call of these rows that holds no more than they read).
-
-    Raises:
-        _LeftOut: there is none, or even one row reads too much.
-    """
+def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]] | str:
+    """(some rows of a call, the call of these rows that holds no more than they read), or why
+    there is none: even one row reads too much."""
     if spec.part is None or spec.whole_batch:
-        raise _LeftOut("its arguments are too large to be copied")
+        return "its arguments are too large to be copied"
     count = spec.tokens(args)
     few = min(count, PART_ROWS)
     while few:
@@ -360,7 +349,7 @@ def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, .
         if sum(arg.nbytes for arg in found if isinstance(arg, torch.Tensor)) <= PART:
             return rows, found
         few //= 2
-    raise _LeftOut("what a row of it reads is too large to be copied")
+    return "what a row of it reads is too large to be copied"
 
 
 def _on_host(value: Any, rows: torch.Tensor | None) -> Any:

@@ -482,6 +482,7 @@ def make_plan(
             # An operator in a graph cannot be handed a layer.
             without_layer=facts.mode == "compiled",
             foreign=facts.foreign.get(op),
+            facts=facts,
         )
         if facts.wants_invariance:  # two implementations are two sets of bits
             traces = traces[-1:]

@@ -5,87 +5,34 @@ mode, with many token counts, on guarded memory, twice on the same buffers, with
 as activations get; in compiled mode the first choice also as the compiler will have it. What will
 serve is then called at further token counts, so that nothing of it is left to compile, and where
 vLLM will capture graphs it is captured in one, which is replayed with other values.
-
-Each check is a function of a `_Run`, and returns where it finds nothing (`_CHECKS`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 
-from ..contracts import OpSpec, Sample
-from ..contracts.batches import POOL, Order
 from ..logs import get_logger
 from ..plugins import breadcrumb
-from ..plugins.types import OpImpl
+from ..plugins.inspection import FAILED, REJECTED, Key, Objection
 from ..text import few
-from . import graphs, launches, process_state
+from . import process_state
+from .checks import CHECKS
 from .determinism import variance
-from .guarded import Guarded, rows_of
-from .opaque import is_opaque
 from .phases import Phases
-from .trials import Form, Request, Role, Trials, lowered, token_counts
-from .verification import (
-    BY_CHAIN,
-    Comparison,
-    Fault,
-    Refusal,
-    accept,
-    answer,
-    as_call,
-    attempt,
-    called,
-    compare,
-    dtype_name,
-    leaning,
-    misuse,
-    shares,
-)
-from .wanted import each_part
+from .run import Run, Startup
+from .trials import Request, Role, Trials
+from .verification import dtype_name
 
 log = get_logger("engine")
-
-AGAIN_SECONDS = 0.2
-"""A batch of more tokens than the pool has rows is tried a second time in the same memory, unless
-making and calling it took longer than this: on a CPU that is much of what a start takes."""
-
-WARM_SECONDS = 3.0
-"""How long what will serve is called at the token counts of a warm-up which were not tried before;
-each has an equal share, and what goes beyond it is left out."""
-
-COMPILE_SECONDS = 2.0
-"""How long forms are lowered at one start; what comes later is traced only. A compiler of C++ takes
-seconds for each when its cache is cold."""
-
-TRACE_SECONDS = 4.0
-"""How long forms are compiled at all; what comes later is left out, but for an implementation's
-first form, which is traced whatever it takes."""
-
-LARGE_COUNTS = (1, 7, 64, 256)
-"""Token counts of the large values, beside the largest batch: what they show lies in the numbers,
-and in the tiles that a kernel takes for many rows."""
-
-ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
-"""The batches of so many tokens that are tried one after the other in the same memory. Of more than
-64, only the first two are, and the third with one row less."""
 
 HOST_THREADS = 8
 """How many threads of the host compute the oracle at most: with the 64 of a large one small sums
 take several times as long."""
-
-COMPILED_COUNTS = (5, 7, 33, 300)
-"""Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
-which 0 and 1 would have, is not what serves."""
 
 
 @dataclass
@@ -93,21 +40,15 @@ class Findings:
     """What was found.
 
     Args:
-        faults: (op, impl id) -> (why it must not serve, its exception or None).
+        objections: (op, impl id) -> why it must not serve.
         remarks: what was not looked at, one phrase each, for the report.
-        refused: (op, impl id) -> a reason, of those that refuse every call which the model makes:
-            these are right, and of no use here.
         smaller: op -> what of its calls was tried in a smaller size than the model's, one phrase
             each; empty where none of them was.
-        variant: (op, impl id) -> why it may not serve where only batch-invariant implementations
-            may, of those without a fault that take some call; empty where any may.
     """
 
-    faults: dict[tuple[str, str], tuple[str, BaseException | None]] = field(default_factory=dict)
+    objections: dict[Key, Objection] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
-    refused: dict[tuple[str, str], str] = field(default_factory=dict)
     smaller: dict[str, list[str]] = field(default_factory=dict)
-    variant: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
 def find_faults(request: Request) -> Findings:
@@ -115,19 +56,17 @@ def find_faults(request: Request) -> Findings:
     log.debug("verifying with seed %d", request.seed)
     found = Findings()
     threads = host_threads(request.device)
-    with threads, breadcrumb.Watchdog(log) as watch, request.trials() as trials:
-        start = _Start(request, watch)
+    with (
+        request.valve.verifying(),
+        threads,
+        breadcrumb.Watchdog(log) as watch,
+        request.trials() as trials,
+    ):
+        startup = Startup(request, watch)
         for role in request.roles:
-            own = trials[role.calls]
-            try:
-                _look(start, role, own)
-            except Refusal as refusal:
-                found.refused[role.key] = str(refusal)
-            except Fault as fault:
-                found.faults[role.key] = fault.why, fault.error
-            else:
-                if request.invariant and (why := variance(request, role, own)):
-                    found.variant[role.key] = why
+            objection = _look(startup, role, trials[role.calls])
+            if objection is not None:
+                found.objections[role.key] = objection
         ops = defaultdict[str, list[Trials]](list)
         for (op, *_), some in trials.items():
             ops[op] += some
@@ -138,7 +77,7 @@ def find_faults(request: Request) -> Findings:
         found.remarks.append(f"smaller than served: {', '.join(found.smaller)}")
     if unknown:
         found.remarks.append(f"not verified at its sizes: {', '.join(unknown)}")
-    for phrase, names in start.left_out.items():
+    for phrase, names in startup.left_out.items():
         found.remarks.append(f"{phrase}: {few(names)}")
     return found
 
@@ -166,508 +105,47 @@ def _smaller(some: Iterable[Trials]) -> list[str]:
     return [*dict.fromkeys(filter(None, phrases))]
 
 
-class _Start:
-    """What the runs of one start share.
-
-    Args:
-        request: what is asked.
-        watch: names in the log what takes long.
-    """
-
-    def __init__(self, request: Request, watch: breadcrumb.Watchdog) -> None:
-        self.request, self.watch = request, watch
-        self.left_out: dict[str, set[str]] = defaultdict(set)
-        """What was not looked at -> of whom."""
-        self.warmed = sum(1 for role in request.roles if role.warm)
-        self._compiling_since: float | None = None
-
-    def has_time(self, seconds: float) -> bool:
-        """Whether less than `seconds` have gone since the first compiled form, which always has
-        time."""
-        if self._compiling_since is None:
-            self._compiling_since = time.monotonic()
-        return time.monotonic() - self._compiling_since < seconds
-
-
-def _look(start: _Start, role: Role, trials: Sequence[Trials]) -> None:
-    """Run one implementation in each dtype of its op.
-
-    Raises:
-        Refusal: it takes none of the served model's calls in any of them.
-        Fault: it must not serve.
-    """
+def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection | None:
+    """Run one implementation in each dtype of its op, and return why it must not serve."""
+    request = startup.request
     if not trials:
-        spec, dtype = start.request.specs[role.impl.op_name], dtype_name(start.request.dtype)
-        known = ", ".join(spec.dtypes)
-        raise Fault(f"the contract of its op is for {known}, not for {dtype}")
+        known, dtype = request.specs[role.impl.op_name].dtypes, dtype_name(request.dtype)
+        return Objection(
+            FAILED, f"the contract of its op is for {', '.join(known)}, not for {dtype}"
+        )
     refusals = []
     for each in trials:
-        try:
-            with role.running("the verification"):
-                _Run(start, role, each, len(trials)).check()
-        except Refusal as refusal:
-            refusals.append(refusal)
+        with role.running("the verification"):
+            objection = _check(Run(startup, role, each, len(trials)))
+        if objection is not None and objection.code == FAILED:
+            return objection
+        if objection is not None:
+            refusals.append(objection)
     if len(refusals) == len(trials):
-        raise refusals[0]
+        return refusals[0]
+    if request.requires and (why := variance(request, role, trials)):
+        reason = f"{request.requires}, and it is {why}"
+        return Objection(REJECTED, reason, ends_strict=False)
+    return None
 
 
-class _Run:
-    """One implementation in one dtype: what is known of it, and how it is called."""
-
-    def __init__(self, start: _Start, role: Role, trials: Trials, dtypes: int) -> None:
-        self.start, self.request, self.role, self.trials = start, start.request, role, trials
-        self.impl, self.spec = role.impl, trials.spec
-        self.call = as_call(self.impl, self.spec, self.request.layer_for)
-        self.warm_seconds = WARM_SECONDS / max(1, start.warmed) / dtypes
-        self.before = process_state.state_of(trials.device)
-        self.refusals: list[str] = []
-        self.served: set[str] = set()
-        """The forms of which it has taken a call."""
-        self.tried: set[tuple[str, int]] = set()
-        """(form, token count) of the batches that were compared."""
-        self.was_slow = False
-        self.tries = self.request.tries(role, trials.dtype)
-
-    def check(self) -> None:
-        """Run all checks.
-
-        Raises:
-            Refusal: it takes none of the served model's calls: nothing more of it can be tried.
-            Fault: it must not serve.
-        """
-        seconds = Phases()
-        try:
-            with torch.inference_mode():
-                for check in _CHECKS:
-                    with seconds.during(check.__name__.strip("_").replace("_", " ")):
-                        check(self)
-        except (Fault, Refusal):
-            raise
-        except Exception as error:  # of ours, where the implementation has spoiled what we rely on
-            if (problem := self.changed()) is None:
-                raise
-            raise Fault(problem, error) from error
-        finally:
-            took = ", ".join(f"{what} {n:.1f} s" for what, n in seconds.seconds.items() if n >= 0.1)
-            log.debug("%s=%s: %s", *self.role.key, took or "no time")
-            process_state.restore(self.before, self.trials.device)
-            if others := self.before.others:
-                self.start.left_out["not watched, since other threads change it"] |= others
-
-    def changed(self) -> str | None:
-        """What it has changed of the process, in words."""
-        with torch.inference_mode(False):
-            problem = process_state.changed(self.before, self.trials.device, self._again)
-        return None if problem is None else f"it changed {problem} of the whole process"
-
-    def _again(self) -> None:
-        """Some of its calls once more, for what they change of the process; nothing is compared."""
-        with torch.inference_mode():
-            for sample in self.trials.samples:
-                self.compared(self.impl, sample, wanted=())
-            for form in self.forms_served:
-                for count in {self.trials.smallest, self.trials.few, self.trials.largest}:
-                    self.call_at(form, count)
-
-    @property
-    def forms(self) -> list[Form]:
-        """The served model's calls."""
-        return self.trials.forms
-
-    @property
-    def forms_served(self) -> list[Form]:
-        """Those that it takes. One that is refused stays with the implementation that comes next:
-        of this one, there is nothing to capture or compile."""
-        return [form for form in self.forms if form.name in self.served]
-
-    def leave_out(self, what: str, further: str = "") -> None:
-        """Note for the report what was not looked at."""
-        self.start.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
-
-    def at(self, where: str, call: Callable[[], Any], *, compiles: bool = False) -> Any:
-        """What one call gives; None where it is refused, which is noted. A fault names the call.
-
-        It is named in the log while it takes long. Two slow calls in a row are a fault: it would
-        stall the engine. One that `compiles` may take as long as it likes.
-        """
-        watch = self.start.watch
-        try:
-            with watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
-                got = call()
-        except Refusal as refusal:
-            self.refusals.append(f"{where}: {refusal}")
-            return None
-        except Fault as fault:
-            wrong = "it is wrong: " if fault.error is None else ""
-            raise Fault(f"{wrong}{fault.why} ({where})", fault.error) from fault
-        slow = watch.seconds > breadcrumb.SLOW and not compiles
-        if slow and self.was_slow:
-            raise Fault(f"takes {watch.seconds:.0f} s for one call ({where})")
-        self.was_slow = slow
-        return got
-
-    def where(self, form: Form, count: int, more: str = "") -> str:
-        """A batch in words."""
-        return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}{more}"
-
-    def compared(self, impl: OpImpl, sample: Sample, **how: Any) -> Comparison:
-        """One sample, run and compared; how else than by the oracle, as for `compare`."""
-        layer_for = self.request.layer_for
-        return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
-
-    def judge(self, result: Comparison) -> None:
-        """What was wrong with a sample is a fault.
-
-        Raises:
-            Fault: it raised, or it is wrong where results are compared.
-        """
-        if result.status == "raised" or (result.status == "wrong" and self.request.compares):
-            what = "it is wrong: " if result.status == "wrong" else ""
-            raise Fault(f"{what}{result.reason} ({result.sample}, {result.dtype})", result.error)
-
-    def compare(
-        self,
-        form: Form,
-        rows: torch.Tensor,
-        got: Any,
-        where: str,
-        *,
-        large: bool = False,
-        wrong: str = "it is wrong",
-    ) -> None:
-        """A batch's results that are off, or cannot be compared, are a fault."""
-        if not self.request.compares:
-            return
-        did = f"its result cannot be compared ({where}):"
-        _, problem = attempt(did, form.off, large, rows, got, refuses=())
-        if problem:
-            raise Fault(f"{wrong}: {problem} ({where})")
-
-    def batches(
-        self,
-        form: Form,
-        count: int,
-        orders: Iterable[Order],
-        *,
-        less: Order | None = None,
-        large: bool = False,
-    ) -> None:
-        """Compare batches one after the other in the same memory, their results kept to the end.
-
-        Args:
-            form: the call.
-            count: tokens of each.
-            orders: how each takes its rows.
-            less: how another one does, of one token less, as where a request has ended.
-            large: whether its values are.
-        """
-        self.tried.add((form.name, count))
-        batches = [(count, order) for order in orders]
-        if less is not None and count > self.trials.smallest:
-            batches.append((count - 1, less))
-        laid: Guarded | None = None
-        results: list[tuple[str, torch.Tensor, Any]] = []
-        begun = time.monotonic()
-        for number, (tokens, order) in enumerate(batches):
-            took_long = count > POOL and time.monotonic() - begun > AGAIN_SECONDS
-            is_late = number > 0 and took_long and not self.was_slow  # what stalls is called again
-            where = f"batch {number} of {count} x {form.name}{', large values' * large}"
-            if self.tries.stops(where, is_late):
-                self.leave_out("fewer batches than usual")
-                break
-            rows = self.trials.rows(tokens, number, order)
-            laid = rows_of(form.pool(large), rows, into=laid)
-            where = self.where(form, tokens, ", large values" * large)
-            got = self.result(form, laid, where)
-            if got is None:
-                return
-            said = f"{where}, same buffers again" if number else where
-            results.append((said, rows, _kept(got, form.call(laid))))
-        for where, rows, got in results:
-            self.compare(form, rows, got, where, large=large)
-
-    def result(self, form: Form, laid: Guarded, where: str) -> Any:
-        """What one call gives in the memory `laid`; None where it is refused."""
-        call = form.call(laid)
-        consumed = self.spec.consumed(self.impl.consumes, call.args)
-        form.static.restore(consumed)  # a cache: the call before has written into it
-
-        def run() -> Any:
-            if self.request.compares:
-                got = called(self.call, self.impl, self.spec, call, looked_at=laid)
-            else:
-                got = answer(self.call, self.impl, self.spec, call.args)
-            self.served.add(form.name)
-            return got
-
-        return self.at(where, run)
-
-    def call_at(self, form: Form, count: int) -> None:
-        """One call with so many tokens, of which nothing is compared."""
-        args = self.arguments(form, self.trials.rows(count))
-        where = self.where(form, count, ", warming up")
-        self.at(where, partial(answer, self.call, self.impl, self.spec, args))
-
-    def arguments(self, form: Form, rows: torch.Tensor) -> tuple[Any, ...]:
-        """Those of a call with these rows of the ordinary values."""
-        args = form.call(rows_of(form.pool(False), rows)).args
-        form.static.restore(self.spec.consumed(self.impl.consumes, args))
-        return args
-
-    def intact(self, form: Form) -> None:
-        """Weights and tables must be as before all calls, but for consumed ones."""
-        consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
-        problem = misuse(form.static, consumed, self.impl, self.spec)
-        if problem and self.request.compares:
-            raise Fault(f"it is wrong: {problem} ({form.name})")
-
-
-def _samples(run: _Run) -> None:
-    """The contract's own samples, edges that every caller may bring, and calls that stand."""
-    trials, refused, compared = run.trials, [], []
-    memories = trials.shared()
-    for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
-        if not run.tries.takes("samples", sample.name):
-            continue
-        memory = memories.get(index)
-        look = partial(run.compared, run.impl, sample, wanted=wanted, memory=memory)
-        result = run.at(sample.name, look)
-        run.judge(result)
-        compared.append(result)
-        if result.status == "refused" and memory is not None:
-            refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
-    if refused and len(refused) == len(trials.standing):
-        raise Refusal(refused[0])
-    if run.request.compares and (problem := leaning(compared)):
-        raise Fault(f"it is wrong: {problem} ({dtype_name(trials.dtype)})")
-
-
-def _process(run: _Run) -> None:
-    """The state of the process is as it was."""
-    if problem := run.changed():
-        raise Fault(problem)
-
-
-def _batches(run: _Run) -> None:
-    """The served model's calls with the token counts that are always tried."""
-    smallest, largest = run.trials.smallest, run.trials.largest
-    always, _ = token_counts(largest, run.trials.seed, smallest)
-    for form in run.forms:
-        form.switch(large=False)
-        for count in (n for n in always if run.tries.takes("counts", n)):
-            orders = ORDERS if count <= 64 else ORDERS[:2]
-            run.batches(form, count, orders, less="drawn" if count <= 64 else ORDERS[2])
-        _in_another_thread(run, form)
-        run.intact(form)
-        form.switch(large=True)
-        for count in (count for count in LARGE_COUNTS if smallest <= count < largest):
-            run.batches(form, count, ORDERS[:2], large=True)
-        run.batches(form, largest, ORDERS[1:2], large=True)
-        run.intact(form)
-
-
-def _in_another_thread(run: _Run, form: Form) -> None:
-    """A batch in another thread than the one that builds the model, as micro-batches have."""
-
-    def look() -> None:
-        device = run.trials.device
-        if device.index is not None:
-            torch.get_device_module(device).set_device(device)
-        with torch.inference_mode():
-            run.batches(form, run.trials.few, ORDERS[:2])
-
+def _check(run: Run) -> Objection | None:
+    """Run the checks, and return the first objection."""
+    seconds = Phases()
     try:
-        with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
-            thread.submit(look).result()
-    except Fault as fault:
-        raise Fault(f"in another thread {fault.why}", fault.error) from fault
-
-
-def _further_batches(run: _Run) -> None:
-    """Further token counts while time is left, first those where it launches other kernels."""
-    trials = run.trials
-    _, further = token_counts(trials.largest, trials.seed, trials.smallest)
-    deadline = time.monotonic() + run.request.share
-    for form in run.forms:
-        form.switch(large=False)
-
-        def kernels(count: int, form: Form = form) -> launches.Launched:
-            call = partial(run.call_at, form, count)
-            return run.request.launched(call, trials.device)
-
-        edges = launches.edges(kernels, trials.smallest, trials.largest, deadline)
-        for count in run.tries.found(f"edges of {form.name}", edges):
-            run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
-    for count in further:
-        if not run.tries.takes("further counts", count, time.monotonic() <= deadline):
-            run.leave_out("fewer batches than usual")
-            break
-        for form in run.forms:
-            run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
-    for form in run.forms:
-        run.intact(form)
-
-
-def _takes_some(run: _Run) -> None:
-    """It takes some call of the served model."""
-    if run.forms and not run.served:
-        _process(run)
-        raise Refusal(run.refusals[0])
-
-
-def _warm_up(run: _Run) -> None:
-    """What it compiles when it is called, it has compiled afterwards."""
-    deadline = time.monotonic() + run.warm_seconds
-    for form in run.forms if run.role.warm else ():
-        form.switch(large=False)
-    for count in run.role.warm:
-        for form in (form for form in run.forms if (form.name, count) not in run.tried):
-            where = f"warming up at {count} x {form.name}"
-            if run.tries.stops(where, time.monotonic() > deadline):
-                run.leave_out("not warmed up at some sizes", f" from {count} tokens on")
-                return
-            run.call_at(form, count)
-
-
-def _captured(run: _Run) -> None:
-    """In a captured graph, which is replayed with other values in the same memory."""
-    count, trials = run.role.captured, run.trials
-    for form in run.forms if count else ():
-        form.switch(large=False)
-        where = run.where(form, count, ", in a graph")
-        laid = rows_of(form.pool(False), trials.rows(count))
-        args = form.call(laid).args
-        begun = time.monotonic()
-        if (made := run.at(where, partial(_capture, run, args))) is None:
-            continue
-        replay, result = made
-        for number, large in enumerate((False, True), 1):
-            form.switch(large)
-            form.static.restore(run.spec.consumed(run.impl.consumes, args))
-            rows = trials.rows(count, number)
-            rows_of(form.pool(large), rows, into=laid)
-            run.at(where, partial(attempt, "it raised when the graph was replayed:", replay))
-            values = "large" if large else "other"
-            wrong = f"it is wrong when a graph is replayed with {values} values"
-            run.compare(form, rows, result, where, large=large, wrong=wrong)
-        seconds = time.monotonic() - begun
-        log.debug("%s=%s captured in %.2f s (%s)", *run.role.key, seconds, where)
-
-
-def _capture(run: _Run, args: tuple[Any, ...]) -> tuple[Callable[[], None], Any]:
-    def capture(*given: Any) -> tuple[Callable[[], None], Any]:
-        return graphs.captured(partial(run.call, *given), run.trials.device)
-
-    accept(run.impl, run.spec, args)
-    return attempt("it cannot be captured in a graph:", capture, *args)
-
-
-def _traced(run: _Run) -> None:
-    """The traced form, which compiled graphs may have in its place: as it is traced, and run as
-    it is written."""
-    if not run.role.in_graphs or run.impl.traced is None:
-        return
-    from .traced import trial  # what traces is not loaded for an engine that compiles nothing
-
-    traced = dataclasses.replace(run.impl, fn=run.impl.traced)
-    for form in run.forms_served:
-        form.switch(large=False)
-        for count in run.trials.among(COMPILED_COUNTS[:2]):
-            rows = run.trials.rows(count)
-            sample = Sample(f"traced, {count} x {form.name}", run.arguments(form, rows))
-            if why := trial(run.impl, run.spec, sample.args):
-                raise Fault(f"{why} ({sample.name})")
-            run.judge(run.compared(traced, sample, off=partial(form.off, False, rows)))
-
-
-def _compiled(run: _Run) -> None:
-    """The form that the compiler will get, in one graph for all batches.
-
-    Of an operator that it takes whole it sees which arguments there are and how they lie: to it
-    calls of contiguous ones are the same in all sizes. One that writes over none of them is traced:
-    Inductor lowers such a call to itself.
-    """
-    start, backend = run.start, run.request.backend
-    is_operator = is_opaque(run.impl)
-    if is_operator and not run.impl.consumes:
-        backend = "aot_eager"
-    seen: set[tuple[bool, ...]] = set()
-    for number, form in enumerate(run.forms_served if run.role.compiled else ()):
-        args = form.samples[0].args
-        given = tuple(arg is None for arg in args)
-        lies_plain = all(arg.is_contiguous() for arg in args if isinstance(arg, torch.Tensor))
-        if given in seen and lies_plain and is_operator:
-            continue
-        seen.add(given)
-        form.switch(large=False)
-        if not run.tries.stops(f"lowering {form.name}", not start.has_time(COMPILE_SECONDS)):
-            _in_one_graph(run, form, backend)
-            continue
-        is_late = number > 0 and not start.has_time(TRACE_SECONDS)
-        if run.tries.stops(f"compiling {form.name}", is_late):
-            run.leave_out("compiled in fewer forms than usual")
-            break
-        _in_one_graph(run, form, "aot_eager")
-        if backend != "aot_eager":
-            run.leave_out("traced, not lowered")
-
-
-def _in_one_graph(run: _Run, form: Form, backend: str) -> None:
-    assert run.role.compiled is not None
-    call = lowered(run.role.compiled, backend)
-    counts = run.trials.among(COMPILED_COUNTS)
-    for count in counts:
-        where = f"compiled by {backend}, {run.where(form, count)}"
-        rows = run.trials.rows(count)
-        args = _apart(run.spec, run.arguments(form, rows))
-        lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
-        with torch._dynamo.config.patch(error_on_recompile=count != counts[0]):
-            got = run.at(where, lowering, compiles=True)
-        if got is None:
-            return
-        run.compare(form, rows, got, where)
-
-
-_CHECKS: tuple[Callable[[_Run], None], ...] = (
-    _samples,
-    _process,
-    _batches,
-    _further_batches,
-    _takes_some,
-    _warm_up,
-    _captured,
-    _traced,
-    _compiled,
-    _process,
-)
-"""In this order: what is refused or wrong in one is not asked in the next."""
-
-
-def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments, each activation in memory of its own, of the same strides.
-
-    Heads of one projection are views that a model's graph makes itself. As inputs of a graph that
-    writes into them they are another case: torch makes one input of their memory then, whose size
-    it does not keep dynamic.
-    """
-
-    def place(arg: Any) -> int:
-        return int(arg.untyped_storage().data_ptr()) if isinstance(arg, torch.Tensor) else 0
-
-    seen = Counter(map(place, args))
-    return tuple(
-        arg.new_empty_strided(arg.shape, arg.stride()).copy_(arg)
-        if name in spec.by_token and place(arg) and seen[place(arg)] > 1
-        else arg
-        for name, arg in spec.named(args).items()
-    )
-
-
-def _kept(result: Any, laid: Guarded) -> Any:
-    """A result that stays what it is when the memory of the arguments `laid` is written anew."""
-
-    def kept(part: torch.Tensor) -> torch.Tensor:
-        lies_there = any(shares(part, storage.memory) for storage in laid.storages)
-        return part.clone() if lies_there else part
-
-    return each_part(result, kept)
+        with torch.inference_mode():
+            for check in CHECKS:
+                with seconds.during(check.__name__.strip("_").replace("_", " ")):
+                    if (objection := next(check(run), None)) is not None:
+                        return objection
+        return None
+    except Exception:  # of ours, where the implementation has spoiled what we rely on
+        if (problem := run.changed()) is None:
+            raise
+        return Objection(FAILED, problem)
+    finally:
+        took = ", ".join(f"{what} {n:.1f} s" for what, n in seconds.seconds.items() if n >= 0.1)
+        log.debug("%s=%s: %s", *run.role.key, took or "no time")
+        process_state.restore(run.before, run.trials.device)
+        if others := run.before.others:
+            run.startup.left_out["not watched, since other threads change it"] |= others

@@ -26,9 +26,9 @@ from ..dispatch.guard import replacing
 from ..logs import get_logger
 from ..plugins.types import OpImpl
 from ..text import quote
+from .oracle import MEASURED, magnitudes, paired, parts, wanted_here
 from .plan import Plan
 from .verification import contract_args
-from .wanted import MEASURED, magnitudes, paired, parts, wanted_here
 
 CALLS = 48
 """Calls of a sampled step that are compared, give or take one for each `Key`. A comparison is a

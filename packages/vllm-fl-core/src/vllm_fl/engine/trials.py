@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,14 +26,16 @@ from ..plugins import breadcrumb
 from ..plugins.registry import known_contracts
 from ..plugins.types import OpImpl
 from . import launches
-from .guarded import Guarded, bits, guarded, handed_over, taken
-from .tries import Tried, Tries
+from .budget import Budget, Valve
+from .form import Form
+from .guarded import Guarded, guarded
+from .oracle import wanted_of
 from .verification import LayerFactory, dtype_name, tried
-from .wanted import Off, Wanted, each_part, parts, wanted_of, worst
+from .wanted import Wanted
 
-SECONDS = 1.0
-"""What all implementations of a start together may cost beyond the counts that are always tried;
-each has an equal share, and what goes beyond it is left out."""
+CALLS = 400.0
+"""How many calls all implementations of a request may have beyond the token counts that are always
+tried; each has an equal share."""
 
 Launches = Callable[[Callable[[], object], torch.device], launches.Launched]
 
@@ -100,12 +102,13 @@ class Request:
         seed: for what is drawn; it is logged.
         specs: the contracts by op; by default those of the distributions that bring contracts and
             nothing else.
-        seconds: how long further token counts are tried, for all implementations together.
+        calls: how many calls with further token counts are made, for all implementations together.
         provided: op -> the dtypes of what the model's layers provide (`EngineFacts.provided`).
         launched: what a call launches on a device, as `launches.launched`, which knows Triton's
             kernels alone.
-        invariant: whether only batch-invariant implementations may serve.
-        tried: what is tried, as far as time decides it.
+        requires: the setting that allows only batch-invariant implementations, for messages; empty
+            if there is none.
+        valve: the limit in seconds of the whole startup.
     """
 
     roles: Sequence[Role]
@@ -117,21 +120,15 @@ class Request:
     layer_for: LayerFactory | None = None
     seed: int = field(default_factory=lambda: random.SystemRandom().randrange(1 << 32))
     specs: Mapping[str, OpSpec] = field(default_factory=lambda: known_contracts().contracts)
-    seconds: float = field(default_factory=lambda: SECONDS)
+    calls: float = field(default_factory=lambda: CALLS)
     provided: Mapping[str, Provided] = field(default_factory=dict)
     launched: Launches = launches.launched
-    invariant: bool = False
-    tried: Tried = field(default_factory=Tried)
+    requires: str = ""
+    valve: Valve = field(default_factory=Valve)
 
-    def tries(self, role: Role, dtype: torch.dtype, what: str = "") -> Tries:
-        """What a run of an implementation in one dtype tries."""
-        op, impl_id = role.key
-        return self.tried.of(f"{op}={impl_id}, {dtype_name(dtype)}{what}")
-
-    @property
-    def share(self) -> float:
-        """The seconds of each implementation for further token counts."""
-        return self.seconds / max(1, len(self.roles))
+    def share(self) -> Budget:
+        """The calls of one implementation with further token counts."""
+        return Budget(self.calls / max(1, len(self.roles)), self.valve)
 
     @contextmanager
     def trials(self) -> Iterator[dict[tuple[str, int, float], list[Trials]]]:
@@ -176,7 +173,7 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
 
 
 def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int], list[int]]:
-    """(counts that are always tried, further ones that are tried while time is left).
+    """(counts that are always tried, further ones that are tried while calls are left).
 
     Each is tried with one row less, too. So both sides of a power of two are among them.
 
@@ -198,97 +195,6 @@ def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int],
     further = [*sorted(edges), *sorted(small), *large]
     known = range(smallest, largest + 1)
     return sorted(n for n in always if n in known), [n for n in further if n in known]
-
-
-class Form:
-    """One kind of call of the served model: a pool of rows with ordinary values, and one with large
-    ones, in one layout."""
-
-    def __init__(self, spec: OpSpec, ordinary: Sample, large: Sample) -> None:
-        self.spec = spec
-        self.samples = (ordinary, large)
-        self.name = ordinary.name.partition(" x ")[2]
-        self.static = guarded(self._others(ordinary))
-        self._pools: dict[bool, Guarded] = {}
-        self._wanted: dict[bool, list[Wanted | None]] = {}
-
-    def _others(self, sample: Sample) -> dict[str, Any]:
-        given = self.spec.named(sample.args).items()
-        return {n: a for n, a in given if not self.spec.has_rows(n, a)}
-
-    def switch(self, large: bool) -> None:
-        """Write the weights and tables of the ordinary or the large values, in place."""
-        for name, value in self._others(self.samples[large]).items():
-            if isinstance(value, torch.Tensor):
-                self.static.arguments[name].copy_(value)
-        self.static.remember()
-
-    def pool(self, large: bool) -> Guarded:
-        """The rows of the activations."""
-        if large not in self._pools:
-            rows = self.spec.with_rows(self.samples[large].args)
-            self._pools[large] = guarded(rows, rows.keys())
-        return self._pools[large]
-
-    def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
-        """How far off a batch's results are.
-
-        Where they have a row per token, or repeated rows change nothing, the oracle is asked once,
-        about the pool. Of equal rows the first is compared with it, and each that has other bits.
-
-        Args:
-            large: which of the two pools.
-            rows: those of the pool that the batch has.
-            got: the results.
-        """
-        spec = self.spec
-        holds_all = spec.ignores_repeats and len(rows.unique()) == self._rows
-        if spec.whole_batch and not holds_all:
-            return worst(got, self._of(self._batch(large, rows), rows.device))
-        if large not in self._wanted:
-            self._wanted[large] = self._of(self.samples[large], rows.device)
-        if spec.whole_batch and spec.gives_caches:
-            return worst(got, self._wanted[large])
-        count, exact = len(rows), self._wanted[large]
-        tokens = torch.arange(count, device=rows.device)
-        first = torch.full((self._rows,), count, device=rows.device)
-        first.scatter_reduce_(0, rows, tokens, "amin")
-        held = (first < count).nonzero().squeeze(1)
-        if len(held) < self._rows:
-            exact = [want and want.rows(held) for want in exact]
-        off = worst(_of_tokens(got, first[held], count), exact, first[held])
-        like = first[rows]
-        again = (like < tokens).nonzero().squeeze(1)
-        unlike = again[_differing(got, again, like[again], count)]
-        for some in unlike.split(POOL) if not off[1] else ():
-            exact = [want and want.rows(rows[some]) for want in self._wanted[large]]
-            off = max(off, worst(_of_tokens(got, some, count), exact, some))
-            if off[1]:
-                break
-        return off
-
-    @cached_property
-    def _rows(self) -> int:
-        """How many rows the pool has."""
-        return int(self.spec.tokens(self.samples[0].args))
-
-    def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
-        tokens = None
-        if not self.spec.whole_batch:
-            tokens = next(map(len, self.spec.with_rows(sample.args).values()), None)
-        return [want and want.on(device) for want in wanted_of(self.spec, sample, tokens=tokens)]
-
-    def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
-        """The call with these rows of the pool."""
-        sample = self.samples[large]
-        given = self.spec.with_changed_rows(sample.args, partial(taken, rows=rows))
-        return dataclasses.replace(sample, args=given, repeats=None)
-
-    def call(self, activations: Guarded) -> Guarded:
-        """The whole call: activations, weights and tables, in the contract's order."""
-        both = {**handed_over(self.static.arguments), **activations.arguments}
-        ordered = {name: both[name] for name in self.spec.parameters}
-        return Guarded(ordered, (*activations.storages, *self.static.storages))
 
 
 @dataclass
@@ -416,29 +322,6 @@ def as_provided(spec: OpSpec, sample: Sample, dtypes: Mapping[str, torch.dtype])
     return dataclasses.replace(
         sample, name=sample.name + told, args=changed(sample.args), repeats=repeats
     )
-
-
-def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
-    """Which of these tokens of a batch of `count` have other bits than those that they equal.
-
-    A right kernel need not give equal bits: it takes other tiles at an edge.
-    """
-    found = torch.zeros_like(tokens, dtype=torch.bool)
-    for part in parts(got) if len(tokens) else ():
-        if isinstance(part, torch.Tensor) and _has_rows(part, count):
-            mine = bits(part.detach())
-            found |= (taken(mine, tokens) != taken(mine, others)).reshape(len(tokens), -1).any(1)
-    return found
-
-
-def _has_rows(part: torch.Tensor, count: int) -> bool:
-    """Whether it has a row per token, and is no one number for all of them."""
-    return part.ndim > 0 and len(part) == count and (part.numel() > 1 or count == 1)
-
-
-def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
-    """The results of these tokens, of a batch of `count`."""
-    return each_part(got, lambda part: taken(part, tokens) if _has_rows(part, count) else part)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from ..plugins.forms import verdict_of
 from ..plugins.types import OpImpl
 from ..text import clean, quote
 from .guarded import Guarded, guarded
-from .wanted import Off, Wanted, closed, leans, parts, wanted_of, worst
+from .oracle import closed, leans, parts, wanted_of, worst
+from .wanted import Off, Wanted
 
 T = TypeVar("T")
 
@@ -45,21 +46,23 @@ LEANING, SAMPLES = 0.3, 5
 rounded to nearest it errs by about 0, and cut off by half a step."""
 
 
-class Fault(Exception):
-    """An implementation must not serve.
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no correct result; as text, what it did in full.
 
     Args:
-        why: what it did.
+        status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or memory
+            that was written without right); `raised`.
+        reason: what it did.
         error: what it raised, if it did.
     """
 
-    def __init__(self, why: str, error: BaseException | None = None) -> None:
-        super().__init__(why)
-        self.why, self.error = why, error
+    status: Literal["refused", "wrong", "raised"]
+    reason: str
+    error: BaseException | None = None
 
-
-class Refusal(Exception):
-    """An implementation takes no such call; the text says why."""
+    def __str__(self) -> str:
+        return f"it is wrong: {self.reason}" if self.status == "wrong" else self.reason
 
 
 def attempt(
@@ -67,8 +70,8 @@ def attempt(
     fn: Callable[..., T],
     *args: Any,
     refuses: type[BaseException] | tuple[type[BaseException], ...] = NotImplementedError,
-) -> T:
-    """What foreign code gives: whatever it raises becomes a verdict.
+) -> tuple[T | None, Failure | None]:
+    """Call foreign code. Here what it raises becomes a value; only an interrupt is raised.
 
     Args:
         did: what an exception means, before its text: `it raised`.
@@ -76,22 +79,22 @@ def attempt(
         args: what it is called with. The devices of tensors among them are waited for, so that a
             fault there is this call's.
         refuses: by which exceptions it refuses the call.
-
-    Raises:
-        Refusal: it refuses the call.
-        Fault: it raised something else. Only an interrupt is passed on.
     """
     try:
         got = fn(*args)
         for device in {arg.device for arg in args if isinstance(arg, torch.Tensor)}:
             synchronise(device)
-    except (Fault, Refusal, KeyboardInterrupt):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # a plugin may raise anything, SystemExit and panics included
         if isinstance(error, refuses) and (why := refusal_of(error)):
-            raise Refusal(why) from error
-        raise Fault(f"{did} {quote(error)}", error) from error
-    return got
+            return None, Failure("refused", why, error)
+        return None, Failure("raised", f"{did} {quote(error)}", error)
+    return got, None
+
+
+Outcome = tuple[Any, Failure | None]
+"""What a call gave, None if it failed, and why it failed."""
 
 
 @dataclass(frozen=True)
@@ -219,95 +222,99 @@ def compare(
     given = spec.named(sample.args)
     call = guarded(given, spec.by_token) if memory is None else memory.rewritten(given)
     packed = not sample.relaid if packed is None else packed
+    call.remember()
+    run = partial(answer, as_call(impl, spec, layer_for), impl, spec, call.args)
+    got, failure = called(run, impl, spec, call, packed=packed)
     share = math.nan
-    try:
-        got = called(as_call(impl, spec, layer_for), impl, spec, call, packed=packed)
-
-        def look() -> tuple[float, str, Mapping[str, float]]:
-            results = closed(got, sample)
-            share, problem = judged(results)
-            tells = not problem and not sample.relaid  # which has the numbers of another sample
-            return share, problem, leans(results, wanted) if tells else {}
-
-        share, problem, leant = attempt(COMPARING, look, refuses=())
-        if problem:
-            raise Fault(problem)
-    except Refusal as refusal:
-        return Comparison(*fixed, "refused", reason=str(refusal))
-    except Fault as fault:
-        raised = fault.error is not None
-        return Comparison(*fixed, "raised" if raised else "wrong", share, fault.why, fault.error)
-    return Comparison(*fixed, "ok", share, leans=leant)
+    if failure is None:
+        share, failure = compared(got, lambda results: judged(closed(results, sample)))
+    if failure is not None:
+        return Comparison(*fixed, failure.status, share, failure.reason, failure.error)
+    tells = not sample.relaid  # which has the numbers of another sample
+    return Comparison(
+        *fixed, "ok", share, leans=leans(closed(got, sample), wanted) if tells else {}
+    )
 
 
 def called(
-    fn: Callable[..., Any],
+    run: Callable[[], Outcome],
     impl: OpImpl,
     spec: OpSpec,
     call: Guarded,
     *,
     looked_at: Guarded | None = None,
     packed: bool = True,
-) -> Any:
-    """The result of one call, of which all but the numbers is right.
+) -> Outcome:
+    """Make one call and check everything but its numbers.
+
+    Args:
+        run: makes the call.
+        impl: the implementation.
+        spec: its op's contract.
+        call: the arguments.
+        looked_at: those of the arguments that were remembered just before, whose memory is looked
+            at after the call; None for all. A call that is refused must not have written into the
+            others either.
+        packed: whether results must be contiguous.
+
+    Returns:
+        The result, and why the call fails: it was refused, raised, wrote what it must not, or its
+        result has another form.
+    """
+    got, failure = run()
+    if failure is not None:
+        if failure.status == "refused" and call.disturbance(frozenset()) is not None:
+            status: Literal["wrong", "raised"] = "wrong" if failure.error is None else "raised"
+            failure = Failure(status, REFUSED_LATE, failure.error)
+        return None, failure
+    consumed = spec.consumed(impl.consumes, call.args)
+
+    def look() -> str:
+        shapes = spec.fake(*call.args)  # not before: its memory would be missing in the call
+        problem = misplaced(got, shapes, call, consumed, packed)
+        return problem or misuse(looked_at or call, consumed, impl, spec)
+
+    problem, failure = attempt(COMPARING, look, refuses=())
+    return got, Failure("wrong", problem) if problem else failure
+
+
+def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None]:
+    """Compare the numbers of a result.
+
+    Args:
+        got: the result.
+        off: how far off it is.
+
+    Returns:
+        The worst error as a share of the tolerance, NaN if it cannot be compared; and why it fails.
+    """
+    found, failure = attempt(COMPARING, off, got, refuses=())
+    share, problem = found or (math.nan, "")
+    return share, Failure("wrong", problem) if problem else failure
+
+
+def answer(
+    fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
+) -> Outcome:
+    """Call `fn` if the implementation's `supports` takes the call.
 
     Args:
         fn: the implementation as a function of the contract's parameters.
         impl: the implementation.
         spec: its op's contract.
-        call: the arguments.
-        looked_at: those of the arguments whose memory is looked at after the call; None for all.
-            A call that is refused must not have written into the others either, since they were
-            remembered.
-        packed: whether results must be contiguous.
-
-    Raises:
-        Refusal: it refuses the call.
-        Fault: it raised, wrote what it must not, or its result has another form.
-    """
-    looked_at = looked_at or call
-    consumed = spec.consumed(impl.consumes, call.args)
-    looked_at.remember()
-    try:
-        got = answer(fn, impl, spec, call.args)
-    except Refusal as refusal:
-        if call.disturbance(frozenset()) is not None:
-            raise Fault(REFUSED_LATE, refusal.__cause__) from refusal
-        raise
-    shapes = spec.fake(*call.args)  # not before: its memory would be missing in the call
-    problem = attempt(COMPARING, misplaced, got, shapes, call, consumed, packed, refuses=())
-    if problem := problem or misuse(looked_at, consumed, impl, spec):
-        raise Fault(problem)
-    return got
-
-
-def answer(
-    fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
-) -> Any:
-    """What `fn` gives for a call that the implementation's `supports` takes.
-
-    Args:
-        fn, impl, spec: as for `called`.
         args: the call's.
         how: as for `attempt`.
-
-    Raises:
-        Refusal, Fault: as `attempt`.
     """
-    accept(impl, spec, args)
-    return attempt("it raised", fn, *args, **how)
+    failure = accept(impl, spec, args)
+    return attempt("it raised", fn, *args, **how) if failure is None else (None, failure)
 
 
-def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> None:
-    """Ask the implementation's `supports` about a call.
-
-    Raises:
-        Refusal: it does not take the call.
-        Fault: it raised.
-    """
-    verdict = attempt("its supports raised", verdict_of, impl, spec, args)
-    if verdict is not True:
-        raise Refusal(str(verdict))
+def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> Failure | None:
+    """Ask the implementation's `supports` about a call: why it does not take it, or None."""
+    verdict, failure = attempt("its supports raised", verdict_of, impl, spec, args)
+    if failure is None and verdict is not True:
+        failure = Failure("refused", str(verdict))
+    return failure
 
 
 def tried(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:

@@ -1,18 +1,14 @@
-"""What the results of a call must be, by the oracle, and how far off results are."""
+"""What one output of a call must be, and how far off results are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
-from ..contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routing, Sample, Within
-from ..contracts.outputs import Output
-from ..text import quote
 from .guarded import taken
 
 Off = tuple[float, str]
@@ -122,7 +118,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class _Near(Wanted):
+class Near(Wanted):
     """Each element within its room of the exact one.
 
     NaN is right where the oracle gives NaN, and infinity where it does or where the exact number
@@ -150,7 +146,7 @@ class _Near(Wanted):
         every = max(1, self.exact.numel() // LOOKED_AT) | 1  # odd: of vectors, each place
         exact = self.exact.reshape(-1)[::every]
         mine = results[0].reshape(-1)[::every].to(exact)
-        step = _step(exact, exact.new_ones(()), self.dtype)
+        step = step_of(exact, exact.new_ones(()), self.dtype)
         # What lies on a number of the dtype is not rounded, and between two both are nearest.
         told = exact.isfinite() & mine.isfinite() & ((2 * exact / step) % 1 != 0)
         told &= exact.abs() >= torch.finfo(self.dtype).smallest_normal
@@ -200,7 +196,7 @@ class _Near(Wanted):
 
 
 @dataclass(frozen=True)
-class _Same(Wanted):
+class Same(Wanted):
     """Each element equal to the oracle's.
 
     Args:
@@ -210,7 +206,7 @@ class _Same(Wanted):
     exact: torch.Tensor
 
     def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
-        mine, exact = _comparable(results[0].to(self.exact.device)), self.exact
+        mine, exact = comparable(results[0].to(self.exact.device)), self.exact
         differs = self._differs(mine)
         count = int(differs.sum())
         if not count:
@@ -222,7 +218,7 @@ class _Same(Wanted):
         return math.inf, f"{names[0]}: {count} of {total} elements differ, {first}"
 
     def measured(self, results: Results) -> list[torch.Tensor]:
-        mine = _comparable(results[0])
+        mine = comparable(results[0])
         differs = self._differs(mine)
         worst = torch.where(differs.any(), math.inf, 0.0).double()
         nothing = torch.zeros_like(worst)
@@ -237,7 +233,7 @@ class _Same(Wanted):
 
 
 @dataclass(frozen=True)
-class _Pair(Wanted):
+class Pair(Wanted):
     """A quantised value and its scale.
 
     Args:
@@ -245,15 +241,15 @@ class _Pair(Wanted):
         scale: what the scale must be.
     """
 
-    number: _Near
-    scale: _Near
+    number: Near
+    scale: Near
 
     results: ClassVar[int] = 2
 
     def off(self, results: Results, names: Sequence[str], tokens: Tokens) -> Off:
         exact = self.number.exact
         value, scale = (result.to(exact.device) for result in results)
-        number = value.to(exact.dtype) * _spread(scale.to(exact.dtype), value.shape)
+        number = value.to(exact.dtype) * spread(scale.to(exact.dtype), value.shape)
         of_scale = self.scale.off([scale], [names[1]], tokens)
         of_number = self.number.off([number], [f"{names[0]} times its scale"], tokens)
         return of_scale if of_scale[1] else max(of_scale, of_number)
@@ -261,12 +257,12 @@ class _Pair(Wanted):
     def measured(self, results: Results) -> list[torch.Tensor]:
         value, scale = results
         wide = self.number.exact.dtype
-        number = value.to(wide) * _spread(scale.to(wide), value.shape)
+        number = value.to(wide) * spread(scale.to(wide), value.shape)
         return [*self.scale.measured([scale]), *self.number.measured([number])]
 
 
 @dataclass(frozen=True)
-class _Routed(Wanted):
+class Routed(Wanted):
     """The weights and ids of the experts that each token takes.
 
     Args:
@@ -276,7 +272,7 @@ class _Routed(Wanted):
         margin: how far apart two scores must be for their order to be certain.
     """
 
-    weights: _Near
+    weights: Near
     ids: torch.Tensor
     scores: torch.Tensor
     margin: float
@@ -317,7 +313,7 @@ class _Routed(Wanted):
         return wrong | (others & untied & ~no_order)
 
     def _weights_off(self, weights: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
-        """As `_Near.share`; `weights` are in the order of `ids`, which are ascending."""
+        """As `Near.share`; `weights` are in the order of `ids`, which are ascending."""
         want = self.weights
         others = (ids != self.ids).any(-1, keepdim=True)
         if bool(others.any()):
@@ -332,7 +328,7 @@ class _Routed(Wanted):
 
 
 @dataclass(frozen=True)
-class _Blocks(Wanted):
+class Blocks(Wanted):
     """Rows sorted by expert in blocks, the expert of each block, and how many places are in use.
 
     Args:
@@ -365,259 +361,19 @@ class _Blocks(Wanted):
             names[1]: (experts[:blocks], each),
             f"the padding of {names[0]}": [(some == self.padding).long() for some in both],
             f"the rows of each expert in {names[0]}": [
-                _ascending(some, each, self.size) for some in both
+                ascending(some, each, self.size) for some in both
             ],
         }
-        offs = (_Same(want).off([mine], [name], None) for name, (mine, want) in compared.items())
+        offs = (Same(want).off([mine], [name], None) for name, (mine, want) in compared.items())
         return next((off for off in offs if off[1]), (0.0, ""))
 
 
-def _ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Tensor:
+def ascending(rows: torch.Tensor, experts: torch.Tensor, size: int) -> torch.Tensor:
     """Rows in blocks of this size, in ascending order over the blocks of one expert."""
     run = experts.diff(prepend=experts[:1]).ne(0).cumsum(0).repeat_interleave(size)
     order = rows.argsort(stable=True)
     order = order[run[order].argsort(stable=True)]
     return rows[order]
-
-
-def promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
-    """The results of a call in the one form that all have which are the same to the contract.
-
-    Args:
-        spec: the contract.
-        got: the results, as its fake shapes them.
-        args: the call's.
-    """
-    results, at = list(parts(got)), 0
-    for output in spec.outputs_of(len(results)):
-        if isinstance(output, ExpertBlocks):
-            size, padding = output.block_size(*args), output.padding(*args)
-            rows, experts, used = results[at : at + output.results]
-            places = min(max(int(used), 0), len(rows)) // size * size
-            rows, experts = rows.clone(), experts.clone()
-            rows[:places] = _ascending(rows[:places], experts[: places // size], size)
-            rows[places:], experts[places // size :] = padding, -1
-            results[at : at + output.results] = rows, experts, used
-        at += output.results
-    return tuple(results) if isinstance(got, tuple) else results[0]
-
-
-MEASURED = (Within, Exact, QuantisedPair)
-"""The kinds of outputs that `Wanted.measured` can compare."""
-
-
-def wanted_here(
-    spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float
-) -> list[Wanted | None]:
-    """What a call's results must be: the oracle is asked in fp64 on the device of the arguments.
-
-    Args:
-        spec: the contract; of outputs in `MEASURED`.
-        args: the call's.
-        scale: as `Sample.scale`, or one number for each row of the results.
-
-    Returns:
-        As `wanted_of`.
-    """
-    return _each_wanted(spec, args, scale, "a call")[1]
-
-
-def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> list[Wanted | None]:
-    """What a call's results must be: the oracle is asked, in fp64 on the CPU.
-
-    Args:
-        spec: the contract.
-        sample: the call.
-        tokens: how many rows every result must have; None where it may have others.
-
-    Returns:
-        One for each output; for one that the call does not have, None for each of its results.
-
-    Raises:
-        ValueError: the contract contradicts itself; the message says which part of it.
-    """
-    args, columns = sample.repeats or (sample.args, None)
-    on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in args]
-    where = f"the contract of {spec.name}, sample {sample.name!r}"
-    exact, wanted = _each_wanted(spec, on_host, sample.scale, where)
-    for index, part in enumerate(exact if tokens is not None else ()):
-        if part is not None and part.shape[:1] != (tokens,):
-            raise ValueError(
-                f"{where}: result {index} has the shape {_shape(part)} for {tokens} tokens, "
-                "not one row for each: such a contract says whole_batch=True"
-            )
-    if columns is not None:
-        given = [part if part is None else (*part.shape[:-1], len(columns)) for part in exact]
-        if given != (shapes := [*map(_shape, parts(spec.fake(*sample.args)))]):
-            raise ValueError(
-                f"{where}: by the smaller call that it repeats its results have the shapes "
-                f"{given}, by the fake {shapes}"
-            )
-        wanted = [want and want.columns(columns.cpu()) for want in wanted]
-    if not sample.open_rows:
-        return wanted
-    kept = _kept(sample, max(len(part) for part in exact if part is not None))
-    return [want and want.rows(kept) for want in wanted]
-
-
-def closed(got: Any, sample: Sample) -> Any:
-    """Results without the rows that the sample leaves open."""
-    if not sample.open_rows:
-        return got
-    kept = _kept(sample, max(len(part) for part in parts(got) if part is not None))
-    return each_part(got, lambda part: part if part.numel() == 1 else taken(part, kept))
-
-
-def _kept(sample: Sample, rows: int) -> torch.Tensor:
-    return torch.tensor([row for row in range(rows) if row not in sample.open_rows])
-
-
-def _each_wanted(
-    spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float, where: str
-) -> tuple[Sequence[Any], list[Wanted | None]]:
-    """The oracle's results where the arguments lie, and what each output must be."""
-    try:
-        exact, shapes = parts(spec.oracle(*args)), parts(spec.fake(*args))
-    except Exception as error:  # not the implementation's, beside whose name this is told
-        raise ValueError(f"{where}: its oracle or its fake raised {quote(error)}") from error
-    if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
-        raise ValueError(
-            f"{where}: the oracle's results have the shapes {[*map(_shape, exact)]}, the fake's "
-            f"{[*map(_shape, shapes)]}"
-        )
-    if spec.variants and (given := _given(spec, args)) != len(exact):
-        raise ValueError(
-            f"{where}: the oracle's results are {len(exact)}, those of the variant that takes this "
-            f"call {given}: where arguments decide how many there are, each number has a Variant"
-        )
-    wanted: list[Wanted | None] = []
-    at = 0
-    for output in spec.outputs_of(len(exact)):
-        end = at + output.results
-        mine, like = exact[at:end], shapes[at:end]
-        absent = [part is None for part in mine]
-        if any(absent) and not all(absent):
-            raise ValueError(f"{where}: of the {type(output).__name__} at {at} one result is None")
-        if any(absent):
-            wanted += [None] * output.results
-        else:
-            wanted.append(_wanted(spec, output, mine, like, scale, args))
-        at = end
-    return exact, wanted
-
-
-def _given(spec: OpSpec, args: Sequence[Any]) -> int:
-    """How many results the variant has that compiled code calls; 0 where none takes these."""
-    absent = {name for name, arg in spec.named(args).items() if arg is None}
-    takes = [v for v in spec.variants if absent.issuperset({*spec.parameters} - {*v.parameters})]
-    fewest = min(takes, key=lambda v: len(v.parameters), default=None)
-    return fewest.returns + fewest.pads if fewest else 0
-
-
-def _wanted(
-    spec: OpSpec,
-    output: Output,
-    exact: Sequence[torch.Tensor],
-    like: Sequence[torch.Tensor],
-    scale: Any,
-    args: Sequence[Any],
-) -> Wanted:
-    """What the results of one output must be; `args` are the call's."""
-    match output:
-        case Exact():
-            return _Same(_comparable(exact[0], like[0].dtype))
-        case QuantisedPair():
-            step = _step(exact[0], _spread(exact[1], exact[0].shape), like[0].dtype)
-            scales = _near(spec, output, exact[1], like[1].dtype, scale)
-            slack = (scales.allowed / exact[1].abs()).nan_to_num(0.0, 0.0, 0.0)
-            room = output.steps * step + _spread(slack, exact[0].shape) * exact[0].abs()
-            return _Pair(_Near(exact[0], room, like[1].dtype), scales)
-        case ExpertBlocks():
-            rows, experts, used = (part.to(torch.int64) for part in exact)
-            size, padding = output.block_size(*args), output.padding(*args)
-            return _Blocks(rows, experts, used, size, padding)
-        case Routing():
-            ids, order = exact[1].to(torch.int64).sort(-1)
-            weights = _near(spec, output, exact[0].gather(-1, order), like[0].dtype, scale)
-            return _Routed(weights, ids, output.scores(*args).double(), output.margin * scale)
-        case _:
-            return _near(spec, output, exact[0], like[0].dtype, scale)
-
-
-def _near(
-    spec: OpSpec, output: Output, exact: torch.Tensor, dtype: torch.dtype, scale: Any
-) -> _Near:
-    tolerance = spec.tolerance(dtype, output)
-    if isinstance(scale, torch.Tensor):
-        of_rows = exact.ndim > 0 and scale.shape == exact.shape[:1]
-        scale = scale.view(-1, *[1] * (exact.ndim - 1)) if of_rows else scale.amax()
-    return _Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
-
-
-def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Off:
-    """How far off the results of a call are.
-
-    Args:
-        got: one result or several, of the shapes and dtypes that the contract says.
-        wanted: what each output must be.
-        places: which tokens of a batch their rows are, for the message; None for all.
-    """
-    largest = 0.0
-    for want, mine, names in paired(got, wanted):
-        share, problem = want.off(mine, names, places)
-        if problem:
-            return share, problem
-        largest = max(largest, share)
-    return largest, ""
-
-
-def leans(got: Any, wanted: Iterable[Wanted | None]) -> dict[str, float]:
-    """Name -> how a result leans, of those that tell; the arguments are as for `worst`."""
-    found = {names[0]: want.leans(mine) for want, mine, names in paired(got, wanted)}
-    return {name: lean for name, lean in found.items() if not math.isnan(lean)}
-
-
-def paired(
-    got: Any, wanted: Iterable[Wanted | None]
-) -> Iterator[tuple[Wanted, list[torch.Tensor], list[str]]]:
-    """What each output must be, its results and what messages call them, where there is something
-    to compare."""
-    at, results = 0, parts(got)
-    for want in wanted:
-        end = at + (want.results if want is not None else 1)
-        mine = results[at:end]
-        if want is not None and not want.is_empty(mine):
-            is_one = not isinstance(got, tuple)
-            names = ["the result" if is_one else f"result {index}" for index in range(at, end)]
-            yield want, [part.detach() for part in mine], names
-        at = end
-
-
-def parts(result: Any) -> tuple[Any, ...]:
-    """The results of a call, one or several."""
-    return result if isinstance(result, tuple) else (result,)
-
-
-def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
-    """The results of a call as `change` makes each of them; None stays."""
-    changed = tuple(part if part is None else change(part) for part in parts(result))
-    return changed if isinstance(result, tuple) else changed[0]
-
-
-def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
-    """The magnitude of the finite numbers in each row of a call's activations, at least 1.
-
-    That of numbers in 8 bits is theirs times that of the other activations: their scales.
-    """
-    wide, is_scaled = [], False
-    for name, arg in spec.named(args).items():
-        is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.numel()
-        if name in spec.by_token and is_float:
-            rows = len(arg) if spec.has_rows(name, arg) else 1
-            wide.append(arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(rows, -1).amax(1))
-            is_scaled |= arg.itemsize == 1
-    by = torch.mul if is_scaled else torch.maximum
-    return reduce(by, wide).clamp(min=1.0) if wide else 1.0
 
 
 def _token(row: int, places: Tokens) -> int:
@@ -633,7 +389,7 @@ def _problem(name: str, share: float, count: int, total: int) -> str:
     )
 
 
-def _comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """In a dtype in which it can be compared with others: int64, or floating as `dtype` rounds."""
     if not (dtype or tensor.dtype).is_floating_point:
         return tensor.to(torch.int64)
@@ -641,7 +397,7 @@ def _comparable(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch
     return tensor if tensor.element_size() >= 4 else tensor.float()
 
 
-def _spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A scale for each element of a value of this shape; ValueError where it does not divide."""
     if scale.numel() == 1:
         return scale.reshape(())
@@ -661,7 +417,7 @@ def _spread(scale: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return scale
 
 
-def _step(exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def step_of(exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The distance of two neighbours of `dtype`, times `scale`, at each exact number."""
     if not dtype.is_floating_point:
         return scale.abs().expand(exact.shape)
@@ -669,7 +425,3 @@ def _step(exact: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch
     value = (exact / scale).nan_to_num(0.0, 0.0, 0.0)
     step = torch.ldexp(torch.full_like(value, info.eps), value.frexp().exponent - 1)
     return step.clamp_(min=info.smallest_normal * info.eps) * scale.abs()
-
-
-def _shape(part: Any) -> tuple[int, ...] | None:
-    return None if part is None else tuple(part.shape)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
@@ -21,17 +21,17 @@ from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
 from ..engine.tables import Standing
+from ..plugins.inspection import Key, Moment
 from ..plugins.overrides import noted
 from ..text import quote, scrub
-from .ranks import Disabled, Key
+from .ranks import Disabled, exchange
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from ..engine.metrics import MetricsFile
-    from ..engine.shadow import Shadow
-    from ..engine.state_file import StateFile
+
+T = TypeVar("T")
 
 STARTS = {
     "load_model": "vLLM: the model",
@@ -45,76 +45,120 @@ One that fails ends it."""
 
 @dataclass(eq=False)
 class Engine:
-    """One engine in this process, until it has ended or its start has failed.
+    """One engine in this process, until it has ended or its startup has failed.
 
     Args:
-        plan: the plan it serves with; another one once something was disabled.
         facts: what the engine's configuration says.
         rank: its number within the engine.
-        device: the worker's.
         worker: vLLM's worker.
-        groups: what makes the communicators of vLLM's groups of ranks; None if vLLM does.
         joins: whether the rank joins a running engine (elastic EP), whose ranks do not gather.
+
+    Attributes:
+        device: the worker's, once it is open.
+        plan: the plan, once it is made; another one after something was disabled.
+        contents: what the plan consists of, JSON-able.
+        digest: the sealed plan's.
+        groups: what makes the communicators of vLLM's groups of ranks; None if vLLM does.
         worker_facts: what plugins have reported, by distribution.
         table: what becomes of the table that the settings name.
         disabled: (op, impl id) -> why it is off on all ranks.
+        wrong: (op, impl id) -> why, of what the last check found wrong and serves all the same.
         unused: planned op -> why this engine is not seen to call it.
+        remarks: moment -> phrases for the report.
+        seconds: how long the ranks have taken to settle on a plan.
         state: what plugins and patchers keep of this engine, by owner.
-        facts_of_lock: what a lock has of it; empty if the settings name none.
-        differs: what differs from that lock, on whichever rank, a sentence each.
-        digest: the sealed plan's.
-        remarks: what else there is to say of its start, a phrase each.
-        status: `starting`, `serving`, `ended` or `failed`: its start did.
+        status: `starting`, `serving`, `ended` or `failed`: its startup did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
-        metrics: the file of its counters, where the settings name one.
-        report: the file of its report, where they name one.
-        shadow: what compares calls of sampled steps, where the settings say so.
-        is_watched: whether the model is looked at once more when its weights have changed.
+        is_loaded: whether the model is bound to the plan and has its weights.
         asleep: what of its memory it has given back.
         due: whether its weights were updated while something was.
-        wrong: (op, impl id) -> why, of what the last look found wrong and serves all the same.
     """
 
-    plan: Plan
     facts: EngineFacts
     rank: int
-    device: torch.device
     worker: Any = None
-    groups: Any = None
     joins: bool = False
+    device: torch.device = field(init=False)
+    plan: Plan = field(init=False)
+    contents: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
+    groups: Any = None
     worker_facts: dict[str, Any] = field(default_factory=dict)
     table: Standing = field(default_factory=Standing)
     disabled: dict[Key, Disabled] = field(default_factory=dict)
+    wrong: dict[Key, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
+    remarks: dict[Moment, list[str]] = field(default_factory=lambda: {each: [] for each in Moment})
+    seconds: float = 0.0
     state: dict[object, Any] = field(default_factory=dict)
-    facts_of_lock: Mapping[str, Any] = field(default_factory=dict)
-    differs: list[str] = field(default_factory=list)
-    digest: str = ""
-    remarks: list[str] = field(default_factory=list)
     status: str = "starting"
     error: dict[str, str] | None = None
-    metrics: MetricsFile | None = None
-    report: StateFile | None = None
-    shadow: Shadow | None = None
-    is_watched: bool = False
+    is_loaded: bool = False
     asleep: frozenset[str] = frozenset()
     due: bool = False
-    wrong: dict[tuple[str, str], str] = field(default_factory=dict)
-    _held: ExitStack = field(default_factory=ExitStack, init=False)
+    _bound: ExitStack = field(default_factory=ExitStack, init=False)
+    _exits: ExitStack = field(default_factory=ExitStack, init=False)
+    _on_serving: list[Callable[[], object]] = field(default_factory=list, init=False)
 
-    def hold(self, give_back: Callable[..., object], *args: Any) -> None:
-        """What was taken of the process for this engine: how it is given back when it leaves."""
-        self._held.callback(give_back, *args)
+    def gather(self, what: str, mine: T) -> list[T]:
+        """Return every rank's value, in the order of the ranks. A rank that joins has its own only.
 
-    def leave(self) -> None:
-        """Give back all that is held, the latest first. A second call does nothing."""
-        self._held.close()
+        Args:
+            what: the purpose, as `settle on a plan`; all ranks gather the same in the same order.
+            mine: this rank's value; it is pickled.
+
+        Raises:
+            RanksFailed: a rank cannot go on. All ranks raise it.
+            RuntimeError: a rank died, or did not answer in time; the message says which.
+        """
+        return [mine] if self.joins else exchange(what, mine)
+
+    def fail(self, what: str, why: str) -> None:
+        """Let the other ranks, which gather, know why this one cannot go on.
+
+        Raises:
+            RanksFailed: always, on all ranks, except on a rank that joins.
+        """
+        if not self.joins:
+            exchange(what, None, why)
+
+    def on_unbind(self, undo: Callable[..., object], *args: Any) -> None:
+        """Call `undo` when the plan is unbound: the engine ends, or is bound to another plan."""
+        self._bound.callback(undo, *args)
+
+    def on_exit(self, f: Callable[[], object]) -> None:
+        """Call `f` when the engine ends or its startup fails, before the plan is unbound."""
+        self._exits.callback(f)
+
+    def on_serving(self, f: Callable[[], object]) -> None:
+        """Call `f` just before the engine takes requests."""
+        self._on_serving.append(f)
+
+    def active(self) -> AbstractContextManager[None]:
+        """Let calls of this thread inside the block be this engine's."""
+        return calling(self)
+
+    def serve(self) -> None:
+        """Call what waits for the engine to serve."""
+        self.status = "serving"
+        for f in self._on_serving:
+            f()
+
+    def unbind(self) -> None:
+        """Undo what binds the plan, the latest first. A second call does nothing."""
+        self._bound.close()
+
+    def end(self, status: str) -> None:
+        """Call what waits for the end, then unbind the plan. A second call does nothing."""
+        self.status = status
+        with self._bound:
+            self._exits.close()
 
     def begin(self, vllm_config: VllmConfig) -> None:
         """From now on forward passes of this configuration's engine are known as this one's."""
         layers = vllm_config.compilation_config.static_forward_context
-        _serving[id(layers)] = self, layers
-        self.hold(_serving.pop, id(layers), None)
+        _engines[id(layers)] = self, layers
+        self.on_unbind(_engines.pop, id(layers), None)
 
     @property
     def config(self) -> VllmConfig:
@@ -151,7 +195,7 @@ class Engine:
         return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
 
 
-_serving: dict[int, tuple[Engine, object]] = {}
+_engines: dict[int, tuple[Engine, object]] = {}
 """id of an engine's table of layers -> (the engine, the table). The table is kept alive, so that no
 other one is given its id."""
 
@@ -168,7 +212,7 @@ _thread = _Thread()
 def now() -> Engine | None:
     """The engine that is calling; None where none of ours is."""
     if is_forward_context_available():
-        found = _serving.get(id(get_forward_context().no_compile_layers))
+        found = _engines.get(id(get_forward_context().no_compile_layers))
         if found is not None:
             return found[0]
     return _thread.engine
@@ -190,14 +234,14 @@ def without(engine: Engine) -> Iterator[None]:
 
     For a process in which one thread alone runs the model.
     """
-    known = {key: entry for key, entry in _serving.items() if entry[0] is engine}
+    known = {key: entry for key, entry in _engines.items() if entry[0] is engine}
     for key in known:
-        del _serving[key]
+        del _engines[key]
     try:
         with calling(None):
             yield
     finally:
-        _serving.update(known)
+        _engines.update(known)
 
 
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,8 +266,7 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
                 time = datetime.now(UTC).isoformat(timespec="seconds")
                 engine.error = {"method": name, "why": scrub(quote(error)), "time": time}
                 if is_of_start:
-                    engine.status = "failed"
-                    engine.leave()
+                    engine.end("failed")
             raise
 
     return called

@@ -13,7 +13,6 @@ from ..errors import OwnerError, VllmFLError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins.installed import rivals
 from ..settings.loading import load_startup
-from ..settings.schema import Settings
 from ..text import quote
 
 log = get_logger("engine")
@@ -48,6 +47,7 @@ def platform_plugin() -> str | None:
 
 def general_plugin() -> None:
     """Make our variables known to vLLM, and its platform ours where it has taken another plugin's.
+    Then extensions are called (`process_start`).
 
     vLLM comes here in every process, before a configuration is made from arguments.
 
@@ -58,6 +58,7 @@ def general_plugin() -> None:
     Raises:
         SettingsError: a variable that says how to start is wrong.
         PluginError: another distribution owns what is ours; or the platform plugin's error.
+        VllmFLError: an extension ends the startup.
     """
     from .compat import hide_our_variables, obstacle
 
@@ -76,8 +77,6 @@ def general_plugin() -> None:
     from .platform import lay_in_place
 
     lay_in_place(startup.platform)
-    metrics = os.environ.get(Settings.metrics.variable)
-    if metrics:
-        from .scraping import show
+    from ..dispatch.startup import begin_process
 
-        show(metrics)
+    begin_process()

@@ -20,7 +20,6 @@ from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..text import quote
 from .patchers.layers import Layer, custom_op_of, layer_table
-from .planning import facts_of
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -45,13 +44,8 @@ class Skeleton:
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]]
 
 
-def model_facts(vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
-    """What the configuration says, and what the model is made of, as far as that is known.
-
-    Raises:
-        SettingsError, PluginError: as `facts_of`.
-    """
-    facts = facts_of(vllm_config)
+def completed(facts: EngineFacts, vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
+    """Complete the facts of a configuration by what the model is made of, as far as it is known."""
     skeleton = skeleton_of(vllm_config) if vllm_config.model_config is not None else None
     if skeleton is None:
         return facts, None

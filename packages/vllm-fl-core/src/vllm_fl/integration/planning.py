@@ -11,13 +11,13 @@ from ..contracts.binding import Binding
 from ..contracts.sizes import model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
-from ..engine.determinism import unmeasured
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
 from ..engine.tables import Standing, standing, under
-from ..errors import InvalidSettingError, PluginError, SettingsError
+from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
 from ..plugins.communicator import NAMED_CLASSES
+from ..plugins.verifiers import unread, unverified
 from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
 from .compat import hide_our_variables
@@ -278,7 +278,7 @@ def plan_for(
         facts,
         demoted={
             **found.impls,
-            **unmeasured(facts, get_default_manager().registry.snapshot()),
+            **_unmeasured(facts),
             **(demoted or {}),
         },
         notes={
@@ -299,6 +299,27 @@ def plan_for(
     return replace(plan, whole=whole)
 
 
+def refuse_unverified(facts: EngineFacts, plan: Plan | None = None) -> None:
+    """Refuse an engine if nothing here does what its settings ask for.
+
+    Args:
+        facts: what the engine's configuration says.
+        plan: its plan; by default it is made if it matters.
+
+    Raises:
+        StartError: nothing verifies what is planned, or nothing reads a setting.
+    """
+    startup, settings = get_default_manager().startup, facts.settings
+    plugins = startup.plugins if startup else ()
+    why = unread({key: each.value for key, each in settings.items()}, plugins)
+    if why is None and unverified(settings.preflight, plugins, plans_others=True):
+        entries = (plan or plan_for(facts)).entries.values()
+        others = any(impls for entry in entries for _, impls in entry.candidates)
+        why = unverified(settings.preflight, plugins, plans_others=others)
+    if why is not None:
+        raise StartError(f"vllm-fl ends the start: {why}")
+
+
 def plan_now() -> Plan | None:
     """The plan of the configuration that is current in vLLM, before a worker has made its own.
 
@@ -312,6 +333,15 @@ def plan_now() -> Plan | None:
     if isinstance(extra, dict) and KEY not in extra:
         return None
     return plan_for(facts_of(vllm_config))
+
+
+def _unmeasured(facts: EngineFacts) -> dict[tuple[str, str], str]:
+    """Return why nothing may serve if an engine asks for a property that nothing here measures."""
+    registry, asks = get_default_manager().registry, facts.wants_invariance
+    if not asks or any(plugin.verifies for plugin in registry.plugins):
+        return {}
+    why = f"{asks}, and nothing here measures that"
+    return dict.fromkeys(registry.snapshot().owners, why)
 
 
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:

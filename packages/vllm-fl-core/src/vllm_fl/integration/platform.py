@@ -128,6 +128,7 @@ class PlatformOverlay:
             note_configured,
             plan_for,
             refuse_batch_invariance,
+            refuse_unverified,
         )
         from .worker import wrap_worker
 
@@ -140,7 +141,10 @@ class PlatformOverlay:
             return
         if cls.vllm_fl_device is None:  # a plugin's device may have a mode of its own
             refuse_batch_invariance(cls.vllm_fl_platform)
-        apply(plan_for(facts_of(vllm_config)), vllm_config)
+        facts = facts_of(vllm_config)
+        plan = plan_for(facts)
+        refuse_unverified(facts, plan)
+        apply(plan, vllm_config)
         carry_startup(vllm_config.parallel_config)
         if cls.vllm_fl_began is not None:
             note_configured(vllm_config, cls.vllm_fl_began)

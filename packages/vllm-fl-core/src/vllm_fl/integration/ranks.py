@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from ..engine.tables import Standing
+from ..errors import StartError
 from ..logs import get_logger
+from ..plugins.inspection import Key, Objection
+from .exchange import gathered, introduce
 
 T = TypeVar("T")
 
 log = get_logger("engine")
 
-TIMEOUT = timedelta(minutes=10)
-"""How long the first rank to finish waits for the others: a cold kernel cache may cost one of them
-minutes. One that died is noticed at once, by its closed connection."""
-
-
-UNUSED = 48
-"""A tag of messages under which none is sent."""
-
 FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
-"""Why an implementation is out: the code of the warning that says so."""
+"""The code of the warning that says why an implementation is off."""
 
 REFUSES = "it refuses every call of this model"
-"""What the reason of a rejection begins with, of what is right and takes none of them."""
-
-
-Key = tuple[str, str]
-"""(op, impl id)."""
+"""How the reason begins of an implementation that is right and takes no call."""
 
 
 class Disabled(NamedTuple):
@@ -81,182 +72,155 @@ class Disabled(NamedTuple):
         log.warning("%s [%s]", told, self.code)
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a rank saw of the implementations while it ran its part of the loaded model.
+class RanksFailed(StartError):
+    """A rank cannot go on, and all ranks know it.
 
     Args:
-        refused: (op, impl id) -> a reason, of those that took none of the calls of which they are
-            the first candidate.
-        served: (op, impl id) of those that computed a call.
-        reached: the ops that were called.
-        untold: the ops of which such a run does not tell whether this engine calls them.
+        failures: `rank 1: why` of each rank that failed.
     """
 
-    refused: dict[tuple[str, str], str]
-    served: frozenset[tuple[str, str]]
-    reached: frozenset[str]
-    untold: frozenset[str]
+    def __init__(self, failures: Sequence[str]) -> None:
+        super().__init__(f"vllm-fl ends the start: {'; '.join(failures)}")
+        self.failures = tuple(failures)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What one rank found.
+class Message:
+    """What one rank gives in an exchange.
 
     Args:
         rank: its number among all ranks, those of other data-parallel engines too.
-        faults: (op, impl id) -> why it must not serve.
-        rejections: (op, impl id) -> why what is right may not serve all the same.
-        failure: the error that ends the start on this rank, or empty.
-        facts: what its plan consists of.
-        table: what became of the table that its settings name.
-        counts: the token counts at which it wants the loaded model run on live tensors. All ranks
-            run all of these, since a forward of one waits for the others.
-        installed: (op, impl id) of every implementation that its plugins brought.
-        ran: what the loaded model showed here; None where it was not run, or not to its end.
-        differs: what differs from the lock, a sentence each.
+        what: the purpose of the exchange.
+        value: its value.
+        failure: why it cannot go on, or empty.
     """
 
     rank: int
-    faults: dict[tuple[str, str], str] = field(default_factory=dict)
+    what: str
+    value: Any
     failure: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-    table: Standing = field(default_factory=Standing)
-    counts: frozenset[int] = frozenset()
-    rejections: dict[tuple[str, str], str] = field(default_factory=dict)
-    installed: frozenset[tuple[str, str]] = frozenset()
-    ran: Ran | None = None
-    differs: tuple[str, ...] = ()
 
 
-def agree(mine: Verdict) -> list[Verdict]:
-    """Every rank's verdict, in the order of the ranks.
+def publish_process() -> None:
+    """Let the other ranks check this one if it is late for their first exchange."""
+    from torch.distributed import is_initialized
+    from vllm.distributed.parallel_state import get_world_group
+
+    if is_initialized() and get_world_group().world_size > 1:
+        introduce(get_world_group().cpu_group)
+
+
+def exchange(what: str, mine: T, failure: str = "") -> list[T]:
+    """Return every rank's value, in the order of the ranks.
 
     A worker knows its number within its own engine. vLLM joins the data-parallel engines of a
-    mixture of experts into one world, where each verdict has the number that it has there.
+    mixture of experts into one world, whose numbers the messages have.
+
+    Args:
+        what: the purpose, as `settle on a plan`; all ranks exchange the same in the same order.
+        mine: this rank's value; it is pickled.
+        failure: why this rank cannot go on, or empty.
 
     Raises:
+        RanksFailed: a rank has failed, or the ranks do not exchange the same.
         RuntimeError: a rank died, or did not answer in time; the message says which.
     """
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    if group.world_size == 1:
-        return [mine]
-    mine = replace(mine, rank=group.rank)
-    return gathered(mine, group.cpu_group, group.world_size, mine.rank, "verify their kernels")
+    rank, size = (0, 1) if group.world_size == 1 else (group.rank, group.world_size)
+    message = Message(rank, what, mine, failure)
+    messages = gathered(message, group.cpu_group, size, rank, what)
+    if failures := [f"rank {m.rank}: {m.failure}" for m in messages if m.failure]:
+        raise RanksFailed(failures)
+    if len({m.what for m in messages}) > 1:
+        raise RanksFailed([f"rank {m.rank}: it is at another step ({m.what})" for m in messages])
+    return [m.value for m in messages]
 
 
-def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T]:
-    """What every rank of a group gives, in the order of the ranks.
+@dataclass(frozen=True)
+class Opinion:
+    """What one rank says of its plan at a moment.
 
     Args:
-        mine: what this rank gives; it is pickled.
-        cpu_group: torch.distributed's group, of its backend gloo.
-        size: how many ranks it has.
-        rank: this rank's number among all.
-        what: what the ranks are at, for the error.
-
-    Raises:
-        RuntimeError: a rank died, or did not answer in time; the message says which.
+        objections: (op, impl id) -> why it must not serve.
+        contents: what its plan consists of; empty if the plan was agreed on before.
+        installed: (op, impl id) of all that is installed there.
+        unavailable: (op, impl id) -> why it is not available there.
+        table: what became of the table that its settings name.
     """
-    import torch.distributed as dist
 
-    if size == 1:
-        return [mine]
-    told: list[Any] = [None] * size
-    try:
-        dist.monitored_barrier(cpu_group, timeout=TIMEOUT, wait_all_ranks=True)
-        dist.all_gather_object(told, mine, group=cpu_group)
-    except RuntimeError as error:
-        gone = _gone(cpu_group, size, rank)
-        named = f" ({', '.join(f'rank {n}' for n in gone)})" if gone else ""
-        raise RuntimeError(
-            f"vllm-fl: rank {rank} waited for the other ranks to {what}, and one of them is gone"
-            f"{named}: {error}. Its own log, above, says why."
-        ) from error
-    return told
+    objections: Mapping[Key, Objection]
+    contents: Mapping[str, Any] = field(default_factory=dict)
+    installed: frozenset[Key] = frozenset()
+    unavailable: Mapping[Key, str] = field(default_factory=dict)
+    table: Standing = field(default_factory=Standing)
 
 
-def _gone(cpu_group: Any, size: int, rank: int) -> list[int]:
-    """Which ranks have closed their connection with this one.
+def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, tuple[Disabled, bool]]:
+    """Return what no rank may serve with: (op, impl id) -> (why, whether strict mode ends for it).
 
-    The barrier names those that do not come, and not one that died before it began. Nothing can be
-    received from that one any more; from all others nothing is waited for.
+    Args:
+        opinions: every rank's.
+        known: what is disabled already.
     """
-    import torch
-
-    gone = []
-    for other in range(size):
-        try:
-            if other != rank:
-                cpu_group.recv([torch.empty(1)], other, UNUSED)
-        except RuntimeError:
-            gone.append(other)
-    return gone
+    found: dict[Key, tuple[Disabled, bool]] = {}
+    for rank, each in enumerate(opinions):
+        for key, objection in each.objections.items():
+            disabled = Disabled(objection.code, rank, objection.reason)
+            found.setdefault(key, (disabled, objection.ends_strict))
+    for key, missing in lacking(opinions).items():
+        found.setdefault(key, (missing, True))
+    return {key: each for key, each in found.items() if key not in known}
 
 
-def common_table(verdicts: list[Verdict]) -> Standing:
-    """What becomes of the table on all ranks: where one differs, none of them has any."""
-    first = verdicts[0].table
-    if len({verdict.table.digest for verdict in verdicts}) > 1:
-        each = (f"rank {v.rank} has {v.table.digest or v.table.reason or 'none'}" for v in verdicts)
-        return Standing(reason=f"The ranks have different tables: {'; '.join(each)}")
+def common_table(opinions: Sequence[Opinion]) -> Standing:
+    """Return what becomes of the table on all ranks: if one differs, none of them has any."""
+    first = opinions[0].table
+    if len({each.table.digest for each in opinions}) > 1:
+        told = (
+            f"rank {rank} has {each.table.digest or each.table.reason or 'none'}"
+            for rank, each in enumerate(opinions)
+        )
+        return Standing(reason=f"The ranks have different tables: {'; '.join(told)}")
     if not first.digest:
         return first
-    left_out = {op: why for v in reversed(verdicts) for op, why in v.table.left_out.items()}
+    left_out = {op: why for each in reversed(opinions) for op, why in each.table.left_out.items()}
     return Standing(first.digest, left_out=left_out)
 
 
-def lacking(verdicts: list[Verdict]) -> dict[tuple[str, str], Disabled]:
-    """What one rank would serve with, and another one does not have."""
-    found: dict[tuple[str, str], Disabled] = {}
-    for rows, impls in (item for v in verdicts for item in v.facts.get("ops", {}).items()):
+def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:
+    """Return what one rank would serve with, and another one does not have."""
+    found: dict[Key, Disabled] = {}
+    for rows, impls in (item for each in opinions for item in each.contents.get("ops", {}).items()):
         op = rows.partition("(")[0]  # of one that is ordered by size, a row
         for impl in impls:
             key = op, impl["impl"]
-            rank = next((v.rank for v in verdicts if key not in v.installed), None)
-            if rank is not None and key not in found:
-                found[key] = Disabled(LACKED, rank, f"{impl['distribution']} {impl['version']}")
+            for rank, each in enumerate(opinions):
+                if key not in each.installed:
+                    why = f"{impl['distribution']} {impl['version']}"
+                    found.setdefault(key, Disabled(LACKED, rank, why))
+                elif key in each.unavailable:
+                    why = f"it is not available on rank {rank}: {each.unavailable[key]}"
+                    found.setdefault(key, Disabled(REJECTED, rank, why))
     return found
 
 
-def refusing(verdicts: list[Verdict]) -> dict[tuple[str, str], Disabled]:
-    """What took no call of the loaded model on any rank.
-
-    Nothing where a rank did not run its part: there it may serve.
-    """
-    runs = [(v.rank, v.ran) for v in verdicts if v.ran is not None]
-    if len(runs) < len(verdicts):
-        return {}
-    served = frozenset[tuple[str, str]]().union(*(ran.served for _, ran in runs))
-    return {
-        key: Disabled(REJECTED, rank, f"{REFUSES} ({why})")
-        for rank, ran in reversed(runs)
-        for key, why in ran.refused.items()
-        if key not in served
-    }
-
-
-def differences(verdicts: list[Verdict]) -> list[str]:
-    """Where the ranks' plans differ from rank 0's, one sentence each."""
+def differences(opinions: Sequence[Opinion]) -> list[str]:
+    """Return how the ranks' plans differ from rank 0's, one sentence each."""
     lines = []
-    base = verdicts[0]
-    for other in verdicts[1:]:
-        if other.facts == base.facts:
+    base = opinions[0].contents
+    for rank, other in enumerate((each.contents for each in opinions[1:]), 1):
+        if other == base:
             continue
-        ours, others = base.facts.get("ops", {}), other.facts.get("ops", {})
+        ours, others = base.get("ops", {}), other.get("ops", {})
         for op in dict.fromkeys((*ours, *others)):  # a row of one that is ordered by size too
             impls, theirs = ours.get(op, []), others.get(op, [])
             if impls != theirs:
-                lines.append(
-                    f"{op}: rank {base.rank} has {_short(impls)}, rank {other.rank} has "
-                    f"{_short(theirs)}"
-                )
-        rest = {k for k in base.facts if k != "ops" and base.facts[k] != other.facts.get(k)}
+                lines.append(f"{op}: rank 0 has {_short(impls)}, rank {rank} has {_short(theirs)}")
+        rest = {k for k in base if k != "ops" and base[k] != other.get(k)}
         lines += [
-            f"{key}: rank {base.rank} has {base.facts[key]!r}, rank {other.rank} has "
-            f"{other.facts.get(key)!r}"
+            f"{key}: rank 0 has {base[key]!r}, rank {rank} has {other.get(key)!r}"
             for key in sorted(rest)
         ]
     return lines

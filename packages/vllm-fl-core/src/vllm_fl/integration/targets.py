@@ -15,6 +15,7 @@ from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import BackendImplKind, OpImpl
 
 if TYPE_CHECKING:
+    from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
 
 P = TypeVar("P", bound=Target)
@@ -92,3 +93,16 @@ def stock_form(
         return None
     kind = BackendImplKind.REFERENCE
     return OpImpl(op, "stock.vllm", kind, native, consumes=consumes, traceable=traceable)
+
+
+def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
+    """Op -> why no call of it is to be expected, by what the model is made of."""
+    found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer of it")
+    named = "the settings name it, and this model has no place for it here"
+    found |= dict.fromkeys(facts.absent, named)  # those that only the user's settings plan
+    return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}
+
+
+def meets_a_compiler(binding: Binding | None) -> bool:
+    """Return whether compiled code calls the op, and not only what runs behind a compiler."""
+    return binding is not None and any(target.reaches_compiler for target in binding.targets)

@@ -11,38 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
-from ..engine.digest import code_facts, digest
+from ..engine.digest import code_facts
 from ..engine.facts import EngineFacts
-from ..engine.metrics import MetricsFile
 from ..engine.phases import before_worker, phases_of
-from ..engine.plan import Plan, leave_place, take_place
+from ..engine.plan import Plan
 from ..engine.tables import Standing, standing, under
-from ..engine.trials import without_old_objects
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
+from ..plugins.inspection import Moment
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
-from . import after, incident, locking, patching, probe
+from . import patching, probe, updates
+from .binding import bind
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
-from .models import model_facts
+from .hooks import reports, start_sessions
+from .models import completed
 from .patchers import communicator
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range
-from .planning import apply, configured, facts_of, load_plugins, plan_for, refusals, seal
-from .ranks import FAILED, REJECTED, Disabled
-from .targets import installed_bindings
-from .verifying import (
-    Checks,
-    checks_of,
-    meets_a_compiler,
-    plan_of,
-    planned_for_nothing,
-    verified_plan,
-    verify_live,
-    verify_with_cache,
-)
+from .planning import configured, facts_of, load_plugins, refusals, refuse_unverified
+from .ranks import REJECTED, publish_process
+from .settling import make_plan, settle
+from .targets import installed_bindings, meets_a_compiler
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +51,6 @@ class PlannedWorker:
     vllm_config: VllmConfig
     device: torch.device
     rank: int
-    vllm_fl_groups: communicator.Groups | None = None
     vllm_fl_engine: Engine | None = None
 
     def __init_subclass__(cls) -> None:
@@ -68,7 +59,7 @@ class PlannedWorker:
 
         A class below that counts or refuses its subclasses is not asked about ours.
         """
-        after.watch(cls)
+        updates.watch(cls)
         for name in dir(cls):
             method = getattr_static(cls, name)
             if isinstance(method, FunctionType) and not name.startswith("_"):
@@ -84,47 +75,52 @@ class PlannedWorker:
 
     def init_device(self) -> Any:
         """Open the device, and let the ranks agree on what they exchange tensors through."""
-        facts = facts_of(self.vllm_config)
-        groups = communicator.Groups(facts) if facts.communicator is not None else None
-        if groups is not None and not groups.communicators:
-            groups = None
-        with communicator.made_by(groups):
+        engine = Engine(facts_of(self.vllm_config), self.rank, self)
+        refuse_unverified(engine.facts)
+        if engine.facts.communicator is not None:
+            engine.groups = communicator.Groups(engine)
+            if not engine.groups.communicators:
+                engine.groups = None
+        with communicator.made_by(engine.groups):
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
-            if groups is not None:
-                groups.settle()
-        self.vllm_fl_groups = groups
+            engine.device = self.device
+            publish_process()
+            if engine.groups is not None:
+                settle(engine, Moment.GROUPED)
+                engine.groups.say()
+        self.vllm_fl_engine = engine
         return opened
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Seal the plan, build the model on it, verify it on live tensors, and say it once."""
+        engine, phases = self.vllm_fl_engine, phases_of(self)
+        assert engine is not None  # vLLM opens the device first
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
-        joins = bool(kwargs.get("load_dummy_weights"))
-        began, phases = time.monotonic(), phases_of(self)
+        engine.joins = bool(kwargs.get("load_dummy_weights"))
+        began = time.monotonic()
         with phases.during("what the plan goes by"):
-            engine, lines = _begun(self, joins=joins)
-        with phases.during("plan and verification"), without_old_objects():
-            contents = verified_plan(engine)
-        checks = checks_of(engine)
-        checks.seconds = time.monotonic() - began
-        took = [_took(checks)]
-        engine.unused |= planned_for_nothing(engine.plan, engine.facts)
+            lines = _begin(engine)
+        with phases.during("plan and verification"):
+            settle(engine, Moment.PLANNED)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
-        self.vllm_fl_engine = engine
-        _enter(engine, contents)
+        bind(engine)
+        start_sessions(engine)
+        engine.seconds = time.monotonic() - began
         try:
             with patching.building(engine), building(engine.plan), calling(engine):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
-            if checks.live_counts and not joins:
-                with phases.during("verification on live tensors"), without_old_objects():
-                    took += verify_live(engine, lambda: _renew(engine))
+            if not engine.joins:
+                began = time.monotonic()
+                with phases.during("verification on live tensors"):
+                    settle(engine, Moment.LOADED)
+                engine.seconds += time.monotonic() - began
         finally:
-            _say_plan(engine, took)
+            _say_plan(engine)
         for patcher in PATCHERS:
             patcher.loaded(engine)
-        _write_metrics(engine)
-        engine.is_watched = not joins
+        engine.is_loaded = True
         return loaded
 
     def compile_or_warm_up_model(self) -> Any:
@@ -135,27 +131,23 @@ class PlannedWorker:
         are those of requests, and may be sampled.
         """
         engine = self.vllm_fl_engine
-        if engine is not None and engine.is_watched and checks_of(engine).live_counts:
-            with phases_of(self).during("verification with the KV cache"), without_old_objects():
-                _verify_with_cache(engine)
-        if engine is not None:
-            _compare_with_lock(engine)
-        if engine is not None and engine.is_watched:
+        if engine is None or not engine.is_loaded:
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
+        if not engine.joins:
+            before = engine.plan
+            with phases_of(self).during("verification with the KV cache"):
+                settle(engine, Moment.CACHED)
+            if engine.plan is not before:
+                _say_plan(engine)
+            elif engine.rank == 0 and engine.remarks[Moment.CACHED]:
+                log.info("%s", "; ".join(engine.remarks[Moment.CACHED]))
             _attend_once(engine)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if engine is None:
-            return times
         for patcher in PATCHERS:
             patcher.compiled(engine)
-        engine.status = "serving"
         # Steps of warming up are none of a request; of compiled code only tracings are seen.
         engine.plan.record.begin(keeps_calls=engine.plan.mode == "compiled")
-        if engine.facts.settings.shadow is not None:
-            from .canary import watch  # which no other engine needs
-
-            watch(engine)
-        if engine.report is not None:
-            engine.report.renew()
+        engine.serve()
         return times
 
     def vllm_fl_verify(self) -> str:
@@ -170,23 +162,9 @@ class PlannedWorker:
             ServingError: something is wrong, on whichever rank; the last one raises it.
         """
         engine = self.vllm_fl_engine
-        if engine is None or not engine.is_watched:
+        if engine is None or engine.joins:
             return "nothing is verified: this rank has joined a running engine"
-        return after.verify(engine, "it was asked for")
-
-    def vllm_fl_lock(self) -> dict[str, Any]:
-        """What `vllm-fl lock` writes: for `collective_rpc`, of a start under a lock."""
-        engine = self.vllm_fl_engine
-        assert engine is not None  # vLLM answers no call before it has loaded its model
-        checks = checks_of(engine)
-        out = {key: each.reason for key, each in engine.disabled.items()}
-        ops = locking.labels(engine.plan)
-        return {
-            "facts": engine.facts_of_lock,
-            "result": {"ops": ops, "digest": engine.digest, "out": _nested(out)},
-            "seed": checks.seed,
-            "tries": checks.tried.made,
-        }
+        return updates.check(engine, "it was asked for")
 
     def vllm_fl_report(self) -> dict[str, Any]:
         """What this worker runs with, and what it counted: for `collective_rpc`.
@@ -225,7 +203,7 @@ class PlannedWorker:
         plan = engine.plan
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
-        return {
+        report = {
             **patching.report(engine),
             "rank": self.rank,
             "mode": plan.mode,
@@ -237,9 +215,8 @@ class PlannedWorker:
             "demotions": _nested(plan.record.demotions),
             "rejections": _nested(rejected),
             "not_reached": dict(engine.unused),
-            "remarks": engine.remarks,
+            "remarks": [line for lines in engine.remarks.values() for line in lines],
             "ranges": ranges.report(engine, by_range(plan)),
-            "smaller": dict(checks_of(engine).smaller),
             "table": _table_report(engine.facts, engine.table),
             "device": str(engine.facts.device) if engine.facts.device else None,
             "ordered_for_device": _orders_by_device(engine),
@@ -247,16 +224,17 @@ class PlannedWorker:
                 **phases_of(self).seconds,
                 "of them: compiling": getattr(compilation, "compilation_time", 0.0),
             },
-            "shadow": engine.shadow.report() if engine.shadow else None,
             "wrong": _nested(engine.wrong),
         }
+        return reports(engine, report)
 
     def shutdown(self) -> None:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""
         engine = self.vllm_fl_engine
         if engine is not None:
-            engine.status = "ended"
-            engine.leave()
+            engine.end("ended")
+            if not engine.is_loaded:
+                return super().shutdown()  # type: ignore[misc,no-any-return]
             plan = engine.plan
             if plan.fallbacks or plan.counts_calls:
                 calls = f", calls {_nested(plan.calls) or 'none'}" if plan.counts_calls else ""
@@ -265,86 +243,27 @@ class PlannedWorker:
         super().shutdown()  # type: ignore[misc]
 
 
-def _begun(worker: PlannedWorker, *, joins: bool) -> tuple[Engine, list[str]]:
-    """Make the worker's engine, with its first plan, and the lines that plugins log."""
-    facts, _ = model_facts(worker.vllm_config)
-    manager = get_default_manager()
+def _begin(engine: Engine) -> list[str]:
+    """Complete the engine's facts, and make its first plan. Returns the lines that plugins log."""
+    config, manager = engine.config, get_default_manager()
+    facts, _ = completed(engine.facts, config)
+    engine.facts = facts
     context = WorkerContext(
         facts.settings,
-        worker.device,
+        engine.device,
         facts.dtype,
-        worker.rank,
-        worker.vllm_config,
+        engine.rank,
+        config,
         facts.wants_invariance,
     )
     found = start_in_worker(manager.startup.plugins if manager.startup else (), context)
-    told = {
+    engine.worker_facts = {
         name: {**report.facts, "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0])}
         for name, (plugin, report) in found.items()
     }
-    groups = worker.vllm_fl_groups
-    faults = groups.faults if groups is not None else {}
-    disabled = {key: Disabled(FAILED, fault.rank, fault.why) for key, fault in faults.items()}
-    table = standing(facts, manager.registry.snapshot(), worker.device)
-    engine = Engine(
-        plan_for(facts, {key: each.reason for key, each in disabled.items()}, table=table),
-        facts,
-        worker.rank,
-        worker.device,
-        worker,
-        groups=groups,
-        joins=joins,
-        worker_facts=told,
-        table=table,
-        disabled=disabled,
-        facts_of_lock=locking.facts_of_lock(facts, worker.vllm_config, worker.device),
-    )
-    return engine, [line for _, report in found.values() for line in report.lines]
-
-
-def _enter(engine: Engine, contents: dict[str, Any]) -> None:
-    """Take what the engine needs of this process, and of its configuration, to serve with `plan`.
-
-    Args:
-        engine: the engine, which holds it all until it leaves; its plan is verified.
-        contents: what the plan consists of.
-    """
-    config = engine.config
-    engine.hold(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
-    plan = engine.plan = take_place(engine.plan)
-    engine.hold(leave_place, plan)
-    if plan.place > 1:  # its operators have other names: compiled code of another's is not its
-        contents = {**contents, "place": plan.place}
-    for patcher in PATCHERS:
-        contents = {**contents, **patcher.choose(engine)}
-    engine.digest = digest(contents)
-    apply(plan, config)
-    engine.hold(seal(config, engine.digest))
-    engine.begin(config)
-    for patcher in PATCHERS:
-        patcher.apply(engine)
-    incident.keep(engine, engine.worker.vllm_fl_report, contents["versions"])
-
-
-def _renew(engine: Engine) -> None:
-    """Make another plan, without what was taken out, and bind the models to it."""
-    engine.leave()
-    engine.plan = plan_of(engine)
-    _enter(engine, verified_plan(engine))
-    for model in engine.models.values():
-        for patcher in PATCHERS:
-            patcher.bind(engine, model)
-
-
-def _verify_with_cache(engine: Engine) -> None:
-    """Verify the plan once more, with the KV cache in memory; a plan that changes is said anew."""
-    before = engine.plan
-    told = verify_with_cache(engine, lambda: _renew(engine))
-    if engine.plan is not before:
-        _say_plan(engine, [told])
-        _write_metrics(engine)
-    elif engine.rank == 0:
-        log.info("%s", told)
+    engine.table = standing(facts, manager.registry.snapshot(), engine.device)
+    make_plan(engine)
+    return [line for _, report in found.values() for line in report.lines]
 
 
 def _attend_once(engine: Engine) -> None:
@@ -359,53 +278,30 @@ def _attend_once(engine: Engine) -> None:
         log.info("Attention was not called before the first request: %s", quote(error))
 
 
-def _compare_with_lock(engine: Engine) -> None:
-    """End the start where the verified plan is not the lock's; all ranks hold the same."""
-    locked = engine.facts.settings.locked
-    if locked is not None and engine.rank == 0:
-        lines = locking.served_otherwise(locked, engine.plan, engine.digest)
-        engine.differs += lines
-        locking.refuse(engine.facts.settings, {0: lines}, says=True)
+def _took(engine: Engine) -> str:
+    """How long the ranks have taken to settle on the plan, and by which means."""
+    how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
+    return f"{how} {engine.seconds:.1f} s" if how else "not verified"
 
 
-def _write_metrics(engine: Engine) -> None:
-    """Write the engine's counters into a file from now on, where the settings name one."""
-    file = engine.facts.settings.metrics
-    if file is None:
-        return
-    engine.metrics = MetricsFile(
-        file,
-        engine.plan,
-        engine.digest,
-        rank=engine.rank,
-        replica=engine.replica,
-        shadow=lambda: engine.shadow,
-        lock_differs=lambda: bool(engine.differs),
-    )
-    engine.hold(engine.metrics.close)
-
-
-def _took(checks: Checks) -> str:
-    """How long verification has taken, as far as it has come."""
-    how = {"verify": "verified in", "run": "run in"}.get(checks.how)
-    return f"{how} {checks.seconds:.1f} s" if how else "not verified"
-
-
-def _say_plan(engine: Engine, took: list[str]) -> None:
+def _say_plan(engine: Engine) -> None:
     """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
-    plan, facts, checks = engine.plan, engine.facts, checks_of(engine)
+    plan, facts = engine.plan, engine.facts
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
-    remarks = [*_of_table(facts, engine.table), *_of_device(engine), *_of_invariance(engine, plan)]
-    remarks += [*checks.limits(plan), *_of_length(engine), *said]
+    remarks = [*_of_table(facts, engine.table), *_of_device(engine)]
+    remarks += [*_of_invariance(engine, plan), *_of_length(engine), *said]
     inlined = ranges.planned(by_range(plan), engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
-    digested = f"digest {engine.digest}"
-    engine.remarks = [*plan.notes(engine.unused), *out, *took, digested, *remarks]
+    took, digested = _took(engine), f"digest {engine.digest}"
+    own = [*plan.notes(engine.unused), *out, took, digested, *remarks]
+    found = engine.remarks[Moment.PLANNED]
+    engine.remarks[Moment.PLANNED] = own + [each for each in found if each not in own]
     if engine.rank == 0:
         planned = " ".join(f"{op}={entry.label}" for op, entry in plan.entries.items())
-        log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *engine.remarks]))
-        log.info("%s", plan.line(_took(checks), digested, not_reached=engine.unused))
+        phrases = [line for lines in engine.remarks.values() for line in lines]
+        log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *phrases]))
+        log.info("%s", plan.line(took, digested, not_reached=engine.unused))
         _say_what_is_taken_whole(plan, inlined)
 
 

@@ -500,6 +500,22 @@ def last(session: int) -> Crumb | None:
     return max(found, key=lambda crumb: crumb.when, default=None)
 
 
+def run_by(host: str, pid: int, since: float) -> str:
+    """The foreign code that a process runs at this moment; empty if no note is found.
+
+    Args:
+        host: the name of its machine. Another machine may share the home of this one.
+        pid: its number.
+        since: a time after its start. Older notes are from another process with this number.
+    """
+    of_it = [path for path in _paths() if path.stem.rpartition("-")[0] == f"{host}-{pid}"]
+    crumbs = [crumb for path in of_it if (crumb := _looked_into(path, _content)) is not None]
+    for crumb in crumbs:
+        if crumb.when >= since and not crumb.error:
+            return crumb.what + (f", inside {crumb.inside}" if crumb.inside else "")
+    return ""
+
+
 def _paths() -> list[Path]:
     """The files of other processes."""
     where = folder()

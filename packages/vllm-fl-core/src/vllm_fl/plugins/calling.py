@@ -13,6 +13,7 @@ from ..text import clean, quote
 from .breadcrumb import running
 from .overrides import watched
 from .plugin import Owner, Plugin
+from .reserved import may_extend
 from .types import (
     DeviceProfile,
     Impl,
@@ -22,6 +23,7 @@ from .types import (
 )
 
 if TYPE_CHECKING:
+    from ..contracts import OpSpec
     from .finding import Finding
 
 log = get_logger("plugins")
@@ -38,8 +40,11 @@ def whose(owner: Owner) -> str:
 def leave_out(distribution: str | None) -> str:
     """How to do without a plugin of this distribution.
 
-    Of none is a module that the user named, which no VLLM_FL_PLUGINS leaves out.
+    Of none is a module that the user named, which no VLLM_FL_PLUGINS leaves out. Extensions cannot
+    be left out.
     """
+    if may_extend(distribution):
+        return "Reinstall it."
     if distribution:
         return "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
     return "Mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
@@ -56,12 +61,25 @@ class contained:
         what: which part of it, for the error and the log: `the import`, `its policy hook`.
         consequence: what follows from a failure and what to do; one or two sentences.
         own: the package of the plugin's modules. The error then says which of their lines failed.
+        named: whether a thread watches the code, to name it in the log if it takes long.
+        passing: whether errors of core (`VllmFLError`) pass unchanged.
     """
 
     # No generator: contextlib lets a StopIteration pass that a generator turns into a RuntimeError.
-    def __init__(self, owner: Owner, what: str, consequence: str, own: str = "") -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        what: str,
+        consequence: str,
+        own: str = "",
+        *,
+        named: bool = True,
+        passing: bool = False,
+    ) -> None:
         self.owner, self.what, self.consequence, self.own = owner, what, consequence, own
-        self.running = running(f"{what.replace('its', 'the')} of {whose(owner)}", owner.name)
+        self.passing = passing
+        noted = f"{what.replace('its', 'the')} of {whose(owner)}"
+        self.running = running(noted, owner.name, named=named)
 
     def __enter__(self) -> None:
         self.running.__enter__()
@@ -75,6 +93,8 @@ class contained:
             return False
         if isinstance(error, PluginError) and error.plugin == owner.plugin:
             return False  # it says whose it is
+        if self.passing and isinstance(error, VllmFLError):
+            return False
         part = f": {self.what} failed" if self.what.startswith("its") else " failed"
         if log.isEnabledFor(logging.DEBUG):  # as text, which the log cleans, as it does no exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
@@ -104,13 +124,18 @@ def call_hook(
     Raises:
         PluginError: it raised anything at all, or returned something else.
     """
+    with contained(plugin.owner, f"its {hook} hook", consequence):
+        return results_of(plugin, hook, kind, **arguments)
+
+
+def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> list[Any]:
+    """The same, with the errors as the plugin raises them: for a block of `contained`."""
     if plugin.manager is None or hook not in plugin.hooks:
         return []
-    with contained(plugin.owner, f"its {hook} hook", consequence):
-        results = getattr(plugin.manager.hook, hook)(**arguments)
-        for result in results:
-            if not isinstance(result, kind):
-                raise TypeError(f"{hook} returned {result!r}; expected {kind.__name__} or None")
+    results = getattr(plugin.manager.hook, hook)(**arguments)
+    for result in results:
+        if not isinstance(result, kind):
+            raise TypeError(f"{hook} returned {result!r}; expected {kind.__name__} or None")
     return list(results)
 
 
@@ -149,22 +174,43 @@ def _asked(
 
 
 def rejections(
-    plugins: Sequence[Plugin], settings: Any, op: str, impls: Sequence[Impl]
+    plugins: Sequence[Plugin],
+    settings: Any,
+    op: str,
+    impls: Sequence[Impl],
+    facts: Any = None,
+    contract: OpSpec | None = None,
 ) -> dict[str, str]:
-    """What the settings of plugins reject of `op`: impl id -> the reason.
+    """The implementations of `op` that plugins reject: impl id -> the reason.
+
+    Calls plugins that have a setting of theirs set. If the engine requires batch-invariant
+    implementations, calls verifiers as well. Without a verifier nothing measures invariance, and
+    all implementations are rejected.
+
+    Args:
+        plugins: what is loaded.
+        settings: the effective settings.
+        op: the op.
+        impls: its implementations.
+        facts: the facts of the engine (`EngineFacts`); None outside an engine.
+        contract: the contract of the op.
 
     Raises:
         PluginError: a plugin failed to say: what the user has ruled out must not run.
     """
+    asks = facts.wants_invariance if facts is not None else ""
     rejected: dict[str, str] = {}
+    if asks and not any(plugin.verifies for plugin in plugins):
+        rejected = {impl.impl_id: f"{asks}, and nothing here measures invariance" for impl in impls}
+    arguments = {"settings": settings, "op": op, "impls": impls}
+    arguments |= {"facts": facts if asks else None, "contract": contract if asks else None}
     for plugin in plugins if settings else ():
         set_here = (settings.get(spec.key) for spec in plugin.settings)
-        if any(setting is not None and setting.origin != "default" for setting in set_here):
-            arguments = {"settings": settings, "op": op, "impls": impls}
+        is_set = any(setting is not None and setting.origin != "default" for setting in set_here)
+        if "rejections" in plugin.hooks and (is_set or (asks and plugin.verifies)):
             todo = leave_out(plugin.owner.distribution)
-            told = call_hook(plugin, "rejections", Mapping, todo, **arguments)
-            with contained(plugin.owner, "its rejections hook", todo):
-                for found in told:
+            with contained(plugin.owner, "its rejections hook", todo, named=False):
+                for found in results_of(plugin, "rejections", Mapping, **arguments):
                     rejected |= {str(impl_id): clean(str(why)) for impl_id, why in found.items()}
     return rejected
 
@@ -203,15 +249,12 @@ def start_in_worker(
     reports = {}
     for plugin in plugins:
         todo = f"Set what it asks for. {leave_out(plugin.owner.distribution)}"
-        try:
-            for report in call_hook(plugin, "worker_start", WorkerReport, todo, context=context):
-                with contained(plugin.owner, "its worker_start report", todo):
-                    plain = WorkerReport(tuple(map(str, report.lines)), dict(report.facts))
-                reports[plugin.owner.label] = (plugin, plain)
-        except PluginError as error:
-            if isinstance(error.cause, VllmFLError):
-                raise error.cause from None
-            raise
+        with contained(plugin.owner, "its worker_start hook", todo, passing=True):
+            found = results_of(plugin, "worker_start", WorkerReport, context=context)
+        for report in found:
+            with contained(plugin.owner, "its worker_start report", todo, passing=True):
+                plain = WorkerReport(tuple(map(str, report.lines)), dict(report.facts))
+            reports[plugin.owner.label] = (plugin, plain)
     return reports
 
 

@@ -1,19 +1,23 @@
-"""The hooks that a backend may implement, and the marker that it implements them with.
+"""The hooks that a plugin may implement, and the marker that it implements them with.
 
-Hooks are called while a process starts, never on a call path. Each returns values; none changes
-what it is handed. Results of several plugins unite, in the order of their distributions' names.
+Hooks are called while a process or an engine starts, never on a call path. Each returns values;
+none changes what it is handed. Results of several plugins unite, in the order of their
+distributions' names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 if TYPE_CHECKING:
+    from ..contracts import OpSpec
     from ..contracts.binding import Contract
     from .finding import Finding
+    from .inspection import Check, Engine, GroupFacts, Key, Moment, Objection
     from .types import (
         AttentionImpl,
         CommunicatorImpl,
@@ -31,15 +35,20 @@ __all__ = [
     "PROJECT",
     "attention_backend",
     "communicator",
+    "communicator_checks",
     "contracts",
     "device",
     "doctor",
+    "engine_session",
     "hookimpl",
+    "inspect_plan",
     "layers",
     "policy",
+    "process_start",
     "register_ops",
     "rejections",
     "settings",
+    "worker_report",
     "worker_start",
 ]
 
@@ -201,13 +210,18 @@ def rejections(
     settings: Any,
     op: str,
     impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl],
+    facts: Any,
+    contract: OpSpec | None,
 ) -> Mapping[str, str] | None:
-    """Return what this backend's own settings reject of `op`: impl id -> the reason, or None.
+    """Return the implementations of `op` that this plugin rejects: impl id -> the reason, or None.
 
-    Called when an op is resolved, if one of the settings that this backend declares is set.
+    Called when an op is resolved, if one of the settings that this plugin declares is set.
     `settings` maps each key to its effective setting: `settings["acme_streams"].value`, with
-    `.origin` and `.variable`. `impls` are all that is installed for the op. An exception ends the
-    call or the start that asked: what the user has ruled out must not run.
+    `.origin` and `.variable`. `impls` are all that is installed for the op. A verifier
+    (`VERIFIES = True`) is also called if the engine requires batch-invariant implementations:
+    `facts` then describe the engine, and `contract` is the contract of the op. Otherwise both are
+    None. List only the arguments that you use, without defaults. An exception ends the call or the
+    startup: an implementation that the user has ruled out must not run.
 
     Example::
 
@@ -252,3 +266,97 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
             return WorkerReport(("acme: streams warmed up",), {"acme": acme.__version__})
     """
     return None
+
+
+@hookspec
+def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | None:
+    """Return which planned implementations must not serve on this rank, and why; or None.
+
+    Called on all ranks at each `Moment` of the startup, and again while a rank has a new objection.
+    Core merges the objections of all ranks, disables these implementations on all ranks, and plans
+    again. Verifiers are called last, and only if there was no objection.
+    An exception ends the startup on all ranks.
+
+    Example::
+
+        @hookimpl
+        def inspect_plan(engine, moment):
+            if moment is Moment.PLANNED and engine.device.index in FAULTY:
+                faulty = Objection("FL410", f"{engine.device} is known to be faulty")
+                return {("silu_and_mul", "vendor.acme"): faulty}
+    """
+    return None
+
+
+@hookspec
+def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
+    """Return a context manager that is entered once for this engine, or None.
+
+    Entered on every rank after the first plan is sealed, and left when the engine ends or its
+    startup fails, before vLLM's code is restored. `engine.plan` may change in between.
+    `engine.on_serving(f)` calls `f` just before requests are taken. An exception at entry ends the
+    startup.
+
+    Example::
+
+        @hookimpl
+        @contextmanager
+        def engine_session(engine):
+            engine.on_serving(acme.start_counting)
+            yield
+            acme.stop_counting()
+    """
+    return None
+
+
+@hookspec
+def worker_report(engine: Engine) -> Mapping[str, object] | None:
+    """Return top-level keys of the worker's report with their JSON-able values, or None.
+
+    Called for every report of this rank, from any thread, at any time after the plan is sealed. It
+    must not use the device. A key that the report already has is an error.
+
+    Example::
+
+        @hookimpl
+        def worker_report(engine):
+            return {"acme_streams": acme.streams_in_use()}
+    """
+    return None
+
+
+@hookspec
+def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) -> Iterable[Check]:  # type: ignore[empty-body]
+    """Return the checks that a new communicator must pass before it serves its group of ranks.
+
+    Called on all ranks of the group, which must return the same checks in the same order. Core runs
+    each on all ranks at the same time, and limits it to 120 seconds. If one fails on a rank, the
+    group gets the next candidate on all ranks.
+
+    Example::
+
+        @hookimpl
+        def communicator_checks(engine, communicator, group):
+            def run():
+                ones = torch.ones(8, device=group.device, dtype=group.dtype)
+                total = communicator.all_reduce(ones)
+                return None if (total == group.size).all() else f"a sum is {total[0]}"
+
+            return [Check("all_reduce of ones", run)]
+    """
+
+
+@hookspec
+def process_start() -> None:
+    """Prepare a process before it makes a configuration or an engine. Only for extensions.
+
+    Called once in every process that vLLM's plugins are loaded in, the API server included, which
+    has no engine. A `SettingsError` ends the startup; any other exception is logged.
+
+    Example::
+
+        @hookimpl
+        def process_start():
+            if os.environ.get("ACME_METRICS"):
+                prometheus_client.REGISTRY.register(AcmeCollector())
+    """

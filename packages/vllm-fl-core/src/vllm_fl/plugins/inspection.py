@@ -1,13 +1,19 @@
-"""The values that the hooks of an engine's startup take and return."""
+"""The arguments and results of the hooks of an engine: `Engine`, and plain values."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["Check", "GroupFacts", "Key", "Moment", "Objection"]
+__all__ = ["Check", "Engine", "GroupFacts", "Key", "Moment", "Objection"]
+
+T = TypeVar("T")
+
+FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
+"""The codes of objections."""
 
 Key = tuple[str, str]
 """(op, impl id)."""
@@ -75,3 +81,85 @@ class Check:
 
     what: str
     run: Callable[[], str | None]
+
+
+class Engine(Protocol):
+    """One engine in this process: its data, and a few methods.
+
+    A plugin changes only `remarks`, `unused`, and its entry of `state`.
+    """
+
+    @property
+    def plan(self) -> Any:
+        """The current plan (`vllm_fl.engine.plan.Plan`). Disabling an implementation changes it."""
+
+    @property
+    def facts(self) -> Any:
+        """The facts of its configuration and its settings (`vllm_fl.engine.facts.EngineFacts`)."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker within the engine."""
+
+    @property
+    def device(self) -> Any:
+        """The worker's `torch.device`."""
+
+    @property
+    def config(self) -> Any:
+        """vLLM's configuration (`VllmConfig`)."""
+
+    @property
+    def runner(self) -> Any:
+        """The model runner of the worker, or None."""
+
+    @property
+    def models(self) -> Mapping[str, Any]:
+        """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names.
+        Empty before `Moment.LOADED`."""
+
+    @property
+    def groups(self) -> Any:
+        """The communicators of the groups of ranks; None if vLLM makes them."""
+
+    @property
+    def disabled(self) -> Mapping[Key, Any]:
+        """(op, impl id) -> why it is disabled on all ranks, with `code`, `rank` and `why`."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether this rank joins a running engine: `gather` then returns only its own value."""
+
+    @property
+    def unused(self) -> MutableMapping[str, str]:
+        """Planned op -> why the model does not call it."""
+
+    @property
+    def remarks(self) -> MutableMapping[Moment, list[str]]:
+        """Moment -> phrases about it, for the log and the report."""
+
+    @property
+    def state(self) -> MutableMapping[object, Any]:
+        """Owner -> its data about this engine. Use an object of your plugin as the key."""
+
+    def gather(self, what: str, mine: T) -> list[T]:
+        """Exchange a value with all ranks, which must all call this in the same order.
+
+        If a rank fails before its exchange, all ranks raise.
+
+        Args:
+            what: the purpose, as `compare the seeds`, for the log and an error.
+            mine: this rank's value; it is pickled.
+
+        Returns:
+            The value of every rank, in the order of the ranks.
+        """
+
+    def on_exit(self, f: Callable[[], object]) -> None:
+        """Call `f` when the engine ends or its startup fails, the latest first."""
+
+    def active(self) -> AbstractContextManager[object]:
+        """In the block, calls of this thread are calls of this engine, and follow its plan."""
+
+    def on_serving(self, f: Callable[[], object]) -> None:
+        """Call `f` just before the engine takes requests."""

@@ -1,4 +1,4 @@
-"""Discover the installed plugins and load each in isolation.
+"""Load the plugins that were found, each in isolation.
 
 pluggy checks the hooks and collects their results while a process starts; it is never on a call
 path. Each plugin has a plugin manager of its own, so that a broken one does not affect the others.
@@ -7,14 +7,10 @@ path. Each plugin has a plugin manager of its own, so that a broken one does not
 from __future__ import annotations
 
 import os
-import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from importlib import import_module
-from inspect import getattr_static
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pluggy
 
@@ -22,16 +18,17 @@ from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
 from ..errors import PluginError
 from ..logs import get_logger
-from ..text import clean, nearest
+from ..text import clean
 from . import hookspecs
 from .calling import ENDED, contained, whose
-from .hookspecs import HOOK_API, PROJECT
-from .installed import CORE, canonical, entry_points, identity, required_by
+from .declared import check_api, check_kind, check_settings, forms_of, kernels_of, verifies_of
+from .discovery import Found, module_of, remedy_for, select_allowed
+from .hookspecs import PROJECT
+from .installed import CORE
 from .plugin import Owner, Plugin, Status
 from .reserved import brings_ops, op_holder, reservation
 from .snapshot import RegistrySnapshot
 from .types import (
-    PLUGIN_KEY,
     AttentionImpl,
     CommunicatorImpl,
     Impl,
@@ -39,13 +36,6 @@ from .types import (
     OpImpl,
     SettingSpec,
 )
-
-GROUP = "vllm_fl.plugin"
-CONTRACTS = "vllm_fl.contracts"
-"""The group of plugins that bring contracts and nothing else. They are data: what is allowed to
-load brings along those that it requires."""
-
-OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
 
 RETURNED = {
     "register_ops": OpImpl,
@@ -76,19 +66,6 @@ class Registry(Protocol):
     def remove(self, owner: Owner) -> None: ...
 
 
-@dataclass(frozen=True)
-class Found:
-    """An entry point, or a module from VLLM_FL_PLUGIN_MODULES, not yet loaded."""
-
-    owner: Owner
-    target: str
-    load: Callable[[], object]
-    is_data: bool = False
-    """Whether it brings contracts and nothing else, as its group says."""
-    requires: frozenset[str] = frozenset()
-    """The distributions that its own requires."""
-
-
 class Refused(NamedTuple):
     """A contract, or an implementation, that is not loaded.
 
@@ -105,32 +82,6 @@ class Refused(NamedTuple):
     impl: str | None = None
 
 
-def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
-    """The installed plugins, by distribution name, then the modules named by the user.
-
-    Reads metadata only; nothing is imported.
-    """
-    found = []
-    for entry in entry_points(GROUP, CONTRACTS):
-        dist = entry.dist
-        name, version, problem = (None, None, "") if dist is None else identity(dist)
-        owner = Owner(
-            plugin=entry.name,
-            distribution=name,
-            version=version,
-            path=os.fspath(dist.locate_file("")) if dist else None,
-        )
-        load = partial(_fail, problem) if problem else entry.load
-        requires = frozenset() if dist is None else required_by(dist)
-        found.append(Found(owner, entry.value, load, entry.group == CONTRACTS, requires))
-    found.sort(key=lambda f: (canonical(f.owner.distribution or ""), f.owner.plugin, f.target))
-    unique: dict[tuple[str | None, str, str], Found] = {}
-    for f in found:  # one distribution may lie on the path twice, as an editable install does
-        unique.setdefault((f.owner.distribution, f.owner.plugin, f.target), f)
-    named = (Found(Owner(plugin=name), name, partial(import_module, name)) for name in modules)
-    return (*unique.values(), *named)
-
-
 def load(
     registry: Registry,
     found: Sequence[Found],
@@ -140,33 +91,36 @@ def load(
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each in isolation.
 
-    An (op, id) that two of them claim, or that is reserved for another one, is loaded from nobody
-    but the one that it is reserved for; their other implementations stay. A module that the user
-    names is left out where an entry point that is loaded leads to it: it is one plugin.
+    Extensions of other distributions than `EXTENDERS` are refused. An (op, id) that two of
+    them claim, or that is reserved for another one, is loaded from nobody but the one that it is
+    reserved for; their other implementations stay. A module that the user names is left out where
+    an entry point that is loaded leads to it: it is one plugin.
 
     Args:
         registry: what they register into. A plugin that fails leaves nothing in it.
         found: the plugins, in the order in which they are loaded.
         only: the distributions to load, beside the modules that were named, and the contracts that
-            these need (`_allowed`); None loads all.
+            these need (`select_allowed`); None loads all.
         variables: the variables and keys of core's own settings, which no plugin may declare.
     """
-    allowed = _allowed(found, only)
-    reached = {_module(f.target) for f in allowed if f.owner.distribution is not None}
+    allowed = select_allowed(found, only)
+    reached = {module_of(f.target) for f in allowed if f.owner.distribution is not None}
     found = [f for f in found if f.owner.distribution is not None or f.target not in reached]
-    names = [f.owner.distribution for f in allowed if f.owner.distribution and not f.is_data]
-    todos = {each.owner: _todo(each, names) for each in found}
+    names = [f.owner.distribution for f in allowed if f.owner.distribution and f.kind == "backend"]
+    todos = {each.owner: remedy_for(each, names) for each in found}
     brought: list[tuple[Plugin, list[Any]]] = []
     for candidate in found:
         owner = candidate.owner
         if candidate not in allowed:
-            disabled = Plugin(owner, candidate.target, "disabled", is_data=candidate.is_data)
-            brought.append((disabled, []))
+            refusal = candidate.refusal
+            status: Status = "disabled" if refusal is None else "failed"
+            left_out = Plugin(owner, candidate.target, status, error=refusal, kind=candidate.kind)
+            brought.append((left_out, []))
             continue
         before = dict(os.environ)
         plugin, impls = _bring(candidate, registry, todos[owner])
         remarks = _undo(before, owner)
-        brought.append((replace(plugin, remarks=remarks, is_data=candidate.is_data), impls))
+        brought.append((replace(plugin, remarks=remarks, kind=candidate.kind), impls))
     brought = _without_clashes(registry, brought, variables)
     refused = _add_contracts(registry, [plugin for plugin, _ in brought])
     told = [todos[each.owner] for each in found]  # a loaded plugin's owner knows its kernels, too
@@ -181,52 +135,6 @@ def load(
     )
     registry.plugins += loaded
     return loaded
-
-
-def _allowed(found: Sequence[Found], only: Collection[str] | None) -> list[Found]:
-    """Those that may load: what the user names, and the contracts that come along.
-
-    Contracts alone are data. They come along with what is named and requires them, and those of
-    this project with whatever is named. Where nothing is named none of them is needed.
-    """
-    if only is None:
-        return [*found]
-    names = {canonical(name) for name in only}
-
-    def is_named(each: Found) -> bool:
-        # A module has no distribution: VLLM_FL_PLUGIN_MODULES has asked for it by name already.
-        return each.owner.distribution is None or canonical(each.owner.distribution) in names
-
-    allowed = [each for each in found if is_named(each)]
-    if only or allowed:
-        allowed += [f for f in found if f.is_data and brings_ops(f.owner) and f not in allowed]
-    for each in allowed:  # grows while it is walked: contracts may require contracts
-        allowed += [
-            other
-            for other in found
-            if other.is_data
-            and other not in allowed
-            and canonical(other.owner.distribution or "") in each.requires
-        ]
-    return allowed
-
-
-def _todo(found: Found, allowed: Iterable[str]) -> str:
-    """What a failure at loading is followed by: how to do without this plugin.
-
-    Args:
-        found: the plugin.
-        allowed: the distributions whose plugins are loaded, but for those of contracts alone.
-    """
-    owner = found.owner
-    if found.is_data:
-        return "Reinstall it: no engine runs an implementation of an op that has no contract."
-    if owner.distribution is None:
-        return "No other plugin needs it: mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
-    mine = canonical(owner.distribution)
-    others = sorted({clean(name) for name in allowed if canonical(name) != mine})
-    told = f"{','.join(others)} (all others)" if others else "'' (there is no other)"
-    return f"No other plugin needs it: reinstall it, or leave it out with VLLM_FL_PLUGINS={told}."
 
 
 def _failed(registry: Registry, plugin: Plugin, error: PluginError, **fields: Any) -> Plugin:
@@ -263,6 +171,7 @@ def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[An
     owner = found.owner
     own = _package(found.target)
     hooks: tuple[str, ...] = ()
+    verifies = False
     impls: list[Any] = []
     specs: list[Any] = []
     contracts: list[tuple[Contract, Binding]] = []
@@ -272,14 +181,11 @@ def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[An
             raise owner.error(f" failed: {ended}. {todo}")
         with contained(owner, "the import", todo, own):
             plugin = found.load()
-            hooks, old_form = _forms(plugin)
-            if found.is_data and hooks != ("contracts",):
-                raise TypeError(
-                    f"the group {CONTRACTS} is for plugins that bring contracts alone, and it "
-                    f"implements {', '.join(hooks)}: name it in the group {GROUP}"
-                )
-            _check_api(plugin)
-            owner = replace(owner, kernels=_kernels(plugin))
+            hooks, old_form = forms_of(plugin)
+            check_kind(found.kind, hooks)
+            check_api(plugin)
+            verifies = verifies_of(plugin, hooks)
+            owner = replace(owner, kernels=kernels_of(plugin))
         with contained(owner, "the registration", todo, own):
             if old_form is not None:
                 impls = _run_old_form(old_form, registry)
@@ -291,10 +197,10 @@ def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[An
                 for hook in ("register_ops", "attention_backend", "communicator", "layers"):
                     impls += _results(manager, hook)
                 specs = _results(manager, "settings")
-                _check_settings(specs)
+                check_settings(specs)
                 contracts = [(c, _binding(c)) for c in _results(manager, "contracts")]
     except PluginError as error:
-        return Plugin(owner, found.target, "failed", hooks, error=error), []
+        return Plugin(owner, found.target, "failed", hooks, error=error, verifies=verifies), []
     plugin = Plugin(
         owner,
         found.target,
@@ -303,18 +209,14 @@ def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[An
         manager=manager,
         settings=tuple(specs),
         contracts=tuple(contracts),
+        verifies=verifies,
     )
     return plugin, impls
 
 
-def _module(target: str) -> str:
-    """The module that a plugin's entry point is in: `acme.plugin` of `acme.plugin:Plugin`."""
-    return target.partition(":")[0].strip()
-
-
 def _package(target: str) -> str:
     """The package that a plugin's entry point is in: `acme` of `acme.plugin:Plugin`."""
-    return _module(target).partition(".")[0]
+    return module_of(target).partition(".")[0]
 
 
 def _binding(contract: object) -> Binding:
@@ -486,114 +388,6 @@ def _undo(before: Mapping[str, str], owner: Owner) -> tuple[str, ...]:
     )
 
 
-def _check_settings(specs: Sequence[Any]) -> None:
-    """Check what one plugin declares; what it shares with others is checked when all are known."""
-    for spec in specs:
-        if not isinstance(spec, SettingSpec):
-            raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
-        if spec.in_file and not re.fullmatch(PLUGIN_KEY, spec.key):
-            raise ValueError(
-                f"a file may have its setting {spec.key!r}, whose key must then begin with "
-                "flagos_, reference_ or vendor_<vendor>_"
-            )
-    settings = Counter(spec.key for spec in specs)
-    variables = Counter(name for spec in specs for name in spec.variables)
-    for name in (name for counts in (settings, variables) for name, n in counts.items() if n > 1):
-        raise ValueError(f"it declares {name!r} twice")
-    blacklists = {spec.key: spec for spec in specs if spec.names and spec.default is not None}
-    for spec in specs:
-        if not spec.excludes:
-            continue
-        if spec.excludes not in blacklists:
-            raise ValueError(
-                f"its setting {spec.key!r} excludes {spec.excludes!r}, which is no list of its own "
-                "with a tuple as its default"
-            )
-        if blacklists[spec.excludes].in_file is not spec.in_file:
-            raise ValueError(
-                f"its settings {spec.key!r} and {spec.excludes!r} exclude each other: a file may "
-                "have both or neither"
-            )
-
-
-def _kernels(plugin: object) -> tuple[str, ...]:
-    """The distributions that the plugin declares its implementations to run the code of."""
-    names = getattr(plugin, "KERNEL_DISTRIBUTIONS", ())
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"its KERNEL_DISTRIBUTIONS is {names!r}; expected a tuple of distributions' names"
-        )
-    return tuple(names)
-
-
-def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
-    """One sentence for each name in VLLM_FL_PLUGINS that no installed plugin's distribution has."""
-    known = {canonical(o.distribution): o for o in owners if o.distribution}
-    told = []
-    for name in only or ():
-        wanted = canonical(name)
-        if wanted in known:
-            continue
-        meant = [d for d, o in known.items() if canonical(o.plugin) == wanted]
-        meant += [d for d in known if d.removeprefix("vllm-fl-") == wanted.removeprefix("vllm-fl-")]
-        slip = meant[0] if meant else nearest(wanted, known)
-        suggestion = f" Did you mean {slip!r}?" if slip else ""
-        told.append(
-            f"VLLM_FL_PLUGINS names {name!r}, which is not an installed distribution with a "
-            f"plugin: it loads nothing.{suggestion} Installed are "
-            f"{', '.join(sorted(known)) or 'none'}."
-        )
-    return tuple(told)
-
-
-def named_twice(plugins: Iterable[Plugin], modules: Collection[str]) -> tuple[str, ...]:
-    """One sentence for each of VLLM_FL_PLUGIN_MODULES that is loaded by an entry point anyhow."""
-    return tuple(
-        f"VLLM_FL_PLUGIN_MODULES names {_module(plugin.target)!r}, to which the entry point "
-        f"{clean(plugin.owner.plugin)!r} of {clean(plugin.owner.name)} leads already: it is one "
-        "plugin, loaded once, by the entry point."
-        for plugin in plugins
-        if plugin.owner.distribution is not None
-        and plugin.status != "disabled"
-        and _module(plugin.target) in modules
-    )
-
-
-def _forms(plugin: object) -> tuple[tuple[str, ...], Callable[[Any], object] | None]:
-    """The hooks that `plugin` implements, or its older `register_builtins(registry)`."""
-    marked = tuple(
-        name
-        for name in sorted(dir(plugin))
-        if getattr(getattr(plugin, name, None), f"{PROJECT}_impl", None)
-    )
-    if marked and not isinstance(plugin, type):
-        return marked, None
-    if callable(plugin) and not isinstance(plugin, type):
-        return ("register_builtins",), plugin
-    for name in OLD_NAMES:
-        function = getattr(plugin, name, None)
-        static = getattr_static(plugin, name, None)
-        if callable(function) and (
-            not isinstance(plugin, type) or isinstance(static, classmethod | staticmethod)
-        ):
-            return ("register_builtins",), function
-    raise TypeError(
-        f"it points at {plugin!r}, which implements no hook: point it at a module whose functions "
-        "carry @hookimpl, or at register_builtins(registry)"
-    )
-
-
-def _check_api(plugin: object) -> None:
-    wanted = getattr(plugin, "HOOK_API", HOOK_API)
-    if wanted != HOOK_API:
-        raise RuntimeError(
-            f"it is written for HOOK_API {wanted}, this vllm-fl-core has {HOOK_API}; "
-            f"install the {'older' if wanted > HOOK_API else 'newer'} release of it"
-            if isinstance(wanted, int)
-            else f"its HOOK_API is {wanted!r}, expected the integer {HOOK_API}"
-        )
-
-
 def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:
     """What one plugin's hook returns, as a list. A generator runs to its end here."""
     impls: list[Any] = []
@@ -618,7 +412,3 @@ def _run_old_form(function: Callable[[Any], object], registry: Registry) -> list
         )
     found: list[Impl] = collector.impls
     return found
-
-
-def _fail(problem: str) -> NoReturn:
-    raise FileNotFoundError(problem)

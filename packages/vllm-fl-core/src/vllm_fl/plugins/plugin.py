@@ -15,6 +15,9 @@ from .types import SettingSpec
 
 Status = Literal["ok", "partial", "failed", "disabled"]
 
+Kind = Literal["backend", "contracts", "extension"]
+"""The purpose of a plugin, by the group of its entry point."""
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -88,7 +91,10 @@ class Plugin:
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
         contracts: the ops that it brings, each with its targets in vLLM.
-        is_data: whether it brings contracts and nothing else, by the group of its entry point.
+        kind: its purpose. A plugin of kind `contracts` has only contracts. An `extension` belongs
+            to this project, provides no implementations, and is loaded regardless of
+            VLLM_FL_PLUGINS.
+        verifies: whether it is a verifier: its module declares `VERIFIES = True`.
     """
 
     owner: Owner
@@ -102,7 +108,8 @@ class Plugin:
     lost: tuple[tuple[str, str], ...] = ()
     settings: tuple[SettingSpec[Any], ...] = ()
     contracts: tuple[tuple[Contract, Binding], ...] = ()
-    is_data: bool = False
+    kind: Kind = "backend"
+    verifies: bool = False
 
     @property
     def lost_contracts(self) -> bool:

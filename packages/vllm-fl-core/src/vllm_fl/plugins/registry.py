@@ -16,8 +16,9 @@ from ..errors import DuplicateError, PluginError
 from ..logs import get_logger
 from .attention import ATTENTION, from_older_form
 from .communicator import NAMED_CLASSES
+from .discovery import discover
 from .forms import fitted, shape
-from .loading import discover, load
+from .loading import load
 from .plugin import Owner, Plugin
 from .reserved import reservation
 from .snapshot import EMPTY, RegistrySnapshot
@@ -287,7 +288,7 @@ def known_contracts() -> RegistrySnapshot:
     fails to load is logged, once.
     """
     registry = OpRegistry(EMPTY)
-    for plugin in load(registry, [each for each in discover() if each.is_data]):
+    for plugin in load(registry, [each for each in discover() if each.kind == "contracts"]):
         if plugin.error is not None:
             log.error("%s", plugin.error)
     return registry.snapshot()

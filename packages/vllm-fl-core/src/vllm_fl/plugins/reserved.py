@@ -8,10 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..contracts import OPS
-from .installed import canonical
+from .installed import CORE, canonical
 from .plugin import Owner, Plugin
 
-__all__ = ["OPS", "RESERVED_OPS", "brings_ops", "op_holder", "reservation", "why_absent"]
+__all__ = [
+    "OPS",
+    "RESERVED_OPS",
+    "TOOLS",
+    "VERIFY",
+    "brings_ops",
+    "may_extend",
+    "op_holder",
+    "reservation",
+    "why_absent",
+]
 
 RESERVED = {
     "reference.": "vllm-fl-reference",
@@ -19,6 +29,10 @@ RESERVED = {
     "stock.": None,
 }
 """Ids, or what they begin with, and the one distribution that may use them; None: nobody."""
+
+VERIFY, TOOLS = "vllm-fl-verify", "vllm-fl-tools"
+EXTENDERS = frozenset((CORE, VERIFY, TOOLS))
+"""The distributions that may have extensions."""
 
 RESERVED_OPS = frozenset(
     (
@@ -86,6 +100,11 @@ def reservation(impl_id: str, owner: Owner) -> str:
 def brings_ops(owner: Owner) -> bool:
     """Whether it is the distribution whose ops these are."""
     return owner.distribution is not None and canonical(owner.distribution) == OPS
+
+
+def may_extend(distribution: str | None) -> bool:
+    """Whether a distribution may have extensions."""
+    return distribution is not None and canonical(distribution) in EXTENDERS
 
 
 def op_holder(op: str, owner: Owner) -> str:

@@ -1,4 +1,4 @@
-"""The file that `vllm-fl lock` writes: what an engine ran with, and what its verification tried.
+"""The file that `vllm-fl lock` writes: what an engine ran with, and the seed of its verification.
 
 A value and its file, no more: `integration/locking.py` says what of it differs in a start.
 """
@@ -15,7 +15,7 @@ from .values import wrong
 MARK = "vllm_fl_lock"
 """The key of the version of the file's form. Another version is not read."""
 
-VERSION = 1
+VERSION = 2
 
 MAX_BYTES = 64 * 2**20
 
@@ -33,18 +33,16 @@ class Locked:
         result: what it came to: `ops`, the plan that served; `digest`, of that plan; `out`, what
             the start took out.
         seed: of what its verification drew; None where it has none.
-        tries: what its verification tried, as `Tried.made` has it.
     """
 
     file: str
     facts: Mapping[str, Any]
     result: Mapping[str, Any]
     seed: int | None
-    tries: Mapping[str, Any]
 
 
 def sealed(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """What a lock's file has: `facts`, `result`, `seed` and `tries`, and their hash."""
+    """What a lock's file has: `facts`, `result` and `seed`, and their hash."""
     return {MARK: VERSION, "digest": hash_of(contents), **contents}
 
 

@@ -54,7 +54,7 @@ def listing() -> dict[str, Any]:
     startup = manager.startup
     assert startup is not None
     settings = startup.settings
-    plugins = [p for p in startup.plugins if p.status != "disabled" and not p.is_data]
+    plugins = [p for p in startup.plugins if p.status != "disabled" and p.kind == "backend"]
     remarks: list[str] = []
     snapshot = manager.registry.snapshot()
     owners = (*snapshot.owners.values(), *snapshot.authors.values())

@@ -1,7 +1,7 @@
 """`vllm-fl lock`: writes down all that an engine runs with, so that a start that differs says so.
 
 An engine is started as `vllm serve` starts it, on the machine that will serve: a plan is known when
-it is verified, and what verification tries depends on how long that takes.
+it is verified.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._engines import check_model, planned, running, takes_model
 
 FILE = "vllm-fl.lock"
 
-DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None, "tries": {}}
+DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
 """A lock that nothing differs from: under it a start notes what it is made of."""
 
 
@@ -76,9 +76,9 @@ def text_of(value: Any, line_break: str = "\n") -> str:
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Raise UsageError where ranks are made of other things: no start would agree with the lock."""
-    from vllm_fl.integration.locking import differences  # imports vLLM, which verbs do on demand
+    from vllm_fl.operate.locking import differences  # imports vLLM, which verbs do on demand
 
-    lock = Locked("", first["facts"], first["result"], first["seed"], first["tries"])
+    lock = Locked("", first["facts"], first["result"], first["seed"])
     for rank, other in enumerate(others, 1):
         if lines := differences(lock, other["facts"]):
             told = "; ".join(lines)

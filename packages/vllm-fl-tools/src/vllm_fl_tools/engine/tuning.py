@@ -23,10 +23,11 @@ import torch
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
 from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.resolver import Candidate, Trace
+from vllm_fl.engine.form import Form
 from vllm_fl.engine.guarded import Guarded, rows_of
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
-from vllm_fl.engine.trials import Form, Trials
+from vllm_fl.engine.trials import Trials
 from vllm_fl.engine.verification import as_call, compare, refusal_of
 from vllm_fl.engine.wanted import Off
 from vllm_fl.plugins.forms import asked_for

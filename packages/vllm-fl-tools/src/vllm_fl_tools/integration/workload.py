@@ -233,7 +233,8 @@ def _as_served(model: str, arguments: list[str]) -> dict[str, Any]:
         usage_context=UsageContext.OPENAI_API_SERVER,
         enable_multiprocessing=True,
     )
-    report = {"ranks": engine.collective_rpc("vllm_fl_lock")}
+    ranks = engine.collective_rpc("vllm_fl_report")
+    report = {"ranks": [{**r["lock"], "seed": r["seed"]} for r in ranks]}
     length = engine.model_config.max_model_len
     return {"report": report, "vocabulary": 0, "length": length, "graph_tokens": 0}
 

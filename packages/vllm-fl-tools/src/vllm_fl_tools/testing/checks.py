@@ -239,11 +239,11 @@ def preflight(subject: Subject, dtype: str, sample: str) -> None:
 
     serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
     sizes, specs = subject.all_sizes, {subject.spec.name: subject.spec}
-    options: dict[str, Any] = {"seed": 0, "specs": specs, "seconds": 0.5, "launched": _profiled}
+    options: dict[str, Any] = {"seed": 0, "specs": specs, "calls": 200.0, "launched": _profiled}
     roles = [Role(subject.impl)]
     found = find_faults(Request(roles, _torch(dtype), subject.device, sizes, **options))
-    faults = {key: why for key, (why, _) in found.faults.items()} | found.refused
-    expect(not faults, f"an engine would demote it at start: {faults}")
+    reasons = {key: each.reason for key, each in found.objections.items()}
+    expect(not reasons, f"an engine would demote it at start: {reasons}")
 
 
 def _profiled(call: Callable[[], object], device: torch.device) -> Launched:

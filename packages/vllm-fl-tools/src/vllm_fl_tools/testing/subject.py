@@ -19,8 +19,8 @@ from vllm_fl.contracts.binding import Binding, Contract
 from vllm_fl.contracts.layouts import relaid
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.engine.oracle import parts, promised
 from vllm_fl.engine.verification import as_call
-from vllm_fl.engine.wanted import parts, promised
 from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.registry import SCRIPT, OpRegistry, known_contracts
 from vllm_fl.plugins.snapshot import EMPTY, RegistrySnapshot

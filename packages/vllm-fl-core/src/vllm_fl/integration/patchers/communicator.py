@@ -12,17 +12,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...dispatch import get_default_manager
-from ...engine.determinism import unmeasured
 from ...engine.facts import EngineFacts
 from ...engine.plan import PlanEntry
 from ...errors import StartError
 from ...logs import get_logger
 from ...plugins.communicator import COMMUNICATOR
+from ...plugins.inspection import GroupFacts, Key
 from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
+from ..engines import Engine
+from ..exchange import gathered
+from ..hooks import communicator_checks
 from ..patcher import Patcher, WhyNot
-from ..ranks import FAILED, Disabled, gathered
 from . import classes
 from .lookups import named
 
@@ -92,29 +94,30 @@ def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
 class Groups:
     """The communicators of one worker's groups of ranks.
 
+    Args:
+        engine: the engine, whose facts say that it has several ranks.
+
     Attributes:
+        communicators: the candidates.
         faults: (op, impl id) -> (rank, why) of what must not serve.
         served: a group's name -> the implementation's id, or `stock`.
     """
 
-    def __init__(self, facts: EngineFacts) -> None:
-        request = facts.communicator
-        assert request is not None  # an engine of several ranks
-        assert facts.dtype is not None  # a worker has a model
-        self.request, self.dtype = request, facts.dtype
-        self.strict = facts.settings.policy.strict
-        self.compares = facts.settings.preflight != "off"
-        manager = get_default_manager()
-        out = refusals(facts) | unmeasured(facts, manager.registry.snapshot())
-        rows = manager.rows(
+    def __init__(self, engine: Engine) -> None:
+        facts = engine.facts
+        assert facts.communicator is not None and facts.dtype is not None
+        self.engine, self.request, self.dtype = engine, facts.communicator, facts.dtype
+        out = refusals(facts)
+        rows = get_default_manager().rows(
             COMMUNICATOR,
             mode=facts.mode,
             engine=True,
             settings=facts.settings,
             demoted={impl_id: why for (op, impl_id), why in out.items() if op == COMMUNICATOR},
+            facts=facts,
         )
         self.communicators = PlanEntry(COMMUNICATOR, rows).classes(CommunicatorImpl)
-        self.faults: dict[tuple[str, str], Fault] = {}
+        self.faults: dict[Key, Fault] = {}
         self.served: dict[str, str] = {}
         self.seconds = 0.0
         self._made: list[tuple[Any, CommunicatorImpl, dict[str, Any]]] = []
@@ -139,40 +142,25 @@ class Groups:
         self.seconds += time.monotonic() - start
         return communicator
 
-    def settle(self) -> None:
-        """Take what is off on one rank off on all: the groups that have it get the next candidate.
+    def faults_here(self) -> dict[Key, str]:
+        """Return what this rank has found wrong itself: (op, impl id) -> why."""
+        import torch.distributed as dist
 
-        Raises:
-            StartError: strict mode and a fault, on whichever rank.
-            RuntimeError: a rank died, or did not answer in time.
-        """
-        from vllm.distributed.parallel_state import get_world_group
+        rank = dist.get_rank()
+        return {key: fault.why for key, fault in self.faults.items() if fault.rank == rank}
 
-        world = get_world_group()
-        rank = world.rank
-        known: dict[tuple[str, str], Fault] = {}
-        while True:
-            told = gathered(self.faults, world.cpu_group, world.world_size, rank, "make groups")
-            found = {key: fault for each in reversed(told) for key, fault in each.items()}
-            new = {key: fault for key, fault in found.items() if key not in known}
-            if not new:
-                break
-            for (op, impl_id), fault in new.items():
-                if self.strict:
-                    raise _ending(impl_id, fault, "strict mode")
-                if rank == 0:
-                    Disabled(FAILED, fault.rank, fault.why).warn(op, impl_id)
-            known |= new
-            self.faults |= new
-            self._replace()
-        if rank == 0 and self.served:
+    def say(self) -> None:
+        """Log what serves; rank 0 does."""
+        if self.engine.rank == 0 and self.served:
             served = ", ".join(f"{name}={impl_id}" for name, impl_id in self.served.items())
-            how = "verified" if self.compares else "not verified;"
+            compares = self.engine.facts.settings.preflight != "off"
+            how = "verified" if compares else "not verified;"
             log.info("Groups of ranks: %s (%s in %.1f s)", served, how, self.seconds)
 
-    def _replace(self) -> None:
-        """Give the groups whose communicator is off another one, in the order of the groups."""
-        off = [each for each in self._made if (COMMUNICATOR, each[1].impl_id) in self.faults]
+    def replace(self) -> None:
+        """Give groups another communicator if theirs is disabled, in the order of the groups."""
+        disabled = self.engine.disabled
+        off = [each for each in self._made if (COMMUNICATOR, each[1].impl_id) in disabled]
         self._made = [each for each in self._made if each not in off]
         holders = {id(group.device_communicator): group for group in _coordinators()}
         for communicator, _, arguments in off:
@@ -184,12 +172,15 @@ class Groups:
         """The communicator; None where it is off, on whichever rank of the group."""
         import torch.distributed as dist
 
-        from ...engine.collectives import fault_of, steps
+        from ...engine.limited import fault_of
 
         group, device = arguments["cpu_group"], arguments["device"]
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        fault = self.faults.get((COMMUNICATOR, impl.impl_id))
+        key = COMMUNICATOR, impl.impl_id
         cls: Any = None
+        fault = self.faults.get(key)
+        if fault is None and key in self.engine.disabled:
+            fault = Fault(self.engine.disabled[key].rank, self.engine.disabled[key].why)
         if fault is None:
             _, cls, why = classes.class_of(impl, COMMUNICATOR, self.request, problem_of)
             fault = Fault(dist.get_rank(), why) if why else None
@@ -206,8 +197,10 @@ class Groups:
         off = ask(
             f"its class cannot be made for group {name}: ", lambda: made.append(cls(**arguments))
         )
-        checks = steps(made[0], rank, size, device, self.dtype) if not off and self.compares else ()
-        off = off or any(ask("", step) for _, step in checks)
+        facts = GroupFacts(name, rank, size, device, self.dtype)
+        off = off or any(
+            ask("", check.run) for check in communicator_checks(self.engine, made[0], facts)
+        )
         if not off:
             return made[0]
         for each in made:
@@ -228,7 +221,13 @@ class Groups:
         if fault is None:
             return False
         if fault.stuck:
-            raise _ending(impl.impl_id, fault, "nothing can be exchanged beside a stuck call")
+            raise StartError(
+                f"vllm-fl ends the start: rank {fault.rank}: nothing can be exchanged beside a "
+                f"stuck call, and implementation '{impl.impl_id}' failed for op '{COMMUNICATOR}': "
+                f"{fault.why}. VLLM_FL_PER_OP='{COMMUNICATOR}=stock' leaves it out.",
+                op=COMMUNICATOR,
+                impl=impl.impl_id,
+            )
         self.faults.setdefault((COMMUNICATOR, impl.impl_id), fault)
         return True
 
@@ -239,17 +238,6 @@ def problem_of(path: str, cls: Any) -> str:
         if not (isinstance(cls, type) and issubclass(cls, base)):
             return f"{path} is no subclass of vLLM's {base.__name__}"
     return ""
-
-
-def _ending(impl_id: str, fault: Fault, why: str) -> StartError:
-    """The error that ends the start."""
-    return StartError(
-        f"vllm-fl ends the start: rank {fault.rank}: {why}, and implementation '{impl_id}' failed "
-        f"for op '{COMMUNICATOR}': {fault.why}. VLLM_FL_PER_OP='{COMMUNICATOR}=stock' leaves it "
-        "out.",
-        op=COMMUNICATOR,
-        impl=impl_id,
-    )
 
 
 def stock_class() -> Callable[..., Any]:

@@ -286,7 +286,7 @@ def take(engine: Engine, chosen: Choice, device: torch.device) -> None:
     """
     key, defined = _dispatch_key(device), chosen.defined
     empty.define(defined)
-    engine.hold(lambda: empty.forget(defined, {o.target.name for o in _left_behind}))
+    engine.on_unbind(lambda: empty.forget(defined, {o.target.name for o in _left_behind}))
     taking.take(engine, chosen, partial(_Override, key=key), key)
 
 

@@ -221,7 +221,7 @@ def take(
                 assert bound is not None  # `choose` leaves other ops to vLLM
                 leaves = leaving(target, plan.stock_at(op))
                 stand.answers[engine] = Answer(target.route(bound), leaves)
-            engine.hold(_give_back, engine, stand, key)
+            engine.on_unbind(_give_back, engine, stand, key)
     for op, left in chosen.left.items():
         for name, why in left.items():
             log.debug("Op '%s': %s is left to vLLM: %s", op, name, why)

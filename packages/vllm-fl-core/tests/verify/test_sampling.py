@@ -85,7 +85,7 @@ class Worker:
 
 
 def watched(worker: Worker) -> Any:
-    from vllm_fl.integration.canary import watch
+    from vllm_fl.verify.sampling import watch
 
     return watch(worker.engine)
 
@@ -189,7 +189,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_fl.integration import canary as module
+    from vllm_fl.verify import sampling as module
 
     def wrong(x: torch.Tensor) -> torch.Tensor:
         return right(x) + 0.25

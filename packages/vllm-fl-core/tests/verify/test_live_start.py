@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from children import run_each
+from small_workers import HEAD, MODEL
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -19,36 +20,7 @@ COUNTS = [256, 17, 16, 1]
 
 ENABLED = ["+gelu_and_mul", "+silu_and_mul"]
 
-HEAD = """
-import json, os, pickle, sys
-from dataclasses import replace
-sys.path.insert(0, os.environ["CONFIGS"])
-import torch
-from builders import silu
-from configs import engine_config
-from vllm_fl.integration.entry import general_plugin
-general_plugin()
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm_fl.contracts import contracts
-from vllm_fl.dispatch import get_default_manager
-from vllm_fl.integration import ranks, verifying
-from vllm_fl.integration.planning import Carried
-from vllm_fl.integration.worker import PlannedWorker
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.loading import load_settings
-
-"""
-
 START = """
-contract, gelu = contracts()["silu_and_mul"], contracts()["gelu_and_mul"]
-
-
-def right(x):
-    return contract.oracle(x).to(x.dtype)
-
-
 def wrong(x):
     # Its own check at start never sees a row beyond the 200th of rows this wide.
     found = right(x)
@@ -74,73 +46,26 @@ get_default_manager().registry.register_many(
             lambda x, approximate="none": gelu.oracle(x, approximate).to(x.dtype), "idle"),
      silu("vendor.acme", fn=lambda x: right(x), priority=998)]
 )
-calls = []
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(SiluAndMul() for _ in range(2))
-
-    def forward(self, input_ids, positions):
-        calls.append(len(input_ids))
-        x = torch.sin(input_ids[:, None] * torch.arange(1280)).bfloat16()
-        for act in self.blocks:
-            x = act(x).repeat(1, 2)
-        return x
-
-
-class Runner:
-    def _dummy_run(self, tokens, is_profile=False, skip_eplb=False):
-        zeros = torch.zeros(tokens, dtype=torch.int64)
-        with set_forward_context(None, self.config, num_tokens=tokens):
-            self.model(input_ids=zeros, positions=zeros)
-
-
-class Worker:
-    def __init__(self, vllm_config):
-        self.vllm_config, self.device, self.rank = vllm_config, torch.device("cpu"), 0
-        self.model_runner = Runner()
-        self.model_runner.config = vllm_config
-
-    def load_model(self, **options):
-        with set_current_vllm_config(self.vllm_config):
-            self.model = self.model_runner.model = Model()
-
-    def get_model(self):
-        return self.model
-
-    def shutdown(self):
-        pass
-
-
-
-def agree(mine):
+def exchange(what, mine, failure=""):
+    if failure:
+        raise RanksFailed([f"rank 0: {failure}"])
     key = "silu_and_mul", "vendor.wrong"
     # The other rank finds it on its own shard, once.
-    is_live = os.environ.get("THEIRS") and not mine.facts
-    found = {key: "wrong in layer blocks.1"} if is_live and len(calls) == 4 else {}
-    theirs = replace(mine, rank=1, faults=found)
-    return [mine, theirs]
+    if os.environ.get("THEIRS") and "(loaded)" in what and len(calls) == 4:
+        theirs = Opinion({key: Objection(FAILED, "wrong in layer blocks.1")})
+        return [mine, theirs if isinstance(mine, Opinion) else mine]
+    return [mine, mine]
 
 
-verifying.agree = agree
-settings = load_settings(
-    {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": "verify",
-     "VLLM_FL_STRICT": os.environ.get("STRICT", "0"),
-     "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme;gelu_and_mul=vendor:idle"},
-    platform="cpu")
-config = VllmConfig()
-fake = engine_config()
-fake.model_config.get_vocab_size = lambda: 500
-object.__setattr__(config, "model_config", fake.model_config)
-object.__setattr__(
-    config, "additional_config",
-    {"vllm_fl": pickle.loads(pickle.dumps(Carried(settings)))})
-object.__setattr__(config.scheduler_config, "max_num_batched_tokens", 512)
-worker = type("Planned", (PlannedWorker, Worker), {})(config)
+engines.exchange = exchange
+worker = planned_worker(
+    {"VLLM_FL_PREFLIGHT": "verify",
+     "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme;gelu_and_mul=vendor:idle"})
 told = {}
 try:
+    worker.init_device()
     worker.load_model()
 except Exception as error:
     told["raised"] = str(error)
@@ -150,7 +75,7 @@ else:
         act._vllm_fl_plan is worker.vllm_fl_engine.plan for act in worker.model.blocks]
     x = torch.randn(300, 1280).bfloat16()
     told["right"] = all(torch.equal(act(x), right(x)) for act in worker.model.blocks)
-    told["entry"] = config.additional_config["vllm_fl"]
+    told["entry"] = worker.vllm_config.additional_config["vllm_fl"]
     told["entry"].get("enabled", []).sort()
 told["calls"] = calls
 worker.shutdown()
@@ -172,7 +97,7 @@ CASES = {
 def starts() -> dict[str, str]:
     tests = str(Path(__file__).parents[1])
     env = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops"}
-    bodies = {name: (START, variables) for name, variables in CASES.items()}
+    bodies = {name: (MODEL + START, variables) for name, variables in CASES.items()}
     return run_each(HEAD, bodies, {**os.environ, **env})
 
 
@@ -226,7 +151,7 @@ def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_say
     assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
     assert told["bound"] == [True, True] and told["right"]
     # Tried at the largest batch, too, before it is out, then the model without it.
-    assert told["calls"] == [*COUNTS, 512, *COUNTS, 512, *COUNTS]
+    assert told["calls"] == [*COUNTS, 512, *COUNTS, *COUNTS]
     assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
     (line,) = [line for line in log.splitlines() if " planned: " in line]
     assert "silu_and_mul=vendor.acme" in line

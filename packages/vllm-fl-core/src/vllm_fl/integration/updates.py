@@ -1,22 +1,23 @@
-"""After the start: weights are updated, memory sleeps and wakes, and the plan is compared anew.
+"""After startup: weights are updated, memory sleeps and wakes, and the plan is checked again.
 
 What a kernel has prepared from old weights is wrong from then on. Compiled code and captured graphs
-hold what serves, so that nothing is taken out any more: who updated the weights is told.
+hold what serves, so nothing can be disabled: the caller who updated the weights gets the error.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ServingError
 from ..logs import get_logger
+from ..plugins.inspection import Moment
 from ..text import quote
 from .engines import Engine
-from .ranks import Verdict, agree
-from .verifying import checks_of, compared, seen_again, without
+from .hooks import has_inspectors
+from .ranks import RanksFailed
+from .settling import settle, without
 
 log = get_logger("engine")
 
@@ -36,7 +37,7 @@ def _followed(
     done: Callable[[Engine, frozenset[str]], object],
     failed: Callable[[Engine, Exception], object],
 ) -> Callable[..., Any]:
-    """A worker's method, whose end an engine is told that is looked at once more.
+    """Return a worker's method after which the engine is checked.
 
     Args:
         method: the method.
@@ -47,7 +48,7 @@ def _followed(
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
         engine: Engine | None = worker.vllm_fl_engine
-        if engine is None or not engine.is_watched:  # before the model is loaded
+        if engine is None or engine.joins or not engine.is_loaded:
             return method(worker, *args, **kwargs)
         try:
             result = method(worker, *args, **kwargs)
@@ -61,7 +62,7 @@ def _followed(
 
 
 def _updated(engine: Engine, _: frozenset[str]) -> None:
-    verify(engine, "the weights were updated")
+    check(engine, "the weights were updated")
 
 
 def _fell_asleep(engine: Engine, named: frozenset[str]) -> None:
@@ -71,12 +72,12 @@ def _fell_asleep(engine: Engine, named: frozenset[str]) -> None:
 def _woke_up(engine: Engine, named: frozenset[str]) -> None:
     engine.asleep -= named or engine.asleep
     if engine.due and not engine.asleep:
-        verify(engine, "the weights were updated while it slept")
+        check(engine, "the weights were updated while it slept")
 
 
 def _failed_within(engine: Engine, error: Exception) -> None:
-    if _is_asked_for(engine):
-        log.warning("%s", _told_of_failure(_failed_here(engine, error)))
+    if _is_checked(engine):
+        log.warning("%s", _failure(_failed_here(engine, error)))
 
 
 def _nothing(engine: Engine, _: object) -> None:
@@ -89,10 +90,8 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(given) if isinstance(given, Iterable) else frozenset()
 
 
-def verify(engine: Engine, occasion: str) -> str:
-    """Run the loaded model once, and compare the plan on its tensors, on all ranks.
-
-    Requests that are under way are not disturbed: no cache is written, and nothing is counted.
+def check(engine: Engine, occasion: str) -> str:
+    """Ask on all ranks whether something that serves is wrong now.
 
     Args:
         engine: an engine between two steps.
@@ -102,75 +101,51 @@ def verify(engine: Engine, occasion: str) -> str:
         What was compared, or why nothing was.
 
     Raises:
-        ServingError: something is wrong, on whichever rank. Of ranks that one process asks, the
+        ServingError: something is wrong, on whichever rank. If one process asks several ranks, the
             last one raises it: vLLM leaves answers behind an error unread.
     """
-    rank = engine.rank
-    if not _is_asked_for(engine):
+    if not _is_checked(engine):
         return "nothing is verified: nothing is planned, or VLLM_FL_PREFLIGHT is not verify"
     if engine.asleep:
         engine.due = True
         return f"verified when it is awake: {', '.join(sorted(engine.asleep))} asleep"
     engine.due = False
-    if _in_step_with_others(engine):
-        stopped = "each run of one replica of data parallelism waits for the others"
-    else:
-        stopped = _others(Verdict(rank, failure=_obstacle(engine)))
+    stopped = "each run of one replica of data parallelism waits for the others"
+    if not _in_step_with_others(engine):
+        stopped = ""
+        try:
+            engine.wrong = settle(engine, Moment.UPDATED)
+        except RanksFailed as failed:
+            stopped = "; ".join(failed.failures)
     if stopped:
-        if rank == 0:
-            log.warning("After %s nothing was verified: %s", occasion, stopped)
-        return f"nothing was verified: {stopped}"
-    began = time.monotonic()
-    live, not_run = seen_again(engine)
-    verdicts = agree(Verdict(rank, live.faults))
-    engine.wrong = {
-        key: f"{why} (found on rank {v.rank})"
-        for v in reversed(verdicts)
-        for key, why in v.faults.items()
-    }
-    if engine.wrong:
-        error = ServingError(_told(engine.wrong, occasion), wrong=engine.wrong)
-        if rank == 0:
+        engine.remarks[Moment.UPDATED] = [f"nothing was verified: {stopped}"]
+    if engine.wrong and not stopped:
+        error = ServingError(_fault(engine.wrong, occasion), wrong=engine.wrong)
+        if engine.rank == 0:
             log.error("%s", error)
         if _raises(engine):
             raise error
         return error.message
-    told = f"nothing was verified: {not_run}" if not_run else compared(live, began)
-    if rank == 0:
-        say = log.warning if not_run else log.info
-        say("After %s: %s", occasion, told)
-    return told
+    found = "; ".join(engine.remarks[Moment.UPDATED])
+    if engine.rank == 0 and found:
+        if found.startswith("nothing was verified"):
+            log.warning("After %s %s", occasion, found)
+        else:
+            log.info("After %s: %s", occasion, found)
+    return found
 
 
-def _is_asked_for(engine: Engine) -> bool:
-    """Whether anything is compared in this engine; the same on all ranks."""
-    return bool(checks_of(engine).live_counts)
+def _is_checked(engine: Engine) -> bool:
+    """Return whether anything is compared in this engine; the same on all ranks."""
+    entries = engine.plan.entries.values()
+    asks = engine.facts.settings.preflight == "verify" or has_inspectors()
+    return asks and any(each.impls for each in entries)
 
 
 def _in_step_with_others(engine: Engine) -> bool:
-    """Whether replicas of data parallelism wait for one another in each run of the model."""
+    """Return whether replicas of data parallelism wait for one another in each run of the model."""
     replicas: int = engine.config.parallel_config.data_parallel_size
     return replicas > 1
-
-
-def _obstacle(engine: Engine) -> str:
-    """Why the model cannot be run now, or nothing."""
-    runner = engine.runner
-    run = getattr(type(runner), "_dummy_run", None)
-    if run is not None and not run.__module__.startswith("vllm."):
-        return (
-            f"the dummy run of {type(runner).__name__} is not vLLM's, and might write the KV cache"
-        )
-    if getattr(runner, "execute_model_state", None) is not None:
-        return "a step is not at its end"
-    if engine.config.lora_config is not None and engine.worker.list_loras():
-        return "adapters are loaded, which vLLM's dummy run would drop"
-    return ""
-
-
-def _others(mine: Verdict) -> str:
-    """What stops a rank, of all ranks; nothing where none is stopped."""
-    return "; ".join(f"rank {v.rank}: {v.failure}" for v in agree(mine) if v.failure)
 
 
 def _failed_here(engine: Engine, error: Exception) -> str:
@@ -178,27 +153,29 @@ def _failed_here(engine: Engine, error: Exception) -> str:
 
 
 def _missed(engine: Engine, error: Exception) -> None:
-    """An update has failed on this rank: let the others know, who wait; it never raises."""
-    if not _is_asked_for(engine):
+    """Let the other ranks know that an update has failed on this one; it never raises."""
+    if not _is_checked(engine):
         return
     told = _failed_here(engine, error)
     if not engine.asleep and not _in_step_with_others(engine):
         try:
-            told = _others(Verdict(engine.rank, failure=quote(error)))
+            engine.fail("update the weights", quote(error))
+        except RanksFailed as failed:
+            told = "; ".join(failed.failures)
         except Exception:  # another rank is gone: the update's own error is what the caller needs
             log.debug("The ranks could not agree on a failed update", exc_info=True)
     if engine.rank == 0:
-        log.warning("%s", _told_of_failure(told))
+        log.warning("%s", _failure(told))
 
 
-def _told_of_failure(told: str) -> str:
+def _failure(told: str) -> str:
     return (
         f"An update of the weights failed, and nothing was verified after it: {told}. The weights "
         "may be the old ones in part; the next update is verified"
     )
 
 
-def _told(wrong: dict[tuple[str, str], str], occasion: str) -> str:
+def _fault(wrong: Mapping[tuple[str, str], str], occasion: str) -> str:
     each = "; ".join(
         f"implementation '{impl_id}' of op '{op}': {why}" for (op, impl_id), why in wrong.items()
     )
@@ -210,7 +187,7 @@ def _told(wrong: dict[tuple[str, str], str], occasion: str) -> str:
 
 
 def _raises(engine: Engine) -> bool:
-    """Whether this rank is the one that tells the caller; each is where each has its own."""
+    """Return whether this rank raises for the caller; all do if each has its own caller."""
     parallel = engine.config.parallel_config
     own = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
     last: int = parallel.world_size - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,19 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import engine_of, managing, planning, silu
+from builders import engine_of, extended, managing, planning, silu
 from torch.nn import functional as F
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
+import vllm_fl.dispatch
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import ServingError, StartError
-from vllm_fl.integration import after, engines, verifying
-from vllm_fl.integration.ranks import FAILED
+from vllm_fl.integration import engines, settling
+from vllm_fl.integration.ranks import FAILED, Opinion, RanksFailed
 from vllm_fl.integration.worker import PlannedWorker
+from vllm_fl.plugins.inspection import Moment, Objection
+from vllm_fl.verify.made_inputs import checks_of
 
 KEY = "silu_and_mul", "vendor.acme"
 
@@ -100,6 +102,13 @@ class Worker:
 Engine = Callable[..., Any]
 
 
+def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
+    """What a single rank exchanges."""
+    if failure:
+        raise RanksFailed([f"rank 0: {failure}"])
+    return [mine]
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """`engine(fn)`: a worker that serves with this kernel; `told` is what other ranks say."""
@@ -108,17 +117,18 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         config = VllmConfig()
         model_config = SimpleNamespace(get_vocab_size=lambda: 500, max_model_len=64)
         object.__setattr__(config, "model_config", model_config)
-        plan = planning(managing(silu("vendor.acme", fn=lambda x: fn(x))), mode)
+        manager = extended(managing(silu("vendor.acme", fn=lambda x: fn(x))))
+        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+        plan = planning(manager, mode)
         worker: Any = object.__new__(type("Planned", (PlannedWorker, Worker), {}))
         worker.vllm_config, worker.rank, worker.device = config, 0, torch.device("cpu")
         worker.seen, worker.model_runner = [], Runner(Model(plan), config)
         worker.get_model = lambda: worker.model_runner.model
         engine = worker.vllm_fl_engine = engine_of(plan, worker)
-        engine.is_watched = True
-        verifying.checks_of(engine).live_counts = frozenset({8, 1})
-        agree = told or (lambda mine: [mine])
-        monkeypatch.setattr(after, "agree", agree)
-        monkeypatch.setattr(verifying, "agree", agree)
+        engine.is_loaded = True
+        vars(engine.facts.settings)["preflight"] = "verify"
+        checks_of(engine).live_counts = frozenset({8, 1})
+        monkeypatch.setattr(engines, "exchange", told or alone)
         return worker
 
     return made
@@ -167,8 +177,9 @@ def test_who_keeps_what_it_made_of_old_weights_is_named_to_who_updates_them(
 def test_of_several_ranks_the_last_one_tells_the_caller(engine: Engine) -> None:
     """vLLM reads the ranks' answers in order, and leaves those behind an error unread."""
 
-    def told(mine: Any) -> list[Any]:
-        return [mine, replace(mine, rank=1, faults={KEY: "it is wrong there"})]
+    def told(what: str, mine: Any, failure: str = "") -> list[Any]:
+        theirs = Opinion({KEY: Objection(FAILED, "it is wrong there")})
+        return [mine, theirs if isinstance(mine, Opinion) else mine]
 
     worker = engine(told=told)
     parallel = worker.vllm_config.parallel_config
@@ -198,7 +209,10 @@ def test_an_update_that_fails_gives_vllms_own_error_and_the_next_is_verified(
 def test_what_fails_on_another_rank_stops_the_look_on_this_one(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = engine(told=lambda mine: [mine, replace(mine, rank=1, failure="OSError: gone")])
+    def told(*_: Any) -> Any:
+        raise RanksFailed(["rank 1: OSError: gone"])
+
+    worker = engine(told=told)
     assert worker.reload_weights() == "loaded"
     assert worker.model_runner.runs == 0
     assert "nothing was verified: rank 1: OSError: gone" in caplog.text
@@ -244,35 +258,37 @@ def short_of_memory(cache: list[object]) -> Callable[[torch.Tensor], torch.Tenso
     return lambda x: right(x) * (1.5 if cache else 1.0)
 
 
-def test_what_is_wrong_beside_the_cache_is_taken_out_where_nothing_is_compiled(
-    engine: Engine,
+def test_what_is_wrong_beside_the_cache_is_disabled_if_nothing_is_compiled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache: list[object] = []
     worker = engine(short_of_memory(cache))
     engine = worker.vllm_fl_engine
-    told = verifying.verify_with_cache(engine, pytest.fail)
-    assert told.startswith("1 calls on live tensors with the KV cache in memory")
+    checks_of(engine).seen = engine.plan
+    settling.settle(engine, Moment.CACHED)
+    (remark,) = engine.remarks[Moment.CACHED]
+    assert remark.startswith("1 calls on live tensors with the KV cache in memory")
     cache.append(object())
 
-    def renew() -> None:
-        (out,) = engine.disabled.values()
-        assert (out.code, out.rank) == (FAILED, 0)
-        assert out.why.startswith("it is wrong")
-        assert out.why.endswith("(with the KV cache in memory)")
+    def disable(*_: Any) -> None:
+        engine.disabled |= {KEY: _[2][KEY]}
         engine.plan = planning(managing(silu("vendor.emca", fn=lambda x: right(x))))
         worker.model_runner.model.act = Act(engine.plan)
 
-    told = verifying.verify_with_cache(engine, renew)
-    assert engine.disabled.keys() == {KEY}
-    assert told.startswith("2 calls"), "as at start, at each number of tokens"
+    monkeypatch.setattr(settling, "_disable", disable)
+    settling.settle(engine, Moment.CACHED)
+    (disabled,) = engine.disabled.values()
+    assert (disabled.code, disabled.rank) == (FAILED, 0)
+    assert disabled.why.startswith("it is wrong")
+    assert disabled.why.endswith("(with the KV cache in memory)")
+    (remark,) = engine.remarks[Moment.CACHED]
+    assert remark.startswith("2 calls"), "as at start, at each number of tokens"
 
 
 def test_what_is_compiled_with_it_does_not_start(engine: Engine) -> None:
     worker = engine(short_of_memory([object()]))
     object.__setattr__(worker.vllm_fl_engine.plan, "mode", "compiled")
     with pytest.raises(StartError) as failed:
-        verifying.verify_with_cache(worker.vllm_fl_engine, pytest.fail)
-    assert "implementation 'vendor.acme' failed for op 'silu_and_mul' on rank 0" in str(
-        failed.value
-    )
+        settling.settle(worker.vllm_fl_engine, Moment.CACHED)
+    assert "rank 0: implementation 'vendor.acme' failed for op 'silu_and_mul'" in str(failed.value)
     assert "The model is compiled with it. VLLM_FL_PER_OP='silu_and_mul=stock'" in str(failed.value)

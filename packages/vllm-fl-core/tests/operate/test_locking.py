@@ -15,7 +15,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from vllm_fl.errors import LockError
-from vllm_fl.integration.locking import differences, refuse
+from vllm_fl.operate.locking import differences, refuse
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import Locked, sealed
 from vllm_fl.settings.schema import Settings
@@ -28,7 +28,7 @@ FACTS: dict[str, Any] = {
     "model configuration": {"hidden_size": 64, "head_dim": 16, "a": 1, "b": 1, "c": 1},
     "plan": {"rms_norm": "vendor.acme"},
 }
-LOCKED = Locked("vllm-fl.lock", FACTS, {}, 7, {})
+LOCKED = Locked("vllm-fl.lock", FACTS, {}, 7)
 
 
 def told(**changed: Any) -> list[str]:
@@ -51,7 +51,7 @@ def test_one_line_each() -> None:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     path = tmp_path / "vllm-fl.lock"
-    contents = {"facts": FACTS, "result": {}, "seed": 7, "tries": {}}
+    contents = {"facts": FACTS, "result": {}, "seed": 7}
     path.write_text(json.dumps(sealed(contents)))
     return load_settings({"VLLM_FL_LOCK": str(path)})
 

@@ -17,10 +17,10 @@ from ..engine.plan import Plan
 from ..engine.shadow import Shadow, Tally
 from ..engine.state_file import of_worker
 from ..files import open_to_append
+from ..integration.engines import Engine
+from ..integration.targets import installed_bindings
 from ..logs import get_logger
 from ..text import quote
-from .engines import Engine
-from .targets import installed_bindings
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +31,24 @@ EVERY = 60.0
 log = get_logger("engine")
 
 
+@contextmanager
+def session(engine: Engine) -> Iterator[None]:
+    """Sample steps of an engine from the first request on, until it ends."""
+    engine.on_serving(lambda: watch(engine))  # its warm-up takes steps, too
+    try:
+        yield
+    finally:
+        if Canary in engine.state:
+            engine.state[Canary].close()
+
+
 def watch(engine: Engine) -> Canary | None:
     """Sample steps of an engine from now on, where its settings say so and it can be done.
 
     The method of its model runner is replaced, on the object alone: Ray's executor calls that one.
 
     Args:
-        engine: an engine that has warmed up, since its warm-up takes steps, too.
+        engine: an engine that has warmed up.
     """
     settings, worker, model = engine.facts.settings, engine.worker, engine.model
     if settings.shadow is None:
@@ -49,9 +60,7 @@ def watch(engine: Engine) -> Canary | None:
         return None
     assert model is not None
     shadow = Shadow(engine.plan, float(settings.shadow), _out_of_sight(engine.plan))
-    engine.shadow = shadow
-    canary = Canary(shadow, engine, settings.shadow_file)
-    engine.hold(canary.close)
+    canary = engine.state[Canary] = Canary(shadow, engine, settings.shadow_file)
     runner = engine.runner
     plain = runner.execute_model
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]

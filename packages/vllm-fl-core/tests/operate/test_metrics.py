@@ -21,9 +21,9 @@ import yaml
 from builders import X, managing, planning, refusing, silu
 
 from vllm_fl.engine import state_file
-from vllm_fl.engine.metrics import MetricsFile, exposition
 from vllm_fl.engine.shadow import Shadow
 from vllm_fl.engine.state_file import StateFile
+from vllm_fl.operate.metrics import MetricsFile, exposition
 
 OP = "silu_and_mul"
 ORDERED = {OP: ["vendor", "reference"]}
@@ -111,8 +111,10 @@ def test_what_a_shadow_saw_is_there_by_size() -> None:
     with shadow.comparing():
         for tokens in (1, 5, 7):
             bound(torch.randn(tokens, 8))
-        assert 'tokens="8"' not in exposition(plan, "f00d", WHOSE, shadow), "it reads no device"
-    text = exposition(plan, "f00d", WHOSE, shadow)
+        assert 'tokens="8"' not in exposition(plan, "f00d", WHOSE, shadow.report()), (
+            "it reads no device"
+        )
+    text = exposition(plan, "f00d", WHOSE, shadow.report())
     of = {"op": OP, "impl": "vendor.acme"}
     assert value(text, "vllm_fl_shadow_calls_total", **of, tokens="8") == 2
     assert value(text, "vllm_fl_shadow_wrong_total", **of, tokens="8") == 2
@@ -122,7 +124,7 @@ def test_what_a_shadow_saw_is_there_by_size() -> None:
 
 def test_the_documentation_and_its_alerts_name_what_is_written() -> None:
     plan = dataclasses.replace(planned()[0], counts_calls=True)
-    text = exposition(plan, "f00d", WHOSE, Shadow(plan, 1.0))
+    text = exposition(plan, "f00d", WHOSE, Shadow(plan, 1.0).report())
     written = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     listed = (DOCS / "worker-report.md").read_text().partition("\n## Metrics\n")[2]
     assert set(re.findall(r"\bvllm_fl_\w+", listed)) - {"vllm_fl_report"} == written
@@ -158,7 +160,7 @@ def writing() -> Iterator[Callable[..., MetricsFile]]:
 
     def started(path: Path, **options: Any) -> MetricsFile:
         plan = options.pop("plan", None) or planned()[0]
-        files.append(MetricsFile(str(path), plan, "f00d", **{"rank": 0, **options}))
+        files.append(MetricsFile(str(path), lambda: (plan, "f00d"), **{"rank": 0, **options}))
         return files[-1]
 
     yield started

@@ -17,12 +17,13 @@ from ..engine.identity import THREADS, identity
 from ..engine.plan import Plan
 from ..engine.tables import standing
 from ..errors import LockError
+from ..integration.engines import Engine
+from ..integration.planning import plan_for, turned_on
 from ..logs import get_logger
 from ..settings.lock import Locked
 from ..settings.policy import OpOrder
 from ..settings.schema import Settings
 from ..text import HIDDEN, is_secret, scrub
-from .planning import plan_for, turned_on
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +85,56 @@ def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) 
         found[MODEL] = _plain({key: model[key] for key in model if key != "_name_or_path"})
         found[PLAN] = labels(plan)
     return found
+
+
+@dataclasses.dataclass
+class Lock:
+    """What an engine has of its lock.
+
+    Args:
+        engine: the engine, whose settings name a lock.
+        facts: what it is made of, before verification.
+        differs: what differs, on whichever rank, one sentence each.
+    """
+
+    engine: Engine
+    facts: Mapping[str, Any]
+    differs: list[str] = dataclasses.field(default_factory=list)
+
+    def compare_facts(self) -> None:
+        """Compare what the ranks are made of, before anything is run.
+
+        Raises:
+            LockError: something differs on some rank; on all ranks.
+        """
+        settings = self.engine.facts.settings
+        assert settings.locked is not None
+        mine = differences(settings.locked, self.facts)
+        by_rank = dict(enumerate(self.engine.gather("compare with the lock", mine)))
+        self.differs += [line for lines in by_rank.values() for line in lines]
+        refuse(settings, by_rank, says=self.engine.rank == 0)
+
+    def compare_plan(self) -> None:
+        """Compare the plan that serves, which all ranks have alike.
+
+        Raises:
+            LockError: it differs; on rank 0.
+        """
+        engine, settings = self.engine, self.engine.facts.settings
+        assert settings.locked is not None
+        if engine.rank == 0:
+            lines = served_otherwise(settings.locked, engine.plan, engine.digest)
+            self.differs += lines
+            refuse(settings, {0: lines}, says=True)
+
+    def told(self) -> dict[str, Any]:
+        """Return what `vllm-fl lock` writes."""
+        disabled: dict[str, dict[str, str]] = {}
+        for (op, impl_id), each in sorted(self.engine.disabled.items()):
+            disabled.setdefault(op, {})[impl_id] = each.reason
+        ops = labels(self.engine.plan)
+        result = {"ops": ops, "digest": self.engine.digest, "out": disabled}
+        return {"facts": self.facts, "result": result}
 
 
 def labels(plan: Plan) -> dict[str, str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.integration import scraping
-from vllm_fl.integration.scraping import Scraped
+from vllm_fl.operate import scraping
+from vllm_fl.operate.scraping import Scraped
 
 needs_client = pytest.mark.skipif(
     find_spec("prometheus_client") is None, reason="prometheus_client is not installed"
@@ -100,7 +100,7 @@ def test_a_folder_that_is_not_there_or_does_not_answer_costs_no_scrape(
 
 BOTH = """
 import os, sys
-from vllm_fl.integration.scraping import show
+from vllm_fl.operate.scraping import show
 folder = sys.argv[1]
 for _ in range(2):
     show(f"{folder}/chat.prom")

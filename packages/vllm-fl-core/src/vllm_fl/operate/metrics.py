@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..engine.plan import Plan
+from ..engine.state_file import EVERY, StateFile, of_worker
 from ..settings.schema import Settings
-from .plan import Plan
-from .state_file import EVERY, StateFile, of_worker
-
-if TYPE_CHECKING:
-    from .shadow import Shadow
 
 FAMILIES = {
     "vllm_fl_plan_info": "What each op runs with.",
@@ -32,7 +29,7 @@ def exposition(
     plan: Plan,
     digest: str,
     whose: Mapping[str, str],
-    shadow: Shadow | None = None,
+    shadow: Mapping[str, Any] | None = None,
     *,
     lock_differs: bool = False,
 ) -> str:
@@ -44,7 +41,7 @@ def exposition(
         plan: what serves.
         digest: the plan's.
         whose: labels of every sample, by which those of one worker differ from another's.
-        shadow: what compares calls while the plan serves, where steps are sampled.
+        shadow: what sampled steps have shown, as `Shadow.report` returns it; None without them.
         lock_differs: whether the engine differs from its lock.
     """
     record = plan.record
@@ -61,10 +58,15 @@ def exposition(
     if plan.counts_calls:
         samples["calls_total"] = _labelled({**zero, **record.calls})
     if shadow is not None:
-        seen = dict(shadow.seen)
+        seen = {
+            (op, impl_id, tokens): tally
+            for op, by_impl in shadow["compared"].items()
+            for impl_id, by_tokens in by_impl.items()
+            for tokens, tally in by_tokens.items()
+        }
         for name in ("seen_total", "calls_total", "wrong_total", "worst_share"):
             field = name.removesuffix("_total").removeprefix("worst_")
-            figures = {key: getattr(tally, field) for key, tally in seen.items()}
+            figures = {key: tally[field] for key, tally in seen.items()}
             samples[f"shadow_{name}"] = _labelled(figures)
     lines = []
     for what, some in samples.items():
@@ -96,24 +98,22 @@ class MetricsFile(StateFile):
     Args:
         named: the file that the user names; each worker has one of its own beside it (`of_worker`).
             Without the ending it is the label `engine`.
-        plan: what serves.
-        digest: the plan's.
+        serving: returns the plan that serves, and its digest.
         rank: the worker's, within its replica.
         replica: which one of data parallelism, from 0.
-        shadow: gives what compares calls, as soon as something does.
-        lock_differs: gives whether the engine differs from its lock.
+        shadow: returns what sampled steps have shown; None without them.
+        lock_differs: returns whether the engine differs from its lock.
         every: seconds from one writing to the next.
     """
 
     def __init__(
         self,
         named: str,
-        plan: Plan,
-        digest: str,
+        serving: Callable[[], tuple[Plan, str]],
         *,
         rank: int,
         replica: int = 0,
-        shadow: Callable[[], Shadow | None] = lambda: None,
+        shadow: Callable[[], Mapping[str, Any] | None] = lambda: None,
         lock_differs: Callable[[], bool] = lambda: False,
         every: float = EVERY,
     ) -> None:
@@ -121,6 +121,7 @@ class MetricsFile(StateFile):
         whose = {"engine": path.stem, "dp": str(replica), "rank": str(rank)}
 
         def text() -> str | None:
+            plan, digest = serving()
             if plan.record.is_aside:  # counters never go back
                 return None
             return exposition(plan, digest, whose, shadow(), lock_differs=lock_differs())

@@ -6,38 +6,34 @@ import atexit
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from ..dispatch import get_default_manager
 from ..engine.state_file import StateFile, of_worker
+from ..integration.compat import vllm_version
+from ..integration.engines import Engine
 from ..settings.schema import Setting, Settings
 from ..text import scrub
-from .compat import vllm_version
-from .engines import Engine
 
 SCHEMA = 1
 
 
-def keep(
-    engine: Engine, report: Callable[[], Mapping[str, Any]], versions: Mapping[str, str]
-) -> None:
-    """Write the engine's report to a file from now on, where the settings name one. It stays.
+@contextmanager
+def session(engine: Engine, named: Path, lock: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Write the engine's report to a file until it ends. The file stays.
 
     The first rank of the first replica has the very file that the user names; the other ranks and
     replicas have one of their own beside it.
 
     Args:
         engine: the engine.
-        report: what `vllm_fl_report` tells.
-        versions: of what computes beneath its implementations.
+        named: the file that the user names.
+        lock: returns what differs from the lock.
     """
     settings = engine.facts.settings
-    named = _named(settings)
-    if named is None:
-        return
     rank, replica = engine.rank, engine.replica
     startup = get_default_manager().startup
     plugins = startup.plugins if startup else ()
@@ -49,7 +45,7 @@ def keep(
         "replica": replica,
         "engine": str(getattr(engine.config, "instance_id", "")),
         "started": _now(),
-        "versions": {**versions, "vllm": vllm_version()},
+        "versions": {**engine.contents["versions"], "vllm": vllm_version()},
         "plugins": {plugin.owner.label: plugin.owner.version for plugin in plugins},
         "settings": [scrub(f"{s.key}={s.value} ({s.origin})") for s in _set(settings)],
     }
@@ -67,26 +63,30 @@ def keep(
             "state": engine.status,
             "error": engine.error,
             "failures": failures,
-            "lock": engine.differs,
+            "lock": list(lock()),
             **about,
-            "report": report(),
+            "report": engine.worker.vllm_fl_report(),
         }
         return json.dumps(told, indent=1, default=str) + "\n"
 
     path = of_worker(named, rank, replica) if rank or replica else named
-    file = engine.report = StateFile(Settings.report.variable, named, path, text, stays=True)
+    file = StateFile(Settings.report.variable, named, path, text, stays=True)
+    engine.on_serving(file.renew)
 
     def at_exit() -> None:
         engine.status = "ended"
         file.close()
 
     atexit.register(at_exit)
-    engine.hold(atexit.unregister, at_exit)
-    engine.hold(file.close)
+    try:
+        yield
+    finally:
+        atexit.unregister(at_exit)
+        file.close()
 
 
-def _named(settings: Settings) -> Path | None:
-    """The file that the user names, or one beside that of the metrics."""
+def file_of(settings: Settings) -> Path | None:
+    """Return the file that the user names, or one beside that of the metrics."""
     if settings.report is not None:
         return Path(settings.report)
     if settings.metrics is None:

@@ -13,13 +13,13 @@ from ..engine.described import Described
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan
 from ..engine.tables import standing
+from ..integration.compat import obstacle
+from ..integration.models import completed
+from ..integration.planning import facts_of, plan_for
+from ..integration.platform import is_overlay
 from ..settings.loading import load_startup
 from ..settings.policy import Mode
 from . import locking
-from .compat import obstacle
-from .models import model_facts
-from .planning import plan_for
-from .platform import is_overlay
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,7 +90,7 @@ def _described(config: VllmConfig) -> Described:
         model = config.model_config
         facts = EngineFacts(settings, mode, dtype=model.dtype if model else None)
         return Described(facts, Plan(mode, {}), aside=aside, config=config)
-    facts, skeleton = model_facts(config)
+    facts, skeleton = completed(facts_of(config), config)
     device = torch.device(current_platform.device_type)
     # How many threads a worker has is not known here.
     table = standing(facts, get_default_manager().registry.snapshot(), device, serves=False)

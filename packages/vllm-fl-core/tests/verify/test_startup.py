@@ -21,11 +21,13 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.preflight import Findings
 from vllm_fl.engine.trials import Request
 from vllm_fl.engine.warmup import warm_counts
-from vllm_fl.integration import targets, verifying
+from vllm_fl.integration import targets
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.verifying import planned_for_nothing
+from vllm_fl.integration.targets import planned_for_nothing
+from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
+from vllm_fl.verify import made_inputs
 
 OP, KEY = "silu_and_mul", ("silu_and_mul", "vendor.acme")
 
@@ -45,75 +47,56 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
                 raise found
             return found or Findings()
 
-        monkeypatch.setattr(verifying, "find_faults", finds)
+        monkeypatch.setattr(made_inputs, "find_faults", finds)
         return asked
 
     return patched
 
 
-def preflight_of(**fields: Any) -> Any:
+def checks_of(**fields: Any) -> Any:
     settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
     facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
-    plan = planning(managing(silu("vendor.acme")))
-    return verifying.Checks(Engine(plan, facts, 1, torch.device("cpu")))
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom")], ids=repr)
-@pytest.mark.parametrize("where", ["attention", "ops"])
-def test_whatever_a_plugin_raises_is_this_ranks_verdict(
-    answering: Answering, error: BaseException, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other ranks wait for it, minutes, if it never comes."""
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise error
-
-    if where == "attention":
-        monkeypatch.setattr(verifying, "faults", fails)
-    else:
-        answering(error)
-    verdict = preflight_of().verdict(planning(managing(silu("vendor.acme"))), {"mode": "eager"})
-    assert verdict.rank == 1 and type(error).__name__ in verdict.failure
-    assert verdict.facts == {"mode": "eager"}
+    engine = Engine(facts, 1)
+    engine.plan, engine.device = planning(managing(silu("vendor.acme"))), torch.device("cpu")
+    return made_inputs.Checks(engine)
 
 
 def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
     answering: Answering,
 ) -> None:
     """It is measured only where somebody asks for it."""
-    faults = {(OP, "vendor.wrong"): ("it is wrong", None)}
-    asked = answering(Findings(faults, variant={KEY: "not batch-invariant: 1 row"}))
+    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
+    wrong = Objection("FL410", "it is wrong")
+    rejected = Objection("FL412", why, ends_strict=False)
+    asked = answering(Findings({(OP, "vendor.wrong"): wrong, KEY: rejected}))
     plan = planning(managing(silu("vendor.wrong"), silu("vendor.acme"), silu("vendor.emca")))
     env = {"VLLM_FL_REQUIRE": "batch_invariant", "VLLM_FL_PREFLIGHT": "verify"}
-    verdict = preflight_of(env=env).verdict(plan, {})
-    assert set(verdict.faults) == {(OP, "vendor.wrong")}
-    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
-    assert verdict.rejections == {KEY: why}
-    preflight_of().verdict(plan, {})
-    assert [request.invariant for request in asked] == [True, False]
+    assert checks_of(env=env).objections(plan) == {
+        (OP, "vendor.wrong"): wrong,
+        KEY: rejected,
+    }
+    checks_of().objections(plan)
+    assert [request.requires for request in asked] == ["VLLM_FL_REQUIRE=batch_invariant", ""]
 
 
-@pytest.mark.parametrize("strict", [False, True])
 def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
-    answering: Answering, strict: bool
+    answering: Answering,
 ) -> None:
-    answering(Findings(refused={KEY: "1 x 640: odd"}))
-    verdict = preflight_of().verdict(planning(managing(silu("vendor.acme"), strict=strict)), {})
     why = "it refuses every call of this model (1 x 640: odd)"
-    assert verdict.rejections == {KEY: why} and not verdict.faults
-    assert (why in verdict.failure) is strict
+    answering(Findings({KEY: Objection("FL412", why)}))
+    found = checks_of().objections(planning(managing(silu("vendor.acme"))))
+    assert found == {KEY: Objection("FL412", why)}
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_what_any_row_may_call_is_verified_once(answering: Answering, mode: Any) -> None:
     """And in compiled mode as compiled, what a row begins with."""
-    asked = answering(Findings({KEY: ("wrong", None)}))
+    asked = answering(Findings({KEY: Objection("FL410", "wrong")}))
     impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
     order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
     manager = managing(*impls, per_op_order={OP: order})
-    preflight = preflight_of()
-    verdict = preflight.verdict(planning(manager, mode), {})
-    assert verdict.failure == "" and verdict.faults == {KEY: "wrong"}
+    checks = checks_of()
+    assert checks.objections(planning(manager, mode)) == {KEY: Objection("FL410", "wrong")}
 
     def roles(request: Request) -> dict[str, tuple[int, float, bool]]:
         return {r.impl.impl_id: (r.least, r.most, bool(r.compiled)) for r in request.roles}
@@ -125,9 +108,9 @@ def test_what_any_row_may_call_is_verified_once(answering: Answering, mode: Any)
         "reference.torch": (1, 4, False),
     }
     # Taken out, it is out of its row, and what comes first there is verified as such.
-    again = planning(manager, mode, demoted=verdict.faults)
+    again = planning(manager, mode, demoted={KEY: "wrong"})
     assert again.entries[OP].label == "reference.torch(<=4)|stock(<=9)|default.flagos"
-    preflight.verdict(again, {})
+    checks.objections(again)
     assert roles(asked[1]) == ({"reference.torch": (1, 4, True)} if is_compiled else {})
 
 
@@ -135,7 +118,7 @@ def test_implementations_are_warmed_up_at_the_sizes_they_serve(answering: Answer
     asked = answering()
 
     def warmed(plan: Any, **fields: Any) -> dict[str, list[int]]:
-        preflight_of(sizes=ModelSizes(tokens=(1, 100)), **fields).verdict(plan, {})
+        checks_of(sizes=ModelSizes(tokens=(1, 100)), **fields).objections(plan)
         roles = asked.pop().roles if asked else ()
         return {role.impl.impl_id: [*role.warm] for role in roles if role.warm}
 
@@ -143,7 +126,6 @@ def test_implementations_are_warmed_up_at_the_sizes_they_serve(answering: Answer
     plan = planning(managing(first, second))
     counts = warm_counts(100, sizes=(24, 48))
     assert warmed(plan, captured=(24, 48)) == {"vendor.acme": [*counts]}
-    assert warmed(plan, env={"VLLM_FL_PREFLIGHT": "off"}) == {}
     plain = silu("vendor.acme", priority=9, traceable=True)
     assert warmed(planning(managing(plain, second))) == {}
     order: Any = {"<=40": "vendor:acme", "rest": "vendor:emca"}
@@ -160,9 +142,9 @@ def test_what_layers_call_is_captured_where_vllm_captures(answering: Answering) 
     orders: Any = {OP: {"<=4": "reference", "rest": "vendor"}}
     for device in ("cuda", "cpu"):
         for mode in ("eager", "compiled"):
-            told = preflight_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
+            told = checks_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
             told.device = torch.device(device)
-            told.verdict(planning(managing(*impls, per_op_order=orders), mode), {})  # type: ignore[arg-type]
+            told.objections(planning(managing(*impls, per_op_order=orders), mode))  # type: ignore[arg-type]
     captured = [{r.impl.impl_id: r.captured for r in each.roles if r.captured} for each in asked]
     both = {"vendor.acme": 64, "reference.torch": 1}
     assert captured == [both, {"vendor.acme": 64}, {}, {}]
@@ -185,9 +167,8 @@ def test_a_rank_asks_for_runs_of_the_loaded_model(
     manager = managing(silu("vendor.acme"), silu("vendor.emca"), per_op_order={OP: order})
     for largest in (2048, 100):  # a model runs no more than its largest batch
         sizes = ModelSizes(tokens=(1, largest))
-        told = preflight_of(sizes=sizes, env={"VLLM_FL_PREFLIGHT": how})
-        found = told.verdict(planning(manager), {}).counts
-        assert found == {min(n, largest) for n in counts}
+        told = checks_of(sizes=sizes, env={"VLLM_FL_PREFLIGHT": how})
+        assert told.counts(planning(manager)) == {min(n, largest) for n in counts}
 
 
 def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +178,6 @@ def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.Monk
     plan = planning(managing(silu("vendor.acme"), gelu))
     without_experts = {op: plan.entries[op] for op in (OP, "gelu_and_mul", "rms_norm")}
     plan = dataclasses.replace(plan, entries=without_experts)
-    told = planned_for_nothing(plan, preflight_of(provided={OP: ({},)}).facts)
+    told = planned_for_nothing(plan, checks_of(provided={OP: ({},)}).facts)
     assert told == {"gelu_and_mul": "this model has no layer of it"}
-    assert planned_for_nothing(plan, preflight_of().facts) == {}
+    assert planned_for_nothing(plan, checks_of().facts) == {}

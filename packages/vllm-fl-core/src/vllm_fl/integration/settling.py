@@ -1,0 +1,235 @@
+"""All ranks settle on one plan: the only place where something is disabled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from ..dispatch import get_default_manager
+from ..engine.digest import fingerprint
+from ..errors import StartError, VllmFLError
+from ..logs import get_logger
+from ..plugins.inspection import Key, Moment, Objection
+from ..text import quote
+from . import patching
+from .binding import bind, bind_models
+from .engines import Engine
+from .hooks import inspect_plan
+from .patchers.layers import foreign_code
+from .planning import plan_for
+from .ranks import (
+    FAILED,
+    LACKED,
+    REJECTED,
+    Disabled,
+    Opinion,
+    RanksFailed,
+    common_table,
+    differences,
+    united,
+)
+from .targets import planned_for_nothing
+
+log = get_logger("engine")
+
+New = Mapping[Key, tuple[Disabled, bool]]
+"""What is new: (op, impl id) -> (why it is off, whether strict mode ends the startup for it)."""
+
+
+def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
+    """Ask every rank what must not serve, and disable it on all, until there is nothing new.
+
+    Patchers and plugins are asked first, and verifiers only if no rank has objected.
+
+    Returns:
+        (op, impl id) -> why it is wrong and on which rank, at UPDATED, when nothing can be
+        disabled any more; at the other moments nothing.
+
+    Raises:
+        RanksFailed: a rank cannot go on.
+        StartError: strict mode and an objection, or an objection to what is compiled already.
+        VllmFLError: an error of ours that this rank has met itself.
+    """
+    engine.remarks[moment] = []
+    change: Callable[[], object] = _nothing
+    verifies = False
+    while True:
+        ask = partial(_opinion, engine, moment, change, verifies=verifies)
+        opinions = _together(engine, f"settle what must not serve ({moment})", ask)
+        new = united(opinions, engine.disabled)
+        if new and moment is Moment.UPDATED:
+            return {
+                key: f"{each.why} (found on rank {each.rank})" for key, (each, _) in new.items()
+            }
+        if new:
+            _end_for(engine, moment, new)
+            change = partial(
+                _disable, engine, moment, {key: each for key, (each, _) in new.items()}
+            )
+            verifies = False
+        elif not verifies:
+            change = partial(make_plan, engine) if _has_other_table(engine, opinions) else _nothing
+            verifies = change is _nothing
+            if moment is Moment.PLANNED and verifies and engine.rank == 0:
+                for line in differences(opinions):
+                    log.warning("The ranks differ. %s [FL503]", line)
+        else:
+            return {}
+
+
+def make_plan(engine: Engine) -> None:
+    """Make the engine's plan, without what is disabled."""
+    registry, facts = get_default_manager().registry, engine.facts
+    snapshot = registry.snapshot()
+    disabled = {key: each.reason for key, each in engine.disabled.items()}
+    engine.plan = plan_for(facts, disabled, table=engine.table)
+    engine.unused = planned_for_nothing(engine.plan, facts)
+    for (op, impl_id), each in engine.disabled.items():
+        if each.code != REJECTED:
+            engine.plan.record.demote(op, impl_id, each.reason)
+    consists = fingerprint(
+        engine.plan,
+        snapshot.owners,
+        snapshot.authors,
+        table=engine.table.digest,
+        required="batch_invariant" if facts.wants_invariance else "",
+        settings=facts.settings,
+        plugins=registry.plugins,
+    )
+    engine.contents = {
+        **consists,
+        "workers": engine.worker_facts,
+        "foreign": foreign_code(engine.plan),
+    }
+
+
+def is_fixed(engine: Engine, moment: Moment) -> bool:
+    """Return whether nothing can be disabled any more."""
+    return moment is Moment.UPDATED or (moment is Moment.CACHED and engine.plan.mode == "compiled")
+
+
+def without(keys: Iterable[Key]) -> str:
+    """Return the variable that leaves the ops of these (op, impl id) to vLLM."""
+    stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in keys))
+    return f"VLLM_FL_PER_OP='{stock}'"
+
+
+def _nothing() -> None:
+    """Change nothing."""
+
+
+def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
+    """Disable these on this rank; from LOADED on, settle again and bind the model again."""
+    for (op, impl_id), each in new.items() if engine.rank == 0 else ():
+        each.warn(op, impl_id)
+    engine.disabled |= new
+    if moment is Moment.GROUPED:
+        assert engine.groups is not None  # nothing else objects at this moment
+        engine.groups.replace()
+        return
+    if moment is not Moment.PLANNED:
+        engine.unbind()
+    make_plan(engine)
+    if moment is not Moment.PLANNED:
+        settle(engine, Moment.PLANNED)
+        bind(engine)
+        bind_models(engine)
+
+
+def _together(engine: Engine, what: str, ask: Callable[[], Opinion]) -> list[Opinion]:
+    """Return every rank's opinion. An error of this rank is sent to the others, who wait for it.
+
+    Raises:
+        RanksFailed: a rank has failed, on all ranks.
+        VllmFLError: this rank has failed by an error of ours, which says more.
+    """
+    try:
+        mine = ask()
+    except (KeyboardInterrupt, RanksFailed):
+        raise
+    except BaseException as error:  # a plugin may raise anything, SystemExit included
+        own = error if isinstance(error, VllmFLError) else None
+        if own is None:
+            log.exception("vllm-fl could not %s", what)
+        try:
+            engine.fail(what, quote(error) if own is None else own.message)
+        except RanksFailed as failed:
+            if own is None or type(own) is StartError:
+                raise failed from error
+        raise
+    return engine.gather(what, mine)
+
+
+def _opinion(
+    engine: Engine, moment: Moment, change: Callable[[], object], *, verifies: bool
+) -> Opinion:
+    """Return what this rank says after a change: its verifiers, or all others."""
+    change()
+    found = {} if verifies else _patchers_object(engine, moment)
+    found = {**inspect_plan(engine, moment, verifies=verifies), **found}
+    if verifies or moment is not Moment.PLANNED:
+        return Opinion(found)
+    rows = [(op, trace) for op, entry in engine.plan.entries.items() for _, trace in entry.rows]
+    unavailable = {(op, i): why for op, trace in rows for i, why in trace.unavailable.items()}
+    installed = frozenset(get_default_manager().registry.snapshot().owners)
+    return Opinion(found, engine.contents, installed, unavailable, engine.table)
+
+
+def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
+    """Return what cannot be put where the plan has it.
+
+    Raises:
+        StartError: strict mode, and an op has nothing that may run.
+    """
+    if moment is Moment.GROUPED and engine.groups is not None:
+        found = engine.groups.faults_here()
+    elif moment is Moment.PLANNED:
+        unmet = [entry.unmet for entry in engine.plan.entries.values()]
+        if why := "; ".join(filter(None, unmet)):
+            raise StartError(why)
+        found = patching.faults(engine.plan, engine.facts)
+    else:
+        found = {}
+    return {key: Objection(FAILED, why) for key, why in found.items()}
+
+
+def _has_other_table(engine: Engine, opinions: list[Opinion]) -> bool:
+    """Take over what the ranks have in common of the table, and return whether that is new.
+
+    Raises:
+        StartError: strict mode, and the table does not act, or not whole.
+    """
+    if not all(each.contents for each in opinions):
+        return False
+    table, before = common_table(opinions), engine.table
+    if engine.plan.strict and table.fault:
+        raise StartError(f"vllm-fl ends the start: {table.fault}")
+    engine.table = table
+    return (table.digest, table.left_out) != (before.digest, before.left_out)
+
+
+def _end_for(engine: Engine, moment: Moment, new: New) -> None:
+    """Raise if the startup ends for what is new."""
+    text = ""
+    ending = {key: each for key, (each, ends_strict) in new.items() if ends_strict}
+    if ending and engine.facts.settings.policy.strict:
+        by_rank: dict[int, list[str]] = {}
+        for key, each in ending.items():
+            by_rank.setdefault(each.rank, []).append(_fault(key, each))
+        text = "; ".join(
+            f"rank {rank}: strict mode, and {'; '.join(told)}" for rank, told in by_rank.items()
+        )
+    elif is_fixed(engine, moment):
+        told = (f"rank {each.rank}: {_fault(key, each)}" for key, (each, _) in new.items())
+        text = f"{'; '.join(told)}. The model is compiled with it"
+    if text:
+        op, impl_id = next(iter(ending or new))
+        said = f"vllm-fl ends the start: {text}. {without(ending or new)} leaves it out"
+        raise StartError(said, op=op, impl=impl_id)
+
+
+def _fault(key: Key, disabled: Disabled) -> str:
+    op, impl_id = key
+    if disabled.code == LACKED:
+        return f"it lacks implementation '{impl_id}' of op '{op}' ({disabled.why})"
+    return f"implementation '{impl_id}' failed for op '{op}': {disabled.why}"

@@ -1,0 +1,1 @@
+"""Verification, as a plugin: whatever an engine compares at startup and while it serves."""

@@ -1,0 +1,169 @@
+"""Ranks that are late for an exchange, that die before it, and that give up."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vllm_fl.integration import exchange
+from vllm_fl.integration.exchange import Process, gathered
+from vllm_fl.plugins.breadcrumb import running
+
+SIZE = 3
+Rank = Callable[[int, Any], Any]
+
+
+def _process(rank: int, folder: Path, code: Rank, answers: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    exchange.LOGGED_AFTER, exchange.CHECKED_EVERY = (0.4,), 0.1
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    exchange.log.addHandler(handler)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=SIZE)
+    world = dist.new_group(backend="gloo")
+    exchange.introduce(world)
+    try:
+        answer = code(rank, world)
+    except RuntimeError as error:
+        answer = str(error)
+    answers.put((rank, answer, lines))
+    answers.close()
+    answers.join_thread()
+    time.sleep(1)  # as a worker, which does not end at once
+    os._exit(0)
+
+
+def run(folder: Path, code: Rank, dies: int | None = None) -> tuple[dict[int, Any], list[str]]:
+    """Run the code on three ranks: rank -> its result or error; the lines that are logged."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    ranks = [context.Process(target=_process, args=(n, folder, code, answers)) for n in range(SIZE)]
+    for each in ranks:
+        each.start()
+    found = [answers.get(timeout=100) for _ in range(SIZE - (dies is not None))]
+    for each in ranks:
+        each.join(100)
+    assert [n for n, each in enumerate(ranks) if each.exitcode] == ([] if dies is None else [dies])
+    return {rank: answer for rank, answer, _ in found}, [
+        f"{rank}: {line}" for rank, _, lines in found for line in lines
+    ]
+
+
+def exchanged(rank: int, world: Any) -> list[int]:
+    return gathered(rank, world, SIZE, rank, "agree")
+
+
+def test_a_late_rank_is_logged_with_what_it_runs(tmp_path: Path) -> None:
+    def late(rank: int, world: Any) -> list[list[int]]:
+        if rank == 1:
+            with running("the first run of 'vendor.acme'", named=False):
+                time.sleep(1)
+        return [exchanged(rank, world) for _ in range(3)]
+
+    results, lines = run(tmp_path, late)
+    assert results == dict.fromkeys(range(SIZE), [[0, 1, 2]] * 3)
+    (line,) = lines
+    assert line.startswith("0: Rank 0 has waited ")
+    assert " s for the other ranks to agree: rank 1 (process " in line
+    assert line.endswith(") is still running the first run of 'vendor.acme'")
+
+
+def test_a_rank_that_is_killed_ends_the_wait_at_once(tmp_path: Path) -> None:
+    def killed(rank: int, world: Any) -> list[int]:
+        exchanged(rank, world)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            return exchanged(rank, world)
+        finally:
+            assert time.monotonic() - began < 20
+
+    results, _ = run(tmp_path, killed, dies=2)
+    assert sorted(results) == [0, 1]
+    for rank, text in results.items():
+        assert text.startswith(f"vllm-fl: rank {rank} waited for the other ranks to agree, and ")
+        assert "rank 2 (process " in text and " died. Its own log" in text
+        assert "rank 0 (" not in text and "rank 1 (" not in text
+
+
+def test_a_time_out_says_that_the_late_rank_is_still_running(tmp_path: Path) -> None:
+    def never(rank: int, world: Any) -> list[list[int] | str]:
+        exchange.TIMEOUT = timedelta(seconds=1)
+        if rank == 1:
+            time.sleep(2.5)
+        try:
+            return [exchanged(rank, world)]
+        except RuntimeError as error:
+            exchange.TIMEOUT = timedelta(seconds=60)
+            # All connections are as before: the next exchange succeeds.
+            return [str(error), exchanged(rank, world)]
+
+    results, _ = run(tmp_path, never)
+    for rank, (text, following) in results.items():
+        assert text.startswith(f"vllm-fl: rank {rank} waited for the other ranks to agree, and ")
+        assert "rank 1 (process " in text and ") is still running after 1 s" in text
+        assert following == [0, 1, 2]
+    assert " gave up: rank 1 (process " in results[1][0]
+
+
+def test_a_rank_of_another_machine_is_judged_by_its_connection(tmp_path: Path) -> None:
+    def elsewhere(rank: int, world: Any) -> list[int]:
+        exchange._began = lambda _: ""  # type: ignore[assignment]  # no process can be seen
+        exchange.introduce(world)
+        exchanged(rank, world)
+        if rank == 1:
+            time.sleep(1)
+            os._exit(7)
+        return exchanged(rank, world)
+
+    results, lines = run(tmp_path, elsewhere, dies=1)
+    assert all("rank 1 (process " in text and " died." in text for text in results.values())
+    assert lines[0].endswith(" has not arrived, and is still connected")
+
+
+def test_a_group_of_some_ranks_has_its_own_exchanges(tmp_path: Path) -> None:
+    def some(rank: int, world: Any) -> tuple[list[int], list[int]]:
+        group = dist.new_group([0, 2], backend="gloo")
+        exchanged(rank, world)
+        own = gathered(rank, group, 2, rank, "agree") if rank != 1 else [1]
+        return own, exchanged(rank, world)
+
+    results, _ = run(tmp_path, some)
+    assert results == {0: ([0, 2], [0, 1, 2]), 1: ([1], [0, 1, 2]), 2: ([0, 2], [0, 1, 2])}
+
+
+def test_the_store_keeps_no_old_keys(tmp_path: Path) -> None:
+    def many(rank: int, world: Any) -> list[int]:
+        keys = []
+        for _ in range(5):
+            exchanged(rank, world)
+            keys.append(world.get_group_store().num_keys())
+        return keys
+
+    results, _ = run(tmp_path, many)
+    assert max(max(keys[1:]) - min(keys[1:]) for keys in results.values()) <= SIZE
+
+
+def test_another_process_with_the_same_number_is_not_this_one() -> None:
+    mine = Process.of_this_rank()
+    assert mine.is_alive is True
+    assert mine._replace(began="1").is_alive is False
+    assert mine._replace(space="another").is_alive is None
+    assert mine._replace(host="another").is_alive is None
+
+
+def test_one_rank_needs_no_group() -> None:
+    assert gathered(7, None, 1, 0, "agree") == [7]

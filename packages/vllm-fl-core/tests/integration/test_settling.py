@@ -1,0 +1,115 @@
+"""Settling on a plan: an error of one rank reaches all, and each moment has its consequence."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+from builders import engine_of, managing, planning, silu
+
+from vllm_fl.errors import LockError, StartError
+from vllm_fl.integration import engines, settling
+from vllm_fl.integration.ranks import FAILED, Opinion, RanksFailed
+from vllm_fl.plugins.inspection import Moment, Objection
+
+KEY = ("silu_and_mul", "vendor.acme")
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What this rank lets the others know about its failures."""
+    found: list[str] = []
+
+    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
+        if failure:
+            found.append(failure)
+            raise RanksFailed([f"rank 0: {failure}"])
+        return [mine]
+
+    monkeypatch.setattr(engines, "exchange", exchange)
+    monkeypatch.setattr(settling, "_patchers_object", lambda *_: {})
+    return found
+
+
+def inspecting(monkeypatch: pytest.MonkeyPatch, answer: Any, **policy: Any) -> Any:
+    """An engine whose verifier answers so, or raises it."""
+
+    def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
+        if isinstance(answer, BaseException):
+            raise answer
+        return dict(answer) if verifies else {}
+
+    monkeypatch.setattr(settling, "inspect_plan", inspect)
+    engine = engine_of(planning(managing(silu("vendor.acme"), **policy)))
+    vars(engine.facts.settings)["policy"] = managing(silu("vendor.acme"), **policy).policy
+    return engine
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("boom"), StartError("boom")])
+def test_whatever_a_rank_raises_ends_the_startup_on_all(
+    error: BaseException, sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RanksFailed, match="vllm-fl ends the start: rank 0: "):
+        settling.settle(inspecting(monkeypatch, error), Moment.LOADED)
+    assert len(sent) == 1
+
+
+def test_an_error_of_ours_that_says_more_stays_what_it_is(
+    sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(LockError):
+        settling.settle(inspecting(monkeypatch, LockError("differs")), Moment.LOADED)
+    assert sent == ["differs"]
+
+
+def test_a_failure_that_all_ranks_know_is_not_sent_again(
+    sent: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = RanksFailed(["rank 1: gone"])
+    with pytest.raises(RanksFailed, match="rank 1: gone"):
+        settling.settle(inspecting(monkeypatch, known), Moment.LOADED)
+    assert not sent
+
+
+@pytest.mark.usefixtures("sent")
+def test_an_objection_ends_a_strict_startup_if_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    disabled: list[Any] = []
+
+    def disable(engine: Any, moment: Moment, new: Any) -> None:
+        disabled.append(new)
+        engine.disabled |= new
+
+    monkeypatch.setattr(settling, "_disable", disable)
+    variant = {KEY: Objection("FL412", "not batch-invariant", ends_strict=False)}
+    assert settling.settle(inspecting(monkeypatch, variant, strict=True), Moment.LOADED) == {}
+    assert [*disabled[0]] == [KEY]
+    wrong = {KEY: Objection(FAILED, "it is wrong")}
+    with pytest.raises(StartError, match="strict mode, and implementation"):
+        settling.settle(inspecting(monkeypatch, wrong, strict=True), Moment.LOADED)
+    found = settling.settle(inspecting(monkeypatch, wrong), Moment.UPDATED)
+    assert found == {KEY: "it is wrong (found on rank 0)"} and len(disabled) == 1
+
+
+@pytest.mark.usefixtures("sent")
+def test_verifiers_are_asked_if_no_rank_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
+        theirs = Opinion({KEY: Objection(FAILED, "vetoed")}) if len(asked) == 1 else mine
+        return [mine, theirs]
+
+    def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
+        asked.append(verifies)
+        return {}
+
+    engine = inspecting(monkeypatch, {})
+    monkeypatch.setattr(engines, "exchange", exchange)
+    monkeypatch.setattr(settling, "inspect_plan", inspect)
+    monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
+    settling.settle(engine, Moment.LOADED)
+    assert asked == [False, False, True] and engine.disabled[KEY].rank == 1

@@ -1,0 +1,389 @@
+"""Extensions of this project, verifiers, and the hooks of an engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_fl.contracts import contracts
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.startup import Startup
+from vllm_fl.errors import PluginError, SettingsError, StartError
+from vllm_fl.plugins.asking import asking, checks, enter_session, objections, sections
+from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.discovery import EXTENSIONS, Found, discover
+from vllm_fl.plugins.hookspecs import hookimpl
+from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection
+from vllm_fl.plugins.loading import load
+from vllm_fl.plugins.plugin import Kind, Owner, Plugin
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.snapshot import EMPTY
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.verifiers import unread, unverified
+from vllm_fl.settings.loading import load_settings
+
+VERIFY = "vllm-fl-verify"
+KEY = ("silu_and_mul", "vendor.acme")
+FAULT = Objection("FL410", "it is wrong")
+GROUP = GroupFacts("tp", 0, 2, None, None)
+ENGINE: Any = SimpleNamespace(rank=0)
+
+
+def plugin(verifies: object = None, **hooks: Callable[..., Any]) -> Any:
+    """A plugin that implements these hooks."""
+    declared = {} if verifies is None else {"VERIFIES": verifies}
+    return SimpleNamespace(**declared, **{name: hookimpl(f) for name, f in hooks.items()})
+
+
+def nothing() -> None:
+    return None
+
+
+def verifier(fault: Objection | None = None) -> Any:
+    return plugin(True, inspect_plan=lambda: {KEY: fault} if fault else None)
+
+
+def found(distribution: str | None, content: Any = None, kind: Kind = "extension") -> Found:
+    """A distribution's plugin; without content it must not be imported."""
+
+    def import_it() -> Any:
+        assert content is not None, f"{distribution} was imported"
+        if isinstance(content, Exception):
+            raise content
+        return content
+
+    return Found(Owner("acme", distribution, "1.0"), f"{distribution}.plugin", import_it, kind)
+
+
+def loaded(*every: Found, only: list[str] | None = None) -> tuple[Plugin, ...]:
+    return load(OpRegistry(EMPTY), every, only=only)
+
+
+def one(content: Any, distribution: str = VERIFY, kind: Kind = "extension") -> Plugin:
+    (only,) = loaded(found(distribution, content, kind))
+    return only
+
+
+def test_the_group_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "fl_acme_verify-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: fl-acme-verify\nVersion: 1.0\n\n")
+    (folder / "entry_points.txt").write_text(f"[{EXTENSIONS}]\nverify = no_such.plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (mine,) = [each for each in discover() if each.owner.distribution == "fl-acme-verify"]
+    assert mine.kind == "extension"
+    assert loaded(mine)[0].status == "failed"
+
+
+@pytest.mark.parametrize("only", [None, [], ["fl-other"]])
+@pytest.mark.parametrize("distribution", ["vllm_fl.verify", "vllm-fl-tools", "vllm-fl-core"])
+def test_an_extension_of_ours_is_loaded_whatever_is_named(
+    only: list[str] | None, distribution: str
+) -> None:
+    registry = OpRegistry(EMPTY)
+    named = plugin(doctor=nothing)
+    every = (
+        found(distribution, verifier()),
+        found("fl-other", named if only != [] else None, "backend"),
+        # What names no backend needs no contracts, with extensions too.
+        found(OPS, plugin(contracts=nothing) if only != [] else None, "contracts"),
+    )
+    mine, other, ops = load(registry, every, only=only)
+    assert (mine.status, mine.kind, mine.verifies) == ("ok", "extension", True)
+    assert {other.status, ops.status} == ({"disabled"} if only == [] else {"ok"})
+
+
+@pytest.mark.parametrize("only", [None, [], ["fl-acme"]])
+@pytest.mark.parametrize("distribution", ["fl-acme", "vllm-fl-verify2", "vllm-fl-reference"])
+def test_another_distributions_extension_is_refused_and_not_imported(
+    only: list[str] | None, distribution: str
+) -> None:
+    (refused,) = loaded(found(distribution), only=only)
+    assert (refused.status, refused.verifies) == ("failed", False)
+    assert refused.error is not None and refused.error.code == "FL201"
+    told = str(refused.error)
+    assert f"of {distribution} 1.0 is not imported: the group {EXTENSIONS} is only for" in told
+    assert VERIFY in told
+    # Nor does it hide the module that it points at from a user who names this one.
+    module = found(None, verifier(), "backend")
+    named = Found(module.owner, f"{distribution}.plugin", module.load)
+    assert [each.status for each in loaded(found(distribution), named, only=[])] == ["failed", "ok"]
+
+
+@pytest.mark.parametrize(
+    "hook", ["register_ops", "attention_backend", "communicator", "layers", "contracts", "device"]
+)
+def test_an_extension_provides_nothing_to_choose(hook: str) -> None:
+    refused = one(plugin(True, inspect_plan=nothing, **{hook: nothing}))
+    assert refused.status == "failed" and f"it implements {hook}" in str(refused.error)
+
+
+def test_an_extension_has_no_older_form() -> None:
+    refused = one(lambda registry: None)
+    assert refused.status == "failed" and "register_builtins" in str(refused.error)
+
+
+def test_a_backend_is_not_called_when_a_process_starts() -> None:
+    refused = one(plugin(process_start=nothing), "fl-acme", "backend")
+    assert refused.status == "failed" and "process_start is for extensions" in str(refused.error)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (plugin("yes", inspect_plan=nothing), "its VERIFIES is 'yes'; expected True or False"),
+        (
+            plugin(True, doctor=nothing),
+            "its VERIFIES is True, and it does not implement inspect_plan",
+        ),
+    ],
+)
+def test_a_verifier_inspects(content: Any, words: str) -> None:
+    refused = one(content, "fl-acme", "backend")
+    assert (refused.status, refused.verifies) == ("failed", False)
+    assert words in str(refused.error)
+
+
+def test_those_that_verify_are_asked_last() -> None:
+    every = loaded(
+        found("fl-a", verifier(), "backend"),
+        found("fl-b", plugin(inspect_plan=nothing), "backend"),
+        found("fl-c", plugin(doctor=nothing), "backend"),
+        found("fl-d", plugin(inspect_plan=nothing), "backend"),
+        found("fl-e", ImportError(), "backend"),
+    )
+    names = [each.owner.distribution for each in asking(every, "inspect_plan")]
+    assert names == ["fl-b", "fl-d", "fl-a"]
+
+
+HOOKS: dict[str, Callable[[Plugin], object]] = {
+    "inspect_plan": lambda each: objections(each, ENGINE, Moment.PLANNED),
+    "engine_session": lambda each: enter_session(each, ENGINE)(),
+    "worker_report": lambda each: sections(each, ENGINE, {"plan"}),
+    "communicator_checks": lambda each: checks(each, ENGINE, None, GROUP),
+}
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fails() -> Any:
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_error_of_a_hook_names_its_plugin_and_one_of_cores_own_is_left_as_it_is(
+    hook: str,
+) -> None:
+    for theirs in (OSError("no device"), SystemExit(1), StopIteration(3)):
+        with pytest.raises(PluginError, match=f"its {hook} hook failed") as caught:
+            HOOKS[hook](one(plugin(**{hook: raising(theirs)})))
+        assert (caught.value.plugin, caught.value.distribution) == ("acme", f"{VERIFY} 1.0")
+        assert caught.value.cause is theirs
+    for ours in (StartError("rank 1 cannot go on"), KeyboardInterrupt()):
+        with pytest.raises(type(ours)) as unchanged:
+            HOOKS[hook](one(plugin(**{hook: raising(ours)})))
+        assert unchanged.value is ours
+
+
+@contextmanager
+def ending(error: Exception) -> Any:
+    yield
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("hook", "returned", "words"),
+    [
+        ("inspect_plan", [KEY], "expected Mapping or None"),
+        ("inspect_plan", {KEY: "it is wrong"}, "expected Objection"),
+        ("inspect_plan", {"silu_and_mul": FAULT}, "ValueError"),
+        ("engine_session", 7, "expected AbstractContextManager or None"),
+        ("engine_session", ending(OSError("no space left")), "no space left"),
+        ("worker_report", ["plan"], "expected Mapping or None"),
+        ("worker_report", {"plan": {}}, "returned plan, which the report already has"),
+        ("worker_report", {"acme": object()}, "not JSON serializable"),
+        ("communicator_checks", 7, "expected Iterable or None"),
+        ("communicator_checks", [print], "expected Check"),
+    ],
+)
+def test_what_a_hook_returns_is_checked(hook: str, returned: Any, words: str) -> None:
+    with pytest.raises(PluginError, match=words):
+        HOOKS[hook](one(plugin(**{hook: lambda: returned})))
+
+
+def test_what_the_hooks_of_an_engine_return() -> None:
+    check, left = Check("sums", lambda: None), []
+
+    @contextmanager
+    def session(engine: Any) -> Any:
+        left.append("entered")
+        yield
+        left.append("left")
+
+    each = one(
+        plugin(
+            inspect_plan=lambda engine, moment: {KEY: FAULT} if moment is Moment.LOADED else None,
+            engine_session=session,
+            worker_report=lambda engine: {"rank": engine.rank},
+            communicator_checks=lambda group: iter([check] * group.size),
+        )
+    )
+    assert objections(each, ENGINE, Moment.PLANNED) == {}
+    assert objections(each, ENGINE, Moment.LOADED) == {KEY: FAULT}
+    leave = enter_session(each, ENGINE)
+    assert left == ["entered"]
+    leave()
+    leave()
+    assert left == ["entered", "left"]
+    assert sections(each, ENGINE) == {"rank": 0}
+    assert checks(each, ENGINE, None, GROUP) == [check, check]
+
+
+class Facts:
+    """An engine that may require batch-invariant implementations."""
+
+    def __init__(self, asks: str) -> None:
+        self.wants_invariance = asks
+
+
+ASKS, FREE = Facts("VLLM_BATCH_INVARIANT=1"), Facts("")
+SPEC = contracts()["silu_and_mul"]
+IMPL = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, lambda x: x, "acme")
+
+
+def test_a_verifier_is_asked_what_it_cannot_measure_and_no_thread_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def rejects(impls: Any, facts: Any, contract: Any) -> Any:
+        asked.append((facts, contract))
+        return {impl.impl_id: f"{facts.wants_invariance}, and it is not measured" for impl in impls}
+
+    mine = one(plugin(True, inspect_plan=nothing, rejections=rejects))
+    other = one(plugin(rejections=raising(AssertionError())), "fl-acme", "backend")
+    monkeypatch.setattr(threading.Thread, "start", lambda _: pytest.fail("a thread was started"))
+    both, settings = (mine, other), load_settings({}, platform="cpu")
+    assert rejections(both, settings, "silu_and_mul", [IMPL], FREE, SPEC) == {}
+    assert rejections(both, settings, "silu_and_mul", [IMPL]) == {}
+    told = rejections(both, settings, "silu_and_mul", [IMPL], ASKS, SPEC)
+    assert told == {"vendor.acme": "VLLM_BATCH_INVARIANT=1, and it is not measured"}
+    assert asked == [(ASKS, SPEC)]
+
+
+def test_without_a_verifier_nothing_is_known_to_be_batch_invariant() -> None:
+    registry = OpRegistry()
+    registry.register_impl(IMPL)
+    manager = OpManager()
+    manager.use_startup(Startup((), load_settings({}, platform="cpu")), registry)
+    trace = manager.trace("silu_and_mul", engine=True, facts=ASKS)
+    why = "VLLM_BATCH_INVARIANT=1, and nothing here measures invariance"
+    assert ("vendor.acme", why) in trace.rejected
+    assert manager.trace("silu_and_mul", engine=True, facts=FREE).selected is IMPL
+
+
+def refusal(*every: Found, only: list[str] | None = None, preflight: str = "verify") -> str | None:
+    return unverified(preflight, loaded(*every, only=only), plans_others=True)
+
+
+MISSING = "nothing here verifies kernels: pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
+BACKEND = found("fl-acme", plugin(doctor=nothing), "backend")
+TOOLS = found("vllm-fl-tools", plugin(engine_session=nothing))
+
+
+@pytest.mark.parametrize("preflight", ["verify", "run"])
+def test_an_engine_needs_a_verifier(preflight: str) -> None:
+    assert refusal(BACKEND, TOOLS, preflight=preflight) == MISSING
+    assert refusal(BACKEND, found(VERIFY, verifier()), preflight=preflight) is None
+    assert refusal(BACKEND, found("fl-verify", verifier(), "backend"), preflight=preflight) is None
+
+
+def test_an_engine_needs_none_if_the_user_or_the_plan_says_so() -> None:
+    plugins = loaded(BACKEND, found(VERIFY, ImportError()))
+    assert unverified("off", plugins, plans_others=True) is None
+    assert unverified("verify", plugins, plans_others=False) is None
+
+
+def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
+    assert refusal(BACKEND, found(VERIFY, verifier()), only=["fl-acme"]) is None
+    # Another one may be left out, and then there is none.
+    third = found("fl-verify", None, "backend")
+    assert refusal(BACKEND, third, only=["fl-acme"]) == MISSING
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        found(VERIFY, ImportError("no file")),
+        found("vllm-fl-core", ImportError("no file")),
+        found(VERIFY, plugin(True, inspect_plan=nothing, settings=raising(ImportError("no file")))),
+        found(
+            "fl",
+            plugin(True, inspect_plan=nothing, settings=raising(OSError("no file"))),
+            "backend",
+        ),
+    ],
+)
+def test_a_broken_verifier_is_named_with_its_error(broken: Found) -> None:
+    for others in ((), (found("fl-verify", verifier(), "backend"),)):
+        told = refusal(BACKEND, *others, broken)
+        assert told is not None and told.startswith("nothing here verifies kernels: Plugin 'acme'")
+        assert f"of {broken.owner.distribution} 1.0" in told and "no file" in told
+        assert told.endswith("Or set VLLM_FL_PREFLIGHT=off")
+
+
+def test_what_is_refused_or_broken_otherwise_is_no_verifier() -> None:
+    assert refusal(BACKEND, found("fl-squatter")) == MISSING
+    tools = found("vllm-fl-tools", ImportError())
+    assert refusal(BACKEND, tools) == MISSING
+    assert refusal(BACKEND, tools, found("fl-squatter"), found(VERIFY, verifier())) is None
+
+
+def test_a_process_starts_with_the_extensions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm_fl.dispatch import startup
+
+    calls: list[str] = []
+    every = [
+        found("fl-acme", None, "backend"),  # no backend is imported
+        found("fl-squatter"),
+        found("vllm-fl-core", plugin(process_start=raising(OSError("no port")))),
+        found("vllm-fl-tools", plugin(process_start=lambda: calls.append("tools"))),
+        found(VERIFY, ImportError()),
+    ]
+    monkeypatch.setattr(startup.discovery, "discover", lambda: every)
+    startup.begin_process.cache_clear()
+    try:
+        startup.begin_process()
+        startup.begin_process()
+        assert calls == ["tools"]
+        (record,) = caplog.records
+        assert "vllm-fl-core 1.0: its process_start hook failed: OSError: no port" in caplog.text
+        assert record.levelname == "ERROR"
+        wrong = SettingsError("no such folder", key="metrics", origin="environment")
+        every[2:] = [found(VERIFY, plugin(process_start=raising(wrong)))]
+        startup.begin_process.cache_clear()
+        with pytest.raises(SettingsError) as caught:
+            startup.begin_process()
+        assert caught.value is wrong
+    finally:
+        startup.begin_process.cache_clear()
+
+
+def test_a_setting_that_no_loaded_extension_reads_ends_the_startup() -> None:
+    operate = Found(
+        Owner("operate", "vllm-fl-tools"), "m", lambda: plugin(process_start=nothing), "extension"
+    )
+    plugins = load(OpRegistry(EMPTY), [operate])
+    assert unread({"lock": None, "metrics": "m.prom", "shadow": None}, plugins) is None
+    assert "VLLM_FL_METRICS: pip install vllm-fl-tools" in str(unread({"metrics": "m"}, ()))
+    assert "VLLM_FL_SHADOW: pip install vllm-fl-verify" in str(unread({"shadow": "1"}, plugins))

@@ -1,0 +1,122 @@
+"""The example plugin `veto`: a third party's objections at each moment, and its session."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import run_each
+from small_workers import HEAD, MODEL
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+ROOT = Path(__file__).parents[4]
+
+BODY = """
+get_default_manager().ensure_initialized("cpu", defer_errors=True)
+get_default_manager().registry.register_many([silu("vendor.acme", fn=right)])
+asked = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_PREFLIGHT": "off"}
+worker = planned_worker(asked)
+other = int(os.environ["VETO_RANK"]) == 1
+
+
+def exchange(what, mine, failure=""):
+    if failure:
+        raise RanksFailed([f"rank 0: {failure}"])
+    # The other rank has the same plugin, and says what it says there.
+    theirs = mine
+    if other and isinstance(mine, Opinion) and f"({os.environ['VETO_AT']})" in what:
+        engine = worker.vllm_fl_engine
+        engine.rank = 1
+        (plugin,) = [p for p in get_default_manager().registry.plugins if p.owner.plugin == "veto"]
+        theirs = Opinion(objections(plugin, engine, os.environ["VETO_AT"]))
+        engine.rank = 0
+    return [mine, theirs]
+
+
+engines.exchange = exchange
+told = {}
+try:
+    worker.init_device()
+    worker.load_model()
+    worker.compile_or_warm_up_model()
+    told["label"] = worker.vllm_fl_engine.plan.entries["silu_and_mul"].label
+    x = torch.randn(3, 1280).bfloat16()
+    told["bound"] = [
+        act._vllm_fl_plan is worker.vllm_fl_engine.plan for act in worker.model.blocks]
+    worker.reload_weights()
+except Exception as error:
+    told["raised"] = f"{type(error).__name__}: {error}"
+worker.shutdown()
+print(json.dumps(told))
+"""
+
+CASES = {
+    "planned": {},
+    "loaded": {},
+    "cached": {},
+    "compiled": {"VETO_AT": "cached", "EAGER": ""},
+    "updated": {},
+    "failing": {"VETO_AT": "loaded", "STRICT": "1"},
+}
+"""Name -> the variables of an engine beside VETO_AT, which is the name."""
+
+
+@cache
+def engines() -> dict[str, str]:
+    here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
+    here |= {"PYTHONPATH": str(ROOT / "examples"), "VLLM_FL_PLUGIN_MODULES": "veto"}
+    bodies = {
+        f"{name}{rank}": (
+            MODEL + BODY,
+            {"VETO_AT": name, "VETO_RANK": str(rank), "EAGER": "1", **variables},
+        )
+        for name, variables in CASES.items()
+        for rank in (0, 1)
+    }
+    return run_each(HEAD, bodies, {**os.environ, **here, "VLLM_FL_PLUGINS": "vllm-fl-ops"})
+
+
+def engine(name: str, rank: int) -> tuple[Any, str]:
+    """(what an engine of two ranks tells, its log), the objection being on this rank."""
+    log = engines()[f"{name}{rank}"]
+    return json.loads(log.splitlines()[-1]), log
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", ["planned", "loaded", "cached"])
+def test_a_veto_on_one_rank_disables_on_all_and_binds_again(moment: str, rank: int) -> None:
+    told, log = engine(moment, rank)
+    assert told == {"label": "stock", "bound": [True, True]}
+    warning = f"vetoed when it was {moment} (found at start, on rank {rank}; off on all)"
+    assert warning in log and "[FL410]" in log
+    begins = "stock" if moment == "planned" else "vendor.acme"
+    diary = [line.partition("Diary: ")[2] for line in log.splitlines() if "Diary: " in line]
+    assert diary == [f"it begins with {begins}", "it serves with stock", "it ends with stock"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_compiled_ends_the_startup_by_name(rank: int) -> None:
+    told, log = engine("compiled", rank)
+    assert told["raised"].startswith(f"StartError: vllm-fl ends the start: rank {rank}: impl")
+    assert "vendor.acme' failed for op 'silu_and_mul': vetoed when it was cached" in told["raised"]
+    assert "The model is compiled with it" in told["raised"]
+    assert "Diary: it ends with vendor.acme" in log
+
+
+def test_after_an_update_the_caller_gets_the_veto() -> None:
+    told, log = engine("updated", 1)
+    assert told["raised"].startswith("ServingError: Since the weights were updated, wrong is")
+    assert "vetoed when it was updated (found on rank 1)" in told["raised"]
+    assert told["label"] == "vendor.acme" and "Diary: it serves with vendor.acme" in log
+
+
+def test_the_session_ends_if_the_startup_fails() -> None:
+    told, log = engine("failing", 0)
+    assert "rank 0: strict mode, and implementation 'vendor.acme' failed" in told["raised"]
+    assert "Diary: it ends" in log and "Diary: it serves" not in log
