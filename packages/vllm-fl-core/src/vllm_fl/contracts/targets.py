@@ -69,6 +69,16 @@ class Target:
         return None
 
     @property
+    def apart(self) -> Bound | None:
+        """The same with the results as vLLM's graph has them, if the op's are more than that."""
+        return None
+
+    @property
+    def grants(self) -> tuple[str, ...]:
+        """The contract's arguments that an implementation may overwrite here."""
+        return ()
+
+    @property
     def takes_in(self) -> tuple[str, ...]:
         """The ops that this one takes in: a graph that has it has none of them there."""
         return ()

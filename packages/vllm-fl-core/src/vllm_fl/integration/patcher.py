@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
+    from ..plugins.types import OpImpl
     from ..settings.loading import Settings
     from .engines import Engine
 
@@ -83,6 +84,10 @@ class Patcher:
         """
         return {}
 
+    def opening(self, engine: Engine) -> AbstractContextManager[object]:
+        """While the block runs, vLLM opens the device and makes its groups of ranks."""
+        return nullcontext()
+
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return why targets are not replaced in this engine."""
         return WhyNot()
@@ -141,6 +146,15 @@ class Patcher:
 
     def compiled(self, engine: Engine) -> None:
         """Report on the compiled model, after vLLM's warm-up."""
+
+    def own_form(self, op: str, target: Any, device: torch.device) -> OpImpl | None:
+        """Return vLLM's own form of an op at a target of this kind, for calls without an engine.
+
+        Returns:
+            None if this vLLM has none, if it is not callable by itself, or if a compiler looks into
+            it (`Target.plain`).
+        """
+        return None
 
     def report(self, engine: Engine) -> Mapping[str, Any]:
         """Return top-level keys of the worker's report."""

@@ -18,9 +18,13 @@ from .patchers.torch_operators import OperatorsInGraphs
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..contracts.targets import Target
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
+    from ..plugins.types import OpImpl
     from .engines import Engine
 
 PATCHERS: tuple[Patcher, ...] = (
@@ -61,12 +65,27 @@ def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
 
 
 @contextmanager
+def opening(engine: Engine) -> Iterator[None]:
+    """While the block runs, vLLM opens the device with what the patchers replace there."""
+    with ExitStack() as stack:
+        for patcher in PATCHERS:
+            stack.enter_context(patcher.opening(engine))
+        yield
+
+
+@contextmanager
 def building(engine: Engine) -> Iterator[None]:
     """While the block runs, vLLM builds the model with every patcher's classes."""
     with ExitStack() as stack:
         for patcher in PATCHERS:
             stack.enter_context(patcher.building(engine))
         yield
+
+
+def own_form(op: str, target: Target, device: torch.device) -> OpImpl | None:
+    """Return vLLM's own form of an op at a target, as its patcher does."""
+    of_kind = (patcher for patcher in PATCHERS if patcher.kind is type(target))
+    return next(of_kind).own_form(op, target, device)
 
 
 def report(engine: Engine) -> dict[str, Any]:

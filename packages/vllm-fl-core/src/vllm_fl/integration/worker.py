@@ -28,7 +28,6 @@ from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
 from .hooks import reports, start_sessions
 from .models import completed
-from .patchers import communicator
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range
 from .planning import configured, facts_of, load_plugins, refusals, refuse_unverified
@@ -77,11 +76,7 @@ class PlannedWorker:
         """Open the device, and let the ranks agree on what they exchange tensors through."""
         engine = Engine(facts_of(self.vllm_config), self.rank, self)
         refuse_unverified(engine.facts)
-        if engine.facts.communicator is not None:
-            engine.groups = communicator.Groups(engine)
-            if not engine.groups.communicators:
-                engine.groups = None
-        with communicator.made_by(engine.groups):
+        with patching.opening(engine):
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
             engine.device = self.device
