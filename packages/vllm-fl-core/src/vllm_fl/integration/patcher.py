@@ -1,7 +1,7 @@
 """The base of the patchers: each replaces one kind of target in vLLM for the plan of an engine.
 
-Planning and the worker call the methods of every patcher (`patching.py` lists them), in the order
-in which they stand here.
+Planning and the worker call the methods of every patcher (`patching.py` lists the patchers). The
+methods are in the order of these calls.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Key = tuple[str, str]
 
 
 class WhyNot(NamedTuple):
-    """Why a patcher does not replace targets in an engine, whatever the policy says.
+    """Why a patcher does not replace targets in an engine, with any policy.
 
     Attributes:
-        ops: op -> why vLLM keeps all of it.
+        ops: op -> why vLLM keeps the whole op.
         impls: (op, impl id) -> why the implementation does not take the engine.
-        layers: the classes of vLLM's that settings leave to it.
+        layers: the layer classes of vLLM that settings exclude.
     """
 
     ops: Mapping[str, str] = {}
@@ -119,6 +119,10 @@ class Patcher:
         """Return op -> its candidates by rows, for ops that graphs can have by range of sizes."""
         return {}
 
+    def contents(self, plan: Plan) -> Mapping[str, Any]:
+        """Return the code of others that computes under the plan: a part of its digest."""
+        return {}
+
     def faults(self, plan: Plan, facts: EngineFacts) -> Mapping[Key, str]:
         """Return why planned classes cannot be used in this process: they are imported here."""
         return {}
@@ -139,7 +143,7 @@ class Patcher:
         return nullcontext()
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
-        """Bind a model that is built to the engine's plan, which is another one now."""
+        """Bind a model that is built to the engine's new plan."""
 
     def loaded(self, engine: Engine) -> None:
         """Report on the loaded model."""
@@ -148,11 +152,11 @@ class Patcher:
         """Report on the compiled model, after vLLM's warm-up."""
 
     def own_form(self, op: str, target: Any, device: torch.device) -> OpImpl | None:
-        """Return vLLM's own form of an op at a target of this kind, for calls without an engine.
+        """Return vLLM's implementation of an op at a target, for calls without an engine.
 
         Returns:
-            None if this vLLM has none, if it is not callable by itself, or if a compiler looks into
-            it (`Target.plain`).
+            None if this vLLM has no such kernel or function, or if it cannot be called alone. A
+            target without kernel or function may have PyTorch code (`Target.plain`).
         """
         return None
 

@@ -64,6 +64,11 @@ def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
     return {key: why for each in PATCHERS for key, why in each.faults(plan, facts).items()}
 
 
+def contents(plan: Plan) -> dict[str, Any]:
+    """Return the code of others that computes under the plan."""
+    return {key: told for each in PATCHERS for key, told in each.contents(plan).items()}
+
+
 @contextmanager
 def opening(engine: Engine) -> Iterator[None]:
     """While the block runs, vLLM opens the device with what the patchers replace there."""
@@ -83,7 +88,7 @@ def building(engine: Engine) -> Iterator[None]:
 
 
 def own_form(op: str, target: Target, device: torch.device) -> OpImpl | None:
-    """Return vLLM's own form of an op at a target, as its patcher does."""
+    """Return vLLM's implementation of an op at a target, by the target's patcher."""
     of_kind = (patcher for patcher in PATCHERS if patcher.kind is type(target))
     return next(of_kind).own_form(op, target, device)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GraphPass(InductorPass):  # type: ignore[misc]
-    """A pass of ours, for one engine.
+    """A pass over graphs, for one engine.
 
     Args:
         engine: the engine.
@@ -46,7 +46,7 @@ class GraphPass(InductorPass):  # type: ignore[misc]
         return in_graphs(self.engine)
 
     def uuid(self) -> str:
-        """What the compiler's caches know the pass by: its source, and the plan's digest."""
+        """The key of the pass in the compiler's caches: its source, and the plan's digest."""
         source = inspect.getsource(sys.modules[type(self).__module__])
         return f"{self.hash_source(source)}|{digest_of(self.config)}"
 
