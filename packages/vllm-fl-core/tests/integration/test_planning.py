@@ -94,15 +94,18 @@ def test_without_a_model_there_are_facts_too() -> None:
 
 def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does anything serve that must be batch-invariant, whatever VLLM_FL_PREFLIGHT says."""
-    facts = replace(facts_of(engine_config()), settings=load_settings(VENDOR))
+
+    def set_to(**env: str) -> Any:
+        monkeypatch.setattr(planning, "_settings_of", lambda config: load_settings(env))
+        return facts_of(engine_config())
+
     with pytest.raises(StartError, match="nothing here verifies kernels: pip install"):
-        planning.refuse_unverified(facts)
-    off = replace(facts, settings=load_settings({**VENDOR, "VLLM_FL_PREFLIGHT": "off"}))
+        planning.refuse_unverified(set_to(**VENDOR))
+    off = set_to(**VENDOR, VLLM_FL_PREFLIGHT="off")
     planning.refuse_unverified(off)
     assert plan_for(off).entries["silu_and_mul"].label == "vendor.acme"
     assert plan_for(replace(off, batch_invariant=True)).entries["silu_and_mul"].label == "stock"
-    stock = replace(facts, settings=load_settings({"VLLM_FL_PREFER": "stock"}))
-    planning.refuse_unverified(stock)
+    planning.refuse_unverified(set_to(VLLM_FL_PREFER="stock"))
 
 
 @pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {}, 1], ids=str)

@@ -17,6 +17,7 @@ from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
 from ..plugins.communicator import NAMED_CLASSES
+from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.verifiers import unread, unverified
 from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
@@ -299,12 +300,8 @@ def plan_for(
     return replace(plan, whole=whole)
 
 
-def refuse_unverified(facts: EngineFacts, plan: Plan | None = None) -> None:
+def refuse_unverified(facts: EngineFacts) -> None:
     """Refuse an engine if nothing here does what its settings ask for.
-
-    Args:
-        facts: what the engine's configuration says.
-        plan: its plan; by default it is made if it matters.
 
     Raises:
         StartError: nothing verifies what is planned, or nothing reads a setting.
@@ -313,7 +310,7 @@ def refuse_unverified(facts: EngineFacts, plan: Plan | None = None) -> None:
     plugins = startup.plugins if startup else ()
     why = unread({key: each.value for key, each in settings.items()}, plugins)
     if why is None and unverified(settings.preflight, plugins, plans_others=True):
-        entries = (plan or plan_for(facts)).entries.values()
+        entries = plan_for(facts).entries.values()
         others = any(impls for entry in entries for _, impls in entry.candidates)
         why = unverified(settings.preflight, plugins, plans_others=others)
     if why is not None:
@@ -332,7 +329,24 @@ def plan_now() -> Plan | None:
     extra = vllm_config.additional_config
     if isinstance(extra, dict) and KEY not in extra:
         return None
-    return plan_for(facts_of(vllm_config))
+    return planned(vllm_config)
+
+
+def planned(vllm_config: VllmConfig) -> Plan:
+    """Return the plan of a configuration before a worker makes its own: to be read, not to serve.
+
+    vLLM asks several times while it makes one configuration, and gets one plan while nothing that
+    it depends on changes.
+    """
+    global _planned
+    key = facts_of(vllm_config), get_default_manager().registry.snapshot()
+    if _planned is None or _planned[0] != key:
+        _planned = key, plan_for(key[0])
+    return _planned[1]
+
+
+_planned: tuple[tuple[EngineFacts, RegistrySnapshot], Plan] | None = None
+"""What the last plan of `planned` depends on, and the plan."""
 
 
 def _unmeasured(facts: EngineFacts) -> dict[tuple[str, str], str]:

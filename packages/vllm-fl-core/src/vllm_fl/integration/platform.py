@@ -92,7 +92,7 @@ class PlatformOverlay:
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
         """The order of IR providers that the plan gives."""
         from .patchers.ir import prioritise
-        from .planning import facts_of, is_sealed, load_plugins, note_user_priority, plan_for
+        from .planning import is_sealed, load_plugins, note_user_priority, planned
 
         # A configuration that was made from a sealed engine's, as vLLM's drafters do.
         if is_sealed(vllm_config):
@@ -106,7 +106,7 @@ class PlatformOverlay:
             return default
         if cls.vllm_fl_device is not None:
             leave_out_cuda_fusions(vllm_config)
-        return prioritise(default, plan_for(facts_of(vllm_config)))
+        return prioritise(default, planned(vllm_config))
 
     @classmethod
     def vllm_fl_stock_priority(cls, vllm_config: VllmConfig) -> Any:
@@ -126,7 +126,7 @@ class PlatformOverlay:
             facts_of,
             is_sealed,
             note_configured,
-            plan_for,
+            planned,
             refuse_batch_invariance,
             refuse_unverified,
         )
@@ -141,10 +141,8 @@ class PlatformOverlay:
             return
         if cls.vllm_fl_device is None:  # a plugin's device may have a mode of its own
             refuse_batch_invariance(cls.vllm_fl_platform)
-        facts = facts_of(vllm_config)
-        plan = plan_for(facts)
-        refuse_unverified(facts, plan)
-        apply(plan, vllm_config)
+        refuse_unverified(facts_of(vllm_config))
+        apply(planned(vllm_config), vllm_config)
         carry_startup(vllm_config.parallel_config)
         if cls.vllm_fl_began is not None:
             note_configured(vllm_config, cls.vllm_fl_began)
