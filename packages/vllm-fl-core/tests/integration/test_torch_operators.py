@@ -31,10 +31,10 @@ from vllm_fl.contracts import contracts
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
+from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import replacing
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import torch_operators
-from vllm_fl.integration.planning import Carried
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ...text import quote
-from ..planning import digest_of
+from ..carried import digest_of
 from . import ranges
 from .state import InGraphs, in_graphs
 

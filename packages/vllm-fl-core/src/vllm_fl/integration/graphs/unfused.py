@@ -19,9 +19,9 @@ from torch._inductor.pattern_matcher import Match
 from ...engine.ranges import choice
 from ...logs import get_logger
 from ...plugins.types import OpImpl
+from ..carried import turned_on
 from ..engines import Engine
 from ..patchers import fusions
-from ..planning import turned_on
 from .base import GraphPass, problem_of
 from .functional_operators import arguments, operator_of, put_in_place, replacing
 
