@@ -262,17 +262,26 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
 
 
 def test_every_field_of_a_worker_s_report_is_documented() -> None:
-    worker = ast.parse((SOURCES / "vllm_fl" / "integration" / "worker.py").read_text())
-    (report,) = (
+    core = SOURCES / "vllm_fl"
+    patchers = (core / "integration" / "patchers").glob("*.py")
+    modules = (core / "integration" / "worker.py", core / "verify" / "plugin.py", *patchers)
+    reports = (
         node
-        for node in ast.walk(worker)
-        if isinstance(node, ast.FunctionDef) and node.name == "vllm_fl_report"
+        for module in modules
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        if node.name in ("vllm_fl_report", "worker_report", "report")
     )
-    (returned,) = (node.value for node in ast.walk(report) if isinstance(node, ast.Return))
-    assert isinstance(returned, ast.Dict)
+    values = (
+        each.value
+        for report in reports
+        for each in report.body
+        if isinstance(each, ast.Assign | ast.Return) and isinstance(each.value, ast.Dict)
+    )
+    keys = {key.value for value in values for key in value.keys if isinstance(key, ast.Constant)}
     fields = section(page("worker-report.md"), "Fields")
     told = {name for row in rows(fields) for name in re.findall(r"`(\w+)`", row[0])}
-    assert told == {key.value for key in returned.keys if isinstance(key, ast.Constant)}
+    assert told == keys
 
 
 def test_every_key_of_a_file_is_documented() -> None:

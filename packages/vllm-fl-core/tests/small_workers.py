@@ -22,7 +22,7 @@ from vllm_fl.integration import engines, settling
 from vllm_fl.integration.ranks import FAILED, Opinion, _failed
 from vllm_fl.plugins.asking import objections
 from vllm_fl.plugins.inspection import Objection
-from vllm_fl.integration.planning import Carried
+from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import managing, planning, silu
+from builders import extended, managing, planning, silu
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, OpSpec, contracts
@@ -210,9 +210,8 @@ def test_without_verification_nothing_is_measured_and_so_nothing_serves() -> Non
 
 def test_one_implementation_serves_all_sizes_where_bits_count() -> None:
     order = {"<=4": "vendor", "rest": "reference"}
-    manager = managing(
-        silu("vendor.acme"), silu("reference.torch"), per_op_order={"silu_and_mul": order}
-    )
+    impls = silu("vendor.acme"), silu("reference.torch")
+    manager = extended(managing(*impls, per_op_order={"silu_and_mul": order}))
     assert planning(manager).entries["silu_and_mul"].label == "vendor.acme(<=4)|reference.torch"
     settings = load_settings(REQUIRED)
     vars(settings)["policy"] = manager.policy

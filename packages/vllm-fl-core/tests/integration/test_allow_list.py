@@ -28,7 +28,8 @@ import json, os
 from types import SimpleNamespace
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.integration.entry import general_plugin
-from vllm_fl.integration.planning import KEY, Carried, load_plugins
+from vllm_fl.integration.carried import KEY, Carried
+from vllm_fl.integration.planning import load_plugins
 from vllm_fl.errors import VllmFLError
 
 env = json.loads(os.environ["ENGINE"])

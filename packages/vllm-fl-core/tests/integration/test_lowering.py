@@ -30,12 +30,12 @@ from vllm.config.utils import Range as VllmRange
 
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
+from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import lowering, passes, ranges
 from vllm_fl.integration.graphs.functional_operators import OWNER
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patching import by_range
-from vllm_fl.integration.planning import Carried
 from vllm_fl.integration.platform import PlatformOverlay
 from vllm_fl.plugins.types import OpImpl
 

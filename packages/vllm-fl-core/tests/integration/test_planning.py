@@ -29,16 +29,14 @@ import vllm_fl.dispatch
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError, StartError
-from vllm_fl.integration import planning
+from vllm_fl.integration import carried, planning
+from vllm_fl.integration.carried import Carried, configured, note_configured
 from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import (
-    Carried,
     apply,
-    configured,
     facts_of,
-    note_configured,
     note_user_priority,
     plan_for,
     refuse_batch_invariance,
@@ -111,7 +109,7 @@ def test_an_engine_that_nothing_verifies_does_not_start(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("entry", [{"plan": "x"}, {"settings": {}}, {}, 1], ids=str)
 def test_an_entry_written_by_hand_raises(entry: Any) -> None:
     with pytest.raises(SettingsError, match="cannot be set by hand"):
-        planning.is_sealed(engine_config(entry))
+        carried.is_sealed(engine_config(entry))
 
 
 @pytest.mark.parametrize("send", [copy.deepcopy, lambda entry: pickle.loads(pickle.dumps(entry))])
@@ -148,7 +146,7 @@ def test_a_sealed_configuration_is_given_what_the_process_has(
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     config = engine_config()
     facts_of(config)
-    planning.seal(config, "digest")
+    carried.seal(config, "digest")
     assert config.additional_config == {"vllm_fl": {"plan": "digest"}}
     monkeypatch.setenv("VLLM_FL_PREFER", "no such kind")  # nothing is read any more
     assert process.settings is not None

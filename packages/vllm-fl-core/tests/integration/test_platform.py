@@ -137,14 +137,14 @@ def test_a_worker_that_the_platform_puts_in_again_is_wrapped_again(
     device: Callable[..., Any],
 ) -> None:
     """vLLM asks once more when the workers have loaded; the plan is sealed then."""
-    from vllm_fl.integration import planning, worker
+    from vllm_fl.integration import carried, worker
 
     config = engine_config()
-    planning.seal(config, "digest")
+    carried.seal(config, "digest")
     device().check_and_update_config(config)
     assert CpuPlatform.configured[-1] == "acme.Worker"
     assert config.parallel_config.worker_cls.startswith(f"{worker.__name__}.")
-    assert planning.is_sealed(config)
+    assert carried.is_sealed(config)
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

@@ -31,10 +31,10 @@ from vllm_fl.contracts import contracts
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
+from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import replacing
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import torch_operators
-from vllm_fl.integration.planning import Carried
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
@@ -42,7 +42,7 @@ from vllm_fl.settings.loading import load_settings
 OP, LARGEST = "linear", 64
 ROWS = {"<=16": "vendor", "rest": "stock"}
 
-PATCHER = torch_operators.TorchOperators()
+PATCHER = torch_operators.OperatorsInGraphs()
 
 
 def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
@@ -80,7 +80,7 @@ def passed(
     is_range = sizes[0] < sizes[1]
     with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
         PATCHER.apply(engine_of(plan))
-        run = replacing.TorchOperators(in_graphs(engine_of(plan)).replaced, config([16]))
+        run = replacing.TorchOperators(engine_of(plan), config([16]))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
             run(module.graph)
     module.graph.lint()
@@ -383,9 +383,7 @@ def compiled(
         if plan is not None:
             PATCHER.apply(engine_of(plan))
             with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
-                replacing.TorchOperators(in_graphs(engine_of(plan)).replaced, config([16]))(
-                    module.graph
-                )
+                replacing.TorchOperators(engine_of(plan), config([16]))(module.graph)
         unknowns.append(known == (len(mode.shape_env.guards), mode.shape_env.replacements))
         module.graph.lint()
         module.recompile()

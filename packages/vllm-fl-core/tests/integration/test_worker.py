@@ -29,7 +29,7 @@ from vllm_fl.dispatch import reset_default_manager, reset_global_policy
 from vllm_fl.engine.state_file import StateFile
 from vllm_fl.errors import PolicySealedError
 from vllm_fl.operate.metrics import MetricsFile
-from vllm_fl.integration.planning import Carried
+from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import load_settings
 

@@ -109,10 +109,10 @@ def without_the_pass(
 def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -> dict[str, Any]:
     """What becomes of a graph where the op is planned for up to 16 tokens, and vLLM's beyond."""
     from vllm_fl.integration import engines
+    from vllm_fl.integration.carried import Carried
     from vllm_fl.integration.graphs import ranges
     from vllm_fl.integration.graphs.unfused import held_to_ranges
     from vllm_fl.integration.patchers import fusions
-    from vllm_fl.integration.planning import Carried
 
     # What this CPU platform says of the pass is no matter here.
     fusions._is_there = lambda target: True
@@ -163,9 +163,9 @@ def traced_forms(
 ) -> dict[str, dict[str, Any]]:
     """What becomes of a graph where the op's implementation has a traced form."""
     from vllm_fl.integration import engines
+    from vllm_fl.integration.carried import Carried
     from vllm_fl.integration.graphs import launching, ranges
     from vllm_fl.integration.patchers import fusions
-    from vllm_fl.integration.planning import Carried
 
     said: list[str] = []
     launching.log.addFilter(lambda record: bool(said.append(record.getMessage())))

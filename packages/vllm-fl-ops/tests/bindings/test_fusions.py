@@ -27,9 +27,10 @@ import vllm_fl.dispatch
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FusionTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.patchers import fusions, layers
 from vllm_fl.integration.patchers import ir as ir_patcher
-from vllm_fl.integration.planning import Carried, apply, facts_of, note_user_priority, plan_for
+from vllm_fl.integration.planning import apply, facts_of, note_user_priority, plan_for
 from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl

@@ -1,7 +1,7 @@
 """The kinds of targets: the locations in vLLM where an op can be replaced.
 
-A target is data, with what is known of its kind as attributes and methods. The patcher of its kind
-(`integration/patchers/`) replaces it.
+A target is data. Attributes and methods of its class give the behaviour of the kind. The patcher of
+the kind (`integration/patchers/`) replaces it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 ATTENTION_BACKEND = "the attention backend"
-"""What `claims` calls the one `AttentionTarget`, which is no contract's."""
+"""The claim of the only `AttentionTarget`, which has no contract."""
 
 DERIVED = Route()
 """The native of a target whose declared route tells the way back, too."""
@@ -56,7 +56,7 @@ class Target:
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """What it takes of vLLM, by the names under which vLLM has one of each."""
+        """The names in vLLM that only one op can have as a target."""
         raise NotImplementedError
 
     def describe(self) -> str:
@@ -65,17 +65,27 @@ class Target:
 
     @property
     def plain(self) -> Bound | None:
-        """What vLLM computes here, as PyTorch code by the contract's parameters."""
+        """vLLM's implementation here, if it is PyTorch code, by the contract's parameters."""
         return None
 
     @property
+    def apart(self) -> Bound | None:
+        """The same with the results of vLLM's graph, if the op has to do more than that."""
+        return None
+
+    @property
+    def grants(self) -> tuple[str, ...]:
+        """The contract's arguments that an implementation may overwrite here."""
+        return ()
+
+    @property
     def takes_in(self) -> tuple[str, ...]:
-        """The ops that this one takes in: a graph that has it has none of them there."""
+        """The ops that this one includes: a graph with it does not call them there."""
         return ()
 
     @property
     def profiled(self) -> tuple[str, ...]:
-        """The names of the op's calls in a profile of vLLM's own code."""
+        """The names of calls in a profile of vLLM without us."""
         return ()
 
     def may_begin(self, layers: Iterable[object], vllm_config: Any) -> bool:
@@ -92,7 +102,7 @@ class Target:
 
 
 class _Routed(Target):
-    """A target that declares how its arguments are the contract's."""
+    """A target with a route from its arguments to the arguments of the contract."""
 
     route: Callable[[Bound], Bound]
     parameters: tuple[str, ...]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from ..dispatch import get_default_manager
 from ..engine.digest import digest
 from ..engine.plan import leave_place, take_place
+from .carried import seal
 from .engines import Engine
 from .patching import PATCHERS
-from .planning import apply, seal
+from .planning import apply
 
 
 def bind(engine: Engine) -> None:

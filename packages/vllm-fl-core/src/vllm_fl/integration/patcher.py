@@ -1,7 +1,7 @@
 """The base of the patchers: each replaces one kind of target in vLLM for the plan of an engine.
 
-Planning and the worker call the methods of every patcher (`patching.py` lists them), in the order
-in which they stand here.
+Planning and the worker call the methods of every patcher (`patching.py` lists the patchers). The
+methods are in the order of these calls.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
+    from ..plugins.types import OpImpl
     from ..settings.loading import Settings
     from .engines import Engine
 
@@ -28,12 +29,12 @@ Key = tuple[str, str]
 
 
 class WhyNot(NamedTuple):
-    """Why a patcher does not replace targets in an engine, whatever the policy says.
+    """Why a patcher does not replace targets in an engine, with any policy.
 
     Attributes:
-        ops: op -> why vLLM keeps all of it.
+        ops: op -> why vLLM keeps the whole op.
         impls: (op, impl id) -> why the implementation does not take the engine.
-        layers: the classes of vLLM's that settings leave to it.
+        layers: the layer classes of vLLM that settings exclude.
     """
 
     ops: Mapping[str, str] = {}
@@ -83,6 +84,10 @@ class Patcher:
         """
         return {}
 
+    def opening(self, engine: Engine) -> AbstractContextManager[object]:
+        """While the block runs, vLLM opens the device and makes its groups of ranks."""
+        return nullcontext()
+
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return why targets are not replaced in this engine."""
         return WhyNot()
@@ -114,6 +119,10 @@ class Patcher:
         """Return op -> its candidates by rows, for ops that graphs can have by range of sizes."""
         return {}
 
+    def contents(self, plan: Plan) -> Mapping[str, Any]:
+        """Return the code of others that computes under the plan: a part of its digest."""
+        return {}
+
     def faults(self, plan: Plan, facts: EngineFacts) -> Mapping[Key, str]:
         """Return why planned classes cannot be used in this process: they are imported here."""
         return {}
@@ -134,13 +143,22 @@ class Patcher:
         return nullcontext()
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
-        """Bind a model that is built to the engine's plan, which is another one now."""
+        """Bind a model that is built to the engine's new plan."""
 
     def loaded(self, engine: Engine) -> None:
         """Report on the loaded model."""
 
     def compiled(self, engine: Engine) -> None:
         """Report on the compiled model, after vLLM's warm-up."""
+
+    def own_form(self, op: str, target: Any, device: torch.device) -> OpImpl | None:
+        """Return vLLM's implementation of an op at a target, for calls without an engine.
+
+        Returns:
+            None if this vLLM has no such kernel or function, or if it cannot be called alone. A
+            target without kernel or function may have PyTorch code (`Target.plain`).
+        """
+        return None
 
     def report(self, engine: Engine) -> Mapping[str, Any]:
         """Return top-level keys of the worker's report."""

@@ -14,13 +14,17 @@ from .patchers.fusions import Fusions
 from .patchers.ir import Ir
 from .patchers.layers import Layers
 from .patchers.operators import Operators
-from .patchers.torch_operators import TorchOperators
+from .patchers.torch_operators import OperatorsInGraphs
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..contracts.targets import Target
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
+    from ..plugins.types import OpImpl
     from .engines import Engine
 
 PATCHERS: tuple[Patcher, ...] = (
@@ -32,7 +36,7 @@ PATCHERS: tuple[Patcher, ...] = (
     Operators(),
     Functions(),
     Fusions(),
-    TorchOperators(),
+    OperatorsInGraphs(),
 )
 
 
@@ -60,6 +64,20 @@ def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
     return {key: why for each in PATCHERS for key, why in each.faults(plan, facts).items()}
 
 
+def contents(plan: Plan) -> dict[str, Any]:
+    """Return the code of others that computes under the plan."""
+    return {key: told for each in PATCHERS for key, told in each.contents(plan).items()}
+
+
+@contextmanager
+def opening(engine: Engine) -> Iterator[None]:
+    """While the block runs, vLLM opens the device with what the patchers replace there."""
+    with ExitStack() as stack:
+        for patcher in PATCHERS:
+            stack.enter_context(patcher.opening(engine))
+        yield
+
+
 @contextmanager
 def building(engine: Engine) -> Iterator[None]:
     """While the block runs, vLLM builds the model with every patcher's classes."""
@@ -67,6 +85,12 @@ def building(engine: Engine) -> Iterator[None]:
         for patcher in PATCHERS:
             stack.enter_context(patcher.building(engine))
         yield
+
+
+def own_form(op: str, target: Target, device: torch.device) -> OpImpl | None:
+    """Return vLLM's implementation of an op at a target, by the target's patcher."""
+    of_kind = (patcher for patcher in PATCHERS if patcher.kind is type(target))
+    return next(of_kind).own_form(op, target, device)
 
 
 def report(engine: Engine) -> dict[str, Any]:

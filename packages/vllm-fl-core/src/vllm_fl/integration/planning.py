@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.verifiers import unread, unverified
 from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
+from .carried import KEY, entry_of, is_sealed
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
 from .graphs import ranges
@@ -29,35 +29,6 @@ from .targets import installed_bindings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-KEY = "vllm_fl"
-"""Our entry in vLLM's `additional_config`, which vLLM hashes into its compile-cache key."""
-
-
-class Carried(dict[str, Any]):
-    """What is under `KEY`, on its way between the processes of an engine.
-
-    A plain dictionary there was written by hand. It would set what nobody reads from there.
-
-    Args:
-        settings: the engine's; None where nobody has read them yet, or the plan is sealed. They
-            travel along, and vLLM hashes the entries alone.
-        entries: what is under `KEY`.
-
-    Attributes:
-        configured: when vLLM began to make this configuration and when it had made it, as
-            `time.time` tells it; None where that is not known. It travels along, too.
-    """
-
-    def __init__(self, settings: Settings | None = None, **entries: Any) -> None:
-        super().__init__(entries)
-        self.settings = settings
-        self.configured: tuple[float, float] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        state = {"configured": self.configured}
-        return Carried, (self.settings,), state, None, iter(self.items())
-
 
 log = get_logger("engine")
 
@@ -84,7 +55,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ) from None
     compilation, model = vllm_config.compilation_config, vllm_config.model_config
     backend = vllm_config.attention_config.backend
-    entry = _entry(vllm_config)
+    entry = entry_of(vllm_config)
     compiled = compilation.mode not in (None, CompilationMode.NONE)
     requests: dict[str, Any] = {}
     for patcher in PATCHERS:
@@ -180,7 +151,7 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
             return startup.settings  # the engine's own are gone, and its files may be: ask neither
         settings = _read_settings(current_platform.vllm_fl_platform)
         _check_loaded(settings)
-        _entry(vllm_config).settings = settings
+        entry_of(vllm_config).settings = settings
     if startup.problem is not None:
         manager.use_startup(replace(startup, settings=settings, problem=None), manager.registry)
     return settings
@@ -202,7 +173,7 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     """
     from vllm.platforms import current_platform
 
-    settings = _entry(vllm_config).settings
+    settings = entry_of(vllm_config).settings
     manager = get_default_manager()
     manager.ensure_initialized(
         current_platform.vllm_fl_platform, defer_errors=True, engine=settings
@@ -279,7 +250,6 @@ def plan_for(
         facts,
         demoted={
             **found.impls,
-            **_unmeasured(facts),
             **(demoted or {}),
         },
         notes={
@@ -349,15 +319,6 @@ _planned: tuple[tuple[EngineFacts, RegistrySnapshot], Plan] | None = None
 """What the last plan of `planned` depends on, and the plan."""
 
 
-def _unmeasured(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """Return why nothing may serve if an engine asks for a property that nothing here measures."""
-    registry, asks = get_default_manager().registry, facts.wants_invariance
-    if not asks or any(plugin.verifies for plugin in registry.plugins):
-        return {}
-    why = f"{asks}, and nothing here measures that"
-    return dict.fromkeys(registry.snapshot().owners, why)
-
-
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
     """(op, impl id) -> why an installed class does not take this engine."""
     return {**why_not(facts).impls}
@@ -370,7 +331,7 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     others stay as vLLM and the user have them.
     """
     custom_ops = vllm_config.compilation_config.custom_ops
-    entry = _entry(vllm_config)
+    entry = entry_of(vllm_config)
     for name in entry.get("enabled", ()):
         if name in custom_ops:
             custom_ops.remove(name)
@@ -383,75 +344,6 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     custom_ops += added
     ranges.split(vllm_config, by_range(plan), entry)
     entry["enabled"] = added
-
-
-def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
-    """Put the plan's digest where vLLM's compile-cache key is made from.
-
-    It takes the place of the settings: those that do not change the plan must not miss the cache.
-
-    Returns:
-        What puts back what was there before, for a start that must plan once more.
-    """
-    extra = vllm_config.additional_config
-    if not isinstance(extra, dict):
-        return lambda: None
-    before = extra.get(KEY)
-    extra[KEY] = Carried(plan=digest)
-    if enabled := (before or {}).get("enabled"):
-        extra[KEY]["enabled"] = enabled
-
-    def unseal() -> None:
-        if before is None:
-            del extra[KEY]
-        else:
-            extra[KEY] = before
-
-    return unseal
-
-
-def configured(vllm_config: VllmConfig) -> tuple[float, float] | None:
-    """When vLLM began to make this configuration, and had made it; None where nobody noted that."""
-    return _entry(vllm_config).configured
-
-
-def note_configured(vllm_config: VllmConfig, began: float) -> None:
-    """Note that vLLM has made this configuration, which it began at `began` of `time.time`."""
-    entry = _entry(vllm_config)
-    entry.configured = entry.configured or (began, time.time())
-
-
-def is_sealed(vllm_config: VllmConfig) -> bool:
-    """Whether a worker of this engine has sealed its plan: nothing of it may change any more."""
-    return "plan" in _entry(vllm_config)
-
-
-def turned_on(vllm_config: VllmConfig) -> set[str]:
-    """The layers, by the names in `custom_ops`, that are on because of the plan alone."""
-    return {name.removeprefix("+") for name in _entry(vllm_config).get("enabled", ())}
-
-
-def digest_of(vllm_config: VllmConfig) -> str:
-    """The digest of the sealed plan; empty before it is sealed."""
-    return str(_entry(vllm_config).get("plan", ""))
-
-
-def _entry(vllm_config: VllmConfig) -> Carried:
-    """What the configuration carries. An object of the user's own carries nothing: what is put into
-    the answer is lost then."""
-    extra = vllm_config.additional_config
-    if not isinstance(extra, dict):
-        return Carried()
-    entry = extra.setdefault(KEY, Carried())
-    if not isinstance(entry, Carried):
-        raise SettingsError(
-            f"additional_config: {KEY!r} is vllm-fl's own entry and cannot be set by hand; "
-            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl policy` shows them). "
-            "Remove it.",
-            key=KEY,
-            origin="additional_config",
-        )
-    return entry
 
 
 def _without_target() -> dict[str, str]:
@@ -474,7 +366,7 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
 
     And which of the passes that find an op of ours he turned off, before vLLM turns off the others.
     """
-    entry = _entry(vllm_config)
+    entry = entry_of(vllm_config)
     if "user_priority" not in entry:
         for patcher in PATCHERS:
             entry |= patcher.note_user(vllm_config)

@@ -91,8 +91,9 @@ class PlatformOverlay:
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: VllmConfig) -> Any:
         """The order of IR providers that the plan gives."""
+        from .carried import is_sealed
         from .patchers.ir import prioritise
-        from .planning import is_sealed, load_plugins, note_user_priority, planned
+        from .planning import load_plugins, note_user_priority, planned
 
         # A configuration that was made from a sealed engine's, as vLLM's drafters do.
         if is_sealed(vllm_config):
@@ -120,16 +121,9 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
+        from .carried import is_sealed, note_configured
         from .nodes import carry_startup
-        from .planning import (
-            apply,
-            facts_of,
-            is_sealed,
-            note_configured,
-            planned,
-            refuse_batch_invariance,
-            refuse_unverified,
-        )
+        from .planning import apply, facts_of, planned, refuse_batch_invariance, refuse_unverified
         from .worker import wrap_worker
 
         if vllm_config.model_config is None:  # it runs nothing

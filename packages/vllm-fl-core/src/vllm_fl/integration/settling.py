@@ -15,7 +15,6 @@ from . import patching
 from .binding import bind, bind_models
 from .engines import Engine
 from .hooks import inspect_plan
-from .patchers.layers import foreign_code
 from .planning import plan_for
 from .ranks import (
     FAILED,
@@ -95,11 +94,8 @@ def make_plan(engine: Engine) -> None:
         settings=facts.settings,
         plugins=registry.plugins,
     )
-    engine.contents = {
-        **consists,
-        "workers": engine.worker_facts,
-        "foreign": foreign_code(engine.plan),
-    }
+    contents = patching.contents(engine.plan)
+    engine.contents = {**consists, "workers": engine.worker_facts, **contents}
 
 
 def is_fixed(engine: Engine, moment: Moment) -> bool:

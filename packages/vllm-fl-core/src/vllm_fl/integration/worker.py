@@ -24,14 +24,14 @@ from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
 from . import patching, probe, updates
 from .binding import bind
+from .carried import configured
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
 from .hooks import reports, start_sessions
 from .models import completed
-from .patchers import communicator
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range
-from .planning import configured, facts_of, load_plugins, refusals, refuse_unverified
+from .planning import facts_of, load_plugins, refusals, refuse_unverified
 from .ranks import REJECTED, publish_process
 from .settling import make_plan, settle
 from .targets import installed_bindings, meets_a_compiler
@@ -77,11 +77,7 @@ class PlannedWorker:
         """Open the device, and let the ranks agree on what they exchange tensors through."""
         engine = Engine(facts_of(self.vllm_config), self.rank, self)
         refuse_unverified(engine.facts)
-        if engine.facts.communicator is not None:
-            engine.groups = communicator.Groups(engine)
-            if not engine.groups.communicators:
-                engine.groups = None
-        with communicator.made_by(engine.groups):
+        with patching.opening(engine):
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
             engine.device = self.device

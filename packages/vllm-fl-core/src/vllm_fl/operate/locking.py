@@ -17,8 +17,9 @@ from ..engine.identity import THREADS, identity
 from ..engine.plan import Plan
 from ..engine.tables import standing
 from ..errors import LockError
+from ..integration.carried import turned_on
 from ..integration.engines import Engine
-from ..integration.planning import plan_for, turned_on
+from ..integration.planning import plan_for
 from ..logs import get_logger
 from ..settings.lock import Locked
 from ..settings.policy import OpOrder

@@ -37,7 +37,7 @@ def activation(
         not_reached, when, more: as for a `Binding`.
         sizes: those beside the width of an MLP.
     """
-    is_everywhere = any(isinstance(target, LayerTarget) for target in more_targets)
+    is_everywhere = any(target.needs_layer for target in more_targets)
     in_tree = LayerTarget(f"vllm.model_executor.layers.activation.{layer}", native)
     return Binding(
         targets=(in_tree, *more_targets),

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_fl.contracts.binding import (
-    Binding,
-    FunctionTarget,
-    FusionTarget,
-    OperatorTarget,
-)
-from vllm_fl.integration.patchers import functions, operators
+from vllm_fl.contracts.binding import Binding
+from vllm_fl.integration.patching import own_form
 from vllm_fl.integration.targets import stock_form
 from vllm_fl.settings.policy import Mode
 
@@ -41,10 +36,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
     """
     _import_kernels()
     granted = frozenset(
-        name
-        for target in binding.targets
-        if isinstance(target, OperatorTarget)
-        for name in target.grants
+        name for target in binding.targets if target.called_by_name for name in target.grants
     )
     natives = [
         stock_form(op, target.plain, granted if target.puts_operators else frozenset())
@@ -54,7 +46,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
     kernels: list[OpImpl | None] = []
     for target in binding.targets:
         used = device.type == "cpu" and target.on_cpu
-        (on_cpu if used else kernels).append(_opaque(op, target, device))
+        (on_cpu if used else kernels).append(own_form(op, target, device))
     if mode == "compiled":
         ordered = [*natives, *on_cpu, *kernels]
     elif not all(target.seen_live for target in binding.targets):
@@ -80,25 +72,8 @@ def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., 
         binding: the op's.
         forms: what `stock_forms` gave for it.
     """
-    targets = [target for target in binding.targets if isinstance(target, FusionTarget)]
-    less = {target.native: target.apart for target in targets if target.apart is not None}
+    less = {target.plain: target.apart for target in binding.targets if target.apart is not None}
     return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
-
-
-def _opaque(op: str, target: object, device: torch.device) -> OpImpl | None:
-    """The form that is a kernel or a function of vLLM's, which no compiler looks into."""
-    own: Callable[..., object] | None
-    if isinstance(target, OperatorTarget | FunctionTarget) and target.within:
-        return None
-    if isinstance(target, OperatorTarget):
-        own = operators.own(target, device)
-    elif isinstance(target, FunctionTarget):
-        own = functions.own(target)
-    else:
-        return None
-    if own is None:
-        return None
-    return stock_form(op, target.native(own), frozenset(target.grants), traceable=False)
 
 
 def _import_kernels() -> None:

@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch._inductor.pattern_matcher import Match
-from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ...contracts.binding import OperatorTarget
 from ...engine.ranges import sole
 from ...engine.traced import refused
 from ...logs import get_logger
 from ...plugins.types import OpImpl
-from ...text import quote
 from ..engines import Engine
 from ..patchers import fusions, operators
-from ..planning import digest_of
-from . import ranges
+from .base import GraphPass, problem_of
 from .functional_operators import (
     arguments,
     operator_of,
@@ -34,7 +31,6 @@ from .functional_operators import (
     replacing,
     written,
 )
-from .state import in_graphs
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:
@@ -43,16 +39,12 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 
-class TracedForms(InductorPass):  # type: ignore[misc]
-    """The pass, for one engine.
-
-    Args:
-        engine: the engine.
-        vllm_config: the engine's.
-    """
+class TracedForms(GraphPass):
+    """The pass, for one engine."""
 
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
-        self.serving, self.config, plan = engine, vllm_config, engine.plan
+        super().__init__(engine, vllm_config)
+        plan = engine.plan
         self.sites = {
             target.name: (target, chain)  # the operator as the binding knows it, its candidates
             for op, target, chain in fusions.operators(plan)
@@ -66,30 +58,26 @@ class TracedForms(InductorPass):  # type: ignore[misc]
         """Put traced forms into one graph, as far as its range of sizes has them."""
         self._patterns.apply(graph)
 
-    def uuid(self) -> str:
-        """What the compiler's caches know the pass by: its source, and the plan's digest."""
-        return f"{InductorPass.hash_source(self)}|{digest_of(self.config)}"
-
     def _impl(self, match: Match) -> OpImpl | None:
         """Whose traced form takes the place of an operator; None where it stays."""
         site = self.sites.get(operator_of(match).name())
-        impl = None if site is None else sole(site[1], ranges.now(self.config))
+        impl = None if site is None else sole(site[1], self.sizes)
         return impl if impl is not None and impl.traced is not None else None
 
     def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
         """Put the traced form in an operator's place, or say why that stays."""
         operator, impl = operator_of(match), self._impl(match)
-        (target, chain), sizes = self.sites[operator.name()], ranges.now(self.config)
+        target, chain = self.sites[operator.name()]
         op, spec = chain.op, chain.spec
         assert impl is not None and impl.traced is not None and spec is not None
-        run = target.route(self.serving.plan.record.counting(impl.traced, op, impl.impl_id))
+        run = target.route(self.engine.plan.record.counting(impl.traced, op, impl.impl_id))
 
         def code(given: Mapping[str, Any]) -> list[Any]:
             copies = {name: given[name].clone() for name in written(operator)}
             run(*arguments(operator, {**given, **copies}, target.parameters))
             return list(copies.values())
 
-        try:
+        def launch() -> str:
             (node,) = match.nodes
             values = fx.node.map_arg(node.kwargs, lambda of: of.meta["val"])
             known = arguments(operator, values, target.parameters)
@@ -97,9 +85,9 @@ class TracedForms(InductorPass):  # type: ignore[misc]
             if not why:
                 own(node, op, impl.impl_id)
                 put_in_place(match, code)
-        except Exception as error:  # it may raise anything; the operator serves as well
-            why = quote(error)
-        counted = in_graphs(self.serving).sites.get(op)
+            return why
+
+        why, counted = problem_of(launch), self.done.sites.get(op)
         if counted is not None and not why:
             counted.launched += 1
         elif why:
@@ -107,7 +95,7 @@ class TracedForms(InductorPass):  # type: ignore[misc]
                 "Op '%s': graphs for %s tokens do not launch '%s' themselves, but call an operator "
                 "that does, which takes the host several times as long: %s",
                 op,
-                sizes,
+                self.sizes,
                 impl.impl_id,
                 why,
             )

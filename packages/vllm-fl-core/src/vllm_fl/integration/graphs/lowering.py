@@ -21,7 +21,6 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ...dispatch.chain import Chain
 from ...engine.opaque import Site, inlined, ordered
@@ -30,13 +29,10 @@ from ...engine.ranges import Range, choice
 from ...engine.traced import functional
 from ...logs import get_logger
 from ...plugins.types import OpImpl
-from ...text import quote
 from ..engines import Engine
 from ..patchers.ir import chain_of, ir_op_of, ir_ops
-from ..planning import digest_of
-from . import ranges
+from .base import GraphPass, problem_of
 from .functional_operators import own
-from .state import in_graphs
 from .unknowns import under_one
 
 if TYPE_CHECKING:
@@ -46,16 +42,11 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 
-class RangeLowering(InductorPass):  # type: ignore[misc]
-    """The pass, for one engine.
-
-    Args:
-        engine: the engine.
-        vllm_config: the engine's.
-    """
+class RangeLowering(GraphPass):
+    """The pass, for one engine."""
 
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
-        self.serving, self.config = engine, vllm_config
+        super().__init__(engine, vllm_config)
         self.sites = {**_in_graphs(engine.plan), **_in_ir(engine.plan)}
         self._patterns = PatternMatcherPass(pass_name="vllm_fl_range_lowering")
         self._now: tuple[Range, frozenset[Any]] | None = None
@@ -67,7 +58,7 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
 
     def __call__(self, graph: fx.Graph) -> None:
         """Put code in the place of the operators of one graph, as far as its range allows."""
-        sizes = ranges.now(self.config)
+        sizes = self.sizes
         # Inputs that no traced operation has joined have unknowns of their own. To vLLM each is its
         # number of tokens: it puts that in the place of all of them where it compiles for a single
         # size (create_concrete_args).
@@ -78,15 +69,11 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
             self._note(site.chain, sizes, graph.find_nodes(op="call_function", target=target))
         self._now = None
 
-    def uuid(self) -> str:
-        """What the compiler's caches know the pass by: its source, and the plan's digest."""
-        return f"{InductorPass.hash_source(self)}|{digest_of(self.config)}"
-
     def _note(self, chain: Chain, sizes: Range, stay: Sequence[fx.Node]) -> None:
         """Keep count of operators that stay, and name those that one choice would have served."""
         impl = choice(chain, sizes)
-        is_news = bool(stay) and not in_graphs(self.serving).stayed[chain.op, sizes]
-        in_graphs(self.serving).stayed[chain.op, sizes] += len(stay)
+        is_news = bool(stay) and not self.done.stayed[chain.op, sizes]
+        self.done.stayed[chain.op, sizes] += len(stay)
         if impl is None or not is_news or all(self._choice(node) for node in stay):
             return
         log.warning(
@@ -115,26 +102,28 @@ class RangeLowering(InductorPass):  # type: ignore[misc]
         (node,) = match.nodes
         impl = self._choice(node)
         assert impl is not None and self._now is not None
-        site = self.sites[node.target]
-        try:
+        site, (sizes, _) = self.sites[node.target], self._now
+
+        def inline() -> None:
             # The passes that torch runs on what takes its place remove copies, and with them what
             # keeps an argument from what the implementation writes into its copy.
             run = site.inlined(impl)
             pure = functional(lambda *args: under_one(run, args, node.meta["val"]))
             own(node, site.chain.op, impl.impl_id)
             match.replace_by_example(pure, node.args)
-        except Exception as error:  # it may raise anything; the operator serves as well
+
+        if why := problem_of(inline):
             log.warning(
                 "Op '%s': '%s' cannot be traced for %d to %d tokens, where the operator that looks "
                 "it up serves: %s",
                 site.chain.op,
                 impl.impl_id,
-                self._now[0].first,
-                self._now[0].last,
-                quote(error),
+                sizes.first,
+                sizes.last,
+                why,
             )
         else:
-            in_graphs(self.serving).inlined[site.chain.op, self._now[0], impl.impl_id] += 1
+            self.done.inlined[site.chain.op, sizes, impl.impl_id] += 1
 
 
 def _in_graphs(plan: Plan) -> dict[Any, Site]:

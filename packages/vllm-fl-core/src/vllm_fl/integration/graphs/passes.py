@@ -57,7 +57,7 @@ class _WithOurPasses:
             if hasattr(self, "passes"):
                 self.passes: list[Any] = held_to_ranges(self.passes, engine, config)
             if known.replaced:
-                passes = [*passes, TorchOperators(known.replaced, config)]
+                passes = [*passes, TorchOperators(engine, config)]
             launching, lowering = TracedForms(engine, config), RangeLowering(engine, config)
             passes = [*passes, *(each for each in (launching, lowering) if each.sites)]
         if hasattr(self, "add"):

@@ -10,14 +10,11 @@ Imported where vLLM makes its pass manager, which is in a worker that compiles.
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ...contracts.binding import new_node
 from ...dispatch.chain import Chain, refusal
@@ -27,9 +24,9 @@ from ...logs import get_logger
 from ...plugins.forms import verdict_of
 from ...plugins.types import OpImpl
 from ...text import clean
+from ..engines import Engine
 from ..patchers.torch_operators import Replaced
-from ..planning import digest_of
-from . import ranges
+from .base import GraphPass
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:
@@ -40,16 +37,11 @@ FUNCTIONAL = torch.ops.higher_order.auto_functionalized
 log = get_logger("engine")
 
 
-class TorchOperators(InductorPass):  # type: ignore[misc]
-    """The pass, for one engine.
+class TorchOperators(GraphPass):
+    """The pass, for one engine."""
 
-    Args:
-        replaced: what it puts into graphs.
-        vllm_config: the engine's.
-    """
-
-    def __init__(self, replaced: Sequence[Replaced], vllm_config: VllmConfig) -> None:
-        self.replaced, self.config = replaced, vllm_config
+    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
+        super().__init__(engine, vllm_config)
         self._said: set[tuple[str, str]] = set()
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -58,8 +50,8 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
         From its end to its beginning: an op that takes several operators in is found at the last
         of them, before another op is put in the place of one. What nothing reads then goes.
         """
-        sizes = ranges.now(self.config)
-        planned = [each for each in self.replaced if choice(each.chain, sizes) is None]
+        sizes = self.sizes
+        planned = [each for each in self.done.replaced if choice(each.chain, sizes) is None]
         for each in planned:
             each.sites.graphs += 1
         for node in reversed([*graph.nodes] if planned else []):
@@ -112,11 +104,6 @@ class TorchOperators(InductorPass):  # type: ignore[misc]
                     why,
                 )
         return True
-
-    def uuid(self) -> str:
-        """What the compiler's caches know the pass by: its source, and the plan's digest."""
-        source = InductorPass.hash_source(inspect.getsource(sys.modules[__name__]))
-        return f"{source}|{digest_of(self.config)}"
 
 
 def _asked(chain: Chain) -> Iterator[OpImpl]:

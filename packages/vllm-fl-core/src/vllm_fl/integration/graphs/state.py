@@ -1,4 +1,4 @@
-"""What passes over the graphs of one engine are to do, and what they have done."""
+"""The passes over the graphs of one engine: their tasks, and counts of their results."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class InGraphs:
 
     Attributes:
         sites: op -> what its pass has done.
-        passes: those of ours that find ops.
-        replaced: what takes the place of operators.
+        passes: our passes that find ops.
+        replaced: the ops that replace operators.
         inlined: (op, range, impl id) -> how often its code took an operator's place in a graph.
         stayed: (op, range) -> in how many places of graphs the operator stayed.
     """

@@ -15,18 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch._inductor.pattern_matcher import Match
-from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ...engine.ranges import choice
 from ...logs import get_logger
 from ...plugins.types import OpImpl
-from ...text import quote
+from ..carried import turned_on
 from ..engines import Engine
 from ..patchers import fusions
-from ..planning import digest_of, turned_on
-from . import ranges
+from .base import GraphPass, problem_of
 from .functional_operators import arguments, operator_of, put_in_place, replacing
-from .state import in_graphs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +49,7 @@ def held_to_ranges(passes: Sequence[Any], engine: Engine, vllm_config: VllmConfi
     ]
 
 
-class HeldToRanges(InductorPass):  # type: ignore[misc]
+class HeldToRanges(GraphPass):
     """A pass of vLLM's; in ranges of sizes that are left to vLLM, its own code in its stead.
 
     Args:
@@ -63,7 +60,8 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
     """
 
     def __init__(self, run: Any, engine: Engine, op: str, vllm_config: VllmConfig) -> None:
-        self.run, self.serving, self.op, self.config = run, engine, op, vllm_config
+        super().__init__(engine, vllm_config)
+        self.run, self.op = run, op
         self.target, self.chain = fusions.by_range(engine.plan)[op]
         # Layers that the user turned on stay as they are.
         is_ours = {*self.target.layers} <= turned_on(vllm_config)
@@ -86,31 +84,29 @@ class HeldToRanges(InductorPass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """What the compiler's caches know the pass by: both passes' source, the plan's digest."""
-        ours = InductorPass.hash_source(self), digest_of(self.config), *sorted(self.unfused)
-        return "|".join((str(self.run.uuid()), *ours))
+        return "|".join((str(self.run.uuid()), super().uuid(), *sorted(self.unfused)))
 
     def _left(self) -> OpImpl | None:
         """vLLM's own form of the op, where the graph that is being compiled is left to it."""
-        return choice(self.chain, ranges.now(self.config))
+        return choice(self.chain, self.sizes)
 
     def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
         """Put the operator's code in its place."""
-        operator = operator_of(match)
-        sizes, left = ranges.now(self.config), self._left()
-        try:
-            put_in_place(match, lambda given: self._run_code(operator, given))
-        except Exception as error:  # it may raise anything; the operator serves as well
+        operator, left = operator_of(match), self._left()
+        if why := problem_of(
+            lambda: put_in_place(match, lambda given: self._run_code(operator, given))
+        ):
             log.warning(
                 "Op '%s' is left to vLLM for %s tokens, where its operator %s stays all the same, "
                 "since the code in its place cannot be traced: %s",
                 self.op,
-                sizes,
+                self.sizes,
                 operator.name(),
-                quote(error),
+                why,
             )
         else:
             assert left is not None  # as `__call__` has found
-            in_graphs(self.serving).inlined[self.op, sizes, left.impl_id] += 1
+            self.done.inlined[self.op, self.sizes, left.impl_id] += 1
 
     def _run_code(self, operator: Any, given: Mapping[str, Any]) -> Sequence[Any]:
         """What the operator's code returns for these arguments.

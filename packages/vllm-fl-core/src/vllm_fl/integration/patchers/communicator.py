@@ -315,5 +315,13 @@ class Communicator(Patcher):
     def why_not(self, facts: EngineFacts) -> WhyNot:
         return WhyNot(impls=refusals(facts))
 
+    @contextmanager
+    def opening(self, engine: Engine) -> Iterator[None]:
+        if engine.facts.communicator is not None:
+            groups = Groups(engine)
+            engine.groups = groups if groups.communicators else None
+        with made_by(engine.groups):
+            yield
+
     def report(self, engine: Engine) -> dict[str, Any]:
         return {"groups": dict(engine.groups.served) if engine.groups else {}}

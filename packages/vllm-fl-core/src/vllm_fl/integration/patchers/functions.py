@@ -16,6 +16,7 @@ import torch
 from ...contracts.binding import Binding, FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
+from ...plugins.types import OpImpl
 from ...text import quote
 from ..engines import Engine
 from ..patcher import Patcher
@@ -41,14 +42,6 @@ def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Choice:
         return "" if plan.callable(op) else why
 
     return taking.choose(plan, bindings, FunctionTarget, note, _misfit)
-
-
-def own(target: FunctionTarget) -> Callable[..., Any] | None:
-    """The function of a target, as vLLM has it; None where this vLLM has none such."""
-    if _misfit(target) or taking.standing_at(target.name) is not None:
-        return None
-    found: Callable[..., Any] = lookup_of(target.name).function
-    return found
 
 
 def _misfit(target: FunctionTarget) -> str:
@@ -157,6 +150,12 @@ class Functions(Patcher):
 
     def apply(self, engine: Engine) -> None:
         take(engine, engine.state[Functions])
+
+    def own_form(self, op: str, target: FunctionTarget, device: torch.device) -> OpImpl | None:
+        own = None
+        if not _misfit(target) and taking.standing_at(target.name) is None:
+            own = lookup_of(target.name).function
+        return taking.form_of(op, target, own)
 
     def report(self, engine: Engine) -> dict[str, Any]:
         return {"functions": taking.report(engine, engine.state[Functions])}

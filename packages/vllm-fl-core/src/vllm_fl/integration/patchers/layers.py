@@ -389,6 +389,9 @@ class Layers(Patcher):
                     found[op] = chain
         return found
 
+    def contents(self, plan: Plan) -> dict[str, Any]:
+        return {"foreign": foreign_code(plan)}
+
     @contextmanager
     def building(self, engine: Engine) -> Iterator[None]:
         forget_shared_layers()

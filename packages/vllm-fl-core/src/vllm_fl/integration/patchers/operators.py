@@ -111,14 +111,6 @@ def _to_define(
     )
 
 
-def own(target: OperatorTarget, device: torch.device) -> Callable[..., Any] | None:
-    """The operator of a target, as vLLM has it; None where this vLLM has none such."""
-    if _schema(target.name) is None or _misfit(target, _dispatch_key(device)):
-        return None
-    found: Callable[..., Any] = _operator(target.name)
-    return found
-
-
 def _dispatch_key(device: torch.device) -> str:
     """The dispatch key of a device's kernels, as `CPU`."""
     key: str = torch._C._dispatch_key_for_device(device.type)
@@ -338,6 +330,12 @@ class Operators(Patcher):
                 )
 
     compiled = loaded
+
+    def own_form(self, op: str, target: OperatorTarget, device: torch.device) -> OpImpl | None:
+        own = None
+        if _schema(target.name) is not None and not _misfit(target, _dispatch_key(device)):
+            own = _operator(target.name)
+        return taking.form_of(op, target, own)
 
     def report(self, engine: Engine) -> dict[str, Any]:
         chosen: Choice = engine.state[Operators].chosen

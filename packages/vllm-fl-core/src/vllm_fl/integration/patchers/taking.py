@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from ...contracts.binding import Binding, FunctionTarget, OperatorTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
+from ...plugins.types import OpImpl
 from ..engines import Engine, now
 from ..targets import stock_form
 from .arguments import Answer, known, leaving
@@ -175,6 +176,19 @@ def choose(
         if problems:
             left[op] = problems
     return Choice(taken, left)
+
+
+def form_of(op: str, target: P, own: Callable[..., Any] | None) -> OpImpl | None:
+    """vLLM's own form of an op, which no compiler looks into.
+
+    Args:
+        op: the op.
+        target: its target.
+        own: what vLLM has there, or None.
+    """
+    if own is None or target.within:
+        return None
+    return stock_form(op, target.native(own), frozenset(target.grants), traceable=False)
 
 
 def fitting(targets: Iterable[P], misfit: Callable[[P], str]) -> tuple[list[P], dict[str, str]]:

@@ -54,7 +54,7 @@ def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
     return plan.chain(op, last=stock_form(op, target.native))
 
 
-class TorchOperators(Patcher):
+class OperatorsInGraphs(Patcher):
     """Puts planned ops in the place of operators in graphs."""
 
     kind = GraphTarget

@@ -1,0 +1,64 @@
+"""The base of our passes over graphs.
+
+Imported where vLLM makes its pass manager, which is in a worker that compiles.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from ...text import quote
+from ..carried import digest_of
+from . import ranges
+from .state import InGraphs, in_graphs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from ...engine.ranges import Range
+    from ..engines import Engine
+
+
+class GraphPass(InductorPass):  # type: ignore[misc]
+    """A pass over graphs, for one engine.
+
+    Args:
+        engine: the engine.
+        vllm_config: the engine's configuration.
+    """
+
+    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
+        self.engine, self.config = engine, vllm_config
+
+    @property
+    def sizes(self) -> Range:
+        """The token counts of the graph that is being compiled."""
+        return ranges.now(self.config)
+
+    @property
+    def done(self) -> InGraphs:
+        """What passes have done for the engine."""
+        return in_graphs(self.engine)
+
+    def uuid(self) -> str:
+        """The key of the pass in the compiler's caches: its source, and the plan's digest."""
+        source = inspect.getsource(sys.modules[type(self).__module__])
+        return f"{self.hash_source(source)}|{digest_of(self.config)}"
+
+
+def problem_of(change: Callable[[], str | None]) -> str:
+    """Change a graph; return why the graph stays as it was, or nothing.
+
+    Args:
+        change: changes the graph, or returns why not. It may raise anything: what is in the graph
+            computes the same.
+    """
+    try:
+        return change() or ""
+    except Exception as error:
+        return quote(error)
