@@ -481,7 +481,10 @@ def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> 
         inside = [name for name in named if name.partition("/")[0] in folders | rooms]
         assert inside
         assert not [name for name in inside if not (home / name).exists()]
-    layers = re.search(r"^layers =\n((?: +\w+\n)+)", (ROOT / ".importlinter").read_text(), re.M)
+    tests = re.findall(r"`(tests/\w+/\w*(?:\.py)?|tests/\w+\.py)`", text)
+    places = (ROOT, SOURCES.parent)
+    assert tests and not [t for t in tests if not any((place / t).exists() for place in places)]
+    layers = re.search(r"^layers =\n((?: +[\w| ]+\n)+)", (ROOT / ".importlinter").read_text(), re.M)
     assert layers
     drawn = "".join(blocks(section(text, "The rooms of core"), "text"))
     order = [word for line in drawn.splitlines() if (word := line.strip().partition(" ")[0])]
