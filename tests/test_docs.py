@@ -261,27 +261,32 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
     assert table[BLACKLIST.append][0] == BLACKLIST.key
 
 
+def reported(function: ast.FunctionDef) -> set[str]:
+    """The top-level keys of the dictionaries that a function makes."""
+    inner: set[ast.AST] = set()
+    found: set[str] = set()
+    for node in ast.walk(function):  # outer ones first
+        if isinstance(node, ast.Dict) and node not in inner:
+            found |= {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
+        if isinstance(node, ast.Dict | ast.DictComp):
+            inner |= {*ast.walk(node)} - {node}
+    return found
+
+
 def test_every_field_of_a_worker_s_report_is_documented() -> None:
-    core = SOURCES / "vllm_fl"
-    patchers = (core / "integration" / "patchers").glob("*.py")
-    modules = (core / "integration" / "worker.py", core / "verify" / "plugin.py", *patchers)
-    reports = (
-        node
-        for module in modules
-        for node in ast.walk(ast.parse(module.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        if node.name in ("vllm_fl_report", "worker_report", "report")
-    )
-    values = (
-        each.value
-        for report in reports
-        for each in report.body
-        if isinstance(each, ast.Assign | ast.Return) and isinstance(each.value, ast.Dict)
-    )
-    keys = {key.value for value in values for key in value.keys if isinstance(key, ast.Constant)}
+    core, wanted = SOURCES / "vllm_fl", set[str]()
+    for room in ("integration", "integration/patchers", "operate", "verify"):
+        for path in sorted((core / room).glob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                is_method = isinstance(node, ast.FunctionDef) and "self" in ast.unparse(node.args)
+                if isinstance(node, ast.FunctionDef) and (
+                    node.name in ("vllm_fl_report", "worker_report")
+                    or (node.name == "report" and is_method)
+                ):
+                    wanted |= reported(node)
     fields = section(page("worker-report.md"), "Fields")
     told = {name for row in rows(fields) for name in re.findall(r"`(\w+)`", row[0])}
-    assert told == keys
+    assert told == wanted
 
 
 def test_every_key_of_a_file_is_documented() -> None:
@@ -490,7 +495,10 @@ def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> 
         inside = [name for name in named if name.partition("/")[0] in folders | rooms]
         assert inside
         assert not [name for name in inside if not (home / name).exists()]
-    layers = re.search(r"^layers =\n((?: +\w+\n)+)", (ROOT / ".importlinter").read_text(), re.M)
+    tests = re.findall(r"`(tests/\w+/\w*(?:\.py)?|tests/\w+\.py)`", text)
+    places = (ROOT, SOURCES.parent)
+    assert tests and not [t for t in tests if not any((place / t).exists() for place in places)]
+    layers = re.search(r"^layers =\n((?: +[\w| ]+\n)+)", (ROOT / ".importlinter").read_text(), re.M)
     assert layers
     drawn = "".join(blocks(section(text, "The rooms of core"), "text"))
     order = [word for line in drawn.splitlines() if (word := line.strip().partition(" ")[0])]

@@ -68,11 +68,20 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
         elif not verifies:
             change = partial(make_plan, engine) if _has_other_table(engine, opinions) else _nothing
             verifies = change is _nothing
-            if moment is Moment.PLANNED and verifies and engine.rank == 0:
-                for line in differences(opinions):
-                    log.warning("The ranks differ. %s [FL503]", line)
         else:
+            if moment is Moment.PLANNED and engine.rank == 0:
+                _say_what_differs(engine, opinions)
             return {}
+
+
+def _say_what_differs(engine: Engine, opinions: list[Opinion]) -> None:
+    """Warn of a table that has no effect, and of plans that differ all the same."""
+    if engine.table.reason:
+        log.warning("%s. Going on without a table [FL610]", engine.table.reason)
+    for op, why in engine.table.left_out.items():
+        log.warning("The table's rows of op '%s' have no effect: %s [FL610]", op, why)
+    for line in differences(opinions):
+        log.warning("The ranks differ. %s [FL503]", line)
 
 
 def make_plan(engine: Engine) -> None:
@@ -163,7 +172,7 @@ def _opinion(
     change()
     found = {} if verifies else _patchers_object(engine, moment)
     found = {**inspect_plan(engine, moment, verifies=verifies), **found}
-    if verifies or moment is not Moment.PLANNED:
+    if moment is not Moment.PLANNED:
         return Opinion(found)
     rows = [(op, trace) for op, entry in engine.plan.entries.items() for _, trace in entry.rows]
     unavailable = {(op, i): why for op, trace in rows for i, why in trace.unavailable.items()}

@@ -1,6 +1,6 @@
 """The file that `vllm-fl lock` writes: what an engine ran with, and the seed of its verification.
 
-A value and its file, no more: `integration/locking.py` says what of it differs in a start.
+A value and its file, no more: `operate/locking.py` compares it with an engine.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
         counts |= further
     if refused:
         return {
-            key: Objection(REJECTED, f"{REFUSES} ({why})")
+            key: Objection(REJECTED, f"{REFUSES} ({why})", ends_strict=False)
             for key, why in live.refused.items()
             if key in refused
         }

@@ -17,7 +17,7 @@ from ...engine.plan import PlanEntry
 from ...errors import StartError
 from ...logs import get_logger
 from ...plugins.communicator import COMMUNICATOR
-from ...plugins.inspection import GroupFacts, Key
+from ...plugins.inspection import Check, GroupFacts, Key
 from ...plugins.types import CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
@@ -198,9 +198,14 @@ class Groups:
             f"its class cannot be made for group {name}: ", lambda: made.append(cls(**arguments))
         )
         facts = GroupFacts(name, rank, size, device, self.dtype)
-        off = off or any(
-            ask("", check.run) for check in communicator_checks(self.engine, made[0], facts)
+        checks: list[Check] = []
+        off = off or ask(
+            "", lambda: checks.extend(communicator_checks(self.engine, made[0], facts))
         )
+        # Each check is one exchange, so that the ranks must have as many.
+        counts = gathered(len(checks), group, size, dist.get_rank(), "verify their communicators")
+        differ = "" if len({*counts}) == 1 else f"the ranks have {counts} checks of communicators"
+        off = off or ask("", lambda: differ) or any(ask("", check.run) for check in checks)
         if not off:
             return made[0]
         for each in made:
