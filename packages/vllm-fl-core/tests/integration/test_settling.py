@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +13,7 @@ if find_spec("vllm") is None:
 
 from builders import engine_of, managing, planning, silu
 
+from vllm_fl.engine.tables import Standing
 from vllm_fl.errors import LockError, StartError
 from vllm_fl.integration import engines, settling
 from vllm_fl.integration.ranks import FAILED, Opinion
@@ -118,3 +120,29 @@ def test_verifiers_are_asked_if_no_rank_objects(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
     settling.settle(engine, Moment.LOADED)
     assert asked == [False, False, True] and engine.disabled[KEY].rank == 1
+
+
+@pytest.mark.usefixtures("sent")
+def test_ranks_whose_tables_differ_settle_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank decides by what all have, so that none verifies while another plans again."""
+    asked: list[bool] = []
+
+    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
+        return [mine, replace(mine, table=engine.table if made else Standing(reason="no device"))]
+
+    def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
+        asked.append(verifies)
+        return {}
+
+    made: list[Any] = []
+    engine = inspecting(monkeypatch, {})
+    engine.contents, engine.table = {"ops": {}}, Standing("f00d")
+    monkeypatch.setattr(engines, "exchange", exchange)
+    monkeypatch.setattr(settling, "inspect_plan", inspect)
+    monkeypatch.setattr(settling, "make_plan", made.append)
+    settling.settle(engine, Moment.PLANNED)
+    assert made == [engine] and asked == [False, False, True]
+    assert not engine.table.digest and "rank 0 has f00d" in engine.table.reason
+    engine.table = Standing(reason="no device")
+    settling.settle(engine, Moment.PLANNED)
+    assert made == [engine]

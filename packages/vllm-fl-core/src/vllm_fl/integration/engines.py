@@ -21,6 +21,7 @@ from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
 from ..engine.tables import Standing
+from ..logs import get_logger
 from ..plugins.inspection import Key, Moment
 from ..plugins.overrides import noted
 from ..text import quote, scrub
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+log = get_logger("engine")
 
 STARTS = {
     "load_model": "vLLM: the model",
@@ -108,8 +111,7 @@ class Engine:
             mine: this rank's value; it is pickled.
 
         Raises:
-            StartError: a rank cannot go on; with `failures`, on all ranks.
-            RuntimeError: a rank died, or did not answer in time; the message says which.
+            StartError: a rank cannot go on, died or is too late; with `failures`, on all ranks.
         """
         return [mine] if self.joins else exchange(what, mine)
 
@@ -128,7 +130,7 @@ class Engine:
 
     def on_exit(self, f: Callable[[], object]) -> None:
         """Call `f` when the engine ends or its startup fails, before the plan is unbound."""
-        self._exits.callback(f)
+        self._exits.callback(_logged, f)
 
     def on_serving(self, f: Callable[[], object]) -> None:
         """Call `f` just before the engine takes requests."""
@@ -193,6 +195,14 @@ class Engine:
         found: dict[str, Any] = {"": self.model, "(draft model) ": draft()}
         # What drafts by other means than a model, as n-grams, may keep anything under that name.
         return {prefix: model for prefix, model in found.items() if hasattr(model, "named_modules")}
+
+
+def _logged(f: Callable[[], object]) -> None:
+    """Call `f`, and log what it raises: vLLM's own shutdown, and an error, must not be lost."""
+    try:
+        f()
+    except Exception as error:
+        log.exception("The end of an engine: %s", quote(error))
 
 
 _engines: dict[int, tuple[Engine, object]] = {}

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..dispatch import get_default_manager
+from ..errors import PluginError
+from ..logs import get_logger
 from ..plugins.asking import asking, checks, enter_session, objections, sections
 from ..plugins.inspection import Check, GroupFacts, Key, Moment, Objection
 from ..plugins.plugin import Plugin
 from .engines import Engine
+
+log = get_logger("engine")
 
 
 def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
@@ -42,9 +46,18 @@ def start_sessions(engine: Engine) -> None:
 
 
 def reports(engine: Engine, known: dict[str, Any]) -> dict[str, Any]:
-    """Return a worker's report with what plugins add to it, by its top-level keys."""
+    """Return a worker's report with what plugins add to it, by its top-level keys.
+
+    What a plugin fails to report is missing, and logged once for each engine.
+    """
+    failed = engine.state.setdefault(reports, set())
     for plugin in _having("worker_report"):
-        known = {**known, **sections(plugin, engine, known)}
+        try:
+            known = {**known, **sections(plugin, engine, known)}
+        except PluginError as error:
+            if plugin.owner not in failed:
+                log.warning("%s", error)
+            failed.add(plugin.owner)
     return known
 
 

@@ -110,15 +110,18 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
         failure: why this rank cannot go on, or empty.
 
     Raises:
-        StartError: a rank has failed, or the ranks do not exchange the same; with `failures`.
-        RuntimeError: a rank died, or did not answer in time; the message says which.
+        StartError: a rank has failed, died or is too late, or the ranks do not exchange the same;
+            with `failures`.
     """
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
     rank, size = (0, 1) if group.world_size == 1 else (group.rank, group.world_size)
     message = Message(rank, what, mine, failure)
-    messages = gathered(message, group.cpu_group, size, rank, what)
+    try:
+        messages = gathered(message, group.cpu_group, size, rank, what)
+    except RuntimeError as error:  # all ranks that live know it
+        raise StartError(str(error), failures=[str(error)]) from error
     if failures := [f"rank {m.rank}: {m.failure}" for m in messages if m.failure]:
         raise _failed(failures)
     if len({m.what for m in messages}) > 1:

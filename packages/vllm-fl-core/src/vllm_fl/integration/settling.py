@@ -90,7 +90,9 @@ def make_plan(engine: Engine) -> None:
     snapshot = registry.snapshot()
     disabled = {key: each.reason for key, each in engine.disabled.items()}
     engine.plan = plan_for(facts, disabled, table=engine.table)
-    engine.unused = planned_for_nothing(engine.plan, facts)
+    unused = {**engine.unused, **planned_for_nothing(engine.plan, facts)}
+    entries = engine.plan.entries
+    engine.unused = {op: why for op, why in unused.items() if op in entries and entries[op].impls}
     for (op, impl_id), each in engine.disabled.items():
         if each.code != REJECTED:
             engine.plan.record.demote(op, impl_id, each.reason)
@@ -199,18 +201,18 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
 
 
 def _has_other_table(engine: Engine, opinions: list[Opinion]) -> bool:
-    """Take over what the ranks have in common of the table, and return whether that is new.
+    """Take over what the ranks have in common of the table, and return whether any planned without.
 
     Raises:
         StartError: strict mode, and the table does not act, or not whole.
     """
     if not all(each.contents for each in opinions):
         return False
-    table, before = common_table(opinions), engine.table
+    table = engine.table = common_table(opinions)
     if engine.plan.strict and table.fault:
         raise StartError(f"vllm-fl ends the start: {table.fault}")
-    engine.table = table
-    return (table.digest, table.left_out) != (before.digest, before.left_out)
+    seen = {(each.table.digest, frozenset(each.table.left_out)) for each in opinions}
+    return seen != {(table.digest, frozenset(table.left_out))}
 
 
 def _end_for(engine: Engine, moment: Moment, new: New) -> None:

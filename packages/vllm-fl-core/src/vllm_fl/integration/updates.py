@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import ServingError, StartError
+from ..errors import ServingError, StartError, VllmFLError
 from ..logs import get_logger
 from ..plugins.inspection import Moment
 from ..text import quote
@@ -114,8 +114,9 @@ def check(engine: Engine, occasion: str) -> str:
         stopped = ""
         try:
             engine.wrong = settle(engine, Moment.UPDATED)
-        except StartError as failed:
-            stopped = "; ".join(failed.failures)
+        except VllmFLError as failed:
+            failures = failed.failures if isinstance(failed, StartError) else ()
+            stopped = "; ".join(failures) or f"rank {engine.rank}: {failed.message}"
     if stopped:
         engine.remarks[Moment.UPDATED] = [f"nothing was verified: {stopped}"]
     if engine.wrong and not stopped:

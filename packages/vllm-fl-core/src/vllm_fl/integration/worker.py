@@ -127,7 +127,8 @@ class PlannedWorker:
         are those of requests, and may be sampled.
         """
         engine = self.vllm_fl_engine
-        if engine is None or not engine.is_loaded:
+        # vLLM warms up again when ranks join or leave (elastic EP): others do not gather then.
+        if engine is None or not engine.is_loaded or engine.status != "starting":
             return super().compile_or_warm_up_model()  # type: ignore[misc]
         if not engine.joins:
             before = engine.plan
@@ -242,7 +243,8 @@ class PlannedWorker:
 def _begin(engine: Engine) -> list[str]:
     """Complete the engine's facts, and make its first plan. Returns the lines that plugins log."""
     config, manager = engine.config, get_default_manager()
-    facts, _ = completed(engine.facts, config)
+    # Again, since the device is open now: a platform may have registered its layers with it.
+    facts, _ = completed(facts_of(config), config)
     engine.facts = facts
     context = WorkerContext(
         facts.settings,

@@ -59,6 +59,10 @@ def _files(engine: Any) -> Iterator[None]:
         return engine.state[Lock].differs if Lock in engine.state else []
 
     settings = engine.facts.settings
+
+    def shadow() -> Any:
+        return settings.shadow and engine.worker.vllm_fl_report().get("shadow")
+
     with ExitStack() as stack:
         if (named := file_of(settings)) is not None:
             stack.enter_context(session(engine, named, differs))
@@ -68,7 +72,7 @@ def _files(engine: Any) -> Iterator[None]:
                 lambda: (engine.plan, engine.digest),
                 rank=engine.rank,
                 replica=engine.replica,
-                shadow=lambda: engine.worker.vllm_fl_report().get("shadow"),
+                shadow=shadow,
                 lock_differs=lambda: bool(differs()),
             )
             stack.callback(file.close)

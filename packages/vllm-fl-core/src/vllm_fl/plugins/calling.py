@@ -200,7 +200,7 @@ def rejections(
     """
     asks = facts.wants_invariance if facts is not None else ""
     rejected: dict[str, str] = {}
-    if asks and not any(plugin.verifies for plugin in plugins):
+    if asks and not any(plugin.verifies and plugin.manager is not None for plugin in plugins):
         rejected = {impl.impl_id: f"{asks}, and nothing here measures invariance" for impl in impls}
     arguments = {"settings": settings, "op": op, "impls": impls}
     arguments |= {"facts": facts if asks else None, "contract": contract if asks else None}

@@ -31,7 +31,7 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
     for plugin in plugins:
         if plugin.error is not None and plugin.status == "failed" and _is_verifier(plugin):
             return f"nothing here verifies kernels: {plugin.error.message} Or {OFF}"
-    if any(plugin.verifies for plugin in plugins):
+    if any(plugin.verifies and plugin.manager is not None for plugin in plugins):
         return None
     return f"nothing here verifies kernels: pip install {VERIFY}, or {OFF}"
 

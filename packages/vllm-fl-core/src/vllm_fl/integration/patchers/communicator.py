@@ -202,9 +202,10 @@ class Groups:
         off = off or ask(
             "", lambda: checks.extend(communicator_checks(self.engine, made[0], facts))
         )
-        # Each check is one exchange, so that the ranks must have as many.
-        counts = gathered(len(checks), group, size, dist.get_rank(), "verify their communicators")
-        differ = "" if len({*counts}) == 1 else f"the ranks have {counts} checks of communicators"
+        # Each check is one exchange: the ranks must have the same ones.
+        names = tuple(check.what for check in checks)
+        every = gathered(names, group, size, dist.get_rank(), "verify their communicators")
+        differ = "" if len({*every}) == 1 else f"the checks of the ranks differ: {every}"
         off = off or ask("", lambda: differ) or any(ask("", check.run) for check in checks)
         if not off:
             return made[0]

@@ -264,5 +264,6 @@ def report(engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]
     }
     stands = {stand.target.name: stand for stand in stands_of(engine)}
     for op, names in chosen.names.items():
-        told.setdefault(op, {}).update({name: stands[name].told() for name in names})
+        # A thread may ask while the plan is unbound.
+        told.setdefault(op, {}).update({n: stands[n].told() for n in names if n in stands})
     return told
