@@ -45,6 +45,7 @@ try:
     worker.init_device()
     worker.load_model()
     worker.compile_or_warm_up_model()
+    worker.compile_or_warm_up_model()  # as vLLM does when ranks join: nothing is settled again
     told["label"] = worker.vllm_fl_engine.plan.entries["silu_and_mul"].label
     x = torch.randn(3, 1280).bfloat16()
     told["bound"] = [
