@@ -28,7 +28,9 @@ def test_what_a_plugin_does_is_named_while_it_runs(
     done = fl(verb, "--json")
     assert done.json()  # on standard output there is nothing else
     (line, *_) = lines(done.err, verb)
-    running = [f" of plugin {each!r} " for each in (name, "ops")]  # as it came to be told
+    running = [
+        f" of plugin {each!r} " for each in (name, "ops", "operate", "verify")
+    ]  # as it came to be told
     assert any(what in line for what in ("at work (", *running))
     assert told.is_set()
 
