@@ -40,9 +40,10 @@ class Installed:
         )
 
     def plugins(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
-        """What `vllm-fl plugins --json` lists beside the ops, by distribution."""
+        """What `vllm-fl plugins --json` lists beside ops and extensions, by distribution."""
         found = self.answer("plugins", status=status, **variables)["plugins"]
-        return {p["distribution"]: p for p in found if p["distribution"] != "vllm-fl-ops"}
+        always = "vllm-fl-core", "vllm-fl-ops"
+        return {p["distribution"]: p for p in found if p["distribution"] not in always}
 
     def ops(
         self, mode: str = "script", *, status: int | None = None, **variables: str

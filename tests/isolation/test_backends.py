@@ -75,6 +75,7 @@ def test_every_entry_point_loads(everything: Installed) -> None:
     plugins = [f"vllm_fl.plugin: {name.removeprefix('vllm-fl-')}" for name in BACKENDS]
     ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
     ours += ["vllm_fl.contracts: ops", "pytest11: vllm-fl"]
+    ours += ["vllm_fl.extension: operate", "vllm_fl.extension: verify"]
     verbs = [
         f"vllm_fl.cli: {verb}"
         for name in (CORE, TOOLS)

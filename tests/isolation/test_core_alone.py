@@ -28,7 +28,11 @@ print(json.dumps(names))
 
 
 def test_plugins_lists_the_ops_alone_and_says_what_to_install(install: Install) -> None:
-    (ops,) = install().answer("plugins", status=0)["plugins"]
+    (*extensions, ops) = install().answer("plugins", status=0)["plugins"]
+    assert [(each["name"], each["status"]) for each in extensions] == [
+        ("operate", "ok"),
+        ("verify", "ok"),
+    ]
     assert (ops["name"], ops["status"], ops["hooks"]) == ("ops", "ok", ["contracts"])
     assert "pip install vllm-fl-reference" in install().command("plugins").stdout
 
