@@ -19,7 +19,8 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration import engines, settling
-from vllm_fl.integration.ranks import FAILED, Opinion, _failed
+from vllm_fl.integration.ranks import Opinion, _failed
+from vllm_fl.plugins.inspection import FAILED
 from vllm_fl.plugins.asking import objections
 from vllm_fl.plugins.inspection import Objection
 from vllm_fl.integration.carried import Carried

@@ -17,9 +17,6 @@ from vllm_fl.errors import StartError
 from vllm_fl.integration import ranks
 from vllm_fl.integration.exchange import gathered
 from vllm_fl.integration.ranks import (
-    FAILED,
-    LACKED,
-    REJECTED,
     Message,
     Opinion,
     common_table,
@@ -28,7 +25,7 @@ from vllm_fl.integration.ranks import (
     lacking,
     united,
 )
-from vllm_fl.plugins.inspection import Objection
+from vllm_fl.plugins.inspection import FAILED, LACKED, REJECTED, Objection
 
 KEY = ("rms_norm", "vendor.acme")
 

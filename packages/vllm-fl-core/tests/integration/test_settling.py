@@ -16,8 +16,8 @@ from builders import engine_of, managing, planning, silu
 from vllm_fl.engine.tables import Standing
 from vllm_fl.errors import LockError, StartError
 from vllm_fl.integration import engines, settling
-from vllm_fl.integration.ranks import FAILED, Opinion
-from vllm_fl.plugins.inspection import Moment, Objection
+from vllm_fl.integration.ranks import Opinion
+from vllm_fl.plugins.inspection import FAILED, Moment, Objection
 
 KEY = ("silu_and_mul", "vendor.acme")
 

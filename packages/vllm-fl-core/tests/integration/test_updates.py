@@ -23,9 +23,9 @@ import vllm_fl.dispatch
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import ServingError, StartError
 from vllm_fl.integration import engines, settling
-from vllm_fl.integration.ranks import FAILED, Opinion
+from vllm_fl.integration.ranks import Opinion
 from vllm_fl.integration.worker import PlannedWorker
-from vllm_fl.plugins.inspection import Moment, Objection
+from vllm_fl.plugins.inspection import FAILED, Moment, Objection
 from vllm_fl.verify.made_inputs import checks_of
 
 KEY = "silu_and_mul", "vendor.acme"

@@ -16,7 +16,7 @@ import torch
 from ..contracts import OpSpec, Sample
 from ..contracts.batches import Order
 from ..logs import get_logger
-from ..plugins.inspection import FAILED, REJECTED, Objection
+from ..plugins.inspection import FAILED, REFUSES, REJECTED, Objection
 from . import graphs, launches
 from .budget import Budget
 from .form import Form
@@ -66,7 +66,7 @@ def _samples(run: Run) -> Objections:
 
 
 def _refuses_all(why: str) -> Objection:
-    return Objection(REJECTED, f"it refuses every call of this model ({why})")
+    return Objection(REJECTED, f"{REFUSES} ({why})")
 
 
 def _process(run: Run) -> Objections:

@@ -136,7 +136,7 @@ class Patcher:
         return {}
 
     def apply(self, engine: Engine) -> None:
-        """Replace the chosen targets until the engine leaves (`Engine.hold`)."""
+        """Replace the chosen targets until the engine leaves (`Engine.on_unbind`)."""
 
     def building(self, engine: Engine) -> AbstractContextManager[object]:
         """While the block runs, vLLM builds the model."""

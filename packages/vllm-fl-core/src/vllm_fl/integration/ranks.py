@@ -9,18 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 from ..engine.tables import Standing
 from ..errors import StartError
 from ..logs import get_logger
-from ..plugins.inspection import Key, Objection
+from ..plugins.inspection import FAILED, LACKED, REFUSES, REJECTED, Key, Objection
 from .exchange import gathered, introduce
 
 T = TypeVar("T")
 
 log = get_logger("engine")
-
-FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
-"""The code of the warning that says why an implementation is off."""
-
-REFUSES = "it refuses every call of this model"
-"""How the reason begins of an implementation that is right and takes no call."""
 
 
 class Disabled(NamedTuple):

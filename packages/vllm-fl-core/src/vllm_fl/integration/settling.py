@@ -9,7 +9,7 @@ from ..dispatch import get_default_manager
 from ..engine.digest import fingerprint
 from ..errors import StartError, VllmFLError
 from ..logs import get_logger
-from ..plugins.inspection import Key, Moment, Objection
+from ..plugins.inspection import FAILED, LACKED, REJECTED, Key, Moment, Objection
 from ..text import quote
 from . import patching
 from .binding import bind, bind_models
@@ -17,9 +17,6 @@ from .engines import Engine
 from .hooks import inspect_plan
 from .planning import plan_for
 from .ranks import (
-    FAILED,
-    LACKED,
-    REJECTED,
     Disabled,
     Opinion,
     common_table,

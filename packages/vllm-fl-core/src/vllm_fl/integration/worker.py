@@ -19,7 +19,7 @@ from ..engine.tables import Standing, standing, under
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
-from ..plugins.inspection import Moment
+from ..plugins.inspection import REJECTED, Moment
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
 from . import patching, probe, updates
@@ -32,7 +32,7 @@ from .models import completed
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range
 from .planning import facts_of, load_plugins, refusals, refuse_unverified
-from .ranks import REJECTED, publish_process
+from .ranks import publish_process
 from .settling import make_plan, settle
 from .targets import installed_bindings, meets_a_compiler
 

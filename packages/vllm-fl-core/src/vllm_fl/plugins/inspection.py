@@ -15,6 +15,9 @@ T = TypeVar("T")
 FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
 """The codes of objections."""
 
+REFUSES = "it refuses every call of this model"
+"""How the reason of REJECTED begins for a correct implementation that takes no call."""
+
 Key = tuple[str, str]
 """(op, impl id)."""
 

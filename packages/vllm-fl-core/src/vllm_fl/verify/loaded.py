@@ -16,10 +16,9 @@ from ..engine.trials import release
 from ..integration import probe
 from ..integration.engines import Engine
 from ..integration.patchers.layers import layer_table
-from ..integration.ranks import REFUSES, REJECTED
 from ..integration.targets import installed_bindings
 from ..logs import get_logger
-from ..plugins.inspection import Key, Moment, Objection
+from ..plugins.inspection import REFUSES, REJECTED, Key, Moment, Objection
 from ..text import quote
 from .made_inputs import checks_of
 
