@@ -71,10 +71,12 @@ def test_a_model_is_served_as_stock_serves_it(family: str, tmp_path: Path) -> No
     (report,) = ours["report"]
     impls = {op: told["impl"] for op, told in report["ops"].items()}
     assert {impls[op] for op in (*called, "attention_backend")} == {"vendor.ascend"}
-    assert set(impls.values()) <= {"vendor.ascend", "stock"}  # CANN has no kernel of some ops
-    assert report["demotions"] == {}
-    # Gemma's norms have a float32 weight, which the kernel refuses: each such call is counted.
-    assert set(report["fallbacks"]) == ({"rms_norm"} if family == "gemma3" else set())
+    # Gemma's norms have a float32 weight, which the kernel refuses.
+    rejected = {"rms_norm"} if family == "gemma3" else set()
+    assert set(report["rejections"]) == rejected
+    served = {impl for op, impl in impls.items() if op not in rejected}
+    assert served <= {"vendor.ascend", "stock"}  # CANN has no kernel of some ops
+    assert report["demotions"] == {} == report["fallbacks"]
     for op in called:
         assert report["calls"][op]["vendor.ascend"] > 0
     assert calls["npu_fused_infer_attention_score"] == calls["npu_scatter_pa_kv_cache"] > 0
