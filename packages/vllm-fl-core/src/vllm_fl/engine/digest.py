@@ -69,11 +69,12 @@ def fingerprint(
         plugins: what is loaded.
 
     Returns:
-        `mode`, `strict`, `ops`, for each op the candidates, each with its distribution and the hash
-        of that distribution's code; for an op that is ordered by size those of each row too, as
-        `rms_norm(<=16)`; `contracts`, the same of the contracts of planned ops; the `versions` of
-        what computes beneath them, and in `settings` those that the plugins declare which are in
-        it: a compiler makes what code reads of them a part of what it compiles.
+        `mode`, `strict`, `ops`, for each op that has candidates of ours these, each with its
+        distribution and the hash of that distribution's code; for an op that is ordered by size
+        those of each row too, as `rms_norm(<=16)`; `contracts`, the same of the contracts of
+        planned ops; the `versions` of what computes beneath them, and in `settings` those that the
+        plugins declare which are in it: a compiler makes what code reads of them a part of what it
+        compiles.
     """
 
     def candidates(op: str, impls: Iterable[Impl]) -> list[dict[str, Any]]:
@@ -86,6 +87,7 @@ def fingerprint(
         "ops": {
             f"{op}(<={ceiling})" if ceiling else op: candidates(op, impls)
             for op, entry in plan.entries.items()
+            if any(impls for _, impls in entry.candidates)
             for ceiling, impls in entry.candidates
         },
         "contracts": {
