@@ -16,7 +16,6 @@ from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
 from ..plugins.communicator import NAMED_CLASSES
-from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.verifiers import unread, unverified
 from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
@@ -299,24 +298,7 @@ def plan_now() -> Plan | None:
     extra = vllm_config.additional_config
     if isinstance(extra, dict) and KEY not in extra:
         return None
-    return planned(vllm_config)
-
-
-def planned(vllm_config: VllmConfig) -> Plan:
-    """Return the plan of a configuration before a worker makes its own: to be read, not to serve.
-
-    vLLM asks several times while it makes one configuration, and gets one plan while nothing that
-    it depends on changes.
-    """
-    global _planned
-    key = facts_of(vllm_config), get_default_manager().registry.snapshot()
-    if _planned is None or _planned[0] != key:
-        _planned = key, plan_for(key[0])
-    return _planned[1]
-
-
-_planned: tuple[tuple[EngineFacts, RegistrySnapshot], Plan] | None = None
-"""What the last plan of `planned` depends on, and the plan."""
+    return plan_for(facts_of(vllm_config))
 
 
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:

@@ -93,7 +93,7 @@ class PlatformOverlay:
         """The order of IR providers that the plan gives."""
         from .carried import is_sealed
         from .patchers.ir import prioritise
-        from .planning import load_plugins, note_user_priority, planned
+        from .planning import facts_of, load_plugins, note_user_priority, plan_for
 
         # A configuration that was made from a sealed engine's, as vLLM's drafters do.
         if is_sealed(vllm_config):
@@ -107,7 +107,7 @@ class PlatformOverlay:
             return default
         if cls.vllm_fl_device is not None:
             leave_out_cuda_fusions(vllm_config)
-        return prioritise(default, planned(vllm_config))
+        return prioritise(default, plan_for(facts_of(vllm_config)))
 
     @classmethod
     def vllm_fl_stock_priority(cls, vllm_config: VllmConfig) -> Any:
@@ -123,7 +123,7 @@ class PlatformOverlay:
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
         from .carried import is_sealed, note_configured
         from .nodes import carry_startup
-        from .planning import apply, facts_of, planned, refuse_batch_invariance, refuse_unverified
+        from .planning import apply, facts_of, plan_for, refuse_batch_invariance, refuse_unverified
         from .worker import wrap_worker
 
         if vllm_config.model_config is None:  # it runs nothing
@@ -135,8 +135,9 @@ class PlatformOverlay:
             return
         if cls.vllm_fl_device is None:  # a plugin's device may have a mode of its own
             refuse_batch_invariance(cls.vllm_fl_platform)
-        refuse_unverified(facts_of(vllm_config))
-        apply(planned(vllm_config), vllm_config)
+        facts = facts_of(vllm_config)
+        refuse_unverified(facts)
+        apply(plan_for(facts), vllm_config)
         carry_startup(vllm_config.parallel_config)
         if cls.vllm_fl_began is not None:
             note_configured(vllm_config, cls.vllm_fl_began)
