@@ -62,11 +62,11 @@ def test_the_difference_is_in_the_sentence() -> None:
 def test_what_one_rank_lacks_or_cannot_run_is_off_on_all() -> None:
     assert united([opinion(), opinion()], ()) == {}
     for opinions, rank in (([opinion(), NOTHING], 1), ([NOTHING, opinion()], 0)):
-        assert united(opinions, ()) == {KEY: ((LACKED, rank, "fl-acme 1.0"), True)}
+        assert united(opinions, ()) == {KEY: (LACKED, rank, "fl-acme 1.0", True)}
     unavailable = replace(NOTHING, installed=frozenset({KEY}), unavailable={KEY: "needs sm_120"})
-    ((disabled, ends_strict),) = united([opinion(), unavailable], ()).values()
-    assert disabled == (REJECTED, 1, "it is not available on rank 1: needs sm_120")
-    assert ends_strict and not united([opinion(), unavailable], {KEY})
+    (disabled,) = united([opinion(), unavailable], ()).values()
+    assert disabled == (REJECTED, 1, "it is not available on rank 1: needs sm_120", True)
+    assert not united([opinion(), unavailable], {KEY})
     not_ordered_there = replace(NOTHING, installed=frozenset({KEY}))
     assert united([opinion(), not_ordered_there], ()) == {}
 
@@ -79,7 +79,7 @@ def test_a_row_of_an_order_by_size_is_its_ops() -> None:
 def test_of_several_objections_the_first_ranks_counts() -> None:
     one, other = Objection(FAILED, "wrong"), Objection(REJECTED, "odd", ends_strict=False)
     said = [Opinion({}), Opinion({KEY: one}), Opinion({KEY: other})]
-    assert united(said, ()) == {KEY: ((FAILED, 1, "wrong"), True)}
+    assert united(said, ()) == {KEY: (FAILED, 1, "wrong", True)}
 
 
 def test_a_table_applies_only_if_all_ranks_have_it() -> None:

@@ -123,6 +123,20 @@ def test_verifiers_are_asked_if_no_rank_objects(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("sent")
+def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
+        if verifies:
+            engine.remarks[moment].append("seed 1")
+        return {KEY: Objection(FAILED, "it is wrong")} if verifies else {}
+
+    engine = inspecting(monkeypatch, {})
+    monkeypatch.setattr(settling, "inspect_plan", inspect)
+    monkeypatch.setattr(settling, "_disable", lambda engine, _, new: engine.disabled.update(new))
+    settling.settle(engine, Moment.LOADED)
+    assert engine.remarks[Moment.LOADED] == ["seed 1"]
+
+
+@pytest.mark.usefixtures("sent")
 def test_ranks_whose_tables_differ_settle_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank decides by what all have, so that none verifies while another plans again."""
     asked: list[bool] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .patcher import Patcher, WhyNot
@@ -69,21 +69,21 @@ def contents(plan: Plan) -> dict[str, Any]:
     return {key: told for each in PATCHERS for key, told in each.contents(plan).items()}
 
 
-@contextmanager
-def opening(engine: Engine) -> Iterator[None]:
+def opening(engine: Engine) -> AbstractContextManager[None]:
     """While the block runs, vLLM opens the device with what the patchers replace there."""
-    with ExitStack() as stack:
-        for patcher in PATCHERS:
-            stack.enter_context(patcher.opening(engine))
-        yield
+    return _all_of(patcher.opening(engine) for patcher in PATCHERS)
+
+
+def building(engine: Engine) -> AbstractContextManager[None]:
+    """While the block runs, vLLM builds the model with every patcher's classes."""
+    return _all_of(patcher.building(engine) for patcher in PATCHERS)
 
 
 @contextmanager
-def building(engine: Engine) -> Iterator[None]:
-    """While the block runs, vLLM builds the model with every patcher's classes."""
+def _all_of(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
     with ExitStack() as stack:
-        for patcher in PATCHERS:
-            stack.enter_context(patcher.building(engine))
+        for each in contexts:
+            stack.enter_context(each)
         yield
 
 

@@ -24,11 +24,13 @@ class Disabled(NamedTuple):
         code: `FAILED`, `LACKED` or `REJECTED`.
         rank: of the rank that fails, lacks or rejects it.
         why: the reason; of one that is lacked, what to install there.
+        ends_strict: whether strict mode ends the startup for it.
     """
 
     code: str
     rank: int
     why: str
+    ends_strict: bool = True
 
     @property
     def reason(self) -> str:
@@ -110,10 +112,9 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    rank, size = (0, 1) if group.world_size == 1 else (group.rank, group.world_size)
-    message = Message(rank, what, mine, failure)
+    message = Message(group.rank, what, mine, failure)
     try:
-        messages = gathered(message, group.cpu_group, size, rank, what)
+        messages = gathered(message, group.cpu_group, group.world_size, group.rank, what)
     except RuntimeError as error:  # all ranks that live know it
         raise StartError(str(error), failures=[str(error)]) from error
     if failures := [f"rank {m.rank}: {m.failure}" for m in messages if m.failure]:
@@ -146,21 +147,20 @@ class Opinion:
     table: Standing = field(default_factory=Standing)
 
 
-def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, tuple[Disabled, bool]]:
-    """Return what no rank may serve with: (op, impl id) -> (why, whether strict mode ends for it).
+def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disabled]:
+    """Return what no rank may serve with: (op, impl id) -> why.
 
     Args:
         opinions: every rank's.
         known: what is disabled already.
     """
-    found: dict[Key, tuple[Disabled, bool]] = {}
-    for rank, each in enumerate(opinions):
-        for key, objection in each.objections.items():
-            disabled = Disabled(objection.code, rank, objection.reason)
-            found.setdefault(key, (disabled, objection.ends_strict))
+    found: dict[Key, Disabled] = {}
+    for rank, opinion in enumerate(opinions):
+        for key, each in opinion.objections.items():
+            found.setdefault(key, Disabled(each.code, rank, each.reason, each.ends_strict))
     for key, missing in lacking(opinions).items():
-        found.setdefault(key, (missing, True))
-    return {key: each for key, each in found.items() if key not in known}
+        found.setdefault(key, missing)
+    return {key: disabled for key, disabled in found.items() if key not in known}
 
 
 def common_table(opinions: Sequence[Opinion]) -> Standing:

@@ -27,9 +27,6 @@ from .targets import planned_for_nothing
 
 log = get_logger("engine")
 
-New = Mapping[Key, tuple[Disabled, bool]]
-"""What is new: (op, impl id) -> (why it is off, whether strict mode ends the startup for it)."""
-
 
 def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
     """Ask every rank what must not serve, and disable it on all, until there is nothing new.
@@ -45,30 +42,25 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
             objection to what is compiled already.
         VllmFLError: an error of ours that this rank has met itself.
     """
-    engine.remarks[moment] = []
     change: Callable[[], object] = _nothing
-    verifies = False
     while True:
-        ask = partial(_opinion, engine, moment, change, verifies=verifies)
-        opinions = _together(engine, f"settle what must not serve ({moment})", ask)
-        new = united(opinions, engine.disabled)
+        engine.remarks[moment] = []
+        plans = _together(engine, moment, partial(_opinion, engine, moment, change))
+        new = united(plans, engine.disabled)
+        if not new and moment is Moment.PLANNED and _has_other_table(engine, plans):
+            change = partial(make_plan, engine)
+            continue
+        if not new:
+            found = _together(engine, moment, partial(_verdict, engine, moment))
+            new = united(found, engine.disabled)
         if new and moment is Moment.UPDATED:
-            return {
-                key: f"{each.why} (found on rank {each.rank})" for key, (each, _) in new.items()
-            }
-        if new:
-            _end_for(engine, moment, new)
-            change = partial(
-                _disable, engine, moment, {key: each for key, (each, _) in new.items()}
-            )
-            verifies = False
-        elif not verifies:
-            change = partial(make_plan, engine) if _has_other_table(engine, opinions) else _nothing
-            verifies = change is _nothing
-        else:
+            return {key: f"{each.why} (found on rank {each.rank})" for key, each in new.items()}
+        if not new:
             if moment is Moment.PLANNED and engine.rank == 0:
-                _say_what_differs(engine, opinions)
+                _say_what_differs(engine, plans)
             return {}
+        _end_for(engine, moment, new)
+        change = partial(_disable, engine, moment, new)
 
 
 def _say_what_differs(engine: Engine, opinions: list[Opinion]) -> None:
@@ -139,13 +131,14 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
         bind_models(engine)
 
 
-def _together(engine: Engine, what: str, ask: Callable[[], Opinion]) -> list[Opinion]:
+def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> list[Opinion]:
     """Return every rank's opinion. An error of this rank is sent to the others, who wait for it.
 
     Raises:
         StartError: a rank has failed; with `failures`, on all ranks.
         VllmFLError: this rank has failed by another error of ours, which says more.
     """
+    what = f"settle what must not serve ({moment})"
     try:
         mine = ask()
     except BaseException as error:  # a plugin may raise anything, SystemExit included
@@ -164,19 +157,21 @@ def _together(engine: Engine, what: str, ask: Callable[[], Opinion]) -> list[Opi
     return engine.gather(what, mine)
 
 
-def _opinion(
-    engine: Engine, moment: Moment, change: Callable[[], object], *, verifies: bool
-) -> Opinion:
-    """Return what this rank says after a change: its verifiers, or all others."""
+def _opinion(engine: Engine, moment: Moment, change: Callable[[], object]) -> Opinion:
+    """Return what patchers and plugins of this rank say after a change, and what its plan is."""
     change()
-    found = {} if verifies else _patchers_object(engine, moment)
-    found = {**inspect_plan(engine, moment, verifies=verifies), **found}
+    found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
     if moment is not Moment.PLANNED:
         return Opinion(found)
     rows = [(op, trace) for op, entry in engine.plan.entries.items() for _, trace in entry.rows]
     unavailable = {(op, i): why for op, trace in rows for i, why in trace.unavailable.items()}
     installed = frozenset(get_default_manager().registry.snapshot().owners)
     return Opinion(found, engine.contents, installed, unavailable, engine.table)
+
+
+def _verdict(engine: Engine, moment: Moment) -> Opinion:
+    """Return what the verifiers of this rank say."""
+    return Opinion(inspect_plan(engine, moment, verifies=True))
 
 
 def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
@@ -203,8 +198,6 @@ def _has_other_table(engine: Engine, opinions: list[Opinion]) -> bool:
     Raises:
         StartError: strict mode, and the table does not act, or not whole.
     """
-    if not all(each.contents for each in opinions):
-        return False
     table = engine.table = common_table(opinions)
     if engine.plan.strict and table.fault:
         raise StartError(f"vllm-fl ends the start: {table.fault}")
@@ -212,10 +205,10 @@ def _has_other_table(engine: Engine, opinions: list[Opinion]) -> bool:
     return seen != {(table.digest, frozenset(table.left_out))}
 
 
-def _end_for(engine: Engine, moment: Moment, new: New) -> None:
+def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
     """Raise if the startup ends for what is new."""
     text = ""
-    ending = {key: each for key, (each, ends_strict) in new.items() if ends_strict}
+    ending = {key: each for key, each in new.items() if each.ends_strict}
     if ending and engine.facts.settings.policy.strict:
         by_rank: dict[int, list[str]] = {}
         for key, each in ending.items():
@@ -224,7 +217,7 @@ def _end_for(engine: Engine, moment: Moment, new: New) -> None:
             f"rank {rank}: strict mode, and {'; '.join(told)}" for rank, told in by_rank.items()
         )
     elif is_fixed(engine, moment):
-        told = (f"rank {each.rank}: {_fault(key, each)}" for key, (each, _) in new.items())
+        told = (f"rank {each.rank}: {_fault(key, each)}" for key, each in new.items())
         text = f"{'; '.join(told)}. The model is compiled with it"
     if text:
         op, impl_id = next(iter(ending or new))

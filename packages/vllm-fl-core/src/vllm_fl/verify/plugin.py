@@ -45,7 +45,7 @@ def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapp
     """Reject what nothing measures, if an engine asks for batch-invariant implementations."""
     from ..engine.determinism import unmeasured
 
-    return unmeasured(facts, impls, contract) if facts is not None else {}
+    return unmeasured(facts, impls, contract)
 
 
 @hookimpl
