@@ -33,7 +33,6 @@ from ..plugins.calling import devices, find_device, policy_files
 from ..plugins.discovery import Found, discover
 from ..plugins.finding import Finding
 from ..plugins.installed import CORE, canonical
-from ..plugins.overrides import SPARE, STANDS
 from ..plugins.plugin import Owner, Plugin
 from ..plugins.registry import OpRegistry
 from ..plugins.reserved import OPS, RESERVED_OPS, brings_ops
@@ -428,10 +427,6 @@ def _lost_finding(crumb: Crumb) -> Finding:
         "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
         "(killed, out of memory); nothing else was left to say so."
     )
-    if crumb.error:
-        why = "The error is that of the call, or of a device, which reports it late."
-    if crumb.calls:
-        why = f"{why} {STANDS} {SPARE}"
     module = crumb.owner.partition(".")[0]
     again = "reinstall it, or leave it out with VLLM_FL_PLUGINS"
     if any(module and name.partition(".")[0] == module for name in _modules()):

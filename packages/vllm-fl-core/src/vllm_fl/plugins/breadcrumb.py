@@ -9,9 +9,6 @@ nothing is noted.
 
 Environments and containers share a home. So a note says in which environment it was left and whose
 code it is about; where that code is not installed, there is nothing to do, and nothing is told.
-
-A note has two parts. What runs begins it. From `TRAIL` on it says which calls of short code were
-the last ones, so that each of them costs one write: a device reports a fault some calls late.
 """
 
 from __future__ import annotations
@@ -25,15 +22,13 @@ import os
 import sys
 import threading
 import time
-import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..text import clean, quote
+from ..text import clean
 from .installed import is_installed
 
 log = logging.getLogger("vllm_fl.plugins")
@@ -41,17 +36,8 @@ log = logging.getLogger("vllm_fl.plugins")
 SLOW = 10.0
 """Seconds after which what runs is named in the log."""
 
-TRAIL = 16384
-"""Where the calls begin in a file, in bytes: what runs is shorter."""
-
-LARGEST = 2 * TRAIL
+LARGEST = 16384
 """Bytes of a file that is read; nobody but us should write there."""
-
-CALLS = 8
-"""Of how much different short code the last calls are noted."""
-
-NOTHING = b'""'
-"""No call, as the file has it."""
 
 FORGOTTEN = 30 * 24 * 3600
 """Seconds after which a file is removed unread."""
@@ -69,9 +55,6 @@ class Crumb:
         prefix: the environment; empty where it is not known.
         session: the number of the process that leads the session.
         file: where it was noted.
-        error: what it has raised, where it left the note and lived on; or nothing.
-        inside: the call of short code that had not come back; or nothing.
-        calls: what was called last of such code, the latest first.
     """
 
     what: str
@@ -81,21 +64,10 @@ class Crumb:
     prefix: str = ""
     session: int = 0
     file: Path | None = None
-    error: str = ""
-    inside: str = ""
-    calls: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.when))
-        how = f"failed on {at} ({self.error})" if self.error else f"ended on {at}"
-        return f"process {self.pid} {how} while it ran {self.what}{self.where}"
-
-    @property
-    def where(self) -> str:
-        """In which call of short code that was, or behind which: `, inside …`; or nothing."""
-        before = [call for call in self.calls if call != self.inside]
-        inside = f", inside {self.inside}" if self.inside else ""
-        return inside + f"; before, the latest first: {', '.join(before)}" * bool(before)
+        return f"process {self.pid} ended on {at} while it ran {self.what}"
 
     @property
     def is_of_here(self) -> bool:
@@ -129,14 +101,10 @@ class _Notes:
         self.kept = False
         """Whether the file is a caller's, which is not removed."""
         self.dead: dict[str, Crumb] | None = None
-        self.calls: deque[bytes] = deque(maxlen=CALLS)
-        self.inside: list[bytes] = []
-        self.longest = 0
-        """Bytes of the calls that the file has."""
 
-    def push(self, crumb: Crumb, *, beneath: bool) -> None:
+    def push(self, crumb: Crumb) -> None:
         with self.lock:
-            self.stack.insert(0 if beneath else len(self.stack), crumb)
+            self.stack.append(crumb)
             if self.fd is None:
                 self._open()
             self._write()
@@ -149,37 +117,6 @@ class _Notes:
                 self._write()
             else:
                 self._close()
-
-    def begin_call(self, label: bytes) -> int:
-        """Note a call of short code; how many it is inside of."""
-        with self.lock:
-            depth = len(self.inside)
-            self.inside.append(label)
-            if label in self.calls:
-                self.calls.remove(label)
-            self.calls.appendleft(label)
-            self._write_calls()
-        return depth
-
-    def end_call(self, depth: int) -> None:
-        with self.lock:
-            del self.inside[depth:]
-            self._write_calls()
-
-    def leave(self, crumb: Crumb, inside: bytes) -> None:
-        """Let the next process find this, whatever becomes of this one."""
-        with self.lock:
-            if self.kept:  # the parent sees the error
-                return
-            self.stack.append(crumb)
-            self.inside.append(inside)
-            if self.fd is None:
-                self._open()
-            self._write()
-            self.stack.remove(crumb)
-            self.inside.remove(inside)
-            self.path = self.dead = None
-            self._close()
 
     def heal(self, what: str) -> None:
         """Delete other processes' notes about what has just run to its end here."""
@@ -211,26 +148,12 @@ class _Notes:
     def _write(self) -> None:
         if self.fd is None:
             return
-        noted = ("what", "pid", "when", "owner", "prefix", "session", "error")
+        noted = ("what", "pid", "when", "owner", "prefix", "session")
         latest = [{name: getattr(crumb, name) for name in noted} for crumb in self.stack[-1:]]
         data = json.dumps(latest, ensure_ascii=False).encode(errors="replace")
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, data[:TRAIL], 0)
-        if self.calls:
-            self._write_calls()
-
-    def _write_calls(self) -> None:
-        if self.fd is None:
-            return
-        told = self.told(self.inside[-1] if self.inside else NOTHING)
-        with contextlib.suppress(OSError):
-            os.pwrite(self.fd, told.ljust(self.longest), TRAIL)
-        self.longest = len(told)
-
-    def told(self, inside: bytes) -> bytes:
-        """The calls as JSON: the one that has not come back, and the last ones that began."""
-        return b"[" + b",".join((inside, *self.calls)) + b"]"
+            os.pwrite(self.fd, data, 0)
 
     def _close(self) -> None:
         fd, path, self.fd, self.path = self.fd, self.path, None, None
@@ -254,11 +177,6 @@ def now() -> str:
     return _notes.stack[-1].what if _notes.stack else ""
 
 
-def owner_now() -> str:
-    """Whose that code is, as for `running`."""
-    return _notes.stack[-1].owner if _notes.stack else ""
-
-
 def folder() -> Path | None:
     """The folder of the notes, `~/.cache/vllm-fl/running`; None without a home."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -271,9 +189,7 @@ def folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def running(
-    what: str, owner: str = "", *, named: bool = True, beneath: bool = False
-) -> Iterator[None]:
+def running(what: str, owner: str = "", *, named: bool = True) -> Iterator[None]:
     """While the block runs, `what` is noted for the next process, and named after 10 seconds.
 
     Args:
@@ -281,11 +197,10 @@ def running(
         owner: the distribution with its version, or the module, without which nobody shall be told
             of it: `vllm-fl-acme 1.0`, `acme_plugin`.
         named: False where the caller itself names what takes long.
-        beneath: whether what runs already is inside of it.
     """
     crumb = _crumb(what, owner)
     what = crumb.what
-    _notes.push(crumb, beneath=beneath)
+    _notes.push(crumb)
     try:
         if not named or _notes.kept:  # a parent that keeps the notes says it itself
             yield
@@ -297,9 +212,9 @@ def running(
         _notes.pop(crumb)
 
 
-def _crumb(what: str, owner: str, error: str = "") -> Crumb:
+def _crumb(what: str, owner: str) -> Crumb:
     here = os.getpid(), time.time(), clean(owner)[:200], sys.prefix, os.getsid(0)
-    return Crumb(clean(what)[:1000], *here, error=clean(error)[:1000])
+    return Crumb(clean(what)[:1000], *here)
 
 
 class Watchdog:
@@ -354,74 +269,6 @@ class Watchdog:
                 self._log.warning(told, call[1], SLOW)
 
 
-def noting(label: str, fn: Callable[..., Any], watchdog: Watchdog) -> Callable[..., Any]:
-    """`fn`, each call of which is noted, for code that is too short to be noted as `running`.
-
-    Args:
-        label: which code, and whose.
-        fn: the code.
-        watchdog: what names a call that takes long.
-    """
-    noted = json.dumps(clean(label)[:200], ensure_ascii=False).encode(errors="replace")
-
-    def called(*args: Any, **named: Any) -> Any:
-        depth = _notes.begin_call(noted)
-        if not depth:
-            watchdog.begin(label)
-        try:
-            return fn(*args, **named)
-        finally:
-            if not depth:
-                watchdog.end()
-            _notes.end_call(depth)
-
-    return called
-
-
-_CALLED = noting("", print, Watchdog(log)).__code__
-
-
-def _raised_in(error: BaseException | None) -> bytes | None:
-    """The innermost noted call that this error, or what led to it, was raised in."""
-    found = None
-    while error is not None and found is None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code is _CALLED:
-                found = frame.f_locals["noted"]
-        error = error.__cause__ or error.__context__
-    return found
-
-
-def forget_calls() -> None:
-    """What ran is past, and no error that comes is its."""
-    _notes.calls.clear()
-
-
-def outlive(what: str, owner: str, error: BaseException) -> Crumb | None:
-    """Leave a note although this process lives on: `what` has failed, in or behind a noted call.
-
-    A device's error is told by what runs when it is seen, some calls behind the one at fault.
-
-    Args:
-        what, owner: as for `running`.
-        error: what it has raised.
-
-    Returns:
-        The note; None where the error is no noted call's, and no device's behind one, or says that
-        memory has run out.
-    """
-    kind, call = type(error), _raised_in(error)
-    # A device's is a plain RuntimeError, or torch's AcceleratorError.
-    may_be_late = _notes.calls and (kind is RuntimeError or kind.__name__ == "AcceleratorError")
-    lacks_memory = isinstance(error, MemoryError) or kind.__name__ == "OutOfMemoryError"
-    if lacks_memory or not (call or may_be_late):
-        return None
-    crumb = _crumb(what, owner, quote(error))
-    _notes.leave(crumb, call or NOTHING)
-    inside, *calls = json.loads(_notes.told(call or NOTHING))
-    return dataclasses.replace(crumb, inside=inside, calls=tuple(calls))
-
-
 def top_module(code: object) -> str:
     """The top package or module that a function or class comes from; empty where it has none."""
     return str(getattr(code, "__module__", None) or "").partition(".")[0]
@@ -453,8 +300,7 @@ def keep_in(fd: int) -> None:
 def read(data: bytes) -> Crumb | None:
     """What a file says was running, the innermost; None where it says nothing that we wrote."""
     try:
-        entry: Any = json.loads(data[:TRAIL].rstrip(b"\0"))[-1]
-        inside, *calls = (clean(str(call)) for call in json.loads(data[TRAIL:] or b'[""]'))
+        entry: Any = json.loads(data)[-1]
         return Crumb(
             clean(str(entry["what"])),
             int(entry["pid"]),
@@ -462,9 +308,6 @@ def read(data: bytes) -> Crumb | None:
             clean(str(entry.get("owner", ""))),
             str(entry.get("prefix", "")),
             int(entry.get("session", 0)),
-            error=clean(str(entry.get("error", ""))),
-            inside=inside,
-            calls=tuple(calls),
         )
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
@@ -511,8 +354,8 @@ def run_by(host: str, pid: int, since: float) -> str:
     of_it = [path for path in _paths() if path.stem.rpartition("-")[0] == f"{host}-{pid}"]
     crumbs = [crumb for path in of_it if (crumb := _looked_into(path, _content)) is not None]
     for crumb in crumbs:
-        if crumb.when >= since and not crumb.error:
-            return crumb.what + (f", inside {crumb.inside}" if crumb.inside else "")
+        if crumb.when >= since:
+            return crumb.what
     return ""
 
 

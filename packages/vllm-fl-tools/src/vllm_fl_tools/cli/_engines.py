@@ -137,7 +137,7 @@ class Engine:
                 f"of its log:\n{log[-SHOWN:]}",
                 log=log,
                 hung=hung,
-                ran="" if ran is None else f"{ran.what}{ran.where}",
+                ran="" if ran is None else ran.what,
                 session=self.process.pid,
             )
         answer: dict[str, Any] = json.loads(line)

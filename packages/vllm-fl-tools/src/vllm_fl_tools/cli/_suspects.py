@@ -256,7 +256,7 @@ def _forms(part: Part) -> Iterable[str]:
         return [rf"\b[Pp]lugin '[^']*' of {name}\b"]
     if part.kind == OP:
         return [rf"\bop '{name}'", rf"\b{name}=[\w.]+"]
-    return [rf"\baten::{name}\b", rf"\bby (?:\w+\.)+{name} of "]
+    return []  # the functions of the stack name it
 
 
 def listed(environment: Mapping[str, str]) -> Suspects:
