@@ -119,11 +119,11 @@ def test_vllm_plugins(fl: Command, plugin: Plugin, value: str, todo: str | None)
     assert [f["todo"] for f in findings] == ([todo] if todo else [])
 
 
-def left(what: str, owner: str = "") -> None:
+def left(what: str) -> None:
     """A note by a process that ended while it ran this."""
     code = "import os, sys\nfrom vllm_fl.plugins.breadcrumb import running\n"
-    code += "with running(*sys.argv[1:]): os.abort()"
-    subprocess.run([sys.executable, "-c", code, what, owner], check=False)
+    code += "with running(sys.argv[1]): os.abort()"
+    subprocess.run([sys.executable, "-c", code, what], check=False)
 
 
 class TestPlugins:

@@ -427,11 +427,8 @@ def _lost_finding(crumb: Crumb) -> Finding:
         "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
         "(killed, out of memory); nothing else was left to say so."
     )
-    module = crumb.owner.partition(".")[0]
-    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS"
-    if any(module and name.partition(".")[0] == module for name in _modules()):
-        again = "mend it, or take it out of VLLM_FL_PLUGIN_MODULES"
-    elif VLLMS in crumb.what:
+    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES"
+    if VLLMS in crumb.what:
         again = "reinstall it, or leave it out with VLLM_PLUGINS"
     why = f"{why} If it comes again, {again}. This forgets it:"
     return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")

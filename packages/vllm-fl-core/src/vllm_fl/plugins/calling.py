@@ -77,7 +77,7 @@ class contained:
         self.owner, self.what, self.consequence, self.own = owner, what, consequence, own
         self.passing = passing
         noted = f"{what.replace('its', 'the')} of {whose(owner)}"
-        self.running = running(noted, owner.name, named=named)
+        self.running = running(noted, named=named)
 
     def __enter__(self) -> None:
         self.running.__enter__()

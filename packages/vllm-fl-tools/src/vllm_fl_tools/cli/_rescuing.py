@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from vllm_fl.cli.common import UsageError
 
-from ._engines import EngineError, forget
+from ._engines import EngineError
 from ._failures import read_log
 from ._search import UnsettledError, culprits
 from ._suspects import Suspects
@@ -219,7 +219,6 @@ class Rescue:
 
     def _failure(self, error: EngineError, limit: float | None) -> dict[str, Any]:
         read = read_log(error.log)
-        forget(error.session)
         why = read.why or "it ended without a word"
         if error.hung:
             why = f"it did not come back within {limit:.0f} s" if limit else "it did not come back"

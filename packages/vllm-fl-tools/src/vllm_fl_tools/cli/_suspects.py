@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import UsageError, doing, say
-from vllm_fl.plugins.breadcrumb import last
+from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import PER_OP
-
-from ._engines import forget
 
 __all__ = ["NAME", "OP", "PLUGIN", "SETTING", "Part", "Suspects", "listed"]
 
@@ -304,7 +302,7 @@ def _asked(
         file = Path(folder) / "told"
         process = subprocess.Popen(
             [*COMMAND, str(file), *ended],
-            env=dict(environment),
+            env={**environment, FOLDER: folder},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -316,7 +314,6 @@ def _asked(
             process.kill()
             process.wait()
         told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    crumb = last(process.pid)
-    forget(process.pid)
+        crumb = last(Path(folder))
     whose = "" if crumb is None else crumb.what.partition(" of ")[2]
     return told, whose if whose.startswith("plugin ") else ""
