@@ -516,7 +516,7 @@ def the_release_before(at: Path) -> tuple[list[Path], dict[str, str], dict[str, 
         envs.build(at / path, at / "built")
     wheels = [w for w in (at / "built").glob("*.whl") if "reference" not in w.name]
     env = envs.thin(envs.light(), wheels, at / "author")
-    env.run("-m", "vllm_fl.cli", "new", "acme", "--dir", str(at), cwd=at)
+    env.run("-m", "vllm_fl_tools.cli", "new", "acme", "--dir", str(at), cwd=at)
     write_op((at / "docs" / "new-op.md").read_text(), at / SOFTCAP)
     theirs = {name: at / name for name in (ACME, SOFTCAP)}
     for folder in theirs.values():

@@ -13,9 +13,9 @@ def test_what_a_script_and_the_command_line_need_imports(install: Install) -> No
 import importlib, json, pkgutil
 import vllm_fl.plugins.loading
 names = []
-for package in ("vllm_fl", "vllm_fl.cli", "vllm_fl.dispatch", "vllm_fl.contracts"):
+for package in ("vllm_fl", "vllm_fl_tools.cli", "vllm_fl.dispatch", "vllm_fl.contracts"):
     names.append(importlib.import_module(package).__name__)
-for package in (vllm_fl.cli, vllm_fl.contracts):
+for package in (vllm_fl_tools.cli, vllm_fl.contracts):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         names.append(importlib.import_module(module.name).__name__)
 for op in ("rms_norm", "linear"):
