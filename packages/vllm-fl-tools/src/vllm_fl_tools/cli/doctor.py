@@ -35,7 +35,7 @@ from vllm_fl.plugins.finding import Finding
 from vllm_fl.plugins.installed import CORE, canonical
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS, RESERVED_OPS, brings_ops
+from vllm_fl.plugins.reserved import OPS, brings_ops
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
@@ -290,8 +290,10 @@ class _Examined:
                 f"pip install {OPS}",
             )
         requires = {canonical(f.owner.distribution or ""): f.requires for f in self.found}
-        owners = self.registry.snapshot().owners.items()
-        for owner in dict.fromkeys(owner for (op, _), owner in owners if op in RESERVED_OPS):
+        snapshot = self.registry.snapshot()
+        ours = {op for op, author in snapshot.authors.items() if brings_ops(author)}
+        owners = snapshot.owners.items()
+        for owner in dict.fromkeys(owner for (op, _), owner in owners if op in ours):
             if owner.distribution is None:
                 continue
             needed = [canonical(owner.distribution)]
