@@ -411,7 +411,7 @@ def _module_of(code: Callable[..., Any] | str) -> str:
 
 def _distribution(name: str | None) -> Any:
     # Reading metadata imports a package of some ms: only where an engine starts.
-    from importlib_metadata import PackageNotFoundError, distribution
+    from importlib.metadata import PackageNotFoundError, distribution
 
     if not name:
         return None
