@@ -344,7 +344,6 @@ class _Examined:
             env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(
                 self.registry,
-                self.plugins,
                 env if errors or self.failing else os.environ,
                 platform=where,
             )

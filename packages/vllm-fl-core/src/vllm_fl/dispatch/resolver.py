@@ -1,18 +1,27 @@
 """Resolving: (what is installed, policy, rejections) -> the candidates in order, with reasons.
 
-One pure function. Log lines, errors, the command line and the engine's plan all render its trace.
+`resolve` is a pure function, and `Resolver` is what its callers have in common. Log lines, errors,
+the command line and the engine's plan all render the trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import itemgetter
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
-from ..plugins.types import Impl
-from ..settings.policy import Mode, SelectionPolicy, Token
+from ..errors import NoImplementationError, PluginError, SettingsError, UnknownOpError
+from ..plugins.calling import rejections
+from ..plugins.communicator import NAMED_CLASSES
+from ..plugins.registry import OpRegistry
+from ..plugins.reserved import OPS, RESERVED_OPS, why_absent
+from ..plugins.types import Impl, OpImpl
+from ..settings.loading import Settings
+from ..settings.policy import Mode, Rows, SelectionPolicy, Token, closest
+from ..settings.unmatched import meant
+from ..settings.values import ORDER_PREFIX, wrong
 
 
 @dataclass(frozen=True)
@@ -187,3 +196,186 @@ def describe(impl: Impl | Stock) -> str:
     """`'vendor.cpu' (kind=vendor, vendor=cpu)`: an implementation in a log line."""
     kind = impl.token if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"
+
+
+NEEDS_LAYER = (
+    "it takes the calling layer first (self), which only call_method_op and eager layers pass"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolver:
+    """Everything that decides between the implementations of ops.
+
+    Args:
+        registry: the implementations, contracts and plugins.
+        policy: the policy.
+        settings: the settings, for the rejections of plugins; None: they reject nothing.
+        mode: the engine's mode; orders may differ by it.
+        engine: whether vLLM's own code is a candidate.
+        disabled: (op, impl id) -> why it is disabled or demoted.
+        without_layer: reject implementations that take the calling layer.
+        foreign: op -> its layers that another plugin has replaced -> the name of that plugin.
+        facts: the engine's facts (`EngineFacts`), for the rejections of plugins.
+    """
+
+    registry: OpRegistry
+    policy: SelectionPolicy
+    settings: Settings | None = None
+    mode: Mode = "eager"
+    engine: bool = False
+    disabled: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    without_layer: bool = False
+    foreign: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    facts: Any = None
+
+    def rows(self, op: str) -> Rows[Trace]:
+        """The traces of `op` by the size of a call: (ceiling, trace), the last for larger calls.
+
+        Raises:
+            UnknownOpError: neither a contract nor a plugin has `op`.
+            PluginError: the policy names an implementation of a plugin that failed, or the contract
+                of `op` is missing.
+            SettingsError: `op` is ordered by size, and calls of it have none.
+        """
+        snapshot = self.registry.snapshot()
+        impls = snapshot.impls_by_op.get(op, ())
+        if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
+            raise self._unknown(op)
+        contract = snapshot.contracts.get(op)
+        rejected = rejections(
+            self.registry.plugins, self.settings, op, impls, self.facts, contract
+        ) | {impl_id: why for (name, impl_id), why in self.disabled.items() if name == op}
+        if self.without_layer:
+            layered = (i for i in impls if isinstance(i, OpImpl) and i.needs_layer)
+            rejected |= dict.fromkeys((i.impl_id for i in layered), NEEDS_LAYER)
+        rows = tuple(
+            (
+                tokens,
+                resolve(
+                    op,
+                    impls,
+                    self.policy,
+                    mode=self.mode,
+                    rejections=rejected,
+                    engine=self.engine,
+                    foreign=self.foreign.get(op),
+                    tokens=tokens,
+                ),
+            )
+            for tokens in (*self.ceilings(op), None)
+        )
+        for _, trace in rows:
+            self._check_named(trace, impls)
+        self.check_contract(op)
+        return rows
+
+    def ceilings(self, op: str) -> tuple[int, ...]:
+        """The token counts up to which calls of `op` have their own order, ascending.
+
+        Raises:
+            SettingsError: the contract of `op` does not say which arguments have a row per token.
+        """
+        ceilings = self.policy.ceilings(op, self.mode)
+        spec = self.registry.snapshot().contracts.get(op)
+        if ceilings and (spec is None or not spec.by_token):
+            key = f"{ORDER_PREFIX}{op}"
+            listed = self.settings.get(key) if self.settings is not None else None
+            raise wrong(
+                key,
+                listed.origin if listed else "SelectionPolicy",
+                "orders by size hold for ops with a contract that says which arguments have a row "
+                f"per token; {op} has none, and is resolved once for all calls. Write one list",
+                kind=SettingsError,
+            )
+        return ceilings
+
+    def check_contract(self, op: str) -> None:
+        """Check that an op with implementations has the contract that they are verified by.
+
+        Raises:
+            PluginError: it has none, and the plugin of the contract failed or is missing.
+        """
+        snapshot, plugins = self.registry.snapshot(), self.registry.plugins
+        impls = snapshot.impls_by_op.get(op, ())
+        first = next((impl for impl in impls if isinstance(impl, OpImpl)), None)
+        if first is None or op in snapshot.contracts:
+            return
+        owner = snapshot.owners.get((op, first.impl_id))
+        whose = f" of {owner.name}" if owner is not None else ""
+        lost = f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be verified"
+        for plugin in plugins:
+            if plugin.error is not None and plugin.lost_contracts:
+                told = f"{lost}, and a plugin failed that may have brought it."
+                raise _failed(told, plugin.error, op, first.impl_id)
+        if op in RESERVED_OPS:
+            told = f"{lost}: {why_absent(plugins)}."
+            raise PluginError(told, op=op, impl=first.impl_id, distribution=OPS)
+
+    def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
+        """Raise PluginError if the order names an implementation of a plugin that failed."""
+        for token in trace.order:
+            if token.name is None or any(token.matches(impl) for impl in impls):
+                continue
+            for plugin in self.registry.plugins:
+                if plugin.error is not None and plugin.may_bring(token.name, trace.op):
+                    told = (
+                        f"The settings ask for '{token}' for op '{trace.op}', but the plugin that "
+                        "would bring it failed."
+                    )
+                    raise _failed(told, plugin.error, trace.op, token.name)
+
+    def _unknown(self, op: str) -> UnknownOpError:
+        known, plugins = self.registry.snapshot().ops, self.registry.plugins
+        left_out = [plugin.owner.label for plugin in plugins if plugin.status == "disabled"]
+        if op in RESERVED_OPS:
+            more = f" Its contract is missing here: {why_absent(plugins)}."
+        else:
+            more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
+        return UnknownOpError(
+            f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
+            f"Known: {', '.join(known) or 'none'}.{more}",
+            op=op,
+        )
+
+    def nothing_for(self, trace: Trace) -> NoImplementationError:
+        """The error of a call for which every candidate was rejected, or none is installed."""
+        snapshot, rejected = self.registry.snapshot(), trace.rejected
+        if rejected:
+            why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
+            impls = snapshot.impls_by_op.get(trace.op, ())
+            for token in trace.order:
+                if token.name and not any(token.matches(impl) for impl in impls):
+                    why += f". {str(token)!r} matches nothing installed.{meant(token, impls)}"
+                    why = why.removesuffix(".")
+            todo = f"`vllm-fl explain {trace.op} --script` shows where each setting comes from."
+        else:
+            brought = sorted({owner.label for owner in snapshot.owners.values()})
+            why = f"no installed plugin has one (installed: {', '.join(brought) or 'none'})"
+            todo = (
+                "Install a backend: pip install vllm-fl-reference (plain PyTorch), or your "
+                "hardware vendor's."
+            )
+        failed = [p.owner.label for p in self.registry.plugins if p.error is not None]
+        if failed:
+            todo += (
+                f" These plugins failed to load, or not whole: {', '.join(failed)}; see "
+                "`vllm-fl plugins`."
+            )
+        return NoImplementationError(
+            f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",
+            op=trace.op,
+            rejected=rejected,
+        )
+
+
+def _failed(told: str, error: PluginError, op: str, impl: str) -> PluginError:
+    """The error of an implementation or contract whose plugin failed with `error`."""
+    return PluginError(
+        f"{told} {error.message}",
+        op=op,
+        impl=impl,
+        plugin=error.plugin,
+        distribution=error.distribution,
+        cause=error,
+    )

@@ -328,10 +328,9 @@ def _of_invariance(engine: Engine, plan: Plan) -> list[str]:
     if not facts.wants_invariance:
         return []
     told = [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
-    settings, manager = under(facts, engine.table).settings, get_default_manager()
-    by_size = [
-        op for op in plan.entries if manager.ceilings(op, mode=facts.mode, settings=settings)
-    ]
+    settings = under(facts, engine.table).settings
+    resolver = get_default_manager().resolver(mode=facts.mode, settings=settings)
+    by_size = [op for op in plan.entries if resolver.ceilings(op)]
     if by_size:
         told.append(f"one order for all sizes, so that rows have no effect: {', '.join(by_size)}")
     return told
