@@ -1,7 +1,6 @@
 """Resolving: (what is installed, policy, rejections) -> the candidates in order, with reasons.
 
-`resolve` is a pure function, and `Resolver` is what its callers have in common. Log lines, errors,
-the command line and the engine's plan all render the trace.
+Log lines, errors, the command line and the engine's plan all render the trace of a `Resolver`.
 """
 
 from __future__ import annotations
@@ -117,81 +116,6 @@ class Trace:
         return "\n".join(lines)
 
 
-def resolve(
-    op: str,
-    impls: Iterable[Impl],
-    policy: SelectionPolicy,
-    *,
-    mode: Mode = "eager",
-    rejections: Mapping[str, str] | None = None,
-    engine: bool = False,
-    foreign: Mapping[str, str] | None = None,
-    tokens: int | None = None,
-) -> Trace:
-    """Order the candidates of one op.
-
-    A vendor filter or a given rejection comes first, then a list that does not name the candidate,
-    then the machine. Only listed tokens count; inside a token the higher priority comes first, then
-    the impl id; priority never crosses tokens.
-
-    Args:
-        op: the op's name.
-        impls: what is installed for it.
-        policy: what decides.
-        mode: the engine's mode; lists may differ by it.
-        rejections: impl id -> why it is rejected whatever the policy says (demoted, blacklisted).
-        engine: whether `stock` is a candidate: where the order names it, else at the end. In strict
-            mode a list of the user's that names neither it nor `foreign` leaves it out.
-        foreign: the layers of the op that another plugin has replaced -> whose they are. That is a
-            candidate then: where the order names `foreign`, else the first one. If other sizes
-            name it, it is the last one.
-        tokens: how many tokens a call has, where the policy orders the op by size; None is more
-            than every ceiling.
-    """
-    order = policy.order(op, mode, engine=engine, tokens=tokens)
-    listed = policy.listed(op, mode)
-    whose = "your" if listed is not None and listed.pinned else "the"
-    rejections = rejections or {}
-    ranked: list[tuple[tuple[int, int, str], Impl | Stock, str]] = []
-    rejected: list[Candidate] = []
-    for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
-        place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
-        rejection = policy.refuses(impl) or rejections.get(impl.impl_id)
-        if rejection is None and place is None:
-            rejection = f"not listed: {'|'.join(map(str, order))}"
-        if rejection is None:
-            verdict = impl.availability()
-            rejection = None if verdict is True else f"{UNAVAILABLE}{verdict}"
-        if rejection is not None or place is None:
-            rejected.append(Candidate(impl, "rejected", rejection or ""))
-        else:
-            rank = (place, -(impl.priority or 0), impl.impl_id)
-            ranked.append((rank, impl, f"{whose} order says {order[place]}"))
-    named = {token.kind: n for n, token in enumerate(order)}
-    forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
-    if engine and foreign:
-        rows = listed.rows(mode) if listed else ()
-        elsewhere = any(token.kind == "foreign" for _, tokens in rows for token in tokens)
-        place = named.get("foreign", len(order) if elsewhere else -1)
-        (layer, owner), *others = foreign.items()
-        more = f", and so {len(others)} more" * bool(others)
-        reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
-        if place < 0:
-            reason += ": to take it, name foreign behind yours"
-        ranked.append(((place, 0, ""), FOREIGN, reason))
-    if engine and "stock" in named:
-        ordered = listed or policy.prefer == "stock"
-        reason = f"{whose} order says stock" if ordered else UNORDERED
-        ranked.append(((named["stock"], 0, ""), STOCK, reason))
-    elif engine and not forced:
-        ranked.append(((len(order), 0, ""), STOCK, "vLLM's own code comes last"))
-    candidates = [
-        Candidate(impl, "selected" if n == 0 else "eligible", reason)
-        for n, (_, impl, reason) in enumerate(sorted(ranked, key=itemgetter(0)))
-    ]
-    return Trace(op, mode, order, (*candidates, *rejected))
-
-
 def describe(impl: Impl | Stock) -> str:
     """`'vendor.cpu' (kind=vendor, vendor=cpu)`: an implementation in a log line."""
     kind = impl.token if isinstance(impl, Stock) else impl.kind.value
@@ -249,26 +173,81 @@ class Resolver:
         if self.without_layer:
             layered = (i for i in impls if isinstance(i, OpImpl) and i.needs_layer)
             rejected |= dict.fromkeys((i.impl_id for i in layered), NEEDS_LAYER)
-        rows = tuple(
-            (
-                tokens,
-                resolve(
-                    op,
-                    impls,
-                    self.policy,
-                    mode=self.mode,
-                    rejections=rejected,
-                    engine=self.engine,
-                    foreign=self.foreign.get(op),
-                    tokens=tokens,
-                ),
-            )
-            for tokens in (*self.ceilings(op), None)
-        )
+        sizes = (*self.ceilings(op), None)
+        rows = tuple((n, self.resolve(op, impls, rejected, tokens=n)) for n in sizes)
         for _, trace in rows:
             self._check_named(trace, impls)
         self.check_contract(op)
         return rows
+
+    def resolve(
+        self,
+        op: str,
+        impls: Iterable[Impl],
+        rejected: Mapping[str, str],
+        *,
+        tokens: int | None = None,
+    ) -> Trace:
+        """Order the candidates of one op for calls of one size.
+
+        An implementation is rejected by a vendor filter, then by `rejected`, then because the order
+        does not list it, then by the machine. Inside a token of the order the higher priority comes
+        first, then the impl id; priority never crosses tokens.
+
+        In an engine, `stock` is where the order names it, or else the last one. In strict mode a
+        user's list that names neither `stock` nor `foreign` excludes it. The layers that another
+        plugin has replaced are a candidate, too: where the order names `foreign`, or else the first
+        one; the last one if the orders of other sizes name it.
+
+        Args:
+            op: the op's name.
+            impls: its implementations.
+            rejected: impl id -> why it is rejected, whatever the policy says.
+            tokens: the number of tokens of the calls; None: more than every ceiling.
+        """
+        policy, engine, mode = self.policy, self.engine, self.mode
+        order = policy.order(op, mode, engine=engine, tokens=tokens)
+        listed = policy.listed(op, mode)
+        whose = "your" if listed is not None and listed.pinned else "the"
+        ranked: list[tuple[tuple[int, int, str], Impl | Stock, str]] = []
+        excluded: list[Candidate] = []
+        for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
+            place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
+            rejection = policy.refuses(impl) or rejected.get(impl.impl_id)
+            if rejection is None and place is None:
+                rejection = f"not listed: {'|'.join(map(str, order))}"
+            if rejection is None:
+                verdict = impl.availability()
+                rejection = None if verdict is True else f"{UNAVAILABLE}{verdict}"
+            if rejection is not None or place is None:
+                excluded.append(Candidate(impl, "rejected", rejection or ""))
+            else:
+                rank = (place, -(impl.priority or 0), impl.impl_id)
+                ranked.append((rank, impl, f"{whose} order says {order[place]}"))
+        named = {token.kind: n for n, token in enumerate(order)}
+        forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
+        foreign = self.foreign.get(op)
+        if engine and foreign:
+            rows = listed.rows(mode) if listed else ()
+            elsewhere = any(token.kind == "foreign" for _, tokens in rows for token in tokens)
+            place = named.get("foreign", len(order) if elsewhere else -1)
+            (layer, owner), *others = foreign.items()
+            more = f", and so {len(others)} more" * bool(others)
+            reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
+            if place < 0:
+                reason += ": to take it, name foreign behind yours"
+            ranked.append(((place, 0, ""), FOREIGN, reason))
+        if engine and "stock" in named:
+            ordered = listed or policy.prefer == "stock"
+            reason = f"{whose} order says stock" if ordered else UNORDERED
+            ranked.append(((named["stock"], 0, ""), STOCK, reason))
+        elif engine and not forced:
+            ranked.append(((len(order), 0, ""), STOCK, "vLLM's own code comes last"))
+        candidates = [
+            Candidate(impl, "selected" if n == 0 else "eligible", reason)
+            for n, (_, impl, reason) in enumerate(sorted(ranked, key=itemgetter(0)))
+        ]
+        return Trace(op, mode, order, (*candidates, *excluded))
 
     def ceilings(self, op: str) -> tuple[int, ...]:
         """The token counts up to which calls of `op` have their own order, ascending.
