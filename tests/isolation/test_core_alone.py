@@ -1,4 +1,4 @@
-"""Core with nothing else, without the ops, without verification, and all of it without a backend."""
+"""Core alone; without the ops; without verification; and everything without a backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def test_core_imports_without_the_others(install: Install) -> None:
         """
 import importlib, json, pkgutil
 names = []
-for package in ("vllm_fl", "vllm_fl.dispatch", "vllm_fl.contracts", "vllm_fl.plugins", "vllm_fl.settings"):
+for room in ("", ".dispatch", ".contracts", ".plugins", ".settings"):
+    package = "vllm_fl" + room
     path = importlib.import_module(package).__path__
     for module in pkgutil.iter_modules(path, package + "."):
         if not module.ispkg:
@@ -134,7 +135,7 @@ from engine_run import EngineFailed, Job, run
 model = tiny_model.make(Path({folder!r}))
 try:
     found = run(Job(str(model), [[[7, 11, 13]]]), **json.loads({variables!r}))
-    print(json.dumps({{"log": found["log"], "answers": found["answers"]}}))
+    print(json.dumps({{"log": found["log"], "tokens": found["tokens"]}}))
 except EngineFailed as error:
     print(json.dumps({{"failed": str(error)}}))
 """
@@ -156,7 +157,7 @@ def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 @pytest.mark.slow
 def test_core_alone_serves_with_stock(install: Install, serve: Callable[..., Any]) -> None:
     found = serve(install(engine=True, without=(OPS, VERIFY, TOOLS)))
-    assert found["answers"]
+    assert found["tokens"]
 
 
 @pytest.mark.slow
@@ -168,7 +169,7 @@ def test_without_verification_no_backend_serves_unless_it_is_switched_off(
     assert line in serve(installed, VLLM_FL_PREFER="reference")["failed"]
     off = serve(installed, VLLM_FL_PREFER="reference", VLLM_FL_PREFLIGHT="off")
     assert "reference.torch" in off["log"]
-    assert serve(installed, VLLM_FL_PREFER_ENABLED="false")["answers"]
+    assert serve(installed, VLLM_FL_PREFER_ENABLED="false")["tokens"]
     called = "import torch; from vllm_fl.dispatch import call_op; "
     called += "print(list(call_op('silu_and_mul', torch.ones(1, 4)).shape))"
     assert installed.script(called) == [1, 2]
