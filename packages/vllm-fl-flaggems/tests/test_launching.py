@@ -323,7 +323,7 @@ class Absent:
 driver.set_active(Absent())  # what a kernel writes to is read off its code for a device
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine.traced import trial
+from vllm_fl_verify.traced import trial
 from vllm_fl_flaggems.plugin import register_ops
 
 traced = [impl for impl in register_ops() if impl.traced is not None]

@@ -195,9 +195,7 @@ def _traced(run: Run) -> Objections:
     """Trace the form that compiled graphs may call instead, and compare it uncompiled."""
     if not run.role.in_graphs or run.impl.traced is None:
         return
-    from vllm_fl.engine.traced import (
-        trial,  # what traces is not loaded for an engine that compiles nothing
-    )
+    from .traced import trial  # imports a compiler
 
     traced = dataclasses.replace(run.impl, fn=run.impl.traced)
     for form in run.forms_served:
