@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 from ..text import clean, quote
-from .breadcrumb import running, top_module
+from .breadcrumb import running
 
 __all__ = [
     "AttentionImpl",
@@ -101,7 +101,7 @@ class _Impl:
             return True if available is None else available()
 
         note = f"the availability check of {self.op_name}={self.impl_id}"
-        with running(note, top_module(self.available or fn)):
+        with running(note):
             return answered("its availability check", ask)
 
     def _check(self, who: str) -> None:
@@ -415,7 +415,7 @@ class DeviceProfile:
 
     def detection(self) -> Availability:
         """True, or why this machine has none of it."""
-        with running(f"the detection of the device {self.name}", top_module(self.detect)):
+        with running(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
 

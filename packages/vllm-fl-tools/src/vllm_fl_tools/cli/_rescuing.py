@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from ._engines import EngineError, forget
+from ._engines import EngineError
 from ._failures import read_log
 from ._search import UnsettledError, culprits
 from ._show import UsageError
@@ -218,7 +218,6 @@ class Rescue:
 
     def _failure(self, error: EngineError, limit: float | None) -> dict[str, Any]:
         read = read_log(error.log)
-        forget(error.session)
         why = read.why or "it ended without a word"
         if error.hung:
             why = f"it did not come back within {limit:.0f} s" if limit else "it did not come back"

@@ -20,11 +20,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.plugins.breadcrumb import last
+from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import PER_OP
 
-from ._engines import forget
 from ._progress import doing
 from ._show import UsageError, say
 
@@ -257,7 +256,7 @@ def _forms(part: Part) -> Iterable[str]:
         return [rf"\b[Pp]lugin '[^']*' of {name}\b"]
     if part.kind == OP:
         return [rf"\bop '{name}'", rf"\b{name}=[\w.]+"]
-    return [rf"\baten::{name}\b", rf"\bby (?:\w+\.)+{name} of "]
+    return []  # the functions of the stack name it
 
 
 def listed(environment: Mapping[str, str]) -> Suspects:
@@ -305,7 +304,7 @@ def _asked(
         file = Path(folder) / "told"
         process = subprocess.Popen(
             [*COMMAND, str(file), *ended],
-            env=dict(environment),
+            env={**environment, FOLDER: folder},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -317,7 +316,6 @@ def _asked(
             process.kill()
             process.wait()
         told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    crumb = last(process.pid)
-    forget(process.pid)
+        crumb = last(Path(folder))
     whose = "" if crumb is None else crumb.what.partition(" of ")[2]
     return told, whose if whose.startswith("plugin ") else ""
