@@ -19,7 +19,6 @@ import pytest
 
 from vllm_fl.cli import _engine, _progress, _show, main
 from vllm_fl.dispatch import reset_default_manager
-from vllm_fl.integration import compat
 
 HEAD = """
 import torch
@@ -75,10 +74,8 @@ def clean(
         if name.startswith(LEAKS):
             monkeypatch.delenv(name)
     monkeypatch.setattr(_progress, "QUIET", math.inf)  # a slow machine's tests read stderr
-    compat.obstacle.cache_clear()
     reset_default_manager()
     yield
-    compat.obstacle.cache_clear()
     reset_default_manager()
 
 
