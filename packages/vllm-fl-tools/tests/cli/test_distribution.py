@@ -24,7 +24,7 @@ CODES = {"EngineError": "FL601", "AcceptError": "FL602", "BisectError": "FL603"}
 """Promised, as those of core's own errors: no line is ever changed."""
 
 VERBS = (
-    "bisect", "collect", "coverage", "lock", "new", "plan", "report", "rescue", "show", "tune",
+    "bisect", "collect", "coverage", "lock", "new", "plan", "report", "show", "tune",
     "verify",
 )  # fmt: skip
 

@@ -27,7 +27,7 @@ OWN = ("doctor", "explain", "ops", "plugins", "policy")
 
 TOOLS = "vllm-fl-tools"
 
-_THEIRS = "bisect collect coverage lock new plan report rescue show tune verify"
+_THEIRS = "bisect collect coverage lock new plan report show tune verify"
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(dict.fromkeys(_THEIRS.split(), TOOLS))
 """Well-known verbs that core does not bring, with the distribution that does."""
