@@ -42,7 +42,7 @@ def bisect(
             "--json",
         ]
         done = subprocess.run(
-            [sys.executable, "-m", "vllm_fl.cli", *command],
+            [sys.executable, "-m", "vllm_fl_tools.cli", *command],
             env={**os.environ, **variables},
             cwd=tmp_path,
             capture_output=True,

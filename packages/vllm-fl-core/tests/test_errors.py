@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 import vllm_fl
-from vllm_fl import cli, errors
-from vllm_fl.cli.doctor import BROKEN, CODES, code_of
-from vllm_fl.cli.explain import codes, page, title
+from vllm_fl import errors
 from vllm_fl.errors import InvalidSettingError, MissingFileError, PluginError, VllmFLError
 from vllm_fl.plugins.finding import Finding
+from vllm_fl_tools import cli
+from vllm_fl_tools.cli.doctor import BROKEN, CODES, code_of
+from vllm_fl_tools.cli.explain import codes, page, title
 
 SOURCES = Path(vllm_fl.__file__).parent
 
@@ -42,7 +43,6 @@ OF_CLASSES = {
     "ServingError": "FL504",
     "LockError": "FL505",
     "UsageError": "FL701",
-    "VerbError": "FL703",
     "NoTemporaryFolderError": "FL520",
 }
 """Promised: people search for codes, so that lines are added here and none is ever changed."""

@@ -83,7 +83,7 @@ def test_the_group_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("only", [None, [], ["fl-other"]])
-@pytest.mark.parametrize("distribution", ["vllm_fl.verify", "vllm-fl-tools", "vllm-fl-core"])
+@pytest.mark.parametrize("distribution", ["vllm_fl_verify", "vllm-fl-tools"])
 def test_an_extension_of_ours_is_loaded_whatever_is_named(
     only: list[str] | None, distribution: str
 ) -> None:

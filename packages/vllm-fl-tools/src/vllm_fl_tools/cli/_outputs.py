@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Protocol
 
-from vllm_fl.cli.common import say
 from vllm_fl.errors import VllmFLError
 from vllm_fl.text import quote
 
 from ._parts import Changes
 from ._search import Culprit, UnsettledError, Verdict, culprits, search
+from ._show import say
 
 __all__ = ["BASELINE", "EXACT", "LIMIT", "NEW_TOKENS", "PLAN", "PROMPTS", "Outputs", "Start"]
 

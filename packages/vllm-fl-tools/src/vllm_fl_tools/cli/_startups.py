@@ -13,12 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any
 
-from vllm_fl.cli.common import UsageError
-
 from ._engines import EngineError, forget
 from ._failures import read_log
 from ._parts import Changes, Parts
 from ._search import Culprit, Verdict, search
+from ._show import UsageError
 
 __all__ = ["LEAST_LIMIT", "TIMES", "Start", "Startups", "fault"]
 

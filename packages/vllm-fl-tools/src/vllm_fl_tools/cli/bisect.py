@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, answer, doing, print_table, say
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.plugins.types import BackendImplKind
 from vllm_fl.settings.schema import CONFIG, Settings
@@ -38,7 +37,9 @@ from ._engines import (
 from ._options import positive_seconds
 from ._outputs import BASELINE, EXACT, LIMIT, NEW_TOKENS, PLAN, PROMPTS, Outputs
 from ._parts import Changes, listed
+from ._progress import doing
 from ._search import Culprit
+from ._show import UsageError, answer, print_table, say
 from ._startups import LEAST_LIMIT, TIMES, Startups
 from ._watch import INTERRUPTED, ended_by_signal
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import SCHEMA, ReportFile, UsageError, answer, say
 from vllm_fl.settings.table import MAX_BYTES, read_table
 from vllm_fl.settings.values import read_text
 
+from ._options import ReportFile
 from ._page import Measured, page
+from ._show import SCHEMA, UsageError, answer, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
