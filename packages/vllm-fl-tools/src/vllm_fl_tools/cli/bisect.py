@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     if facts is None:
         return INTERRUPTED
     facts = {"model": arguments.model, **facts, "seconds": time.monotonic() - started}
-    answer(facts, _show, as_json=arguments.json)
+    answer(facts, show, as_json=arguments.json)
     return 0 if facts["status"] == "right" else 1
 
 
@@ -147,7 +147,8 @@ def _culprit(culprit: Culprit, what: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _show(facts: Mapping[str, Any]) -> None:
+def show(facts: Mapping[str, Any]) -> None:
+    """Print the answer."""
     if facts.get("errors"):
         _show_errors(facts)
     if facts["status"] == "right":
