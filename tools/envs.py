@@ -294,9 +294,9 @@ def newest(requirement: str) -> dict[str, str]:
     return {entry["metadata"]["name"]: entry["metadata"]["version"] for entry in entries}
 
 
-def flaggems(python: str = sys.executable) -> Env:
+def flaggems() -> Env:
     """The engine environment with FlagGems, and the Triton for it, laid over it."""
-    return _layer("flaggems", engine(python=python), (*FLAGGEMS, FLAGGEMS_TRITON))
+    return _layer("flaggems", engine(), (*FLAGGEMS, FLAGGEMS_TRITON))
 
 
 def report(python: str = sys.executable) -> Env:

@@ -70,7 +70,7 @@ CASES = {
 
 @cache
 def engines() -> dict[str, str]:
-    here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
+    here = {"CONFIGS": str(ROOT / "packages" / "vllm-fl-core" / "tests"), "VLLM_PLUGINS": "fl"}
     here |= {"PYTHONPATH": str(ROOT / "examples"), "VLLM_FL_PLUGIN_MODULES": "veto"}
     bodies = {
         name: (MODEL + BODY, {"VETO_AT": name, "EAGER": "1", **variables})
