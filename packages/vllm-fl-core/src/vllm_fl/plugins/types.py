@@ -462,7 +462,7 @@ class SettingSpec(Generic[T]):
         append: of a list that is no such whitelist, another variable, whose names are added to
             those that hold.
         known: of a list of what is left out, all names that do something in an engine, as
-            `vllm-fl rescue` leaves out some of them. It may import the backend's library, and is
+            `vllm-fl bisect` leaves out some of them. It may import the backend's library, and is
             called in a process of its own.
 
     Raises:
