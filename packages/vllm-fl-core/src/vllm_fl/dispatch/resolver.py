@@ -15,7 +15,7 @@ from ..errors import NoImplementationError, PluginError, SettingsError, UnknownO
 from ..plugins.calling import rejections
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.registry import OpRegistry
-from ..plugins.reserved import OPS, RESERVED_OPS, why_absent
+from ..plugins.reserved import OPS, ops_missing
 from ..plugins.types import Impl, OpImpl
 from ..settings.loading import Settings
 from ..settings.policy import Mode, Rows, SelectionPolicy, Token, closest
@@ -287,9 +287,9 @@ class Resolver:
             if plugin.error is not None and plugin.lost_contracts:
                 told = f"{lost}, and a plugin failed that may have brought it."
                 raise _failed(told, plugin.error, op, first.impl_id)
-        if op in RESERVED_OPS:
-            told = f"{lost}: {why_absent(plugins)}."
-            raise PluginError(told, op=op, impl=first.impl_id, distribution=OPS)
+        why = ops_missing(plugins)
+        if why and owner in {plugin.owner for plugin in plugins}:
+            raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
 
     def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
         """Raise PluginError if the order names an implementation of a plugin that failed."""
@@ -305,12 +305,12 @@ class Resolver:
                     raise _failed(told, plugin.error, trace.op, token.name)
 
     def _unknown(self, op: str) -> UnknownOpError:
-        known, plugins = self.registry.snapshot().ops, self.registry.plugins
+        snapshot, plugins = self.registry.snapshot(), self.registry.plugins
+        known = snapshot.ops
         left_out = [plugin.owner.label for plugin in plugins if plugin.status == "disabled"]
-        if op in RESERVED_OPS:
-            more = f" Its contract is missing here: {why_absent(plugins)}."
-        else:
-            more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
+        more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
+        if (why := ops_missing(plugins)) and not snapshot.contracts:
+            more = f" Contracts are missing here: {why}."
         return UnknownOpError(
             f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
             f"Known: {', '.join(known) or 'none'}.{more}",
