@@ -23,13 +23,13 @@ import torch
 from torch.compiler import is_compiling
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.opaque import operators as our_operators
 from vllm_fl.integration.graphs.functional_operators import OWNER
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
+from vllm_fl_verify.replacing import replacing
 
 __all__ = ["AMBIGUOUS", "Profiling", "device_times", "watch_compiler"]
 
