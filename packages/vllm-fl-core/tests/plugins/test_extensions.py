@@ -323,7 +323,6 @@ def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
     "broken",
     [
         found(VERIFY, ImportError("no file")),
-        found("vllm-fl-core", ImportError("no file")),
         found(VERIFY, plugin(True, inspect_plan=nothing, settings=raising(ImportError("no file")))),
         found(
             "fl",
@@ -356,9 +355,8 @@ def test_a_process_starts_with_the_extensions(
     every = [
         found("fl-acme", None, "backend"),  # no backend is imported
         found("fl-squatter"),
-        found("vllm-fl-core", plugin(process_start=raising(OSError("no port")))),
+        found(VERIFY, plugin(process_start=raising(OSError("no port")))),
         found("vllm-fl-tools", plugin(process_start=lambda: calls.append("tools"))),
-        found(VERIFY, ImportError()),
     ]
     monkeypatch.setattr(startup.discovery, "discover", lambda: every)
     startup.begin_process.cache_clear()
@@ -367,7 +365,7 @@ def test_a_process_starts_with_the_extensions(
         startup.begin_process()
         assert calls == ["tools"]
         (record,) = caplog.records
-        assert "vllm-fl-core 1.0: its process_start hook failed: OSError: no port" in caplog.text
+        assert f"{VERIFY} 1.0: its process_start hook failed: OSError: no port" in caplog.text
         assert record.levelname == "ERROR"
         wrong = SettingsError("no such folder", key="metrics", origin="environment")
         every[2:] = [found(VERIFY, plugin(process_start=raising(wrong)))]

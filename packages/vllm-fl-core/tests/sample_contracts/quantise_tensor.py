@@ -17,7 +17,7 @@ from vllm_fl.contracts import (
 from vllm_fl.contracts.arguments import Problem
 from vllm_fl.contracts.sampling import Source
 
-from .checks import floating_tensor
+from . import floating_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -30,15 +30,12 @@ OPS = "vllm-fl-ops"
 
 @cache
 def contracts() -> Mapping[str, OpSpec]:
-    """The contracts of vllm-fl-ops by op name, read-only; none where it is not installed.
+    """The contracts of vllm-fl-ops by op name, read-only; empty if it is not installed.
 
     Imports no torch. `vllm_fl.plugins.registry.known_contracts` has other distributions' ops, too.
     """
-    from importlib.metadata import PackageNotFoundError, distribution  # slow to import
+    from importlib.metadata import entry_points  # slow to import
 
-    try:
-        found = distribution(OPS).entry_points.select(group="vllm_fl.contracts")
-    except PackageNotFoundError:
-        return MappingProxyType({})
-    brought = [contract.spec for plugin in found for contract in plugin.load().contracts()]
-    return MappingProxyType({spec.name: spec for spec in brought})
+    found = entry_points(group="vllm_fl.contracts", module="vllm_fl_ops.plugin")
+    specs = [contract.spec for plugin in found for contract in plugin.load().contracts()]
+    return MappingProxyType({spec.name: spec for spec in specs})

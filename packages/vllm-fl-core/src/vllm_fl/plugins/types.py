@@ -18,7 +18,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 from ..contracts.takes import Rule
 from ..text import clean, quote
-from .breadcrumb import running, top_module
+from .breadcrumb import running
 
 __all__ = [
     "AttentionImpl",
@@ -102,7 +102,7 @@ class _Impl:
             return True if available is None else available()
 
         note = f"the availability check of {self.op_name}={self.impl_id}"
-        with running(note, top_module(self.available or fn)):
+        with running(note):
             return answered("its availability check", ask)
 
     def _check(self, who: str) -> None:
@@ -422,7 +422,7 @@ class DeviceProfile:
 
     def detection(self) -> Availability:
         """True, or why this machine has none of it."""
-        with running(f"the detection of the device {self.name}", top_module(self.detect)):
+        with running(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
 
@@ -462,7 +462,7 @@ class SettingSpec(Generic[T]):
         append: of a list that is no such whitelist, another variable, whose names are added to
             those that hold.
         known: of a list of what is left out, all names that do something in an engine, as
-            `vllm-fl rescue` leaves out some of them. It may import the backend's library, and is
+            `vllm-fl bisect` leaves out some of them. It may import the backend's library, and is
             called in a process of its own.
 
     Raises:

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
 
         def tell() -> None:
-            answer(found, _show, as_json=arguments.json)
+            answer(found, show, as_json=arguments.json)
 
         def cut_short(why: str) -> None:
             """Tell of what was done. A report is left as it was: it would look like a whole one."""
@@ -505,7 +505,8 @@ def _heading(found: Mapping[str, Any]) -> str:
     )
 
 
-def _show(found: Mapping[str, Any]) -> None:
+def show(found: Mapping[str, Any]) -> None:
+    """Print the answer."""
     say(_heading(found))
     if found["results"]:
         print_table(HEADINGS, _rows(found["results"]))
@@ -522,5 +523,5 @@ def _report(found: Mapping[str, Any]) -> str:
     """The same as Markdown: a block of text, in which no word of others is markup."""
     text = io.StringIO()
     with answering(text):
-        _show(found)
+        show(found)
     return f"# Verification\n\n~~~~text\n{scrub(text.getvalue())}~~~~\n"

@@ -19,7 +19,9 @@ from vllm_fl_tools import cli
 from vllm_fl_tools.cli.doctor import BROKEN, CODES, code_of
 from vllm_fl_tools.cli.explain import codes, page, title
 
+PACKAGES = ("vllm_fl", "vllm_fl_tools", "vllm_fl_verify")
 SOURCES = Path(vllm_fl.__file__).parent
+CLI = Path(cli.__file__).parent
 
 OF_CLASSES = {
     "VllmFLError": "FL000",
@@ -42,13 +44,13 @@ OF_CLASSES = {
     "TargetError": "FL502",
     "ServingError": "FL504",
     "LockError": "FL505",
+    "EngineError": "FL601",
+    "AcceptError": "FL602",
+    "BisectError": "FL603",
     "UsageError": "FL701",
     "NoTemporaryFolderError": "FL520",
 }
 """Promised: people search for codes, so that lines are added here and none is ever changed."""
-
-OF_TOOLS = {"FL601", "FL602", "FL603"}
-"""Codes of errors of vllm-fl-tools, whose tests have the classes."""
 
 OF_FINDINGS = {
     "settings": "FL110",
@@ -77,11 +79,11 @@ OF_FINDINGS = {
 OF_WARNINGS = {"FL410", "FL411", "FL412", "FL503", "FL513"}
 """Codes that stand in warnings alone."""
 
-ALL = {*OF_CLASSES.values(), *OF_TOOLS, *OF_FINDINGS.values(), *OF_WARNINGS, "FL702"}
+ALL = {*OF_CLASSES.values(), *OF_FINDINGS.values(), *OF_WARNINGS, "FL702"}
 
 
 def classes() -> dict[str, type[VllmFLError]]:
-    """Every class of core's own errors; those of tests and plugins are not core's."""
+    """Every class of errors of core, verify and tools; tests and plugins have others."""
     for module in pkgutil.iter_modules(cli.__path__):
         if module.name != "__main__":
             import_module(f"{cli.__name__}.{module.name}")
@@ -89,7 +91,7 @@ def classes() -> dict[str, type[VllmFLError]]:
     while rest:
         cls = rest.pop()
         rest += cls.__subclasses__()
-        if cls.__module__.partition(".")[0] == "vllm_fl":
+        if cls.__module__.partition(".")[0] in PACKAGES:
             found[cls.__name__] = cls
     return found
 
@@ -102,7 +104,7 @@ def test_each_class_has_a_code_of_its_own_which_does_not_change() -> None:
 def test_each_check_of_doctor_has_a_code_which_does_not_change() -> None:
     assert (dict(CODES), BROKEN) == (OF_FINDINGS, "FL702")
     checks = set()
-    for path in (SOURCES / "cli").glob("*.py"):
+    for path in CLI.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
                 (first, *_) = [*node.args, None]
@@ -115,12 +117,13 @@ def test_each_check_of_doctor_has_a_code_which_does_not_change() -> None:
 def test_codes_of_different_things_differ() -> None:
     # A start, and every other verb, would end with the very error.
     foretold = {OF_FINDINGS["lock"], OF_FINDINGS["torch"]}
-    assert {*OF_CLASSES.values()} & {*OF_FINDINGS.values(), *OF_TOOLS} == foretold
+    assert {*OF_CLASSES.values()} & {*OF_FINDINGS.values()} == foretold
     assert not OF_WARNINGS & {*OF_CLASSES.values(), *OF_FINDINGS.values()}
 
 
 def test_no_line_of_a_log_has_a_code_that_nobody_explains() -> None:
-    text = "".join(path.read_text() for path in SOURCES.rglob("*.py"))
+    folders = (Path(import_module(name).__file__ or "").parent for name in PACKAGES)
+    text = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     told = set(re.findall(r"\bFL\d{3}\b", text))
     assert OF_WARNINGS <= told <= ALL
 
