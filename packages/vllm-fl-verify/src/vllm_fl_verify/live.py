@@ -202,7 +202,7 @@ class Live:
         whose = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
         what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
-        with breadcrumb.running(what, whose, named=False), self._watch.over(what):
+        with breadcrumb.running(what, named=False), self._watch.over(what):
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:

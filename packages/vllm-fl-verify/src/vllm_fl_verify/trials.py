@@ -84,7 +84,7 @@ class Role:
         """The block runs its code for `what`, which is noted for the next process."""
         whose = self.owner and f" of {self.owner}"
         noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{whose}"
-        return breadcrumb.running(noted, self.owner, named=False)
+        return breadcrumb.running(noted, named=False)
 
 
 @dataclass(frozen=True)

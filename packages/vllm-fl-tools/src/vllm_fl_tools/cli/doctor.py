@@ -33,10 +33,9 @@ from vllm_fl.plugins.calling import devices, find_device, policy_files
 from vllm_fl.plugins.discovery import Found, discover
 from vllm_fl.plugins.finding import Finding
 from vllm_fl.plugins.installed import CORE, canonical
-from vllm_fl.plugins.overrides import SPARE, STANDS
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS, RESERVED_OPS, brings_ops
+from vllm_fl.plugins.reserved import OPS, brings_ops
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
@@ -308,8 +307,10 @@ class _Examined:
                 f"pip install {OPS}",
             )
         requires = {canonical(f.owner.distribution or ""): f.requires for f in self.found}
-        owners = self.registry.snapshot().owners.items()
-        for owner in dict.fromkeys(owner for (op, _), owner in owners if op in RESERVED_OPS):
+        snapshot = self.registry.snapshot()
+        ours = {op for op, author in snapshot.authors.items() if brings_ops(author)}
+        owners = snapshot.owners.items()
+        for owner in dict.fromkeys(owner for (op, _), owner in owners if op in ours):
             if owner.distribution is None:
                 continue
             needed = [canonical(owner.distribution)]
@@ -446,15 +447,8 @@ def _lost_finding(crumb: Crumb) -> Finding:
         "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
         "(killed, out of memory); nothing else was left to say so."
     )
-    if crumb.error:
-        why = "The error is that of the call, or of a device, which reports it late."
-    if crumb.calls:
-        why = f"{why} {STANDS} {SPARE}"
-    module = crumb.owner.partition(".")[0]
-    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS"
-    if any(module and name.partition(".")[0] == module for name in _modules()):
-        again = "mend it, or take it out of VLLM_FL_PLUGIN_MODULES"
-    elif VLLMS in crumb.what:
+    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES"
+    if VLLMS in crumb.what:
         again = "reinstall it, or leave it out with VLLM_PLUGINS"
     why = f"{why} If it comes again, {again}. This forgets it:"
     return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")
