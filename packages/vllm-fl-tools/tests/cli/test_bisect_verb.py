@@ -71,7 +71,8 @@ NAMES = ("add", "mm", "sort", "topk")
 @hookimpl
 def settings():
     return [
-        SettingSpec("vendor_acme_off", "ACME_OFF", (), in_file=True, names="op", known=lambda: NAMES),
+        SettingSpec("vendor_acme_off", "ACME_OFF", (), in_file=True, names="op",
+                    known=lambda: NAMES),
         SettingSpec("vendor_acme_tile", "ACME_TILE", "64", in_file=True),
     ]
 
