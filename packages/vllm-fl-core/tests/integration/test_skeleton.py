@@ -32,7 +32,7 @@ def built(model, arguments, architecture=None):
     # A configuration may have another word for what rules an op out.
     ruled_out = EngineFacts(load_settings({}), "eager", absent=frozenset({"rms_norm", "relu2"}))
     found, layers = completed(ruled_out, config)
-    told = layers and {
+    told = {
         "layers": layers, "absent": sorted(found.absent),
         "provided": {op: [{n: str(d) for n, d in kind.items()} for kind in kinds]
                      for op, kinds in found.provided.items()}}
@@ -123,4 +123,4 @@ def test_what_only_layers_run_and_the_model_has_none_of_is_absent(built: Any) ->
 
 
 def test_a_model_that_cannot_be_built_so_is_not_known(built: Any) -> None:
-    assert built["nobody's"] == {}
+    assert built["nobody's"] == {"layers": {}, "absent": ["relu2", "rms_norm"], "provided": {}}

@@ -41,9 +41,10 @@ def completed(
         layers if the model cannot be built so, another one drafts for it, or no op has layers.
     """
     made: list[Any] = []
-    has_one = vllm_config.model_config is not None and vllm_config.speculative_config is None
     try:
-        if not has_one or not layer_table():
+        if vllm_config.model_config is None or vllm_config.speculative_config is not None:
+            return facts, {}
+        if not layer_table():
             return facts, {}
         forget_shared_layers()
         with _noting(made):
