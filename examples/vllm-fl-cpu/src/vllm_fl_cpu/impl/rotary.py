@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl, joint_cos_sin
+from vllm_fl import Availability, OpImpl
+from vllm_fl_ops.contracts.cos_sin import joint_cos_sin
 
 from . import ALIGNMENT, LANES, VENDOR, kernel, provides, unsuitable
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from importlib import import_module
 from typing import Any
 
 from ..logs import get_logger
@@ -64,10 +63,3 @@ def _asked(rule: SizeRule, config: Any, untold: list[str]) -> float | None:
     except Exception:  # configurations are the models' own, and anything may lack
         untold.append(rule.name)
         return None
-
-
-def __getattr__(name: str) -> Any:
-    """Of release 0.3, for code that looks here: the ops have the rules now. It goes with 0.4."""
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module(".rules", __package__), name)

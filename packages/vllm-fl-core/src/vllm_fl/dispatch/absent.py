@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..errors import NoImplementationError, PluginError, UnknownOpError
 from ..plugins.plugin import Plugin
-from ..plugins.reserved import OPS, RESERVED_OPS, why_absent
+from ..plugins.reserved import OPS, ops_missing
 from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import Impl, OpImpl
 from ..settings.policy import closest
@@ -52,10 +52,9 @@ def check_contract(op: str, snapshot: RegistrySnapshot, plugins: Sequence[Plugin
         if plugin.error is not None and plugin.lost_contracts:
             told = f"{lost}, and a plugin failed that may have brought it."
             raise _failed(told, plugin.error, op, first.impl_id)
-    if op in RESERVED_OPS:
-        raise PluginError(
-            f"{lost}: {why_absent(plugins)}.", op=op, impl=first.impl_id, distribution=OPS
-        )
+    why = ops_missing(plugins)
+    if why and owner in {plugin.owner for plugin in plugins}:
+        raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
 
 
 def _failed(told: str, error: PluginError, op: str, impl: str) -> PluginError:
@@ -74,10 +73,9 @@ def unknown(op: str, snapshot: RegistrySnapshot, plugins: Sequence[Plugin]) -> U
     """The error of an op that neither a contract nor a plugin names."""
     known = snapshot.ops
     left_out = [plugin.owner.label for plugin in plugins if plugin.status == "disabled"]
-    if op in RESERVED_OPS:
-        more = f" Its contract is missing here: {why_absent(plugins)}."
-    else:
-        more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
+    more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
+    if (why := ops_missing(plugins)) and not snapshot.contracts:
+        more = f" Contracts are missing here: {why}."
     return UnknownOpError(
         f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
         f"Known: {', '.join(known) or 'none'}.{more}",

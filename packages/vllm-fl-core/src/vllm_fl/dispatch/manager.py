@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import CallError, NoImplementationError, PolicySealedError, SettingsError
 from ..logs import get_logger
-from ..older import OlderManager, lookup
 from ..plugins.calling import rejections
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.plugin import Plugin
@@ -48,7 +47,7 @@ POLICIES_AT_MOST = 64
 """Policies of contexts whose functions are kept: a program may make a new one for every call."""
 
 
-class OpManager(OlderManager):
+class OpManager:
     """Resolves ops and calls them. One per process is enough: `get_default_manager()`.
 
     Args:
@@ -591,6 +590,3 @@ os.register_at_fork(
     after_in_parent=lambda: _held.pop_all().close(),
     after_in_child=_start_clean_in_child,
 )
-
-if not TYPE_CHECKING:  # a checker sees what is written here alone
-    __getattr__ = partial(lookup, module=__name__)

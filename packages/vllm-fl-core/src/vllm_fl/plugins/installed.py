@@ -111,16 +111,6 @@ def entry_points(*groups: str) -> list[Any]:
     return found
 
 
-def is_installed(name: str, version: str) -> bool:
-    """Whether a distribution is installed in this version."""
-    from importlib_metadata import PackageNotFoundError, distribution
-
-    try:
-        return str(identity(distribution(name))[1]) == version
-    except (PackageNotFoundError, ValueError):  # an empty name
-        return False
-
-
 def vllm_release() -> tuple[str, str] | None:
     """The installed vLLM's (name, version); None where its metadata is not installed.
 

@@ -26,7 +26,7 @@ from .discovery import Found, module_of, remedy_for, select_allowed
 from .hookspecs import PROJECT
 from .installed import CORE
 from .plugin import Owner, Plugin, Status
-from .reserved import brings_ops, op_holder, reservation
+from .reserved import OPS, brings_ops, reservation
 from .snapshot import RegistrySnapshot
 from .types import (
     AttentionImpl,
@@ -248,8 +248,7 @@ def _add_contracts(registry: Registry, plugins: Sequence[Plugin]) -> list[list[R
     claims: dict[str, list[Owner]] = {}
     for plugin in plugins:
         for contract, _ in plugin.contracts:
-            if not op_holder(contract.name, plugin.owner):
-                claims.setdefault(contract.name, []).append(plugin.owner)
+            claims.setdefault(contract.name, []).append(plugin.owner)
     first = registry.snapshot()
     refused: list[list[Refused]] = [[] for _ in plugins]
     in_turn = sorted(
@@ -265,8 +264,9 @@ def _add_contracts(registry: Registry, plugins: Sequence[Plugin]) -> list[list[R
                 continue  # a script's registry began with it
             claimants = claims.get(name, [])
             why, kind = registry.snapshot().objection(name, binding)
-            if holder := op_holder(name, plugin.owner):
-                why = f"{holder} has this op; give yours another name"
+            if any(map(brings_ops, claimants)):
+                if not brings_ops(plugin.owner):
+                    why = f"{OPS} has this op; give yours another name"
             elif len(claimants) > 1:
                 others = [clean(str(each)) for each in claimants if each != plugin.owner]
                 why, kind = (

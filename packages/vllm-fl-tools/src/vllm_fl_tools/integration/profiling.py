@@ -1,6 +1,6 @@
 """Sees what a worker's steps spend the device's time on, under PyTorch's profiler.
 
-For `vllm-fl coverage` alone, by vLLM's argument `worker_extension_cls`: no other engine imports it.
+For `vllm-fl tune --profile` only, by vLLM's argument `worker_extension_cls`.
 What is seen goes to the command as names and times; whose they are is found there
 (`cli/_coverage.py`).
 

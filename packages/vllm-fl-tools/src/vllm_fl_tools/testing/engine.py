@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.plugins.breadcrumb import ending
+from vllm_fl.plugins.breadcrumb import FOLDER
 
 from .processes import installed_with
 from .subject import Refused, Subject, expect
@@ -133,7 +133,7 @@ def _run(
     with tempfile.TemporaryFile() as log:
         child = subprocess.Popen(
             command,
-            env=os.environ | variables,
+            env=os.environ | variables | {FOLDER: ""},
             stdin=subprocess.DEVNULL,
             stdout=log,  # a pipe stays open as long as any of the processes lives
             stderr=subprocess.STDOUT,
@@ -144,8 +144,7 @@ def _run(
             with suppress(subprocess.TimeoutExpired):
                 status = child.wait(deadline)
         finally:
-            with ending(child.pid):
-                _end_session(child)
+            _end_session(child)
         log.seek(0)
         return status, log.read().decode(errors="replace")
 
