@@ -77,11 +77,9 @@ def over(session: nox.Session, base: envs.Env, *distributions: str) -> envs.Env:
     return envs.thin(base, envs.wheels(*distributions) if distributions else (), path)
 
 
-def with_vllm(
-    session: nox.Session, vllm: str = envs.VLLM, interpreter: str = sys.executable
-) -> envs.Env:
+def with_vllm(session: nox.Session, vllm: str = envs.VLLM) -> envs.Env:
     """The shared environment that holds vLLM; without one, the session ends and says why."""
-    base = envs.engine(vllm, interpreter)
+    base = envs.engine(vllm)
     if problem := envs.cuda_build(base):
         session.error(problem)
     return base
@@ -141,11 +139,13 @@ ON_INTERPRETER = standing_in(FLAGGEMS, "on_interpreter", TRITON_INTERPRET="1")
 BFLOAT16 = "(bfloat16 or not float)"
 """Which tests of a backend further Pythons run: those in the dtype of most models."""
 
-WHOLE = ("-m", "", "--hypothesis-profile=nightly")
-"""Options of pytest that add the tests marked `slow`, and more examples of hypothesis."""
+NIGHTLY_RUN = "NIGHTLY_RUN"
+"""The variable under which sessions run their tests marked `slow`, too, and more examples of
+hypothesis."""
 
-MARKED = ("tests-core", "tests-ops", "tests-tools", "isolation", "engine")
-"""The sessions that leave out tests marked `slow` unless they get the arguments `WHOLE`."""
+MARKS = (
+    ("-m", "", "--hypothesis-profile=nightly") if NIGHTLY_RUN in os.environ else ("-m", "not slow")
+)
 
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """One GiB of KV cache, and nothing fetched from or reported to anywhere."""
@@ -175,11 +175,12 @@ def docs(session: nox.Session) -> None:
 @timed("typing")
 def typing(session: nox.Session) -> None:
     """Check the types of every distribution (mypy --strict)."""
-    sources = [str(folder / "src") for folder in envs.distributions().values()]
+    folders = (folder / "src" for folder in envs.distributions().values())
+    sources = [str(folder) for folder in folders if folder.exists()]  # vllm-fl has none
     python(session, with_torch(session), "-m", "mypy", *sources, "tools", *session.posargs)
 
 
-@timed("quickstart", default=False)
+@timed("quickstart", default=False, exclusive=True)
 def quickstart(session: nox.Session) -> None:
     """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
     env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
@@ -193,7 +194,7 @@ def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test core and verification, with no backend installed."""
     env = over(session, with_torch(session, interpreter), *KIT)
     folders = (f"packages/{name}/tests" for name in (CORE, VERIFY))
-    tests_in_parallel(session, env, *folders, "-m", "not slow")
+    tests_in_parallel(session, env, *folders, *MARKS)
 
 
 @timed("tests-tools")
@@ -201,14 +202,14 @@ def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None
     """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), *KIT)
-    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", "not slow")
+    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", *MARKS)
 
 
 @timed("tests-ops")
 def tests_ops(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the contracts, by the kit too, and where vLLM runs each op, with no backend."""
     env = over(session, with_torch(session, interpreter), *KIT)
-    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", "-m", "not slow")
+    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", *MARKS)
 
 
 @timed("tests-reference", default=False)
@@ -221,31 +222,29 @@ def tests_reference(
 
 
 @timed("tests-cpu", default=False)
-def tests_cpu(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
+def tests_cpu(session: nox.Session) -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
-    base = with_vllm(session, interpreter=interpreter)
-    env = over(session, base, *KIT, REFERENCE, CPU)
-    tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", "-k", chosen, **ENGINE)
+    env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
+    tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
 
 
 @timed("tests-cuda", default=False)
-def tests_cuda(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
+def tests_cuda(session: nox.Session) -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
-    env = over(session, with_torch(session, interpreter), *KIT, CUDA)
+    env = over(session, with_torch(session), *KIT, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
     tests_in_parallel(session, env, tests, f"--ignore={tests}/test_conformance.py")
     conformance = f"{tests}/test_conformance.py"
-    tests_in_parallel(session, env, conformance, "-k", chosen, **ON_CPU_KERNELS)
+    tests_in_parallel(session, env, conformance, **ON_CPU_KERNELS)
 
 
 @timed("tests-ascend", default=False)
-def tests_ascend(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
+def tests_ascend(session: nox.Session) -> None:
     """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
-    base = with_vllm(session, interpreter=interpreter)
-    env = over(session, base, *KIT, REFERENCE, ASCEND)
+    env = over(session, with_vllm(session), *KIT, REFERENCE, ASCEND)
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
     tests = "packages/vllm-fl-ascend/tests"
-    tests_in_parallel(session, env, tests, "-k", chosen, **ENGINE, **wheel)
+    tests_in_parallel(session, env, tests, **ENGINE, **wheel)
 
 
 FAMILIES = (
@@ -310,13 +309,13 @@ def kits(session: nox.Session) -> None:
 
 
 @timed("tests-flagcx", default=False)
-def tests_flagcx(session: nox.Session, interpreter: str = sys.executable) -> None:
+def tests_flagcx(session: nox.Session) -> None:
     """Test the communicator on FlagCX, on a library with its interface that cc builds."""
-    env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, VERIFY, FLAGCX)
+    env = over(session, with_vllm(session), CORE, OPS, VERIFY, FLAGCX)
     tests_in_parallel(session, env, "packages/vllm-fl-flagcx/tests", **ENGINE)
 
 
-@timed("real", default=False)
+@timed("real", default=False, exclusive=True)
 def real(session: nox.Session) -> None:
     """Run real models with each plan, in each mode and dtype, against stock and transformers."""
     for name in (SMOLLM2, GEMMA, MINILM):
@@ -335,13 +334,13 @@ def engines_on_real_models(session: nox.Session, *args: str) -> None:
     tests_in_parallel(session, env, "tests/real", *options, *args, **ENGINE)
 
 
-@timed("tests-empty", default=False)
+@timed("tests-empty", default=False, exclusive=True)
 def tests_empty(session: nox.Session) -> None:
     """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
     empty_builds(session, envs.EMPTY_RANGE[-1])
 
 
-@timed("oldest", default=False)
+@timed("oldest", default=False, exclusive=True)
 def oldest(session: nox.Session) -> None:
     """Run a part of the engine's tests on the oldest release, and on its oldest empty build."""
     env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), *KIT, REFERENCE, CPU)
@@ -350,7 +349,7 @@ def oldest(session: nox.Session) -> None:
     empty_builds(session, envs.EMPTY_RANGE[0], *chosen)
 
 
-@timed("ray", default=False)
+@timed("ray", default=False, exclusive=True)
 def ray(session: nox.Session) -> None:
     """Run vLLM's engine over two nodes of a Ray cluster on this machine."""
     env = over(session, envs.ray(), CORE, OPS, VERIFY, REFERENCE, CPU)
@@ -358,18 +357,16 @@ def ray(session: nox.Session) -> None:
 
 
 @timed("tests-flaggems", default=False)
-def tests_flaggems(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = ""
-) -> None:
+def tests_flaggems(session: nox.Session) -> None:
     """Test the FlagGems backend, its kernels through Triton's interpreter."""
-    with_torch(session, interpreter)  # says what is amiss with it
-    env = over(session, envs.flaggems(interpreter), *KIT, FLAGGEMS)
+    with_torch(session)  # warns of a CUDA build
+    env = over(session, envs.flaggems(), *KIT, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
     triton = "packages/vllm-fl-tools/tests/testing/test_triton.py"
     tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
-    tests_in_parallel(session, env, *computing, "-k", chosen, **ON_INTERPRETER, **cache)
+    tests_in_parallel(session, env, *computing, **ON_INTERPRETER, **cache)
 
 
 @timed("isolation")
@@ -380,14 +377,14 @@ def isolation(session: nox.Session) -> None:
     tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
     env = over(session, envs.light(), CORE, OPS)  # what the tests of the documentation compare with
     # Those of one file share the environments that they make, and have one worker.
-    tests_in_parallel(session, env, *tests, "--dist=loadfile", "-m", "not slow")
+    tests_in_parallel(session, env, *tests, "--dist=loadfile", *MARKS)
 
 
 @timed("engine", exclusive=True)
 def engine(session: nox.Session) -> None:
     """Run vLLM's CPU engine with the plugins, eager and compiled, on the newest release."""
     env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
-    engines_in_parallel(session, env, "-m", "not slow")
+    engines_in_parallel(session, env, *MARKS)
 
 
 @timed("bench", default=False)
@@ -423,10 +420,12 @@ def nightly(session: nox.Session) -> None:
 
     `nox -s nightly -- tests-core ray` runs these two of its sessions.
     """
-    for name in session.posargs or NIGHTLY:
+    names = session.posargs or NIGHTLY
+    for name in names:
         if name not in NIGHTLY:
             session.error(f"The nightly run has no session {name!r}, only {', '.join(NIGHTLY)}")
-        session.notify(name, WHOLE if name in MARKED else ())
+    command = (sys.executable, "-m", "nox", "-s", *names, "--parallel", "2")
+    session.run(*command, env={NIGHTLY_RUN: "1"}, external=True)
 
 
 @timed("newest", default=False)
@@ -448,20 +447,13 @@ def newest(session: nox.Session) -> None:
 @timed("pythons", default=False)
 @nox.parametrize("version", envs.PYTHONS)
 def pythons(session: nox.Session, version: str) -> None:
-    """Test core, the tools and each backend on every supported Python that is here."""
+    """Test core, the ops, the tools and the reference backend on another supported Python."""
     found = envs.interpreter(version)
     if found is None:
         session.skip(f"no Python {version} here: no python{version} on the PATH, none of pyenv's")
     for tests in (tests_core, tests_ops, tests_tools):
         tests(session, found)
     tests_reference(session, found, BFLOAT16)
-    tests_flaggems(session, found, f"{BFLOAT16} and not determinism")
-    if problem := envs.cuda_build(envs.engine(python=found)):
-        session.warn(f"The tests of vLLM's kernels are left out. {problem}")
-        return
-    for tests in (tests_cpu, tests_cuda, tests_ascend):
-        tests(session, found, BFLOAT16)
-    tests_flagcx(session, found)
 
 
 @timed("wrong-kernels", default=False)
@@ -541,7 +533,7 @@ def tests_gpu(session: nox.Session) -> None:
     python(session, with_gpu(session), "tests/gpu/run.py", *session.posargs)
 
 
-@timed("rehearsal", default=False)
+@timed("rehearsal", default=False, exclusive=True)
 def rehearsal(session: nox.Session) -> None:
     """Run the GPU's cases for several ranks on the CPU: four, or `-- --ranks 8`."""
     env = over(session, with_vllm(session), *KIT, REFERENCE)
@@ -581,5 +573,5 @@ def wheels(session: nox.Session) -> None:
 
 @timed("release-check", default=False)
 def release_check(session: nox.Session) -> None:
-    """Build every distribution as for a release; install, and upgrade, as users will."""
+    """Build every distribution as for a release, and install it as users will."""
     python(session, envs.release(), "tools/release_check.py")

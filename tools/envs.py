@@ -78,7 +78,7 @@ REPORT = (
     "python-dateutil==4.0.0",
     "argcomplete==3.7.2",
 )
-"""What draws the pages of `vllm-fl report`, with its requirements, and what completes the command
+"""What draws the pages of `vllm-fl show`, with its requirements, and what completes the command
 line in a shell."""
 
 SITE = (
@@ -294,13 +294,13 @@ def newest(requirement: str) -> dict[str, str]:
     return {entry["metadata"]["name"]: entry["metadata"]["version"] for entry in entries}
 
 
-def flaggems(python: str = sys.executable) -> Env:
+def flaggems() -> Env:
     """The engine environment with FlagGems, and the Triton for it, laid over it."""
-    return _layer("flaggems", engine(python=python), (*FLAGGEMS, FLAGGEMS_TRITON))
+    return _layer("flaggems", engine(), (*FLAGGEMS, FLAGGEMS_TRITON))
 
 
 def report(python: str = sys.executable) -> Env:
-    """The engine environment with what `vllm-fl report` draws with."""
+    """The engine environment with what `vllm-fl show --html` draws with."""
     return _layer("report", engine(python=python), REPORT)
 
 

@@ -1,4 +1,4 @@
-"""The distribution as a whole: what it imports, what it brings, and its older names."""
+"""The distribution as a whole: what it imports, and what it brings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import subprocess
 import sys
 from importlib import import_module
 from pkgutil import iter_modules, walk_packages
-
-import pytest
 
 import vllm_fl_ops.bindings
 import vllm_fl_ops.contracts
@@ -42,11 +40,3 @@ def test_each_op_has_a_contract_and_a_binding_here_of_its_name() -> None:
     for op in ours:
         assert known.contracts[op] is import_module(f"vllm_fl_ops.contracts.{op}").SPEC
         assert known.bindings[op].sizes is import_module(f"vllm_fl_ops.bindings.{op}").BINDING.sizes
-
-
-def test_what_0_2_had_in_core_is_found_under_its_older_name() -> None:
-    for name in ("rms_norm", "silu_and_mul", "activations", "paging", "routing", "sequences"):
-        here = import_module(f"vllm_fl_ops.contracts.{name}")
-        assert import_module(f"vllm_fl.contracts.{name}") is here
-    with pytest.raises(ModuleNotFoundError):
-        import_module("vllm_fl.contracts.nothing_of_the_kind")

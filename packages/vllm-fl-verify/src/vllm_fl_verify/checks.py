@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import OpSpec, Sample
-from vllm_fl.contracts.batches import Order
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import FAILED, REFUSES, REJECTED, Objection
 
 from . import graphs, launches
+from .batches import Order
 from .budget import Budget
 from .form import Form
 from .guarded import rows_of
@@ -195,9 +195,7 @@ def _traced(run: Run) -> Objections:
     """Trace the form that compiled graphs may call instead, and compare it uncompiled."""
     if not run.role.in_graphs or run.impl.traced is None:
         return
-    from vllm_fl.engine.traced import (
-        trial,  # what traces is not loaded for an engine that compiles nothing
-    )
+    from .traced import trial  # imports a compiler
 
     traced = dataclasses.replace(run.impl, fn=run.impl.traced)
     for form in run.forms_served:

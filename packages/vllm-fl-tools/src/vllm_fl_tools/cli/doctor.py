@@ -11,7 +11,7 @@ import stat
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from importlib.metadata import distribution
 from importlib.util import find_spec
@@ -44,6 +44,7 @@ from vllm_fl.settings.schema import CONFIG, TAKEN, Settings, undo
 from vllm_fl.settings.values import IN_TREE, OP_CONFIG
 from vllm_fl.text import clean, quote
 
+from . import _bundle
 from . import plugins as plugins_verb
 from ._child import LoadingError, surviving
 from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
@@ -88,11 +89,28 @@ _CODE = re.compile(r"\[(FL\d{3})\]")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which engine is looked at; of any model without one."""
     takes_engine(parser, or_script=False)
+    parser.add_argument(
+        "--bundle",
+        metavar="FILE",
+        help="write an archive for a bug report, .tar.gz: this answer, versions, settings, plan "
+        "and what the engine left, without secrets",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. All checks run, however broken the environment is."""
     check_words(arguments)
+    with ExitStack() as stack:
+        draft = arguments.bundle and stack.enter_context(_bundle.draft_of(arguments.bundle))
+        found = _examine(arguments)
+        if draft:
+            _bundle.write(draft, found, arguments.model, arguments.more)
+    answer(found, _show, as_json=arguments.json)
+    return 1 if found["findings"] else 0
+
+
+def _examine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Make all checks."""
     lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
     gone: dict[str, str] = {}
     ended: list[Finding] = []
@@ -107,8 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": []}
     findings = dict.fromkeys([*lost, *(Finding(**each) for each in found["findings"]), *ended])
     found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
-    answer(found, _show, as_json=arguments.json)
-    return 1 if findings else 0
+    return found
 
 
 def _show(facts: Mapping[str, Any]) -> None:
@@ -340,7 +357,6 @@ class _Examined:
             env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(
                 self.registry,
-                self.plugins,
                 env if errors or self.failing else os.environ,
                 platform=where,
             )
