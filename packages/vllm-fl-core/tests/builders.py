@@ -14,12 +14,13 @@ from vllm_fl.contracts.binding import put
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
-from vllm_fl.plugins.discovery import Found, discover
+from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
-from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import BackendImplKind, Impl, OpImpl, SettingSpec
+from vllm_fl.plugins.setting import SettingSpec
+from vllm_fl.plugins.types import BackendImplKind, Impl, OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import Mode, SelectionPolicy
 
@@ -67,7 +68,7 @@ class _Settings:
 def registry_with_settings(*impls: Impl) -> OpRegistry:
     """A registry into which the plugin that declares `PLUGIN_SETTINGS` was loaded, and these."""
     registry = OpRegistry()
-    load(registry, [Found(Owner("settings"), "settings", _Settings)])
+    load(registry, [Plugin(Owner("settings"), "settings", _Settings)])
     registry.register_many(impls)
     return registry
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from vllm_fl import BackendImplKind, CommunicatorImpl, OpImpl, SettingsError
-from vllm_fl.plugins.discovery import Found
 from vllm_fl.plugins.loading import load
-from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.schema import Settings
@@ -51,7 +50,7 @@ def test_a_list_of_flaggems_ops_leaves_communicators_of_its_kind_alone(variable:
 
 def test_the_plugin_declares_them() -> None:
     registry = OpRegistry()
-    (loaded,) = load(registry, [Found(Owner("flaggems"), "flaggems", lambda: plugin)])
+    (loaded,) = load(registry, [Plugin(Owner("flaggems"), "flaggems", lambda: plugin)])
     assert loaded.error is None
     assert [spec.key for spec in loaded.settings] == [spec.key for spec in settings.SETTINGS]
     assert {"settings", "rejections", "doctor"} <= set(loaded.hooks)

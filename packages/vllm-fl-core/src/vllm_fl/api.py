@@ -29,6 +29,7 @@ from .errors import PluginError as PluginError
 from .errors import SettingsError as SettingsError
 from .errors import VllmFLError as VllmFLError
 from .logs import get_logger as get_logger
+from .plugins.device import DeviceProfile as DeviceProfile
 from .plugins.finding import Finding as Finding
 from .plugins.hookspecs import HOOK_API as HOOK_API
 from .plugins.hookspecs import hookimpl as hookimpl
@@ -38,6 +39,9 @@ from .plugins.inspection import GroupFacts as GroupFacts
 from .plugins.inspection import Key as Key
 from .plugins.inspection import Moment as Moment
 from .plugins.inspection import Objection as Objection
+from .plugins.inspection import WorkerContext as WorkerContext
+from .plugins.inspection import WorkerReport as WorkerReport
+from .plugins.setting import SettingSpec as SettingSpec
 from .plugins.types import AttentionImpl as AttentionImpl
 from .plugins.types import AttentionRequest as AttentionRequest
 from .plugins.types import Availability as Availability
@@ -45,11 +49,7 @@ from .plugins.types import BackendImplKind as BackendImplKind
 from .plugins.types import BackendPriority as BackendPriority
 from .plugins.types import CommunicatorImpl as CommunicatorImpl
 from .plugins.types import CommunicatorRequest as CommunicatorRequest
-from .plugins.types import DeviceProfile as DeviceProfile
 from .plugins.types import LayerImpl as LayerImpl
 from .plugins.types import LayerRequest as LayerRequest
 from .plugins.types import OpImpl as OpImpl
 from .plugins.types import PolicyDefaults as PolicyDefaults
-from .plugins.types import SettingSpec as SettingSpec
-from .plugins.types import WorkerContext as WorkerContext
-from .plugins.types import WorkerReport as WorkerReport

@@ -34,9 +34,8 @@ from vllm_fl.dispatch import (
     with_strict_mode,
 )
 from vllm_fl.errors import PluginError, PolicySealedError, SettingsError
-from vllm_fl.plugins.discovery import Found
 from vllm_fl.plugins.loading import load
-from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import check_names, load_settings
 
@@ -188,7 +187,7 @@ def test_a_class_with_a_classmethod_register_is_a_plugin() -> None:
 
     registry = OpRegistry()
     each = [
-        Found(Owner(cls.__name__), cls.__name__, partial(_given, cls)) for cls in (Classy, Unbound)
+        Plugin(Owner(cls.__name__), cls.__name__, partial(_given, cls)) for cls in (Classy, Unbound)
     ]
     assert [plugin.status for plugin in load(registry, each)] == ["ok", "failed"]
     assert registry.get_implementation("silu_and_mul", "vendor.acme") is not None

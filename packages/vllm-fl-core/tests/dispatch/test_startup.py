@@ -10,16 +10,11 @@ import pytest
 from vllm_fl.dispatch import startup
 from vllm_fl.dispatch.startup import Startup, start
 from vllm_fl.errors import PluginError
-from vllm_fl.plugins.discovery import Found
+from vllm_fl.plugins.device import DeviceProfile
 from vllm_fl.plugins.hookspecs import hookimpl
-from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import (
-    BackendImplKind,
-    DeviceProfile,
-    OpImpl,
-    PolicyDefaults,
-)
+from vllm_fl.plugins.types import BackendImplKind, OpImpl, PolicyDefaults
 
 
 class Acme:
@@ -60,7 +55,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
 
     def begin(env: dict[str, str], *plugins: object, **arguments: object) -> Startup:
         found = [
-            Found(
+            Plugin(
                 Owner(type(each).__name__.lower(), "fl-test", "1.0"), "test", lambda each=each: each
             )
             for each in plugins

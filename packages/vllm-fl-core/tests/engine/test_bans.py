@@ -13,12 +13,12 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
-from vllm_fl.plugins.discovery import Found
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.loading import load
-from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
+from vllm_fl.plugins.setting import SettingSpec
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
 OP = "silu_and_mul"
@@ -85,7 +85,7 @@ class Situation:
             plugins=[BLACKLIST],
         )
         registry = OpRegistry()
-        load(registry, [Found(Owner("acme"), "acme", Acme)])
+        load(registry, [Plugin(Owner("acme"), "acme", Acme)])
         registry.register_many([first, silu(PLAIN)])
         self.manager = OpManager()
         self.manager.use_startup(Startup((), self.settings), registry)

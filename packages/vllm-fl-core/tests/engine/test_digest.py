@@ -19,7 +19,8 @@ from vllm_fl.engine.digest import UNKNOWN, _code_of, code_of, digest, fingerprin
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan, make_plan
 from vllm_fl.plugins.plugin import Owner, Plugin
-from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
+from vllm_fl.plugins.setting import SettingSpec
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
 SOURCE = "def silu_and_mul(x):\n    return x[..., : x.shape[-1] // 2] {operator} 2\n"
@@ -202,7 +203,7 @@ def test_settings_that_a_planned_plugin_declares_count(kernel: Path, tmp_path: P
 
     def told(planned: bool = True, **env: str) -> str:
         who = owner if planned else Owner("other")
-        plugin = Plugin(who, "acme.plugin", "ok", settings=(fast,))
+        plugin = Plugin(who, "acme.plugin", status="ok", settings=(fast,))
         settings = load_settings(env, plugins=(fast,))
         return digest(fingerprint(plan, owners, settings=settings, plugins=(plugin,)))
 

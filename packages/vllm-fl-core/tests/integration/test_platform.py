@@ -14,7 +14,7 @@ from configs import engine_config
 from vllm_fl.dispatch import platforms
 from vllm_fl.errors import DeviceError, PluginError
 from vllm_fl.integration import platform
-from vllm_fl.plugins.types import DeviceProfile
+from vllm_fl.plugins.device import DeviceProfile
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 

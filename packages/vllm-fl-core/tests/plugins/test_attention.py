@@ -53,18 +53,6 @@ def test_the_class_may_depend_on_the_request() -> None:
     assert class_path_for(acme("acme.Plain"), MLA) == "acme.Plain"
 
 
-@pytest.mark.parametrize("path", ["Backend", ".", "", None, 3])
-def test_a_class_path_has_a_module(path: Any) -> None:
-    with pytest.raises(ValueError, match=r"class_path must be 'module\.Class'"):
-        acme(path)
-
-
-@pytest.mark.parametrize("name", ["available", "supports"])
-def test_what_is_asked_must_be_callable(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be callable"):
-        acme(**{name: True})
-
-
 def both(use_mla: bool = False, use_sparse: bool = False) -> str:
     return f"acme.{'Mla' if use_mla else 'Plain'}{'Sparse' if use_sparse else ''}"
 

@@ -26,7 +26,7 @@ RUN = (
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this test's notes; nothing of another's is remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(breadcrumb._note, "dead", None)
+    breadcrumb._left.cache_clear()
     return tmp_path / "vllm-fl" / "running"
 
 

@@ -17,7 +17,7 @@ from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError, SettingsError, StartError
 from vllm_fl.plugins.asking import asking, checks, enter_session, objections, sections
 from vllm_fl.plugins.calling import rejections
-from vllm_fl.plugins.discovery import EXTENSIONS, Found, discover
+from vllm_fl.plugins.discovery import EXTENSIONS, discover
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection
 from vllm_fl.plugins.loading import load
@@ -50,7 +50,7 @@ def verifier(fault: Objection | None = None) -> Any:
     return plugin(True, inspect_plan=lambda: {KEY: fault} if fault else None)
 
 
-def found(distribution: str | None, content: Any = None, kind: Kind = "extension") -> Found:
+def found(distribution: str | None, content: Any = None, kind: Kind = "extension") -> Plugin:
     """A distribution's plugin; without content it must not be imported."""
 
     def import_it() -> Any:
@@ -59,10 +59,10 @@ def found(distribution: str | None, content: Any = None, kind: Kind = "extension
             raise content
         return content
 
-    return Found(Owner("acme", distribution, "1.0"), f"{distribution}.plugin", import_it, kind)
+    return Plugin(Owner("acme", distribution, "1.0"), f"{distribution}.plugin", import_it, kind)
 
 
-def loaded(*every: Found, only: list[str] | None = None) -> tuple[Plugin, ...]:
+def loaded(*every: Plugin, only: list[str] | None = None) -> tuple[Plugin, ...]:
     return load(OpRegistry(EMPTY), every, only=only)
 
 
@@ -113,7 +113,7 @@ def test_another_distributions_extension_is_refused_and_not_imported(
     assert VERIFY in told
     # Nor does it hide the module that it points at from a user who names this one.
     module = found(None, verifier(), "backend")
-    named = Found(module.owner, f"{distribution}.plugin", module.load)
+    named = Plugin(module.owner, f"{distribution}.plugin", module.load)
     assert [each.status for each in loaded(found(distribution), named, only=[])] == ["failed", "ok"]
 
 
@@ -290,7 +290,7 @@ def test_without_a_verifier_nothing_is_known_to_be_batch_invariant() -> None:
     assert manager.trace("silu_and_mul", engine=True, facts=FREE).selected is IMPL
 
 
-def refusal(*every: Found, only: list[str] | None = None, preflight: str = "verify") -> str | None:
+def refusal(*every: Plugin, only: list[str] | None = None, preflight: str = "verify") -> str | None:
     return unverified(preflight, loaded(*every, only=only), plans_others=True)
 
 
@@ -331,7 +331,7 @@ def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
         ),
     ],
 )
-def test_a_broken_verifier_is_named_with_its_error(broken: Found) -> None:
+def test_a_broken_verifier_is_named_with_its_error(broken: Plugin) -> None:
     for others in ((), (found("fl-verify", verifier(), "backend"),)):
         told = refusal(BACKEND, *others, broken)
         assert told is not None and told.startswith("nothing here verifies kernels: Plugin 'acme'")
@@ -378,7 +378,7 @@ def test_a_process_starts_with_the_extensions(
 
 
 def test_a_setting_that_no_loaded_extension_reads_ends_the_startup() -> None:
-    operate = Found(
+    operate = Plugin(
         Owner("operate", "vllm-fl-tools"), "m", lambda: plugin(process_start=nothing), "extension"
     )
     plugins = load(OpRegistry(EMPTY), [operate])

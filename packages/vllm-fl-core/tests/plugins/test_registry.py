@@ -111,21 +111,6 @@ def test_only_what_the_contract_lets_be_overwritten_may_be() -> None:
         OpRegistry().register_impl(silu("vendor.acme", consumes={"x"}), ACME)
 
 
-def test_without_a_contract_the_first_one_states_the_parameters() -> None:
-    def one(x: Any, scale: float = 1.0) -> Any:
-        return x
-
-    def two(x: Any) -> Any:
-        return x
-
-    registry = OpRegistry()
-    registry.register_impl(OpImpl("acme_op", "reference.one", BackendImplKind.REFERENCE, one), ACME)
-    with pytest.raises(PluginError, match=r"reference\.one.*\(x, scale=1\.0\)"):
-        registry.register_impl(
-            OpImpl("acme_op", "reference.two", BackendImplKind.REFERENCE, two), BETA
-        )
-
-
 def test_remove_and_clear() -> None:
     registry = OpRegistry()
     registry.register_impl(silu("vendor.acme"), ACME)

@@ -31,12 +31,9 @@ def test_a_vendors_id_need_not_be_said() -> None:
     [
         ((ROW, "a.B", VENDOR), {}, "needs vendor"),
         ((ROW, "a.B", VENDOR, "acme"), {"impl_id": "vendor.zeta"}, "is 'vendor.acme'"),
-        ((ROW, "a.B", BackendImplKind.DEFAULT), {}, "non-empty"),
         ((ROW, "a.B", BackendImplKind.REFERENCE, "acme"), {"impl_id": "x"}, "kind VENDOR only"),
         (("", "a.B", VENDOR, "acme"), {}, "class name"),
-        (("linear.Row", "a.B", VENDOR, "acme"), {}, "class name"),
         ((ROW, "Row", VENDOR, "acme"), {}, r"module\.Class"),
-        ((ROW, object, VENDOR, "acme"), {}, r"module\.Class"),
         ((ROW, "a.B", "vendor", "acme"), {}, "BackendImplKind"),
         ((ROW, "a.B", VENDOR, "acme", "high"), {}, "priority must be an int"),
         ((ROW, "a.B", VENDOR, "acme"), {"supports": True}, "supports must be callable"),

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.errors import SettingsError
-from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
+from vllm_fl.plugins.setting import SettingSpec
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings import loading, schema
 from vllm_fl.settings.loading import (
     Settings,

@@ -12,7 +12,8 @@ import torch
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.plugins.plugin import Owner, Plugin
-from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
+from vllm_fl.plugins.setting import SettingSpec
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_tools.testing.cases import CHECKS, failures
 
 
@@ -63,7 +64,7 @@ def test_so_is_one_that_supports_or_a_traced_form_reads() -> None:
 
 def test_one_that_is_declared_is_in_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = SettingSpec("acme_fast", "ACME_FAST", False)
-    plugin = Plugin(Owner("acme"), "acme", "ok", settings=(fast,))
+    plugin = Plugin(Owner("acme"), "acme", status="ok", settings=(fast,))
     registry = get_default_manager().registry
     monkeypatch.setattr(registry, "plugins", (*registry.plugins, plugin))
     assert told(reads(WAYS["get"]), traceable=True) == []

@@ -22,8 +22,7 @@ from ..dispatch.platforms import (
 from ..engine.plan import active_plan
 from ..errors import DeviceError
 from ..logs import get_logger, speaks_for_all
-from ..plugins.calling import find_device
-from ..plugins.types import DeviceProfile
+from ..plugins.device import DeviceProfile, find_device
 from ..settings.loading import load_startup
 from ..settings.values import IN_TREE
 from ..text import quote

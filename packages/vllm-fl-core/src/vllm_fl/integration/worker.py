@@ -16,8 +16,8 @@ from ..engine.tables import Standing, standing, under
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
-from ..plugins.inspection import REJECTED, Moment
-from ..plugins.types import AttentionImpl, WorkerContext
+from ..plugins.inspection import REJECTED, Moment, WorkerContext
+from ..plugins.types import AttentionImpl
 from ..text import quote
 from . import attending, patching, updates
 from .binding import bind

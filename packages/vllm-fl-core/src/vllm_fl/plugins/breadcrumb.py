@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from ..text import clean
@@ -78,7 +79,6 @@ class _Note:
         self.lock = threading.RLock()
         self.stack: list[tuple[str, float]] = []
         self.file: tuple[int, Path] | None = None
-        self.dead: dict[str, Crumb] | None = None
 
     def push(self, entry: tuple[str, float]) -> None:
         with self.lock:
@@ -99,13 +99,6 @@ class _Note:
                 with contextlib.suppress(OSError):
                     path.unlink()
                 os.close(fd)
-
-    def heal(self, what: str) -> None:
-        """Remove the note of a dead process about code that has now run to its end."""
-        if self.dead is None:
-            self.dead = {crumb.what: crumb for crumb in lost()}
-        if crumb := self.dead.pop(what, None):
-            crumb.remove()
 
     def _open(self) -> None:
         where = folder()
@@ -177,9 +170,11 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
                 yield
         else:
             yield
-        _note.heal(what)
     finally:
         _note.pop(entry)
+        for crumb in _left():
+            if crumb.what == what:  # it has run to its end now
+                crumb.remove()
 
 
 class Watchdog:
@@ -241,6 +236,10 @@ def lost() -> tuple[Crumb, ...]:
             older.remove()
         found[crumb.what] = crumb
     return tuple(found.values())
+
+
+_left = cache(lost)
+"""The notes that dead processes had left when this one first looked."""
 
 
 def last(where: Path) -> Crumb | None:

@@ -13,7 +13,7 @@ from . import hookspecs
 from .discovery import CONTRACTS, GROUP
 from .hookspecs import HOOK_API, PROJECT
 from .plugin import Kind, Owner
-from .types import PLUGIN_KEY, SettingSpec
+from .setting import PLUGIN_KEY, SettingSpec
 
 PROVIDING = [
     "attention_backend",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import NoReturn
@@ -12,8 +11,8 @@ from typing import NoReturn
 from ..errors import PluginError
 from ..text import clean, nearest
 from .installed import canonical, entry_points, identity
-from .plugin import Kind, Owner
-from .reserved import EXTENDERS, may_extend
+from .plugin import Kind, Owner, Plugin
+from .reserved import EXTENDERS
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
@@ -25,27 +24,17 @@ KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: 
 """Group -> what its plugins are for."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """An entry point, or a module from VLLM_FL_PLUGIN_MODULES, not yet loaded."""
-
-    owner: Owner
-    target: str
-    load: Callable[[], object]
-    kind: Kind = "backend"
-
-    @property
-    def refusal(self) -> PluginError | None:
-        """The reason why it is never imported; None if it may be imported."""
-        if self.kind != "extension" or may_extend(self.owner):
-            return None
-        return self.owner.error(
-            f" is not imported: the group {EXTENSIONS} is only for {', '.join(sorted(EXTENDERS))}. "
-            f"Its author should use the group {GROUP}."
-        )
+def refusal_of(plugin: Plugin) -> PluginError | None:
+    """The reason why a plugin is never imported; None if it may be imported."""
+    if plugin.kind != "extension" or plugin.owner.is_of(*EXTENDERS):
+        return None
+    return plugin.owner.error(
+        f" is not imported: the group {EXTENSIONS} is only for {', '.join(sorted(EXTENDERS))}. "
+        f"Its author should use the group {GROUP}."
+    )
 
 
-def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
+def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
     """The installed plugins, by distribution name, then the modules named by the user.
 
     Reads metadata only; nothing is imported.
@@ -61,23 +50,20 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
             path=os.fspath(dist.locate_file("")) if dist else None,
         )
         load = partial(_fail, problem) if problem else entry.load
-        found.append(Found(owner, entry.value, load, KINDS[entry.group]))
-    found.sort(key=lambda f: (canonical(f.owner.distribution or ""), f.owner.plugin, f.target))
-    unique: dict[tuple[str | None, str, str], Found] = {}
-    for f in found:  # one distribution may lie on the path twice, as an editable install does
-        unique.setdefault((f.owner.distribution, f.owner.plugin, f.target), f)
-    named = (Found(Owner(plugin=name), name, partial(import_module, name)) for name in modules)
-    return (*unique.values(), *named)
+        found.append(Plugin(owner, entry.value, load, KINDS[entry.group]))
+    found.sort(key=lambda p: (canonical(p.owner.distribution or ""), p.owner.plugin, p.target))
+    named = (Plugin(Owner(plugin=name), name, partial(import_module, name)) for name in modules)
+    return (*found, *named)
 
 
-def select_allowed(found: Sequence[Found], only: Collection[str] | None) -> list[Found]:
+def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> list[Plugin]:
     """The plugins that may load: the backends that the user names, contracts and extensions.
 
     Contracts are not loaded if the user names nothing.
     """
     names = {canonical(name) for name in only or ()}
 
-    def is_named(each: Found) -> bool:
+    def is_named(each: Plugin) -> bool:
         # A module has no distribution: VLLM_FL_PLUGIN_MODULES names it.
         return only is None or each.owner.distribution is None or each.owner.is_of(*names)
 
@@ -85,29 +71,22 @@ def select_allowed(found: Sequence[Found], only: Collection[str] | None) -> list
     if only or any(map(is_named, found)):
         kinds.add("contracts")
     return [
-        each for each in found if each.refusal is None and (each.kind in kinds or is_named(each))
+        each
+        for each in found
+        if refusal_of(each) is None and (each.kind in kinds or is_named(each))
     ]
 
 
-def remedy_for(found: Found, allowed: Iterable[str]) -> str:
-    """How to do without a plugin that fails at loading.
-
-    Args:
-        found: the plugin.
-        allowed: the distributions of the backends that are loaded.
-    """
-    if found.kind != "backend":
+def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
+    """How to do without a plugin that fails at loading, of these that are loaded."""
+    if plugin.kind != "backend":
         return "Reinstall it."
-    if found.owner.distribution is None:
+    if plugin.owner.distribution is None:
         return "Fix it, or take it out of VLLM_FL_PLUGIN_MODULES."
-    others = sorted({clean(name) for name in allowed if not found.owner.is_of(canonical(name))})
+    backends = {p.owner.distribution for p in allowed if p.kind == "backend"}
+    others = sorted(clean(name) for name in backends - {plugin.owner.distribution, None} if name)
     rest = ",".join(others) or "''"
     return f"No other plugin needs it: reinstall it, or leave it out with VLLM_FL_PLUGINS={rest}."
-
-
-def module_of(target: str) -> str:
-    """The module that a plugin's entry point is in: `acme.plugin` of `acme.plugin:Plugin`."""
-    return target.partition(":")[0].strip()
 
 
 def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:

@@ -16,41 +16,26 @@ import pluggy
 if TYPE_CHECKING:
     from ..contracts import OpSpec
     from ..contracts.binding import Contract
+    from .device import DeviceProfile
     from .finding import Finding
-    from .inspection import Check, Engine, GroupFacts, Key, Moment, Objection
-    from .types import (
-        AttentionImpl,
-        CommunicatorImpl,
-        DeviceProfile,
-        LayerImpl,
-        OpImpl,
-        PolicyDefaults,
-        SettingSpec,
+    from .inspection import (
+        Check,
+        Engine,
+        GroupFacts,
+        Key,
+        Moment,
+        Objection,
         WorkerContext,
         WorkerReport,
     )
-
-__all__ = [
-    "HOOK_API",
-    "PROJECT",
-    "attention_backend",
-    "communicator",
-    "communicator_checks",
-    "contracts",
-    "device",
-    "doctor",
-    "engine_session",
-    "hookimpl",
-    "inspect_plan",
-    "layers",
-    "policy",
-    "process_start",
-    "register_ops",
-    "rejections",
-    "settings",
-    "worker_report",
-    "worker_start",
-]
+    from .setting import SettingSpec
+    from .types import (
+        AttentionImpl,
+        CommunicatorImpl,
+        LayerImpl,
+        OpImpl,
+        PolicyDefaults,
+    )
 
 PROJECT = "vllm_fl"
 
@@ -166,7 +151,6 @@ def device() -> DeviceProfile | None:
             return DeviceProfile("acme", "acme.platform.AcmePlatform", "acme.worker.AcmeWorker",
                                  detect=lambda: os.path.exists("/dev/acme0") or "no /dev/acme0")
     """
-    return None
 
 
 @hookspec
@@ -185,7 +169,6 @@ def policy(platform: str) -> PolicyDefaults | None:
         def policy(platform):
             return PolicyDefaults(HERE / "acme.yaml") if platform == "acme" else None
     """
-    return None
 
 
 @hookspec
@@ -230,7 +213,6 @@ def rejections(
             if settings["acme_streams"].value == "one":
                 return {"vendor.acme": "ACME_STREAMS=one"}
     """
-    return None
 
 
 @hookspec
@@ -265,7 +247,6 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
             acme.warm_up(context.device)
             return WorkerReport(("acme: streams warmed up",), {"acme": acme.__version__})
     """
-    return None
 
 
 @hookspec
@@ -285,7 +266,6 @@ def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | No
                 faulty = Objection("FL410", f"{engine.device} is known to be faulty")
                 return {("silu_and_mul", "vendor.acme"): faulty}
     """
-    return None
 
 
 @hookspec
@@ -306,7 +286,6 @@ def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
             yield
             acme.stop_counting()
     """
-    return None
 
 
 @hookspec
@@ -322,7 +301,6 @@ def worker_report(engine: Engine) -> Mapping[str, object] | None:
         def worker_report(engine):
             return {"acme_streams": acme.streams_in_use()}
     """
-    return None
 
 
 @hookspec

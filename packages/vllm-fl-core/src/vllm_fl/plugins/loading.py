@@ -6,14 +6,17 @@ Hooks are called while a process starts, never on a call path.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from itertools import chain
+from typing import Any, Protocol
 
 from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
-from ..errors import PluginError
+from ..errors import DuplicateError, PluginError
 from ..logs import get_logger
 from ..text import clean
 from .calling import ENDED, contained, whose
@@ -26,12 +29,13 @@ from .declared import (
     kernels_of,
     verifies_of,
 )
-from .discovery import Found, module_of, remedy_for, select_allowed
+from .discovery import refusal_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
 from .reserved import OPS, brings_ops, holder_of, reservation
+from .setting import SettingSpec
 from .snapshot import RegistrySnapshot
-from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl, SettingSpec
+from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
 
 IMPLS = {
     "register_ops": OpImpl,
@@ -63,51 +67,18 @@ class Registry(Protocol):
     def remove(self, owner: Owner) -> None: ...
 
 
-class Refused(NamedTuple):
-    """A contract or an implementation that is not loaded.
-
-    Attributes:
-        op: the op.
-        impl: the id of the implementation; None for the contract.
-        why: the reason.
-        kind: the class of the error.
-    """
-
-    op: str
-    impl: str | None
-    why: str
-    kind: type[PluginError] = PluginError
-
-
-@dataclass
-class Candidate:
-    """A plugin that is imported, and nothing of it registered.
-
-    Args:
-        plugin: the plugin.
-        impls: its implementations.
-        todo: how to do without it.
-        refused: its contracts and implementations that are not loaded.
-    """
-
-    plugin: Plugin
-    impls: list[Any] = field(default_factory=list)
-    todo: str = ""
-    refused: list[Refused] = field(default_factory=list)
-
-
 def load(
     registry: Registry,
-    found: Sequence[Found],
+    found: Sequence[Plugin],
     *,
     only: Collection[str] | None = None,
     variables: Collection[str] = (),
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each in isolation.
 
-    An (op, id) or a contract of several plugins is loaded from none of them, except for the one
-    that it is reserved for; their other implementations are loaded. A module that the user names
-    is left out if the entry point of a loaded plugin has it.
+    Plugins that have the same contract, or the same (op, id), fail, except for the one that it is
+    reserved for. A module that the user names is left out if the entry point of a loaded plugin has
+    it.
 
     Args:
         registry: the registry. A plugin that fails leaves nothing in it.
@@ -116,68 +87,79 @@ def load(
         variables: the variables and keys of core's own settings, which no plugin may declare.
     """
     allowed = select_allowed(found, only)
-    reached = {module_of(f.target) for f in allowed if f.owner.distribution is not None}
-    names = [f.owner.distribution for f in allowed if f.owner.distribution and f.kind == "backend"]
+    reached = {each.module for each in allowed if each.owner.distribution is not None}
     holders = dict.fromkeys(variables, CORE)
-    candidates: list[Candidate] = []
+    plugins: list[Plugin] = []
     for each in found:
         if each.owner.distribution is None and each.target in reached:
             continue
+        plugins.append(plugin := copy(each))
+        plugin.todo = remedy_for(plugin, allowed)
         if each in allowed:
             before = _variables()
-            candidates.append(_import(each, registry, remedy_for(each, names), holders))
+            _import(plugin, registry, holders)
             if changed := sorted({name for name, _ in before ^ _variables()}):
-                told = f"{each.owner.who} set {', '.join(map(clean, changed))}"
+                told = f"{plugin.owner.who} set {', '.join(map(clean, changed))}"
                 log.warning("%s, which are the user's. [FL214]", told)
+        elif (error := refusal_of(plugin)) is not None:
+            plugin.fail(error)
         else:
-            error = each.refusal
-            status = "disabled" if error is None else "failed"
-            plugin = Plugin(each.owner, each.target, status, error=error, kind=each.kind)
-            candidates.append(Candidate(plugin))
+            plugin.status = "disabled"
     claims: Claims = {}
-    for candidate in candidates:
-        ops = [(contract.name, "") for contract, _ in candidate.plugin.contracts]
-        for key in dict.fromkeys((*ops, *filter(None, map(_key, candidate.impls)))):
-            claims.setdefault(key, []).append(candidate.plugin.owner)
-    for candidate in sorted(candidates, key=lambda each: not brings_ops(each.plugin.owner)):
-        _add_contracts(registry, candidate, claims)
-    loaded = tuple(_register(registry, candidate, claims) for candidate in candidates)
-    registry.plugins += loaded
-    return loaded
+    for plugin in plugins:
+        for key in plugin.claims:
+            claims.setdefault(key, []).append(plugin.owner)
+    by_turn = sorted(plugins, key=lambda each: not brings_ops(each.owner))
+    for plugin in [each for each in by_turn if each.is_loaded]:
+        with _registering(registry, plugin):
+            _add_contracts(registry, plugin, claims)
+    for plugin in [each for each in plugins if each.is_loaded]:
+        with _registering(registry, plugin):
+            registry.register_many(plugin.impls, plugin.owner)
+    registry.plugins += tuple(plugins)
+    return tuple(plugins)
 
 
 def _variables() -> set[tuple[str, str]]:
     return {item for item in os.environ.items() if item[0].startswith("VLLM_FL_")}
 
 
-def _import(found: Found, registry: Registry, todo: str, holders: dict[str, str]) -> Candidate:
-    """Import one plugin, and collect its implementations, contracts and settings."""
-    plugin = Plugin(found.owner, found.target, "failed", kind=found.kind)
-    own = module_of(found.target).partition(".")[0]
-    impls: list[Any] = []
+def _import(plugin: Plugin, registry: Registry, holders: dict[str, str]) -> None:
+    """Import a plugin, and collect its implementations, contracts and settings."""
+    owner = plugin.owner
     try:
-        if (ended := ENDED.get(whose(found.owner))) is not None:
-            raise found.owner.error(f" failed: {ended}. {todo}")
-        with contained(found.owner, "the import", todo, own):
-            module = found.load()
+        if (ended := ENDED.get(whose(owner))) is not None:
+            raise owner.error(f" failed: {ended}. {plugin.todo}")
+        with contained(plugin, "the import"):
+            module = plugin.load()
             check_api(module)
-            hooks = hooks_of(module)
-            plugin = replace(plugin, hooks=hooks)
-            check_kind(found.kind, hooks)
-            plugin = replace(plugin, verifies=verifies_of(module, hooks))
-            owner = replace(found.owner, kernels=kernels_of(module))
-        with contained(owner, "the registration", todo, own):
-            if OLD_FORM in hooks:
-                impls = _run_old_form(hooks[OLD_FORM], registry)
-            for hook, kind in IMPLS.items():
-                impls += _results(hooks, hook, kind)
+            plugin.hooks = hooks = hooks_of(module)
+            check_kind(plugin.kind, hooks)
+            plugin.verifies = verifies_of(module, hooks)
+            plugin.owner = replace(owner, kernels=kernels_of(module))
+        with contained(plugin, "the registration"):
+            older = _run_old_form(hooks[OLD_FORM], registry) if OLD_FORM in hooks else []
+            by_hook = (_results(hooks, hook, kind) for hook, kind in IMPLS.items())
+            plugin.impls = [*older, *chain.from_iterable(by_hook)]
             specs = _results(hooks, "settings", SettingSpec)
-            contracts = [(c, _binding(c)) for c in _results(hooks, "contracts", Contract)]
-            check_settings(specs, owner, holders)
+            plugin.contracts = [(c, _binding(c)) for c in _results(hooks, "contracts", Contract)]
+            check_settings(specs, plugin.owner, holders)
+            plugin.settings = tuple(specs)
+            plugin.status = "ok"
     except PluginError as error:
-        return Candidate(replace(plugin, error=error))
-    settings = {"settings": tuple(specs), "contracts": tuple(contracts)}
-    return Candidate(replace(plugin, owner=owner, status="ok", **settings), impls, todo)
+        plugin.impls = ()
+        plugin.fail(error)
+
+
+@contextmanager
+def _registering(registry: Registry, plugin: Plugin) -> Iterator[None]:
+    """Register something of a plugin. If that fails, nothing of it stays in the registry."""
+    try:
+        with contained(plugin, "the registration"):
+            yield
+    except PluginError as error:
+        registry.remove(plugin.owner)
+        plugin.fail(error)
 
 
 def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> list[Any]:
@@ -225,87 +207,32 @@ def _binding(contract: object) -> Binding:
     return binding.routed(contract.spec)
 
 
-def _add_contracts(registry: Registry, candidate: Candidate, claims: Claims) -> None:
-    """Register the contracts of one plugin.
+def _add_contracts(registry: Registry, plugin: Plugin, claims: Claims) -> None:
+    """Register the contracts of one plugin, if nothing that it has is another plugin's.
 
-    A target in vLLM that two ops name belongs to the first.
+    Raises:
+        DuplicateError: another plugin has the same op, or the same implementation of an op.
+        TargetError: a target of a contract is another op's.
     """
-    owner = candidate.plugin.owner
-    for contract, binding in candidate.plugin.contracts:
-        name, known = contract.name, registry.snapshot()
-        if known.contracts.get(name) is contract.spec and known.authors.get(name) == owner:
-            continue  # a script's registry began with it
-        why, kind = _clash(owner, claims[name, ""], OPS), PluginError
-        if not why:
-            why, kind = known.objection(name, binding)
-        if why:
-            why = f"the contract of op {name!r}: {why}"
-            candidate.refused.append(Refused(name, None, why, kind))
-        else:
-            registry.add_contract(contract, binding, owner)
-
-
-def _register(registry: Registry, candidate: Candidate, claims: Claims) -> Plugin:
-    """Register the implementations of one plugin. The contracts of all are registered already."""
-    plugin, refused = candidate.plugin, candidate.refused
-    if plugin.status != "ok":
-        return plugin
-    owner, kept = plugin.owner, []
-    for impl in candidate.impls:
-        op, impl_id = _key(impl) or ("", "")
+    owner = plugin.owner
+    for op, impl_id in sorted(plugin.claims):
+        holder = holder_of(impl_id) if impl_id else OPS
         why = reservation(impl_id, owner)
+        others = [o for o in claims[op, impl_id] if o != owner and not reservation(impl_id, o)]
+        if not why and others and not owner.is_of(holder):
+            named = [each for each in others if each.is_of(holder)] or others
+            why = f"{', '.join(clean(str(each)) for each in named)} claims it too"
         if why:
-            why = f"{why}; leave {owner.name} out with VLLM_FL_PLUGINS, or uninstall it"
-        elif impl_id:
-            others = [each for each in claims[op, impl_id] if not reservation(impl_id, each)]
-            why = _clash(owner, others, holder_of(impl_id))
-        if why:
-            why = f"{op} implementation {impl_id!r}: {why}"
-            refused.append(Refused(op, impl_id, why))
-        else:
-            kept.append(impl)
-    try:
-        own = module_of(plugin.target).partition(".")[0]
-        with contained(owner, "the registration", candidate.todo, own):
-            registry.register_many(kept, owner)
-    except PluginError as failure:
-        registry.remove(owner)
-        lost = tuple(filter(None, map(_key, candidate.impls)))
-        return replace(plugin, status="failed", error=failure, settings=(), contracts=(), lost=lost)
-    if not refused:
-        return plugin
-    first = next((each for each in refused if each.impl), refused[0])
-    error = owner.error(
-        f": not loaded: {'; '.join(each.why for each in refused)}. What else it brings is loaded.",
-        kind=refused[0].kind,
-        op=first.op,
-        impl=first.impl,
-    )
-    is_left = bool(kept) or sum(each.impl is None for each in refused) < len(plugin.contracts)
-    lost = tuple((each.op, each.impl) for each in refused if each.impl)
-    return replace(plugin, status="partial" if is_left else "failed", error=error, lost=lost)
-
-
-def _key(impl: object) -> tuple[str, str] | None:
-    if isinstance(impl, Impl) and isinstance(impl.op_name, str):
-        return impl.op_name, impl.impl_id
-    return None  # the registry refuses it, by name
-
-
-def _clash(owner: Owner, claimants: Sequence[Owner], holder: str | None) -> str:
-    """The reason why `owner` may not have what several plugins claim; empty if it may.
-
-    Args:
-        owner: the plugin's owner.
-        claimants: all that claim it.
-        holder: the distribution that may have it.
-    """
-    others = [each for each in claimants if each != owner]
-    if not others or owner.is_of(holder):
-        return ""
-    holders = [each for each in others if each.is_of(holder)]
-    ending = "it is loaded from there" if holders else "it is loaded from none of them"
-    return (
-        f"{', '.join(clean(str(each)) for each in holders or others)} claims it too, and {ending}; "
-        "uninstall all but one, or name the ones to load in VLLM_FL_PLUGINS"
-    )
+            what = f"{op} implementation {impl_id!r}" if impl_id else f"the contract of op {op!r}"
+            raise owner.error(
+                f": {what} refused: {why}. Uninstall one of the two, or name the ones to load in "
+                "VLLM_FL_PLUGINS.",
+                kind=DuplicateError if others else PluginError,
+                op=op,
+                impl=impl_id or None,
+            )
+    for contract, binding in plugin.contracts:
+        known = registry.snapshot()
+        is_known = known.contracts.get(contract.name) is contract.spec
+        if not is_known or known.authors.get(contract.name) != owner:  # a script's registry
+            registry.add_contract(contract, binding, owner)

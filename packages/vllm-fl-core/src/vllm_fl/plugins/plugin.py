@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,9 +11,10 @@ from ..contracts.binding import Binding, Contract
 from ..errors import PluginError
 from ..text import clean
 from .installed import canonical
-from .types import SettingSpec
+from .setting import SettingSpec
+from .types import Impl
 
-Status = Literal["ok", "partial", "failed", "disabled"]
+Status = Literal["found", "ok", "failed", "disabled"]
 
 Kind = Literal["backend", "contracts", "extension"]
 """The purpose of a plugin, by the group of its entry point."""
@@ -78,42 +79,62 @@ class Owner:
         return f"{self.name} ({self.path})" if self.path else self.name
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Plugin:
-    """One installed plugin and what became of it.
+    """One installed plugin and what became of it. Only `load` changes it.
 
     Args:
         owner: its entry point's name, distribution, version and path.
         target: what the entry point points at (`acme.plugin`).
-        status: `ok`, `partial` (ids that are not its own were refused, the rest is loaded),
-            `failed`, or `disabled` (VLLM_FL_PLUGINS leaves it out).
-        hooks: the hooks that it implements, each as a function that returns a list of results;
-            `register_builtins` is the older form.
-        error: why it failed, or what was refused.
-        lost: the (op, id)s that were not loaded.
-        settings: the settings that it declares.
-        contracts: the ops that it brings, each with its targets in vLLM.
+        load: imports that.
         kind: its purpose. A plugin of kind `contracts` has only contracts. An `extension` belongs
             to this project, provides no implementations, and is loaded regardless of
             VLLM_FL_PLUGINS.
+        status: `found`, and after loading `ok`, `failed`, or `disabled` (VLLM_FL_PLUGINS leaves it
+            out).
+        error: why it failed.
+        hooks: the hooks that it implements, each as a function that returns a list of results;
+            `register_builtins` is the older form.
         verifies: whether it is a verifier: its module declares `VERIFIES = True`.
+        impls: its implementations.
+        settings: the settings that it declares.
+        contracts: its ops, each with its targets in vLLM.
+        todo: how to do without it.
     """
 
     owner: Owner
     target: str
-    status: Status
-    hooks: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    error: PluginError | None = None
-    lost: tuple[tuple[str, str], ...] = ()
-    settings: tuple[SettingSpec[Any], ...] = ()
-    contracts: tuple[tuple[Contract, Binding], ...] = ()
+    load: Callable[[], object] = field(default=lambda: None, repr=False)
     kind: Kind = "backend"
+    status: Status = "found"
+    error: PluginError | None = None
+    hooks: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     verifies: bool = False
+    impls: Sequence[Any] = ()
+    settings: Sequence[SettingSpec[Any]] = ()
+    contracts: Sequence[tuple[Contract, Binding]] = ()
+    todo: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that its entry point is in: `acme.plugin` of `acme.plugin:Plugin`."""
+        return self.target.partition(":")[0].strip()
+
+    @property
+    def claims(self) -> frozenset[tuple[str, str]]:
+        """(op, impl id) of its implementations, and (op, "") of its contracts."""
+        contracts = {(contract.name, "") for contract, _ in self.contracts}
+        named = (i for i in self.impls if isinstance(i, Impl) and isinstance(i.op_name, str))
+        return frozenset(contracts | {(impl.op_name, impl.impl_id) for impl in named})
+
+    def fail(self, error: PluginError) -> None:
+        """Note that it failed: none of its settings and contracts is used."""
+        self.status, self.error, self.settings, self.contracts = "failed", error, (), ()
 
     @property
     def is_loaded(self) -> bool:
         """Whether its hooks may be called."""
-        return self.status in ("ok", "partial")
+        return self.status == "ok"
 
     @property
     def lost_contracts(self) -> bool:
@@ -123,7 +144,7 @@ class Plugin:
     def may_bring(self, name: str, op: str | None = None) -> bool:
         """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""
         vendor = name.removeprefix("vendor.")
-        if any(i in (name, f"vendor.{vendor}") and op in (None, of) for of, i in self.lost):
+        if any(i in (name, f"vendor.{vendor}") and op in (None, of) for of, i in self.claims):
             return True
         words = re.split(r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}")
         return self.status == "failed" and vendor in words

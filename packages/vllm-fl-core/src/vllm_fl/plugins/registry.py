@@ -8,16 +8,18 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import TypeVar
 
 from ..contracts import OpSpec
 from ..contracts.binding import Binding, Contract
-from ..errors import DuplicateError, PluginError
+from ..contracts.targets import ATTENTION_BACKEND
+from ..errors import DuplicateError, PluginError, TargetError
 from ..logs import get_logger
+from ..text import clean
 from .attention import ATTENTION, from_older_form
 from .communicator import NAMED_CLASSES
 from .discovery import discover
 from .forms import fitted, shape
+from .installed import CORE
 from .loading import load
 from .plugin import Owner, Plugin
 from .reserved import reservation
@@ -25,9 +27,6 @@ from .snapshot import EMPTY, RegistrySnapshot
 from .types import Impl, LayerImpl, OpImpl, parameters_of
 
 log = get_logger("plugins")
-
-T = TypeVar("T")
-
 
 SCRIPT = Owner(plugin="(registered by a script)")
 
@@ -107,9 +106,8 @@ class OpRegistry:
                     expected = "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"
                     raise _refusal(owner, None, f"returned {impl!r}; {expected}")
                 key = (impl.op_name, impl.impl_id)
-                # Whose the other reserved ids are is decided where distributions are loaded.
-                reserved = reservation(impl.impl_id, SCRIPT)
-                if reserved:
+                # `load` decides which distribution may have the other reserved ids.
+                if reserved := reservation(impl.impl_id, SCRIPT):
                     raise _refusal(owner, impl, reserved)
                 if key in owners:
                     raise _refusal(
@@ -121,9 +119,11 @@ class OpRegistry:
                         "the ones to load in VLLM_FL_PLUGINS",
                     )
                 _check_namesakes(impl, self._snapshot.contracts, by_op.get(impl.op_name, []), owner)
-                if isinstance(impl, OpImpl):
-                    spec = self._snapshot.contracts.get(impl.op_name)
-                    _check_parameters(impl, spec, by_op.get(impl.op_name, []), owner)
+                spec = self._snapshot.contracts.get(impl.op_name)
+                if isinstance(impl, OpImpl) and spec is None and impl.takes is not None:
+                    raise _refusal(owner, impl, "takes is for an op with a contract")
+                if isinstance(impl, OpImpl) and spec is not None and not impl.needs_layer:
+                    _check_parameters(impl, spec, owner)
                 by_op.setdefault(impl.op_name, []).append(impl)
                 owners[key] = owner
             ordered = {
@@ -141,9 +141,7 @@ class OpRegistry:
         """
         with self._lock:
             before, name = self._snapshot, contract.name
-            why, kind = before.objection(name, binding)
-            if why:
-                raise _refusal(owner, None, f"the contract of op {name!r}: {why}", kind=kind)
+            _check_contract(before, name, binding, owner)
             specs = {**before.contracts, name: contract.spec}
             self._change(
                 replace(
@@ -155,30 +153,21 @@ class OpRegistry:
             )
 
     def remove(self, owner: Owner) -> None:
-        """Take out everything that `owner` brought."""
+        """Remove everything that `owner` has registered."""
         with self._lock:
             before = self._snapshot
-            gone = {key for key, brought_by in before.owners.items() if brought_by == owner}
-            ops = {op for op, author in before.authors.items() if author == owner}
-            kept = {
-                op: left
+            owners = {key: each for key, each in before.owners.items() if each != owner}
+            impls = {
+                op: kept
                 for op, found in before.impls_by_op.items()
-                if (left := tuple(i for i in found if (op, i.impl_id) not in gone))
+                if (kept := tuple(i for i in found if (op, i.impl_id) in owners))
             }
-
-            def without(table: Mapping[str, T]) -> Mapping[str, T]:
-                return {op: it for op, it in table.items() if op not in ops}
-
-            self._change(
-                replace(
-                    before,
-                    impls_by_op=kept,
-                    owners={k: o for k, o in before.owners.items() if k not in gone},
-                    contracts=without(before.contracts),
-                    bindings=without(before.bindings),
-                    authors=without(before.authors),
-                )
+            gone = {op for op, author in before.authors.items() if author == owner}
+            contracts, bindings, authors = (
+                {op: each for op, each in table.items() if op not in gone}
+                for table in (before.contracts, before.bindings, before.authors)
             )
+            self._change(RegistrySnapshot(impls, owners, contracts, bindings, authors))
 
     def clear(self) -> None:
         """Take out everything but what it began with."""
@@ -196,56 +185,59 @@ def _as_it_is_now(impl: Impl, specs: Mapping[str, OpSpec]) -> Impl:
     return impl if spec is None else fitted(impl, spec)
 
 
+def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: Owner) -> None:
+    """Check that a contract's name and its targets are not another op's."""
+    what = f"the contract of op {op!r}"
+    if op in known.contracts or op in NAMED_CLASSES:
+        why = f"{what}: {known.authors.get(op, CORE)} has this op; give yours another name"
+        raise _refusal(owner, None, why, kind=DuplicateError)
+    taken = {ATTENTION_BACKEND: ATTENTION}
+    for other, bound in known.bindings.items():
+        taken |= dict.fromkeys(bound.claims, other)
+    for target in binding.claims:
+        if (holder := taken.get(target, op)) != op:
+            why = (
+                f"{what}: {target} is a place of op {holder!r}, of "
+                f"{clean(str(known.authors.get(holder, CORE)))}, which keeps it: a place is one "
+                "op's. Take it out of the binding, uninstall one of the two, or name the ones to "
+                "load in VLLM_FL_PLUGINS"
+            )
+            raise _refusal(owner, None, why, kind=TargetError)
+
+
 def _check_namesakes(
     impl: Impl, specs: Collection[str], siblings: list[Impl], owner: Owner
 ) -> None:
-    """Check that a name stands for an op or for a layer: what runs is called, or is a class."""
-    kinds = {isinstance(each, LayerImpl) for each in siblings}
-    if impl.op_name in NAMED_CLASSES or impl.op_name in specs:
-        kinds.add(False)
+    """Check that a name is an op's or a layer's, not both."""
+    is_op = impl.op_name in NAMED_CLASSES or impl.op_name in specs
     is_layer = isinstance(impl, LayerImpl)
-    if (not is_layer) in kinds:
-        words = {True: "a layer", False: "an op"}
+    if (is_layer and is_op) or any(
+        isinstance(each, LayerImpl) is not is_layer for each in siblings
+    ):
+        known, other = ("an op", "a layer") if is_layer else ("a layer", "an op")
         raise _refusal(
             owner,
             impl,
-            f"{impl.op_name} is {words[not is_layer]} already, and cannot be {words[is_layer]}, "
-            "too. A layer goes by the name of vLLM's class, such as RowParallelLinear; an op's "
-            "implementation is an OpImpl",
+            f"{impl.op_name} is {known} already, and cannot be {other}, too. A layer has the name "
+            "of vLLM's class, such as RowParallelLinear; an op's implementation is an OpImpl",
         )
 
 
-def _check_parameters(
-    impl: OpImpl, spec: OpSpec | None, siblings: list[Impl], owner: Owner
-) -> None:
+def _check_parameters(impl: OpImpl, spec: OpSpec, owner: Owner) -> None:
     """Check that the parameters are the contract's: calls pass them by position and by name."""
-    if spec is None and impl.takes is not None:
-        raise _refusal(owner, impl, "takes is for an op with a contract")
-    if impl.needs_layer:
-        return  # the older form: its parameters are the layer's, which the contract does not state
-    if spec is not None:
-        wanted, source = tuple(spec.signature.parameters.values()), "the contract"
-    else:
-        twin = next((i for i in siblings if isinstance(i, OpImpl) and not i.needs_layer), None)
-        if twin is None:
-            return
-        told = parameters_of(twin.fn)
-        if told is None:
-            return
-        wanted, source = told, f"{twin.impl_id}, which was registered first,"
+    wanted = tuple(spec.signature.parameters.values())
     for what in ("fn", "supports", "traced"):
         function = getattr(impl, what)
-        got = parameters_of(function) if function is not None else None
-        if got is not None and shape(got) != shape(wanted):
+        own = parameters_of(function) if function is not None else None
+        if own is not None and shape(own) != shape(wanted):
             raise _refusal(
                 owner,
                 impl,
-                f"its {what} takes ({_words(got)}), but {source} has ({_words(wanted)}): "
+                f"its {what} takes ({_words(own)}), but the contract has ({_words(wanted)}): "
                 "use the same names, order and defaults. Only trailing parameters with defaults "
                 "may be missing or be added",
             )
-    stray = impl.consumes - (spec.consumable if spec else {p.name for p in wanted})
-    if stray:
+    if stray := impl.consumes - spec.consumable:
         raise _refusal(
             owner, impl, f"consumes names {', '.join(sorted(stray))}, which may not be overwritten"
         )

@@ -51,11 +51,6 @@ def brings_ops(owner: Owner) -> bool:
     return owner.is_of(OPS)
 
 
-def may_extend(owner: Owner) -> bool:
-    """Whether its distribution may have extensions."""
-    return owner.is_of(*EXTENDERS)
-
-
 def ops_missing(plugins: Iterable[Plugin]) -> str:
     """Why `OPS` is not loaded, and what to do; empty if it is loaded."""
     for plugin in plugins:

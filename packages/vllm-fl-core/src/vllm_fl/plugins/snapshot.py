@@ -8,12 +8,6 @@ from types import MappingProxyType
 
 from ..contracts import OpSpec
 from ..contracts.binding import Binding
-from ..contracts.targets import ATTENTION_BACKEND
-from ..errors import DuplicateError, PluginError, TargetError
-from ..text import clean
-from .attention import ATTENTION
-from .communicator import NAMED_CLASSES
-from .installed import CORE
 from .plugin import Owner
 from .types import Impl, LayerImpl
 
@@ -64,26 +58,6 @@ class RegistrySnapshot:
     def find(self, op: str, impl_id: str) -> Impl | None:
         """The implementation of `op` with this id."""
         return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
-
-    def objection(self, op: str, binding: Binding) -> tuple[str, type[PluginError]]:
-        """Why no contract may be added for this op and binding, and as which error; else empty."""
-        if op in self.contracts or op in NAMED_CLASSES:
-            holder = self.authors.get(op, CORE)
-            return f"{holder} has this op; give yours another name", DuplicateError
-        taken = {ATTENTION_BACKEND: ATTENTION}
-        for other, bound in self.bindings.items():
-            taken |= dict.fromkeys(bound.claims, other)
-        for target in binding.claims:
-            holder = taken.get(target, op)
-            if holder != op:
-                whose = clean(str(self.authors.get(holder, CORE)))
-                told = (
-                    f"{target} is a place of op {holder!r}, of {whose}, which keeps it: a place is "
-                    "one op's. Take it out of the binding, uninstall one of the two, or name the "
-                    "ones to load in VLLM_FL_PLUGINS"
-                )
-                return told, TargetError
-        return "", PluginError
 
 
 EMPTY = RegistrySnapshot({}, {})

@@ -10,36 +10,16 @@ import inspect
 import keyword
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Generic, Literal, Self, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar
 
 from ..contracts.takes import Rule
 from ..text import clean, quote
 from .breadcrumb import running
 
-__all__ = [
-    "AttentionImpl",
-    "AttentionRequest",
-    "Availability",
-    "BackendImplKind",
-    "BackendPriority",
-    "CommunicatorImpl",
-    "CommunicatorRequest",
-    "DeviceProfile",
-    "Impl",
-    "LayerImpl",
-    "LayerRequest",
-    "OpImpl",
-    "PolicyDefaults",
-    "SettingSpec",
-    "WorkerContext",
-    "WorkerReport",
-]
-
-T = TypeVar("T")
 R = TypeVar("R")
 
 Availability = Literal[True] | str
@@ -254,7 +234,7 @@ class _ClassImpl(_Impl, Generic[R]):
     def __post_init__(self) -> None:
         who = f"{type(self).__name__}({self.impl_id!r})"
         if not callable(self.class_path):
-            _check_path(who, "class_path", self.class_path)
+            check_path(who, "class_path", self.class_path)
         self._check(who)
 
 
@@ -371,7 +351,7 @@ class LayerImpl(_Impl):
         who = f"LayerImpl({self.layer!r})"
         if not isinstance(self.layer, str) or not _is_name(self.layer):
             raise ValueError(f"{who}: layer must be a class name such as 'RowParallelLinear'")
-        _check_path(who, "class_path", self.class_path)
+        check_path(who, "class_path", self.class_path)
         if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
             object.__setattr__(self, "impl_id", f"vendor.{self.vendor}")
         object.__setattr__(self, "op_name", self.layer)  # in settings, the registry and the plan
@@ -380,50 +360,6 @@ class LayerImpl(_Impl):
 
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 """What the policy decides between."""
-
-
-@dataclass(frozen=True)
-class DeviceProfile:
-    """Hardware that vLLM has no platform for: what an engine needs to run on it, by path.
-
-    Nothing of it is imported until the device is chosen.
-
-    Args:
-        name: what settings call the platform (`ascend`): a lower-case identifier.
-        platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT`, its
-            `device_name`, `device_type` and `dispatch_key`.
-        worker_class: the worker, which brings the model runner. A user's own `worker_cls` stands.
-        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None keeps that of the
-            platform class.
-        dist_backend: torch.distributed's backend between the ranks (`hccl`); None keeps that of
-            the platform class.
-        detect: () -> True, or the reason why this machine has none. It runs in every process
-            while vLLM looks for its platform: it must neither start the device nor import vllm.
-
-    Raises:
-        ValueError: a name that is no lower-case identifier, a path that is not `module.Class`.
-    """
-
-    name: str
-    platform_class: str
-    worker_class: str
-    communicator_class: str | None = None
-    dist_backend: str | None = None
-    detect: Callable[[], Availability] = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        name = self.name
-        if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
-            raise ValueError(f"DeviceProfile({name!r}): the name must be a lower-case identifier")
-        for which in ("platform_class", "worker_class", "communicator_class"):
-            path = getattr(self, which)
-            if path is not None or which != "communicator_class":
-                _check_path(f"DeviceProfile({name!r})", which, path)
-
-    def detection(self) -> Availability:
-        """True, or why this machine has none of it."""
-        with running(f"the detection of the device {self.name}"):
-            return answered("its detection", self.detect)
 
 
 @dataclass(frozen=True)
@@ -437,149 +373,12 @@ class PolicyDefaults:
     path: str | os.PathLike[str]
 
 
-PLUGIN_KEY = r"(?i)((?:VLLM_FL_)?(?:flagos|reference|vendor_[a-z0-9]+)_|USE_FLAG)\w+"
-"""The keys that plugins' settings have in files, and variables of theirs: those of a plugin that is
-not installed are told from slips by what they begin with."""
-
-
-@dataclass(frozen=True, eq=False)
-class SettingSpec(Generic[T]):
-    """The declaration of one setting, from which everything about it follows.
-
-    Args:
-        key: its name in files and in reports.
-        variable: its environment variable.
-        default: its value where nobody sets it, which also says what it takes: true or false where
-            it is a boolean, a list where `names` is given, text otherwise.
-        in_file: whether a YAML file may set it. VLLM_FL_CONFIG overrides exactly these.
-        names: what the names in a list are, for messages (`vendor`). Of several platform files,
-            lists whose default is `()` add up, and of those whose default is None only the names
-            that all of them list are left.
-        choices: the words that it takes; empty for any text.
-        read: reads a variable's text where that takes more; raises ValueError.
-        excludes: of a whitelist, whose default is None, the key of its blacklist: one layer may set
-            one of the two.
-        append: of a list that is no such whitelist, another variable, whose names are added to
-            those that hold.
-        known: of a list of what is left out, all names that do something in an engine, as
-            `vllm-fl bisect` leaves out some of them. It may import the backend's library, and is
-            called in a process of its own.
-
-    Raises:
-        ValueError: a key or variable that is no identifier; choices without the default, or for
-            what is no text; `excludes` or `append` of what is no such list.
-        TypeError: a field has another type.
-    """
-
-    key: str
-    variable: str
-    default: T
-    in_file: bool = field(default=False, kw_only=True)
-    names: str = field(default="", kw_only=True)
-    choices: tuple[str, ...] = field(default=(), kw_only=True)
-    read: Callable[[str], T] | None = field(default=None, kw_only=True)
-    excludes: str | None = field(default=None, kw_only=True)
-    append: str | None = field(default=None, kw_only=True)
-    known: Callable[[], Iterable[str]] | None = field(default=None, kw_only=True)
-
-    def __post_init__(self) -> None:
-        who = f"SettingSpec({self.key!r})"
-        for name in ("key", "variable", "excludes", "append"):
-            value = getattr(self, name)
-            if value is None and name in ("excludes", "append"):
-                continue
-            if not isinstance(value, str) or not value.isidentifier():
-                raise ValueError(f"{who}: {name} must be an identifier, got {value!r}")
-        for name, kind in (("in_file", bool), ("names", str)):
-            if not isinstance(getattr(self, name), kind):
-                got = getattr(self, name)
-                raise TypeError(f"{who}: {name} must be a {kind.__name__}, got {got!r}")
-        for name in ("read", "known"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise TypeError(f"{who}: {name} must be callable, got {value!r}")
-        default: object = self.default
-        if self.names and default is not None and not _are_words(default):
-            raise TypeError(f"{who}: a list's default is None or a tuple of names, got {default!r}")
-        if not self.names and not isinstance(default, bool | str | None):
-            raise TypeError(
-                f"{who}: default must be a boolean, text or None, got {default!r}; a list needs "
-                "names='<what they are>'"
-            )
-        if not _are_words(self.choices):
-            raise TypeError(f"{who}: choices must be a tuple of words, got {self.choices!r}")
-        if self.choices and (self.names or default not in (None, *self.choices)):
-            raise ValueError(
-                f"{who}: choices are the words that a text takes, its default {default!r} included"
-            )
-        if self.excludes and (not self.names or default is not None):
-            raise ValueError(f"{who}: excludes is for a list of names whose default is None")
-        if self.append == self.variable:
-            raise ValueError(f"{who}: append must be another variable")
-        for name in ("append", "known"):
-            if getattr(self, name) and (not self.names or self.excludes):
-                raise ValueError(f"{who}: {name} is for a list of names without excludes")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The environment variables that set it."""
-        return (self.variable, self.append) if self.append else (self.variable,)
-
-    @overload
-    def __get__(self, settings: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, settings: Mapping[str, Any], owner: type) -> T: ...
-    def __get__(self, settings: Mapping[str, Any] | None, owner: type) -> Self | T:
-        """As an attribute of settings it is its effective value."""
-        return self if settings is None else settings[self.key].value
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """What a plugin's `worker_start` may look at.
-
-    Args:
-        settings: the engine's effective settings (`vllm_fl.settings.loading.Settings`).
-        device: the worker's `torch.device`.
-        dtype: the model's `torch.dtype`.
-        rank: this worker's rank, 0 for the first.
-        vllm_config: vLLM's configuration, for what the other fields do not say.
-        wants_invariance: the setting by which nothing may serve that was not measured to be
-            batch-invariant, vLLM's own included, which has replaced operators of PyTorch's for
-            it; empty where nobody asks for that.
-    """
-
-    settings: Any
-    device: Any
-    dtype: Any
-    rank: int
-    vllm_config: Any
-    wants_invariance: str = ""
-
-
-@dataclass(frozen=True)
-class WorkerReport:
-    """What a plugin's `worker_start` did.
-
-    Args:
-        lines: for the log, one sentence each.
-        facts: JSON-able; they enter the plan's digest, so that compiled code is not reused
-            under other facts.
-    """
-
-    lines: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-
-
-def _are_words(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(word, str) for word in value)
-
-
 def _is_name(text: str) -> bool:
     return text.isidentifier() and not keyword.iskeyword(text)
 
 
-def _check_path(who: str, which: str, path: object) -> None:
+def check_path(who: str, which: str, path: object) -> None:
+    """Raise ValueError if `path` is not `module.Class`."""
     if not isinstance(path, str) or "." not in path.strip("."):
         raise ValueError(f"{who}: {which} must be 'module.Class', got {path!r}")
 

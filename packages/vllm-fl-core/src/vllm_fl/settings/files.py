@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import SettingsError
 from ..plugins.registry import known_contracts
-from ..plugins.types import SettingSpec
+from ..plugins.setting import SettingSpec
 from .devices import DeviceOrder, Measured, capability_of
 from .policy import (
     DEFAULT,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import IdleSwitchError, SettingsError
 from ..plugins.registry import known_contracts
-from ..plugins.types import SettingSpec
+from ..plugins.setting import SettingSpec
 from ..text import few, nearest
 from .files import Layer, read_orders, read_settings_file
 from .names import check_names, uses

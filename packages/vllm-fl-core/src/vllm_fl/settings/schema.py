@@ -14,7 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from ..plugins.types import PLUGIN_KEY, SettingSpec
+from ..plugins.setting import PLUGIN_KEY, SettingSpec
 from .devices import Device, DeviceOrder
 from .policy import PREFERENCES, Mode, OpOrder, SelectionPolicy
 from .values import (

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import cast
 
-from ..plugins.types import Impl, SettingSpec
+from ..plugins.setting import SettingSpec
+from ..plugins.types import Impl
 from .files import Layer
 from .policy import ENGINE_ORDERS, MODES, Mode, OpOrder, Rows, Token
 from .schema import Declared, Setting, pairs

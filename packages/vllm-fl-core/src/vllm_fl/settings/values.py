@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
-from ..plugins.types import SettingSpec
+from ..plugins.setting import SettingSpec
 from ..text import nearest, quote
 from .policy import GROUP, PREFERENCES, closest
 

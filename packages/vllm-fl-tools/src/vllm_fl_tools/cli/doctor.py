@@ -30,8 +30,9 @@ from vllm_fl.logs import quiet
 from vllm_fl.plugins import breadcrumb, calling
 from vllm_fl.plugins import loading as plugin_loader
 from vllm_fl.plugins.breadcrumb import Crumb
-from vllm_fl.plugins.calling import devices, find_device, policy_files
-from vllm_fl.plugins.discovery import Found, discover
+from vllm_fl.plugins.calling import policy_files
+from vllm_fl.plugins.device import devices, find_device
+from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.finding import Finding
 from vllm_fl.plugins.installed import CORE, canonical, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
@@ -249,7 +250,7 @@ class _Examined:
 
     def __init__(self) -> None:
         self.registry = OpRegistry(EMPTY)
-        self.found: tuple[Found, ...] = ()
+        self.found: tuple[Plugin, ...] = ()
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
         self.device: str | None = None
@@ -401,7 +402,7 @@ class _Examined:
         A backend of which nothing can run here is none of this machine: an image for many machines
         has several.
         """
-        if self.settings is None or not any(p.status in ("ok", "partial") for p in self.plugins):
+        if self.settings is None or not any(p.status == "ok" for p in self.plugins):
             return
         manager = OpManager()
         manager.use_startup(Startup(self.plugins, self.settings), self.registry)

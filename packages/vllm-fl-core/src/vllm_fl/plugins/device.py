@@ -1,0 +1,99 @@
+"""Hardware that vLLM has no platform for, as plugins describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import DeviceError
+from ..logs import get_logger
+from .breadcrumb import running
+from .calling import Results, results_of_each
+from .plugin import Plugin
+from .types import Availability, answered, check_path
+
+log = get_logger("plugins")
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """Hardware that vLLM has no platform for: what an engine needs to run on it, by path.
+
+    Nothing of it is imported until the device is chosen.
+
+    Args:
+        name: what settings call the platform (`ascend`): a lower-case identifier.
+        platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT`, its
+            `device_name`, `device_type` and `dispatch_key`.
+        worker_class: the worker, which brings the model runner. A user's own `worker_cls` stands.
+        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None keeps that of the
+            platform class.
+        dist_backend: torch.distributed's backend between the ranks (`hccl`); None keeps that of
+            the platform class.
+        detect: () -> True, or the reason why this machine has none. It runs in every process
+            while vLLM looks for its platform: it must neither start the device nor import vllm.
+
+    Raises:
+        ValueError: a name that is no lower-case identifier, a path that is not `module.Class`.
+    """
+
+    name: str
+    platform_class: str
+    worker_class: str
+    communicator_class: str | None = None
+    dist_backend: str | None = None
+    detect: Callable[[], Availability] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+            raise ValueError(f"DeviceProfile({name!r}): the name must be a lower-case identifier")
+        for which in ("platform_class", "worker_class", "communicator_class"):
+            path = getattr(self, which)
+            if path is not None or which != "communicator_class":
+                check_path(f"DeviceProfile({name!r})", which, path)
+
+    def detection(self) -> Availability:
+        """True, or why this machine has none of it."""
+        with running(f"the detection of the device {self.name}"):
+            return answered("its detection", self.detect)
+
+
+def devices(plugins: Sequence[Plugin]) -> Results:
+    """The hardware that plugins support, as `DeviceProfile`."""
+    return results_of_each(plugins, "device", DeviceProfile)
+
+
+def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DeviceProfile | None:
+    """The device that this machine has, or None where no plugin brings one that it has.
+
+    Args:
+        plugins: what is loaded.
+        name: the platform that the user forced: the device of that name and no other.
+
+    Raises:
+        PluginError: several claim the machine; the forced one says that it is not there; or none
+            was found and a plugin's device hook failed: the engine would run elsewhere unnoticed.
+    """
+    known, errors = devices(plugins)
+    asked = [(owner, profile) for owner, profile in known if name in (None, profile.name)]
+    verdicts = [(owner, profile, profile.detection()) for owner, profile in asked]
+    found = [(owner, profile) for owner, profile, verdict in verdicts if verdict is True]
+    if len(found) > 1:
+        names = ", ".join(f"{profile.name!r} of {owner.name}" for owner, profile in found)
+        raise found[1][0].error(
+            f" and {len(found) - 1} other claim this machine's device: {names}. Choose one with "
+            "VLLM_FL_PLATFORM=<name>, or leave one out with VLLM_FL_PLUGINS.",
+            kind=DeviceError,
+        )
+    if name is not None and verdicts and not found:
+        raise verdicts[0][0].error(
+            f": VLLM_FL_PLATFORM={name} asks for its device, which is not here: {verdicts[0][2]}. "
+            "Unset VLLM_FL_PLATFORM to run on the device that vLLM finds.",
+            kind=DeviceError,
+        )
+    if not found and errors:
+        raise errors[0]
+    for error in errors:  # the device of another plugin is here
+        log.error("%s", error)
+    return found[0][1] if found else None
