@@ -58,7 +58,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_platform(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-    platform = SimpleNamespace(vllm_fl_platform="cuda", **fields)
+    platform = SimpleNamespace(vllm_fl_platform="cuda", device_type="cpu", **fields)
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
 
 
