@@ -15,9 +15,10 @@ from . import bindings
 def contracts() -> list[Contract]:
     """Every op, or family of ops, that has a module of one name in `contracts` and `bindings`."""
     names = [found.name for found in iter_modules(bindings.__path__) if found.name[0] != "_"]
-    return [
+    found = (
         Contract(spec, f"{bindings.__name__}.{name}") for name in names for spec in _specs(name)
-    ]
+    )
+    return sorted(found, key=lambda contract: contract.name)
 
 
 def _specs(name: str) -> tuple[OpSpec, ...]:
