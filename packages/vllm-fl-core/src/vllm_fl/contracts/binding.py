@@ -142,8 +142,8 @@ class Contract:
 
     Args:
         spec: what the op is.
-        binding: the module that has its `BINDING`, as `acme.bindings.acme_op`; None for an op that
-            vLLM has no target for, and that scripts call.
+        binding: the module with its `BINDING`, such as `acme.bindings.acme_op`, or with a mapping
+            from ops to bindings; None for an op that vLLM has no target for, and that scripts call.
     """
 
     spec: OpSpec
