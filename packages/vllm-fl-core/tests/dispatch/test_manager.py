@@ -111,41 +111,6 @@ class TestLogLines:
 
 
 class TestFallback:
-    def test_a_refusal_goes_on_for_that_call_and_demotes_nothing(self) -> None:
-        def supports(x: torch.Tensor) -> bool | str:
-            return True if x.dtype == torch.bfloat16 else "needs bf16"
-
-        manager = managing(silu("vendor.acme", 10.0, supports=supports), silu("reference.torch", 1))
-        assert manager.call(OP, X)[0, 0] == 2
-        assert manager.call(OP, X.bfloat16())[0, 0] == 11
-        assert manager.demotions == {}
-        assert manager.fallbacks == {(OP, "reference.torch"): 1}
-
-    def test_not_implemented_is_a_refusal(self) -> None:
-        manager = managing(
-            failing("vendor.acme", NotImplementedError("no fp32")), silu("reference.torch", 1)
-        )
-        assert [manager.call(OP, X)[0, 0] for _ in range(2)] == [2, 2]
-        assert manager.demotions == {}
-        assert manager.fallbacks == {(OP, "reference.torch"): 2}
-
-    def test_an_exception_demotes_and_is_not_run_again(self) -> None:
-        runs = []
-
-        def broken(x: torch.Tensor) -> torch.Tensor:
-            runs.append(1)
-            raise ValueError("boom")
-
-        manager = managing(silu("vendor.acme", fn=broken), silu("reference.torch", 1))
-        for _ in range(3):
-            assert manager.call(OP, X)[0, 0] == 2
-        assert runs == [1]
-        assert manager.demotions == {(OP, "vendor.acme"): "failed earlier: ValueError: boom"}
-        assert manager.fallbacks == {(OP, "reference.torch"): 1}
-        assert manager.get_selected_impl_id(OP) == "reference.torch"
-        rejected = dict(manager.trace(OP).rejected)
-        assert rejected == {"vendor.acme": "failed earlier: ValueError: boom"}
-
     def test_what_was_resolved_or_bound_before_the_demotion_keeps_to_it(self) -> None:
         runs = []
 
@@ -161,73 +126,6 @@ class TestFallback:
         manager.clear_failed_impls()
         assert resolved(X)[0, 0] == 2
         assert runs == [1, 1]
-
-    @pytest.mark.parametrize("how", ["clear", "clear this op", "policy", "reset policy"])
-    def test_what_ends_a_demotion(self, how: str) -> None:
-        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
-        manager.call(OP, X)
-        assert manager.demotions
-        {
-            "clear": lambda: manager.clear_failed_impls(),
-            "clear this op": lambda: manager.clear_failed_impls(OP),
-            "policy": lambda: manager.set_policy(SelectionPolicy()),
-            "reset policy": lambda: manager.set_policy(None),
-        }[how]()
-        assert manager.demotions == {}
-        assert manager.get_selected_impl_id(OP) == "vendor.acme"
-
-    def test_clearing_another_op_or_a_block_does_not_end_it(self) -> None:
-        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
-        manager.call(OP, X)
-        manager.clear_failed_impls("rms_norm")
-        with policy_context(SelectionPolicy(prefer="vendor")):
-            assert manager.get_selected_impl_id(OP) == "reference.torch"
-        assert set(manager.demotions) == {(OP, "vendor.acme")}
-
-
-class TestStrict:
-    def test_the_first_failure_is_raised_itself(self) -> None:
-        boom = ValueError("boom")
-        manager = managing(failing("vendor.acme", boom), silu("reference.torch"), strict=True)
-        for _ in range(2):
-            with pytest.raises(ValueError) as caught:
-                manager.call(OP, X)
-            assert caught.value is boom
-        assert manager.demotions == {}
-        assert manager.fallbacks == {}
-
-    @pytest.mark.parametrize("cause", ["needs bf16", NotImplementedError("needs bf16")])
-    def test_a_refusal_is_an_error(self, cause: Any) -> None:
-        first = (
-            refusing("vendor.acme", cause)
-            if isinstance(cause, str)
-            else failing("vendor.acme", cause)
-        )
-        manager = managing(first, silu("reference.torch"), strict=True)
-        with pytest.raises(AllFailedError, match="needs bf16") as caught:
-            manager.call(OP, X)
-        assert caught.value.causes == (("vendor.acme", cause),)
-
-
-class TestConsuming:
-    def test_a_failure_is_raised_and_nothing_else_is_tried(self) -> None:
-        def half_written(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-            x[0] = float("nan")
-            raise ValueError("boom")
-
-        ran = []
-        manager = managing(
-            norm("vendor.acme", half_written, consumes={"x"}),
-            norm("reference.torch", lambda x, residual: ran.append(1)),
-        )
-        with pytest.raises(ValueError, match="boom"):
-            manager.call("rms_norm", torch.ones(2, 4), torch.ones(2, 4), None, 1e-6)
-        assert ran == []
-        assert manager.demotions == {}
-        # Without a residual it gives nothing up, and the next candidate finds all as it was.
-        manager.call("rms_norm", torch.ones(2, 4), None, None, 1e-6)
-        assert ran == [1]
-        assert [impl_id for _, impl_id in manager.demotions] == ["vendor.acme"]
 
 
 class AcceleratorError(RuntimeError):
