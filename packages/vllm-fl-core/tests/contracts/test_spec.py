@@ -187,5 +187,3 @@ def test_numbers_of_outputs(number: float) -> None:
     if number:
         with pytest.raises(ValueError, match="margin must be finite, not negative"):
             Routing(lambda x: x, margin=number)
-    with pytest.raises(TypeError, match="scores must be callable"):
-        Routing("scores", margin=0.0)  # type: ignore[arg-type]

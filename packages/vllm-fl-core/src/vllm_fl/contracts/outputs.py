@@ -29,11 +29,6 @@ class Tolerance:
     reason: str = field(compare=False)
 
 
-def _contracts() -> Mapping[str, Tolerance]:
-    """No tolerances of an output's own: the contract's hold."""
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class Within:
     """One result, each element of which lies within a tolerance of the oracle's.
@@ -43,7 +38,7 @@ class Within:
             are none, the contract's hold.
     """
 
-    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
 
     results: ClassVar[int] = 1
 
@@ -78,7 +73,7 @@ class QuantisedPair:
     """
 
     steps: float = 1.0
-    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
 
     results: ClassVar[int] = 2
 
@@ -108,13 +103,11 @@ class Routing:
 
     scores: Callable[..., torch.Tensor]
     margin: float
-    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
 
     results: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if not callable(self.scores):
-            raise TypeError(f"Routing: scores must be callable, got {self.scores!r}")
         if not (math.isfinite(self.margin) and self.margin >= 0):
             raise ValueError(f"Routing: margin must be finite, not negative, got {self.margin}")
 
@@ -137,13 +130,6 @@ class ExpertBlocks:
     padding: Callable[..., int]
 
     results: ClassVar[int] = 3
-
-    def __post_init__(self) -> None:
-        for name in ("block_size", "padding"):
-            if not callable(getattr(self, name)):
-                raise TypeError(
-                    f"ExpertBlocks: {name} must be callable, got {getattr(self, name)!r}"
-                )
 
 
 Output = Within | Exact | QuantisedPair | Routing | ExpertBlocks
