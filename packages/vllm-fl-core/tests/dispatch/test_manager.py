@@ -436,20 +436,3 @@ class TestBounds:
         del policies, policy
         gc.collect()
         assert sum(reference() is not None for reference in weak) <= 64
-
-
-def test_a_script_skips_stock_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="vllm_fl")
-    manager = managing(silu("vendor.acme", 1), norm("vendor.acme", lambda x, r: x), prefer="stock")
-    assert manager.call("silu_and_mul", X)[0, 0] == 2
-    manager.call("rms_norm", X, None, None, 1e-6)
-    assert [
-        record.getMessage() for record in caplog.records if "prefer" in record.getMessage()
-    ] == [
-        "prefer is 'stock', which is for engines; in a script ops without a list go by "
-        "flagos|vendor|reference"
-    ]
-    caplog.clear()
-    listed = managing(silu("vendor.acme"), prefer="stock", per_op_order={"silu_and_mul": "vendor"})
-    listed.call("silu_and_mul", X)
-    assert "prefer" not in caplog.text

@@ -20,7 +20,7 @@ from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
 from ..plugins.types import BackendImplKind, OpImpl
 from ..settings.loading import Settings
-from ..settings.policy import DEFAULT_ORDERS, Rows, SelectionPolicy
+from ..settings.policy import Rows, SelectionPolicy
 from .chain import Chain
 from .context import chosen, override
 from .guard import call_guard, method_guard, uncontracted
@@ -229,9 +229,6 @@ class OpManager:
         self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
     ) -> Chain:
         resolver = self.resolver(without_layer=without_layer)
-        policy = resolver.policy
-        if policy.prefer == "stock" and policy.listed(op) is None:
-            self._record.without_stock(DEFAULT_ORDERS[policy.prefer])
         rows: list[tuple[int | None, tuple[OpImpl, ...]]] = []
         for ceiling, trace in resolver.rows(op):
             log.debug("%s", trace)
@@ -244,7 +241,7 @@ class OpManager:
             rows.append((ceiling, impls))
         self._record.announce(op, impls[0])
         spec = self._registry.snapshot().contracts.get(op) or uncontracted(op, impls[0])
-        return Chain(op, tuple(rows), spec, policy.strict, self._record, grants)
+        return Chain(op, tuple(rows), spec, resolver.policy.strict, self._record, grants)
 
     def _bound(self, op: str, grants: frozenset[str] | None = None) -> Bound:
         """`op` as a function; as a method of layers that own `grants` if these are given."""

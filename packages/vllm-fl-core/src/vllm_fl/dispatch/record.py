@@ -6,7 +6,7 @@ import functools
 import logging
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -202,14 +202,6 @@ class Record:
                 "can be called (its binding's native): '%s' runs there",
                 op,
                 impl.impl_id,
-            )
-
-    def without_stock(self, order: Sequence[str]) -> None:
-        """`stock` is preferred, which a script does not have: its ops go by `order`."""
-        if self._once("without stock"):
-            self._log.info(
-                "prefer is 'stock', which is for engines; in a script ops without a list go by %s",
-                "|".join(order),
             )
 
     def announce(self, op: str, impl: OpImpl) -> None:
