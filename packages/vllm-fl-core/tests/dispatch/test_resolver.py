@@ -221,34 +221,6 @@ def test_it_does_not_depend_on_the_order_of_installation(case: Case, seed: int) 
     assert seen(case.trace(seed)) == seen(case.trace(0))
 
 
-@given(cases)
-def test_deny_beats_allow_and_a_list(case: Case) -> None:
-    admitted = {impl.impl_id for impl in case.trace().admitted}
-    assert not admitted & {f"vendor.{name}" for name in case.deny}
-    for impl_id, reason in case.trace().rejected:
-        head, name = impl_id.split(".")
-        if head == "vendor" and name in case.deny:
-            assert reason == f"deny_vendors names {name}"
-
-
-@given(cases)
-def test_a_preference_is_never_an_exclusion(case: Case) -> None:
-    installed = case.impls(0)
-    sets = {
-        frozenset(
-            impl.impl_id
-            for impl in resolve(
-                "silu_and_mul", installed, SelectionPolicy(prefer=kind), rejections=case.rejections
-            ).admitted
-        )
-        for kind in ORDERS
-    }
-    assert len(sets) == 1
-    assert sets == {
-        frozenset(set(case.priorities) - set(case.unavailable) - set(case.rejections)),
-    }
-
-
 @given(cases, st.sampled_from(sorted(ORDERS)), st.booleans())
 def test_a_higher_preference_sorts_a_platforms_list_stably_and_a_users_never(
     case: Case, kind: str, written_by_the_user: bool
