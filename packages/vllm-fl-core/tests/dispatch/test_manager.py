@@ -167,12 +167,8 @@ class TestCallersMistakes:
     @pytest.mark.parametrize(
         ("args", "kwargs", "argument"),
         [
-            ((), {}, "x"),
-            ((X, X), {}, "(call)"),
-            ((X,), {"y": 1}, "y"),
-            ((X,), {"x": X}, "x"),
             (([1.0],), {}, "x"),
-            ((torch.ones(2, 7),), {}, "x"),
+            ((), {"x": torch.ones(2, 7)}, "x"),
         ],
     )
     @pytest.mark.parametrize("strict", [False, True])
@@ -192,12 +188,11 @@ class TestCallersMistakes:
         assert caught.value.cause is not None
         assert manager.demotions == {}
 
-    def test_a_missing_argument_is_named(self) -> None:
+    def test_a_call_that_does_not_fit_is_an_error_of_its_signature(self) -> None:
         manager = managing(norm("vendor.acme", lambda x, residual: x))
-        with pytest.raises(CallError) as caught:
+        with pytest.raises(TypeError, match=r"rms_norm\(\) missing 1 .* 'epsilon'"):
             manager.call("rms_norm", torch.ones(2, 4), None, None)
-        assert caught.value.argument == "epsilon"
-        assert "rms_norm(x, residual, weight, epsilon, variance_size=None)" in str(caught.value)
+        assert manager.demotions == {}
 
 
 class TestNothingToCall:
@@ -316,9 +311,8 @@ class TestRegistering:
         )
         assert manager.call("acme_fused", X, scale=3.0)[0, 0] == 3
         assert manager.call("acme_fused", X)[0, 0] == 2
-        with pytest.raises(CallError) as caught:
+        with pytest.raises(TypeError, match=r"acme_fused\(\) .* 'factor'"):
             manager.call("acme_fused", X, factor=3.0)
-        assert caught.value.argument == "factor"
 
 
 class TestOlderForm:

@@ -237,9 +237,7 @@ def test_layer_names_of_the_older_plugin_end_no_start(name: str, tmp_path: Path)
 def test_the_op_may_be_named_by_keyword() -> None:
     manager = managing(silu("reference.torch"))
     assert manager.call(op_name="silu_and_mul", x=X).shape == (2, 4)
-    with pytest.raises(TypeError, match="name of an op"):
-        manager.call(x=X)
-    with pytest.raises(TypeError, match="name of an op"):
+    with pytest.raises(TypeError, match="op_name"):
         call_op()
 
 
