@@ -189,7 +189,7 @@ class OpManager:
             registry=self._registry,
             policy=policy or override.get() or self.policy,
             settings=settings or self.settings,
-            disabled=self._record.demotions if disabled is None else disabled,
+            disabled=dict(self._record.demotions) if disabled is None else disabled,
             **more,
         )
 
@@ -326,7 +326,7 @@ class OpManager:
         if self._seals:
             return False  # an engine relies on the plan: nothing could take the demotion back
         with self._lock:
-            if impl_id not in self._record.demoted(op):
+            if (op, impl_id) not in self._record.demotions:
                 self._record.demote(op, impl_id, why)
                 self._forget()
         return True
