@@ -137,10 +137,7 @@ def start(
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
-    _warn(discovery.named_twice(plugins, asked.plugin_modules), "FL110")
     for plugin in plugins:
-        for remark in plugin.remarks:
-            log.warning("%s [FL214]", remark)
         _report(plugin.error, strict=early.strict_plugins)
     # Only the process that logs the warnings needs them; a worker has not opened its device yet.
     asks = engine is None and speaks_for_all()

@@ -67,7 +67,6 @@ class Engine:
         wrong: (op, impl id) -> why, of what the last check found wrong and serves all the same.
         unused: planned op -> why this engine is not seen to call it.
         remarks: moment -> phrases for the report.
-        seconds: how long the ranks have taken to settle on a plan.
         state: what plugins and patchers keep of this engine, by owner.
         status: `starting`, `serving`, `ended` or `failed`: its startup did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
@@ -91,7 +90,6 @@ class Engine:
     wrong: dict[Key, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     remarks: dict[Moment, list[str]] = field(default_factory=lambda: {each: [] for each in Moment})
-    seconds: float = 0.0
     state: dict[object, Any] = field(default_factory=dict)
     status: str = "starting"
     error: dict[str, str] | None = None
