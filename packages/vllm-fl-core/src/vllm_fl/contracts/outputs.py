@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -134,16 +134,3 @@ class ExpertBlocks:
 
 Output = Within | Exact | QuantisedPair | Routing | ExpertBlocks
 """How one result, or several that belong together, are compared."""
-
-
-def tolerances_of(
-    output: Output, contract: Mapping[str, Tolerance]
-) -> Mapping[str, Tolerance] | None:
-    """Those that hold for an output; None for one that has no room.
-
-    Args:
-        output: its kind.
-        contract: the tolerances of its contract.
-    """
-    own: Any = getattr(output, "tolerances", None)
-    return None if own is None else own or contract

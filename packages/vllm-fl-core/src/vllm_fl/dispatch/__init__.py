@@ -18,12 +18,9 @@ from ..plugins import loading as _plugins
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..plugins.types import (
-    AttentionImpl,
-    AttentionRequest,
     BackendImplKind,
     BackendPriority,
     OpImpl,
-    PolicyDefaults,
 )
 from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
@@ -36,14 +33,11 @@ from .manager import OpManager
 from .method import dispatch_method
 
 __all__ = [
-    "AttentionImpl",
-    "AttentionRequest",
     "BackendImplKind",
     "BackendPriority",
     "OpImpl",
     "OpManager",
     "OpRegistry",
-    "PolicyDefaults",
     "SelectionPolicy",
     "call_method_op",
     "call_op",
@@ -169,7 +163,7 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """The plugins that `discover_plugins` found, or else those of the default manager."""
+    """The plugins that `discover_plugins` found, or else the plugins of the default manager."""
     if _Discovered.plugins is not None:
         return _Discovered.plugins
     return get_default_manager().registry.plugins
@@ -182,4 +176,4 @@ def clear_discovered_plugins() -> None:
 
 class _Discovered:
     plugins: tuple[Plugin, ...] | None = None
-    """None: `get_discovered_plugins` gives those of the default manager."""
+    """None: `discover_plugins` was not called."""
