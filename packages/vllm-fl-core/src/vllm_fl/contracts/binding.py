@@ -157,11 +157,6 @@ class Contract:
                 f"Contract: the op's name, which is its oracle's, is {self.name!r}; expected "
                 "lower-case letters, digits and underscores"
             )
-        if not isinstance(self.binding, str | None):
-            raise TypeError(
-                f"Contract of {self.name}: binding is {self.binding!r}; expected a module's path, "
-                "as 'acme.bindings.acme_op', or None"
-            )
 
     @property
     def name(self) -> str:

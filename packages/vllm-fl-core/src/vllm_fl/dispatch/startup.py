@@ -46,11 +46,6 @@ class Startup:
     allowed: tuple[str, ...] | None = None
     modules: tuple[str, ...] = ()
 
-    @property
-    def failed(self) -> tuple[Plugin, ...]:
-        """The plugins that could not be loaded, or not whole."""
-        return tuple(p for p in self.plugins if p.error is not None)
-
     def loaded_under(self, settings: Settings) -> bool:
         """Whether the plugins are those that these settings allow."""
         return (_names(self.allowed), self.modules) == (
