@@ -103,26 +103,6 @@ def device_class() -> Device | None:
     return Device(str(name), told)
 
 
-def refuse_batch_invariance(platform: str) -> None:
-    """End the start where vLLM was told to be batch-invariant and has no kernels for it.
-
-    Args:
-        platform: vLLM's own platform, as settings name it.
-
-    Raises:
-        SettingsError: VLLM_BATCH_INVARIANT on the CPU.
-    """
-    from vllm import envs
-
-    if platform == "cpu" and getattr(envs, "VLLM_BATCH_INVARIANT", False):
-        raise SettingsError(
-            "VLLM_BATCH_INVARIANT=1: vLLM has no batch-invariant kernels for the CPU. Unset it; "
-            "VLLM_FL_REQUIRE=batch_invariant holds for the ops of vllm-fl on any device",
-            key="VLLM_BATCH_INVARIANT",
-            origin="environment VLLM_BATCH_INVARIANT",
-        )
-
-
 def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
     """Whether the served model cannot have the op."""
     try:
@@ -299,11 +279,6 @@ def plan_now() -> Plan | None:
     if isinstance(extra, dict) and KEY not in extra:
         return None
     return plan_for(facts_of(vllm_config))
-
-
-def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why an installed class does not take this engine."""
-    return {**why_not(facts).impls}
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:

@@ -26,8 +26,8 @@ from .graphs import ranges
 from .hooks import reports, start_sessions
 from .models import completed
 from .patchers.lookups import over_class, path_over, take_off
-from .patching import PATCHERS, by_range
-from .planning import facts_of, load_plugins, refusals, refuse_unverified
+from .patching import PATCHERS, by_range, why_not
+from .planning import facts_of, load_plugins, refuse_unverified
 from .ranks import publish_process
 from .settling import make_plan, settle
 
@@ -257,7 +257,7 @@ def _took(engine: Engine) -> str:
 def _say_plan(engine: Engine) -> None:
     """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
     plan, facts = engine.plan, engine.facts
-    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
+    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items())
     remarks = [*_of_table(facts, engine.table), *_of_device(engine)]
     remarks += [*_of_invariance(facts), *said]
     inlined = ranges.planned(by_range(plan), engine.config)
