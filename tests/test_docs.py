@@ -225,7 +225,7 @@ def test_contracts_are_documented_by_the_command_and_no_page_lists_them() -> Non
 
 def test_every_error_is_documented_with_its_fields() -> None:
     table = {code(r[0]): r[1] for r in rows(section(page("dispatch.md"), "Errors"))}
-    assert set(table) == set(errors.__all__)
+    assert set(table) == {name for name in vars(errors) if name.endswith("Error")}
     for name, fields in table.items():
         documented = inspect.getdoc(getattr(errors, name)) or ""
         told = re.findall(r"^    (\w+): ", documented, re.M)

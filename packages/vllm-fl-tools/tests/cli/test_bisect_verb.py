@@ -27,7 +27,7 @@ file = next((v for n in ("VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG") if (v := os.envi
 content = yaml.safe_load(open(file)) or {} if file else {}
 with open(os.path.join("{folder}", "started"), "a") as out:
     print(json.dumps([exact, is_plan, variables, content, request["arguments"]]), file=out)
-off = content.get("acme_off", os.environ.get("ACME_OFF", "").split(","))
+off = content.get("vendor_acme_off", os.environ.get("ACME_OFF", "").split(","))
 loaded = os.environ.get("VLLM_FL_PLUGIN_MODULES", "")
 on = [name for name in ("add", "mm", "sort", "topk") if loaded and name not in off and not aside]
 ops = {"rms_norm": "vendor.acme", "silu_and_mul": "vendor.acme", "moe_sum": "stock"}
@@ -71,8 +71,9 @@ NAMES = ("add", "mm", "sort", "topk")
 @hookimpl
 def settings():
     return [
-        SettingSpec("acme_off", "ACME_OFF", (), in_file=True, names="op", known=lambda: NAMES),
-        SettingSpec("acme_tile", "ACME_TILE", "64", in_file=True),
+        SettingSpec("vendor_acme_off", "ACME_OFF", (), in_file=True, names="op",
+                    known=lambda: NAMES),
+        SettingSpec("vendor_acme_tile", "ACME_TILE", "64", in_file=True),
     ]
 
 @hookimpl
@@ -83,18 +84,18 @@ LISTING = """
 import json, os, sys
 
 told = {"enabled": True, "plugins": {"{plugin}": {"release": "acme", "module": True}}}
-told |= {"lists": {"acme_off": {"variable": "ACME_OFF", "names": [], "allows": False}}}
+told |= {"lists": {"vendor_acme_off": {"variable": "ACME_OFF", "names": [], "allows": False}}}
 told |= {"remarks": [], "parts": []}
 for name in ("add", "mm", "sort", "topk"):
     part = {"kind": "name", "name": name, "what": f"operator {name}", "of": "{plugin}"}
-    told["parts"].append({**part, "setting": "acme_off"})
+    told["parts"].append({**part, "setting": "vendor_acme_off"})
 with open(sys.argv[1], "w") as file:
     json.dump(told, file)
 """
 """The result of `_listing` for the plugin: the real one imports torch, for seconds."""
 
 NORM = "ops['rms_norm'] == 'vendor.acme' and 'model.1' not in away"
-ENDS_IN_MM = "if 'mm' in on: sys.exit('RuntimeError: no such kernel')"
+ENDS_IN_MM = "if 'mm' in on: raise RuntimeError('no such kernel')"
 
 
 @pytest.fixture
@@ -217,7 +218,7 @@ def test_what_ends_a_startup_is_found(bisect: Any, tmp_path: Path) -> None:
     assert done.status == 1, done.err
     found = done.json()
     (culprit,) = found["culprits"]
-    assert culprit["parts"] == ["acme_off mm"] and culprit["how"] == "ended"
+    assert culprit["parts"] == ["vendor_acme_off mm"] and culprit["how"] == "ended"
     assert found["settings"] == ["export ACME_OFF=mm"]
     engines = started(tmp_path)
     stock, asked, *_ = engines

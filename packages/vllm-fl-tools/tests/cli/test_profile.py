@@ -86,7 +86,7 @@ def test_the_table_stands_beside_the_step_s_time(profile: Any) -> None:
 
 
 def test_decode_and_prefill_are_asked_for_apart(profile: Any, tmp_path: Path) -> None:
-    given = ("--dtype", "bfloat16", "--enforce-eager", "-tp", "1")
+    given = ("--enforce-eager", "-tp", "1", "--dtype", "bfloat16")
     done = profile("--batch", "1,8", *given)
     assert done.status == 0, done.err
     told = asked(tmp_path)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
-from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.plan import Plan
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins import breadcrumb
@@ -30,6 +29,7 @@ from vllm_fl.text import quote
 from .budget import Budget, Valve, as_calls
 from .guarded import Guarded, in_place, taken
 from .oracle import each_part, magnitudes, wanted_of, worst
+from .replacing import replacing
 from .verification import (
     Failure,
     Outcome,

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
-from vllm_fl.contracts.batches import POOL, STANDING_COUNTS, Order
-from vllm_fl.contracts.batches import rows as drawn_rows
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 
 from . import launches
+from .batches import POOL, STANDING_COUNTS, Order
+from .batches import rows as drawn_rows
 from .budget import Budget, Valve
 from .form import Form
 from .guarded import Guarded, guarded

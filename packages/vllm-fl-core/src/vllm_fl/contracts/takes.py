@@ -82,8 +82,9 @@ def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool])
         return [_unless(kept), *([f"value = {name}", *where] if where else ())]
     dtypes = "".join(f"{_dtype(each, spec)}, " for each in argument.dtypes or FLOATING)
     first = next(n for n in spec.parameters if isinstance(spec.arguments[n], Tensor))
-    same = f"{name}.device == {first}.device and {name}.dtype in ({dtypes})"
-    lines = [_unless(f"isinstance({name}, torch.Tensor) and {same}")]
+    kept = f"isinstance({name}, torch.Tensor) and {name}.dtype in ({dtypes})"
+    kept += f" and {name}.device == {first}.device" * (name != first)
+    lines = [_unless(kept)]
     one = _unless(f"{name}.numel() == 1")
     if argument.other:
         shape = [_unless(f"{name}.shape == {argument.other}.shape")]

@@ -445,27 +445,28 @@ def make_plan(
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
-    manager.check_contracts()
     snapshot = manager.registry.snapshot()
     specs = snapshot.contracts
     policy = facts.settings.policy
     absent = {op for op in facts.absent if not policy.names(op, itself=True)}
     largest = facts.sizes.tokens[-1] if facts.sizes else math.inf
     classes = (ATTENTION, COMMUNICATOR) if facts.communicator else (ATTENTION,)
+    resolver = manager.resolver(
+        mode=facts.mode,
+        engine=True,
+        settings=facts.settings,
+        disabled=demoted,
+        # An operator in a graph cannot be handed a layer.
+        without_layer=facts.mode == "compiled",
+        foreign=facts.foreign,
+        facts=facts,
+    )
+    for op in snapshot.impls_by_op:
+        resolver.check_contract(op)
     for op in (*specs, *classes, *snapshot.layers):
         if op in absent:
             continue
-        traces = manager.rows(
-            op,
-            mode=facts.mode,
-            engine=True,
-            settings=facts.settings,
-            demoted={impl_id: why for (name, impl_id), why in demoted.items() if name == op},
-            # An operator in a graph cannot be handed a layer.
-            without_layer=facts.mode == "compiled",
-            foreign=facts.foreign.get(op),
-            facts=facts,
-        )
+        traces = resolver.rows(op)
         if facts.wants_invariance:  # two implementations are two sets of bits
             traces = traces[-1:]
         # A row for more tokens than the largest batch has never runs, and is no size of its own.

@@ -117,10 +117,12 @@ def load(
             left_out = Plugin(owner, candidate.target, status, error=refusal, kind=candidate.kind)
             brought.append((left_out, []))
             continue
-        before = dict(os.environ)
+        before = _variables()
         plugin, impls = _bring(candidate, registry, todos[owner])
-        remarks = _undo(before, owner)
-        brought.append((replace(plugin, remarks=remarks, kind=candidate.kind), impls))
+        if changed := sorted({name for name, _ in before ^ _variables()}):
+            names = ", ".join(map(clean, changed))
+            log.warning("%s set %s, which are the user's settings. [FL214]", owner.who, names)
+        brought.append((replace(plugin, kind=candidate.kind), impls))
     brought = _without_clashes(registry, brought, variables)
     refused = _add_contracts(registry, [plugin for plugin, _ in brought])
     told = [todos[each.owner] for each in found]  # a loaded plugin's owner knows its kernels, too
@@ -367,25 +369,8 @@ def _holds(impl_id: str, owner: Owner) -> bool:
     return owner.distribution is not None and bool(reservation(impl_id, stranger))
 
 
-def _undo(before: Mapping[str, str], owner: Owner) -> tuple[str, ...]:
-    """Take back what a plugin did to the VLLM_FL_* variables; one sentence about it, or none."""
-    after = dict(os.environ)
-    changed = sorted(
-        name
-        for name in {*before, *after}
-        if name.startswith("VLLM_FL_") and before.get(name) != after.get(name)
-    )
-    for name in changed:
-        os.environ.pop(name, None)
-        if name in before:
-            os.environ[name] = before[name]
-    if not changed:
-        return ()
-    return (
-        f"Plugin {clean(owner.plugin)!r} of {clean(owner.name)} set "
-        f"{', '.join(map(clean, changed))} while it was loaded; that was undone: these "
-        "variables are the user's. A plugin ships its settings by the policy hook.",
-    )
+def _variables() -> set[tuple[str, str]]:
+    return {item for item in os.environ.items() if item[0].startswith("VLLM_FL_")}
 
 
 def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:

@@ -226,14 +226,26 @@ def running(
         try:
             yield Engine(name, process, log, limits)
         finally:
+            _end(process)
+
+
+def _end(leader: subprocess.Popen[str]) -> None:
+    """End all processes of a session, and wait: one that holds a device's memory would end the
+    next engine."""
+    end = time.monotonic() + LAST_WORDS
+    while living := _living(leader.pid):
+        for pid in living:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            _wait_until_gone(process.pid)
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+        leader.poll()
+    leader.communicate()
 
 
 def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
-    """End a group's processes so that each writes its stacks, one after the other."""
+    """End a session's processes so that each writes its stacks, one after the other."""
     for pid in sorted(_living(leader.pid), reverse=True):  # the leader, which waits, is the last
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGABRT)
@@ -242,21 +254,14 @@ def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
             time.sleep(0.05)
 
 
-def _wait_until_gone(group: int) -> None:
-    """Until no process of the group lives: what holds a device's memory would end the next one."""
-    end = time.monotonic() + LAST_WORDS
-    while _living(group) and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def _living(group: int) -> list[int]:
-    """The processes of a group."""
+def _living(session: int) -> list[int]:
+    """The living processes of a session, those that left its process group included."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):  # it is gone
+            state, _, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):  # it has ended
             continue
-        if int(of) == group and state != "Z":
+        if int(of) == session and state != "Z":
             found.append(int(process.name))
     return found

@@ -19,11 +19,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.plugins.breadcrumb import last
+from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
 
-from ._engines import forget
 from ._progress import doing
 from ._show import UsageError, say
 
@@ -298,7 +297,7 @@ def _asked(
         file = Path(folder) / "parts"
         process = subprocess.Popen(
             [*COMMAND, str(file), *ended],
-            env=dict(environment),
+            env={**environment, FOLDER: folder},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -310,7 +309,6 @@ def _asked(
             process.kill()
             process.wait()
         told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    crumb = last(process.pid)
-    forget(process.pid)
+        crumb = last(Path(folder))
     owner = "" if crumb is None else crumb.what.partition(" of ")[2]
     return told, owner if owner.startswith("plugin ") else ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from typing import Any
 
-from ._engines import EngineError, forget
+from ._engines import EngineError
 from ._failures import read_log
 from ._parts import Changes, Parts
 from ._search import Culprit, Verdict, search
@@ -124,7 +124,6 @@ class Startups:
 
     def _failed(self, error: EngineError) -> Verdict:
         read = read_log(error.log)
-        forget(error.session)
         why = read.why or "it ended without an error message"
         if error.hung:
             why = "it did not answer" + (f" within {self._limit:.0f} s" if self._limit else "")

@@ -280,14 +280,6 @@ class _Examined:
         for plugin in self.plugins:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
-            for remark in plugin.remarks:
-                yield Finding(
-                    "plugins",
-                    remark,
-                    "What it set would have counted as yours. Set it yourself if you want it, and "
-                    "tell the plugin's author.",
-                    f"pip show {quoted(plugin.owner.name)}",
-                )
         if not any(each.kind == "backend" for each in found):
             yield Finding(
                 "plugins",
@@ -363,7 +355,6 @@ class _Examined:
             env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(
                 self.registry,
-                self.plugins,
                 env if errors or self.failing else os.environ,
                 platform=where,
             )

@@ -25,7 +25,7 @@ from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import RULES
 
-from ..integration.parts import hidden_layers, vocabulary_of, without
+from ..integration.parts import without
 from ..integration.threads import worker_threads
 from . import _accept, _profile
 from ._engine import asked_of, takes_vllms
@@ -162,14 +162,11 @@ def run(arguments: argparse.Namespace) -> int:
             path=str(out),
             remarks=[*work.remarks, *_of_device(work.subject, table)],
             measurements=work.done,
-            phases=work.phases,
-            estimate=work.estimates(table),
             table=json.loads(table.text),
         )
     else:
-        worth = [*work.estimates(table), *_of_device(work.subject, table)]
-        worth += _spent(work.done, work.phases)
-        show(str(out), table, [*work.remarks, *worth])
+        done = f"{work.done} measurements."
+        show(str(out), table, [*work.remarks, *_of_device(work.subject, table), done])
     return 0 if table.ops else 1
 
 
@@ -225,7 +222,7 @@ def _subject(
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
-        captured, plan, layers, vocabulary = None, None, 0, 0
+        captured, plan = None, None
         ordered: tuple[str, ...] = ()
     else:
         if arguments.dtype is not None:
@@ -242,7 +239,6 @@ def _subject(
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype = facts.sizes, facts.dtype
         absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
-        layers, vocabulary = hidden_layers(engine), vocabulary_of(engine)
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
@@ -259,8 +255,6 @@ def _subject(
         plan,
         first=None if asked or arguments.thorough else _first(tokens, captured or 0),
         thorough=arguments.thorough,
-        layers=layers,
-        vocabulary=vocabulary,
         ordered=ordered,
     )
 
@@ -357,11 +351,6 @@ def show(path: str, table: Table, remarks: Iterable[str] = ()) -> None:
         for figure in tuned.figures:
             if figure.rejected:
                 say(f"{op}, {figure.tokens} tokens, {figure.impl}: {figure.rejected}")
-
-
-def _spent(done: int, phases: Mapping[str, float]) -> Iterator[str]:
-    told = [f"{name} {seconds:.0f}" for name, seconds in phases.items() if seconds >= 0.5]
-    yield f"{done} measurements." + f" Seconds of this run: {', '.join(told)}." * bool(told)
 
 
 def _rows(op: str, tuned: TunedOp) -> Iterator[tuple[str, ...]]:
