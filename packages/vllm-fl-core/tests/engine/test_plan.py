@@ -17,6 +17,7 @@ from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Candidate, Trace
 from vllm_fl.engine.plan import Plan, PlanEntry, active_plan, leave_place, take_place
+from vllm_fl.engine.start_line import line, notes
 from vllm_fl.errors import CallError
 
 MODES = ["eager", "compiled"]
@@ -42,15 +43,15 @@ def test_the_line() -> None:
         "eager",
         notes={"rms_norm": "the user set the IR priority"},
     )
-    line = "vllm-fl: 1 op planned: silu_and_mul=vendor.acme (eager; verified in 2.0 s)"
-    assert plan.line("verified in 2.0 s") == line
-    assert plan.notes() == ["rms_norm: the user set the IR priority"]
+    text = "vllm-fl: 1 op planned: silu_and_mul=vendor.acme (eager; verified in 2.0 s)"
+    assert line(plan, "verified in 2.0 s") == text
+    assert notes(plan) == ["rms_norm: the user set the IR priority"]
     assert not plan.entries["rms_norm"].impls
     assert plan.entries["rms_norm"].reason == "the user set the IR priority"
     unseen = ["silu_and_mul", "an_op_that_is_not_planned"]
     nothing = "vllm-fl: 0 ops planned: all is vLLM's own code (eager; x)"
-    assert plan.line("x", not_reached=unseen) == nothing
-    assert plan.notes(unseen)[-1] == "not reached: silu_and_mul"
+    assert line(plan, "x", not_reached=unseen) == nothing
+    assert notes(plan, unseen)[-1] == "not reached: silu_and_mul"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -63,14 +64,16 @@ def test_no_plan_has_a_long_line(seed: int) -> None:
         vendor = "".join(draw.choices("xyz", k=draw.choice([3, 8, 90])))
         entries[op] = drawn(op, vendor, draw)
     counted = sum(entry.label != "stock" for entry in entries.values())
-    line = Plan(draw.choice(MODES), entries).line("verified in 1234.5 s", "digest 0123456789abcdef")
-    assert len(line) <= 200
-    assert line.startswith(f"vllm-fl: {counted} op{'s' * (counted != 1)} planned")
-    assert line.endswith("; verified in 1234.5 s; digest 0123456789abcdef)")
-    named = [word for word in line.split() if "=" in word]
+    text = line(
+        Plan(draw.choice(MODES), entries), "verified in 1234.5 s", "digest 0123456789abcdef"
+    )
+    assert len(text) <= 200
+    assert text.startswith(f"vllm-fl: {counted} op{'s' * (counted != 1)} planned")
+    assert text.endswith("; verified in 1234.5 s; digest 0123456789abcdef)")
+    named = [word for word in text.split() if "=" in word]
     assert len(named) <= 5
     assert {f"{op}={entry.label}" for op, entry in entries.items()}.issuperset(named)
-    assert (f" and {counted - len(named)} more (" in line) == (0 < len(named) < counted)
+    assert (f" and {counted - len(named)} more (" in text) == (0 < len(named) < counted)
 
 
 def drawn(op: str, vendor: str, draw: random.Random) -> PlanEntry:

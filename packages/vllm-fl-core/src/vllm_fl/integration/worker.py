@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
+from ..engine import start_line
 from ..engine.digest import code_facts
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
@@ -264,14 +265,14 @@ def _say_plan(engine: Engine) -> None:
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
     took, digested = _took(engine), f"digest {engine.digest}"
-    own = [*plan.notes(engine.unused), *out, took, digested, *remarks]
+    own = [*start_line.notes(plan, engine.unused), *out, took, digested, *remarks]
     found = engine.remarks[Moment.PLANNED]
     engine.remarks[Moment.PLANNED] = own + [each for each in found if each not in own]
     if engine.rank == 0:
         planned = " ".join(f"{op}={entry.label}" for op, entry in plan.entries.items())
         phrases = [line for lines in engine.remarks.values() for line in lines]
         log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *phrases]))
-        log.info("%s", plan.line(took, digested, not_reached=engine.unused))
+        log.info("%s", start_line.line(plan, took, digested, not_reached=engine.unused))
 
 
 def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
