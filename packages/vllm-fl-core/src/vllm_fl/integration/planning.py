@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..contracts.binding import Binding
 from ..contracts.sizes import model_sizes
@@ -23,7 +23,7 @@ from .carried import KEY, entry_of, is_sealed
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
 from .graphs import ranges
-from .patching import PATCHERS, by_range, why_not
+from .patching import PATCHERS, by_range, merged, why_not
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     backend = vllm_config.attention_config.backend
     entry = entry_of(vllm_config)
     compiled = compilation.mode not in (None, CompilationMode.NONE)
-    requests: dict[str, Any] = {}
-    for patcher in PATCHERS:
-        requests |= patcher.request(vllm_config, settings, entry, compiled=compiled)
+    requests = merged(lambda each: each.request(vllm_config, settings, entry, compiled=compiled))
     return EngineFacts(
         settings,
         "compiled" if compiled else "eager",
@@ -240,7 +238,7 @@ def plan_for(
         },
         kept_layers=found.layers,
     )
-    kept = {op: why for each in PATCHERS for op, why in each.keep_stock(plan).items()}
+    kept = merged(lambda each: each.keep_stock(plan))
     entries = {op: replace(plan.entries[op], note=why) for op, why in kept.items()}
     plan = replace(plan, entries={**plan.entries, **entries})
     whole = frozenset[str]().union(*(patcher.takes_whole(plan) for patcher in PATCHERS))
@@ -323,5 +321,4 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     """
     entry = entry_of(vllm_config)
     if "user_priority" not in entry:
-        for patcher in PATCHERS:
-            entry |= patcher.note_user(vllm_config)
+        entry |= merged(lambda each: each.note_user(vllm_config))

@@ -112,8 +112,7 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        from .carried import is_sealed
-        from .nodes import carry_startup
+        from .carried import carry_startup, is_sealed
         from .planning import apply, facts_of, plan_for, refuse_unverified
         from .worker import wrap_worker
 

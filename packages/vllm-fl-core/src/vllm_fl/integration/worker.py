@@ -21,7 +21,6 @@ from ..plugins.inspection import REJECTED, Moment
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
 from . import attending, patching, updates
-from .binding import bind
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
 from .hooks import reports, start_sessions
@@ -30,7 +29,7 @@ from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
 from .ranks import publish_process
-from .settling import make_plan, settle
+from .settling import bind, make_plan, settle
 
 if TYPE_CHECKING:
     import torch
@@ -172,7 +171,7 @@ class PlannedWorker:
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
         report = {
-            **patching.report(engine),
+            **patching.merged(lambda each: each.report(engine)),
             "rank": self.rank,
             "mode": plan.mode,
             "digest": engine.digest,
