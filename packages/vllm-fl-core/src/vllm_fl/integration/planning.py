@@ -223,19 +223,8 @@ def plan_for(
     plan = make_plan(
         get_default_manager(),
         facts,
-        demoted={
-            **found.impls,
-            **(demoted or {}),
-        },
-        notes={
-            **_without_target(),
-            **found.ops,
-            **{
-                op: f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
-                for op, binding in installed_bindings().items()
-                if binding.batch_invariant and facts.batch_invariant
-            },
-        },
+        demoted={**found.impls, **(demoted or {})},
+        notes={**_kept_by_vllm(facts), **found.ops},
         kept_layers=found.layers,
     )
     kept = merged(lambda each: each.keep_stock(plan))
@@ -299,15 +288,16 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     entry["enabled"] = added
 
 
-def _without_target() -> dict[str, str]:
-    """Return the ops that this vLLM has no target for, or whose targets need what it lacks."""
+def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
+    """Return op -> why this vLLM has no target for it, lacks a name, or keeps code of its own."""
     placed = {op for patcher in PATCHERS for op in patcher.ops()}
     found, table = {}, installed_bindings()
     for op in get_default_manager().registry.snapshot().contracts:
         binding = table.get(op, Binding())
-        lacking = lacks_names(binding)
-        if lacking:
-            found[op] = f"this vLLM has no {lacking}, which its places need"
+        if facts.batch_invariant and binding.batch_invariant:
+            found[op] = f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
+        elif missing := lacks_names(binding):
+            found[op] = f"this vLLM has no {missing}, which its places need"
         elif op not in placed:
             which = "this vLLM" if binding.targets else "vLLM"
             found[op] = f"{which} has no place for it"
