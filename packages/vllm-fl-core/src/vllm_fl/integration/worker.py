@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 
 PREFIX = "Planned:"
 
-BEGIN, VERIFY, LIVE = (
-    "what the plan goes by",
-    "plan and verification",
-    "verification on live tensors",
-)
+PLANNING, LIVE = "plan and verification", "verification on live tensors"
 """The phases of a startup in which the ranks settle on a plan."""
 
 log = get_logger("engine")
@@ -94,9 +90,8 @@ class PlannedWorker:
         assert engine is not None  # vLLM opens the device first
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         engine.joins = bool(kwargs.get("load_dummy_weights"))
-        with phases.during(BEGIN):
+        with phases.during(PLANNING):
             lines = _begin(engine)
-        with phases.during(VERIFY):
             settle(engine, Moment.PLANNED)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
@@ -250,7 +245,7 @@ def _took(engine: Engine) -> str:
     """How long the ranks have taken to settle on the plan, and by which means."""
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
     seconds = phases_of(engine.worker).seconds
-    total = sum(seconds.get(phase, 0.0) for phase in (BEGIN, VERIFY, LIVE))
+    total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
     return f"{how} {total:.1f} s" if how else "not verified"
 
 
