@@ -419,7 +419,7 @@ def lowered(plan: Plan) -> str:
     from vllm.config.kernel import IrOpPriorityConfig
 
     from vllm_fl.engine.facts import EngineFacts
-    from vllm_fl.integration.engines import Engine
+    from vllm_fl.integration.engines import Engine, calling
     from vllm_fl.integration.patchers.ir import bind_provider, prioritise, register_provider
     from vllm_fl.settings.loading import load_settings
 
@@ -449,6 +449,7 @@ def lowered(plan: Plan) -> str:
     with contextlib.ExitStack() as stack:
         stack.enter_context(ir.enable_torch_wrap())
         stack.enter_context(torch.no_grad())
+        stack.enter_context(calling(engine))
         for op in ("rms_norm", "fused_add_rms_norm"):
             stack.enter_context(getattr(ir.ops, op).set_priority(getattr(priority, op)))
         compiled(x, residual, torch.randn(64, dtype=torch.bfloat16))

@@ -31,6 +31,7 @@ from vllm.config.utils import Range as VllmRange
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
 from vllm_fl.integration.carried import Carried
+from vllm_fl.integration.engines import calling
 from vllm_fl.integration.graphs import lowering, passes, ranges
 from vllm_fl.integration.graphs.functional_operators import OWNER
 from vllm_fl.integration.graphs.state import in_graphs
@@ -348,7 +349,8 @@ def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined
 
     for sizes, tokens, mark in (((1, 4), 3, 1), ((5, 64), 8, 3)):
         x, residual = torch.randn(tokens, 8), torch.randn(tokens, 8)
-        (result, passed), left = lowered(plan, sizes, model, x, residual, afterwards=passes)
+        with calling(engine_of(plan)):
+            (result, passed), left = lowered(plan, sizes, model, x, residual, afterwards=passes)
         torch.testing.assert_close(result, x * 2 + mark)
         torch.testing.assert_close(passed, residual * 2)
         assert len(left) == (mark == 1)  # the operator, and no copy

@@ -32,7 +32,6 @@ from vllm_fl.errors import SettingsError, StartError
 from vllm_fl.integration import carried, planning
 from vllm_fl.integration.carried import Carried, configured, note_configured
 from vllm_fl.integration.compat import hide_our_variables
-from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import (
     apply,
@@ -41,7 +40,7 @@ from vllm_fl.integration.planning import (
     plan_for,
     refuse_batch_invariance,
 )
-from vllm_fl.plugins.registry import OpRegistry, known_contracts
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
@@ -331,34 +330,6 @@ def norm() -> OpImpl:
         return x
 
     return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
-
-
-@pytest.mark.parametrize("has_ir", [False, True])
-@pytest.mark.parametrize("name", known_contracts().bindings["rms_norm"].fused_by)
-def test_norms_that_vllm_fuses_are_stock_only_without_the_ir(
-    process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str, has_ir: bool
-) -> None:
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(ir_patcher, "has_ir", lambda: has_ir)
-    entry = planned_norm(process, pass_config={name: True})
-    if has_ir:
-        assert entry.label == "vendor.acme", "vLLM's fusions come first, and ours are the rest"
-    else:
-        assert (entry.label, entry.reason) == ("stock", f"vLLM's own fusions of it are on ({name})")
-
-
-@pytest.mark.parametrize(
-    ("custom_ops", "label"),
-    [(["none"], "vendor.acme"), (["none", "-rms_norm", "-gemma_rms_norm"], "stock")],
-)
-def test_without_the_ir_a_compiled_norm_that_the_user_turns_off_is_vllms(
-    process: OpManager, monkeypatch: pytest.MonkeyPatch, custom_ops: list[str], label: str
-) -> None:
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(ir_patcher, "has_ir", lambda: False)
-    process.registry.register_impl(norm())
-    config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=custom_ops)
-    assert plan_for(facts_of(config)).entries["rms_norm"].label == label
 
 
 def test_an_op_that_the_model_cannot_have_is_not_planned_unless_the_user_names_it(

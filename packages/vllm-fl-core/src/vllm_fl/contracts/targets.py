@@ -281,7 +281,7 @@ def _check_tokens(target: OperatorTarget | FunctionTarget) -> None:
 
 @dataclass(frozen=True)
 class IrTarget(_Routed):
-    """An op of vLLM's IR (`vllm.ir`, in the releases that have it).
+    """An op of vLLM's IR (`vllm.ir`).
 
     Args:
         name: the IR op, as `fused_add_rms_norm`.
@@ -303,7 +303,7 @@ class IrTarget(_Routed):
         return (f"IR op {self.name}",)
 
     def describe(self) -> str:
-        return f"vllm.ir.{self.name}, in the releases that have it"
+        return f"vllm.ir.{self.name}"
 
     @property
     def profiled(self) -> tuple[str, ...]:
@@ -345,7 +345,6 @@ class FusionTarget(Target):
             op's parts, and the operator was put there: on a plugin's device, where vLLM lacks the
             pass, one of ours asks it of every node. It finds `parts` as ops of vLLM's IR, or as
             operators of ours. None where nothing does it.
-        in_ir: those of `parts` that `own` finds as ops of vLLM's IR alone.
         begins: (a layer of vLLM's, its VllmConfig) -> whether the op may begin with it. A model
             that makes no such layer does not have the op. None where that tells nothing.
     """
@@ -361,7 +360,6 @@ class FusionTarget(Target):
     apart: Bound | None = None
     unfused: Mapping[str, Bound] = field(default_factory=dict)
     own: Callable[[Any, Any, Any], bool] | None = None
-    in_ir: tuple[str, ...] = ()
     begins: Callable[[Any, Any], bool] | None = None
 
     @property

@@ -33,8 +33,6 @@ class EngineFacts:
         attention_backend: the name of the attention backend that vLLM was told to take, or None.
         batch_invariant: whether vLLM was told to use its batch-invariant kernels.
         compile_backend: what vLLM compiles the model with; empty for its default.
-        passes_on: vLLM's passes that are on, of those that take an op of ours into a kernel of
-            their own.
         passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
         absent: the ops that the model cannot have, as their bindings read its configuration, and
             those that only layers run, of which it has none.
@@ -59,7 +57,6 @@ class EngineFacts:
     attention_backend: str | None = None
     batch_invariant: bool = False
     compile_backend: str = ""
-    passes_on: frozenset[str] = frozenset()
     passes_off: tuple[str, ...] = ()
     absent: frozenset[str] = frozenset()
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]] = field(default_factory=dict)

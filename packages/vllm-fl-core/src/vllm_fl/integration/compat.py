@@ -318,11 +318,6 @@ def _registered(source: ast.Module, module: str) -> Iterator[DeclaredLayer]:
                     yield DeclaredLayer(name, cls.name, kind, module)
 
 
-def has_ir() -> bool:
-    """Whether this vLLM has an IR of its own: deprecated in 0.33, to be gone in 0.34."""
-    return find_spec("vllm.ir") is not None
-
-
 def hide_our_variables(more: Iterable[str] = ()) -> None:
     """Make our variables known to vLLM, so that it neither warns of them nor fails.
 

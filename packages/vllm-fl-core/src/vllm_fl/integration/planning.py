@@ -68,12 +68,6 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         attention_backend=None if backend is None else backend.name,
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         compile_backend=compilation.backend,
-        passes_on=frozenset(
-            name
-            for binding in installed_bindings().values()
-            for name in binding.fused_by
-            if getattr(compilation.pass_config, name, False)
-        ),
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()

@@ -128,7 +128,6 @@ BINDING = Binding(
             apart=_apart,
             unfused={"_C::rotary_embedding": _rope, "vllm::flashinfer_rotary_embedding": _rope},
             own=put_operator,
-            in_ir=("rms_norm",),
             begins=_norms_heads,
         ),
     ),

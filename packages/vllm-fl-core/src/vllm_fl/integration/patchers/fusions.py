@@ -73,7 +73,6 @@ def _is_ours(target: FusionTarget, facts: EngineFacts) -> bool:
         target.own is not None
         and device is not None
         and facts.by_range
-        and not set(target.in_ir) - set(ir_ops())
         and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
     )
 
