@@ -87,7 +87,8 @@ def take(plan: Plan) -> None:
 
     cpu, of_op = torch.device("cpu"), {"qk_norm_rope": known_contracts().bindings["qk_norm_rope"]}
     engine = engine_of(plan)
-    operators.take(engine, operators.choose(plan, of_op, cpu, torch.bfloat16), cpu)
+    taken = operators.Operators().choice(plan, of_op, cpu, torch.bfloat16)
+    operators.Operators().take(engine, taken)
 
 
 def without_the_pass(

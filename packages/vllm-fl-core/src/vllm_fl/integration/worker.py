@@ -176,14 +176,14 @@ class PlannedWorker:
             engine is not seen to call. `remarks` [what else there is to say of the start].
             Counters begin when the engine is about to serve; a call is counted to who computed it,
             under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
-            what became of it}}, as `patchers.taking.report` says; `functions` {op: {function: the
+            what became of it}}, as docs/worker-report.md explains; `functions` {op: {function: the
             same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
             through, and in how many places it found the op. `ranges` {op: [{first, last, impl,
             places}]}: of an op that is
             ordered by size, whose code is inlined in the graphs of so many tokens, and in how many
             places (0 where vLLM had them in its cache); impl None where an operator looks its row
             up. `defined` {operator: schema}: what this vLLM, an empty build,
-            lacks, and is there while the engine is. `smaller` {op: [what of its calls the start
+            lacks, and the engine has defined. `smaller` {op: [what of its calls the start
             tried in a smaller size than the model's]}. `groups` {a group of ranks: the id of its
             communicator}; empty where the plan leaves them to vLLM. `table` {file, digest, acts,
             reason, left_out}: the table that the settings name, whether it acts, why it does not,
