@@ -28,7 +28,7 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import engines
 from vllm_fl.integration.patchers import ir as norms
-from vllm_fl.integration.patchers.layers import forget_shared_layers, replace_layers
+from vllm_fl.integration.patchers.layers import forget_shared_layers, in_tables, ours
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HIDDEN = 64
@@ -38,8 +38,7 @@ IR_OPS = ("rms_norm", "fused_add_rms_norm")
 @pytest.fixture(scope="module", autouse=True)
 def layers() -> Iterator[None]:
     """What a worker does before it builds the model."""
-    with set_current_vllm_config(VllmConfig()), torch.no_grad():
-        replace_layers()
+    with set_current_vllm_config(VllmConfig()), torch.no_grad(), in_tables(ours()):
         yield
 
 

@@ -12,7 +12,8 @@ model is planned and built, never while vLLM runs general plugins: it may rebind
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -53,8 +54,8 @@ DISPATCHED = "_vllm_fl_dispatched"
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
 
-OURS: set[type] = set()
-"""What we have put into vLLM's table of replacements, which is one per process."""
+_one_at_a_time = threading.RLock()
+"""vLLM's tables of replacements are one per process, as is the configuration of a model's build."""
 
 
 @dataclass(frozen=True)
@@ -140,20 +141,16 @@ def _inheriting(base: type) -> list[type]:
     return found[1:]
 
 
-def replace_layers() -> None:
-    """Register our layers with vLLM, once per process. Another plugin's stay as they are.
-
-    Called where the model is about to be built: by then every other plugin has had its turn, and
-    one that comes after us would end the start (vLLM refuses a second class for a layer).
-    """
+def ours() -> Iterator[tuple[dict[str, type], str, type]]:
+    """Yield (vLLM's table, class name, our class) of the layers that no other plugin replaces."""
     for layer in layer_table():
         table = _replacements(layer.base)
         if layer.cls not in table:
-            table[layer.cls] = _over(layer, layer.base)
+            yield table, layer.cls, _over(layer, layer.base)
 
 
 def taken_layers(plan: Plan) -> dict[str, type | None]:
-    """What stands for other plugins' classes in vLLM's table while the plan's model is built.
+    """Return what replaces other plugins' classes while the plan's model is built.
 
     Returns:
         {class name: our class, made of the other's where that comes before `stock`; None where
@@ -172,6 +169,31 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
         elif not is_below:
             found[name] = None
     return found
+
+
+@contextmanager
+def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> Iterator[None]:
+    """While the block runs, vLLM builds these classes for layers, for None its own.
+
+    vLLM's tables are one per process and keyed by class name, and the next engine may have another
+    plan. vLLM refuses a second class for a layer: outside of the block other plugins add theirs.
+
+    Args:
+        classes: (the table, the name of vLLM's class, the class to build).
+    """
+    with _one_at_a_time:
+        put = [(table, name, table.pop(name, None), cls) for table, name, cls in [*classes]]
+        for table, name, _, cls in put:
+            if cls is not None:
+                table[name] = cls
+        try:
+            yield
+        finally:
+            for table, name, before, cls in put:
+                if table.get(name) is cls:
+                    table.pop(name, None)
+                    if before is not None:
+                        table[name] = before
 
 
 def _over(layer: Layer, base: type) -> type:
@@ -201,7 +223,6 @@ def _over(layer: Layer, base: type) -> type:
     )
     made.name = layer.registered  # type: ignore[attr-defined]  # as `custom_ops` uses it
     globals()[name] = made
-    OURS.add(made)
     return made
 
 
@@ -395,9 +416,11 @@ class Layers(Patcher):
     @contextmanager
     def building(self, engine: Engine) -> Iterator[None]:
         forget_shared_layers()
-        if not all(map(engine.plan.is_stock, engine.plan.entries)):
-            replace_layers()
-        yield
+        plan, table = engine.plan, custom_op_table()
+        taken = [(table, name, cls) for name, cls in taken_layers(plan).items()]
+        has_ops = not all(map(plan.is_stock, plan.entries))
+        with in_tables([*(ours() if has_ops else ()), *taken]):
+            yield
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
         bind_anew(model, engine.plan, engine.config)
@@ -413,10 +436,15 @@ def foreign_code(plan: Plan) -> dict[str, list[str]]:
     }
 
 
-def _foreign() -> dict[str, type]:
+def custom_op_table() -> dict[str, Any]:
+    """Return vLLM's table of replacements: class name -> the class that is built instead."""
     from vllm.model_executor import custom_op
 
-    return {name: cls for name, cls in custom_op.op_registry_oot.items() if cls not in OURS}
+    return custom_op.op_registry_oot
+
+
+def _foreign() -> dict[str, type]:
+    return {name: cls for name, cls in custom_op_table().items() if cls.__module__ != __name__}
 
 
 @cache
