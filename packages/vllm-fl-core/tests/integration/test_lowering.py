@@ -33,7 +33,7 @@ from vllm_fl.engine.ranges import Range
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.engines import calling
 from vllm_fl.integration.graphs import lowering, passes, ranges
-from vllm_fl.integration.graphs.functional_operators import OWNER
+from vllm_fl.integration.graphs.base import OWNER
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patching import by_range
@@ -245,7 +245,9 @@ def test_what_cannot_be_traced_stays_an_operator_and_is_named(
     with caplog.at_level(logging.WARNING, "vllm_fl.engine"):
         result, left = lowered(plan, (1, 4), bound, x)
     (said,) = [r.getMessage() for r in caplog.records]
-    assert said.startswith(f"Op '{OP}': 'vendor.acme' cannot be traced for 1 to 4 tokens")
+    assert said.startswith(
+        f"Op '{OP}': graphs for 1-4 tokens call an operator that runs 'vendor.acme'"
+    )
     assert left and torch.equal(result, half(x))
 
 

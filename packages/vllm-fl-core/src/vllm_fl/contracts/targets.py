@@ -6,8 +6,8 @@ the kind (`integration/patchers/`) replaces it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -338,9 +338,6 @@ class FusionTarget(Target):
         native: what vLLM computes where the pass is off, by the contract's parameters.
         apart: the same with the results as vLLM's graph has them, where the op's are more than that
             (put together in one tensor, say): what `vllm-fl tune` takes the time of.
-        unfused: operator -> the code that vLLM compiles in its place while `layers` are off, by the
-            operator's parameters. It returns what the operator writes over, in the order of its
-            schema. Graphs have it, of sizes at which the op is left to vLLM.
         own: (a graph, a node of it, the op's operator) -> whether the node was the last of the
             op's parts, and the operator was put there: on a plugin's device, where vLLM lacks the
             pass, one of ours asks it of every node. It finds `parts` as ops of vLLM's IR, or as
@@ -358,7 +355,6 @@ class FusionTarget(Target):
     layers: tuple[str, ...] = ()
     native: Bound | None = None
     apart: Bound | None = None
-    unfused: Mapping[str, Bound] = field(default_factory=dict)
     own: Callable[[Any, Any, Any], bool] | None = None
     begins: Callable[[Any, Any], bool] | None = None
 

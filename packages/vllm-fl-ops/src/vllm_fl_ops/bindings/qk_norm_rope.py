@@ -126,7 +126,6 @@ BINDING = Binding(
             layers=("rotary_embedding",),
             native=_native,
             apart=_apart,
-            unfused={"_C::rotary_embedding": _rope, "vllm::flashinfer_rotary_embedding": _rope},
             own=put_operator,
             begins=_norms_heads,
         ),
