@@ -77,7 +77,7 @@ def test_the_facts_of_a_model() -> None:
     assert facts.sizes is not None and facts.sizes.intermediate == 768
     assert facts.attention is not None and facts.attention.num_heads == 4
     assert facts.attention_backend == "TRITON_ATTN"
-    assert facts.ir_priority == {"rms_norm": ("native",), "fused_add_rms_norm": ()}
+    assert facts.ir_priority == {"rms_norm": ["native"], "fused_add_rms_norm": []}
     assert facts_of(engine_config(mode=CompilationMode.VLLM_COMPILE)).mode == "compiled"
     assert facts_of(engine_config(mode=CompilationMode.NONE)).mode == "eager"
 

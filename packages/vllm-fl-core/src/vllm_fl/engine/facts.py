@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,11 +53,11 @@ class EngineFacts:
     communicator: CommunicatorRequest | None = None
     layers: LayerRequest | None = None
     custom_ops: tuple[str, ...] = ()
-    ir_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ir_priority: Mapping[str, Sequence[str]] = field(default_factory=dict)
     attention_backend: str | None = None
     batch_invariant: bool = False
     compile_backend: str = ""
-    passes_off: tuple[str, ...] = ()
+    passes_off: Sequence[str] = ()
     absent: frozenset[str] = frozenset()
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]] = field(default_factory=dict)
     captured: tuple[int, ...] = ()

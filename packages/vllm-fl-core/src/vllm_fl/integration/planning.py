@@ -58,7 +58,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     compiled = compilation.mode not in (None, CompilationMode.NONE)
     requests: dict[str, Any] = {}
     for patcher in PATCHERS:
-        requests |= patcher.request(vllm_config, settings, entry, compiled=compiled)
+        requests |= patcher.request(vllm_config, settings, compiled=compiled)
     return EngineFacts(
         settings,
         "compiled" if compiled else "eager",
@@ -76,6 +76,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
         device=device_class() if settings.by_device else None,
+        **entry.get("user", {}),
         **requests,
     )
 
@@ -343,6 +344,5 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     And which of the passes that find an op of ours he turned off, before vLLM turns off the others.
     """
     entry = entry_of(vllm_config)
-    if "user_priority" not in entry:
-        for patcher in PATCHERS:
-            entry |= patcher.note_user(vllm_config)
+    if "user" not in entry:
+        entry["user"] = {k: v for each in PATCHERS for k, v in each.note_user(vllm_config).items()}

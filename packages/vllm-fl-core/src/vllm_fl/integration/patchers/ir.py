@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,6 @@ from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
-from ...settings.loading import Settings
 from ..engines import Engine, now
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, stock_form, targets
@@ -184,19 +183,7 @@ class Ir(Patcher):
         """Return what the user wrote in `ir_op_priority`: vLLM appends its defaults to it."""
         config = vllm_config.kernel_config.ir_op_priority
         names = [target.name for of_op in ir_ops().values() for target in of_op]
-        return {"user_priority": {name: list(getattr(config, name, None) or ()) for name in names}}
-
-    def request(
-        self,
-        vllm_config: VllmConfig,
-        settings: Settings,
-        noted: Mapping[str, Any],
-        /,
-        *,
-        compiled: bool,
-    ) -> dict[str, Any]:
-        priority = noted.get("user_priority", {})
-        return {"ir_priority": {op: tuple(names) for op, names in priority.items()}}
+        return {"ir_priority": {name: list(getattr(config, name, None) or ()) for name in names}}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return the priorities by which the user keeps an op as it is."""

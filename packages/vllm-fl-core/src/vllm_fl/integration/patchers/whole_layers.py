@@ -76,18 +76,6 @@ def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -
     )
 
 
-def known() -> dict[str, str]:
-    """The whole layers that plugins bring: by class -> vLLM's registered name of the class.
-
-    A subclass has its parent's. Where vLLM has not imported the class yet, its source tells.
-    """
-    vllms = _vllms_classes()
-    return {
-        name: getattr(vllms.get(name), "name", None) or _declared().get(name, name)
-        for name in get_default_manager().registry.snapshot().layers
-    }
-
-
 @cache
 def _declared() -> dict[str, str]:
     """The classes that this vLLM's source registers as layers -> the names."""
@@ -116,12 +104,17 @@ class WholeLayers(Patcher):
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return why vLLM's own class, or another plugin's, stays, and what classes refuse."""
-        notes = {
-            name: oot_note({name, registered}, facts.settings)
-            or _user_note(name, registered, facts)
-            for name, registered in known().items()
-        }
-        return WhyNot({name: why for name, why in notes.items() if why}, refusals(facts))
+        notes, vllms = {}, _vllms_classes()
+        for name in get_default_manager().registry.snapshot().layers:
+            cls = vllms.get(name)
+            # A subclass has its parent's name. vLLM may not have imported the class yet.
+            registered = getattr(cls, "name", None) or _declared().get(name, name)
+            why = oot_note({name, registered}, facts.settings)
+            if not why and cls is not None and issubclass(cls, CustomOp):
+                why = facts.custom_op_note(registered)
+            if why:
+                notes[name] = why
+        return WhyNot(notes, refusals(facts))
 
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
@@ -207,14 +200,6 @@ def _say(impl: LayerImpl, count: int, wrapped_by_lora: Sequence[object]) -> None
             wrapped,
             impl.impl_id,
         )
-
-
-def _user_note(name: str, registered: str, facts: EngineFacts) -> str:
-    """Return the setting of vLLM's that leaves the layer as it is, or nothing."""
-    cls = _vllms_classes().get(name)
-    if cls is None or not issubclass(cls, CustomOp):
-        return ""  # `custom_ops` has only CustomOps
-    return facts.custom_op_note(registered)
 
 
 def _vllms_classes() -> dict[str, type[Any]]:
