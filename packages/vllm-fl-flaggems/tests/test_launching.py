@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from anywhere import registered
 
 from vllm_fl import OpImpl
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.spec import Sample
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.verification import compare
 from vllm_fl_flaggems import kernels, loading
 from vllm_fl_flaggems.impl import (
     activation,
@@ -33,6 +33,7 @@ from vllm_fl_flaggems.impl import (
 )
 from vllm_fl_flaggems.loading import flag_gems, problem
 from vllm_fl_flaggems.plugin import register_ops
+from vllm_fl_verify.verification import compare
 
 GATED = ("linear_gelu_tanh_and_mul", "linear_silu_and_mul")
 
@@ -243,7 +244,7 @@ def test_products_of_rows_that_begin_anywhere_are_pytorchs(
 
 def implementation(op: str) -> OpImpl:
     """The backend's."""
-    (impl,) = (impl for impl in register_ops() if impl.op_name == op)
+    impl: OpImpl = registered(register_ops())[op]
     return impl
 
 
@@ -323,7 +324,7 @@ class Absent:
 driver.set_active(Absent())  # what a kernel writes to is read off its code for a device
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine.traced import trial
+from vllm_fl_verify.traced import trial
 from vllm_fl_flaggems.plugin import register_ops
 
 traced = [impl for impl in register_ops() if impl.traced is not None]

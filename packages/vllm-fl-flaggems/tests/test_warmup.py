@@ -11,15 +11,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from anywhere import registered
 
 from vllm_fl import OpImpl
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.testing.triton import to_compile
 from vllm_fl_flaggems.plugin import register_ops
 from vllm_fl_ops.contracts.rules import typical_sizes
+from vllm_fl_tools.testing.triton import to_compile
+from vllm_fl_verify.warmup import warm_counts
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,7 +57,7 @@ def impls() -> dict[str, OpImpl]:
     rotary = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
     for kernel in (qk_norm_rope_kernel, rotary):
         vars(kernel).pop("run", None)
-    return {impl.op_name: impl for impl in register_ops()}
+    return registered(register_ops())
 
 
 def call(impl: OpImpl, counts: Iterable[int]) -> int:

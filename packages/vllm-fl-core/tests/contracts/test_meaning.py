@@ -50,7 +50,7 @@ OP = '''\
 import math
 
 from vllm_fl.contracts import OpSpec, Tolerance, Variant
-from vllm_fl_ops.contracts.checks import finite_number
+from vllm_fl.contracts.arguments import on_device_of
 
 from .helpers import STEPS, Rule, half
 

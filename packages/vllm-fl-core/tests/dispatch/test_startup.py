@@ -97,7 +97,7 @@ def test_a_start_asks_for_devices_once_at_most_and_only_where_it_must(
     expected: str,
 ) -> None:
     plugin = Acme()
-    made = begin(env, plugin, platform=platform, defer_errors=True)
+    made = begin(env, plugin, platform=platform)
     assert (plugin.asked, plugin.detected) == (asked, detected)
     assert made.settings.platform == expected
     assert (made.problem is not None) == ("VLLM_FL_PREFER" in env)
@@ -134,7 +134,7 @@ def test_over_another_plugins_platform_a_devices_own_file_acts_where_it_is_asked
 def test_a_device_hook_that_fails_is_reported_once_and_costs_itself_only(
     begin: Begin, env: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = begin(env, Broken(), Acme(), defer_errors=True)
+    made = begin(env, Broken(), Acme())
     assert made.settings.platform == "acme"
     (record,) = [each for each in caplog.records if "device hook" in each.getMessage()]
     said = "Plugin 'broken' of fl-test 1.0: its device hook failed: OSError: no driver"
@@ -221,47 +221,3 @@ def test_a_token_whose_plugin_has_failed_is_no_slip(begin: Begin, asked: str) ->
     (warning,) = begin(named, Sound(), Broken(), platform="cpu").settings.warnings
     assert "matches 'vendor:soundd'. Did you mean 'vendor:sound'?" in warning
     assert "'vendor:broken'" not in warning and "lost every" not in warning
-
-
-class Shipping:
-    """Two ops and the order of a platform for one of them."""
-
-    def __init__(self, policy: Path) -> None:
-        self.file = policy
-
-    @hookimpl
-    def register_ops(self) -> list[OpImpl]:
-        vendor = BackendImplKind.VENDOR
-        return [
-            OpImpl(op, "vendor.acme", vendor, print, "acme") for op in ("rms_norm", "silu_and_mul")
-        ]
-
-    @hookimpl
-    def policy(self, platform: str) -> PolicyDefaults:
-        return PolicyDefaults(self.file)
-
-
-@pytest.mark.parametrize(
-    ("text", "moved"),
-    [
-        ("", ["silu_and_mul (from stock.vllm to vendor.acme in eager engines)"]),
-        ("extends: platform\n", []),
-        ("op_backends: {silu_and_mul: [vendor, stock]}\n", []),  # it is meant to move
-        (  # an engine has it there already
-            "op_backends: {default: [stock]}\n",
-            ["silu_and_mul (from vendor.acme to nothing in scripts)"],
-        ),
-        ("op_backends: {default: [vendor]}\n", ["silu_and_mul (from stock.vllm to vendor.acme"]),
-    ],
-)
-def test_a_complete_override_says_which_ops_it_moves_without_naming_them(
-    begin: Begin, tmp_path: Path, text: str, moved: list[str]
-) -> None:
-    (tmp_path / "p.yaml").write_text("op_backends: {silu_and_mul: [stock, vendor]}\n")
-    (tmp_path / "own.yaml").write_text(text)
-    env = {"VLLM_FL_CONFIG": str(tmp_path / "own.yaml")}
-    made = begin(env, Shipping(tmp_path / "p.yaml"), platform="cpu")
-    said = " ".join(made.settings.warnings)
-    assert ("complete override" in said) == (not text.startswith("extends"))
-    assert ("extends: platform" in said) == bool(moved)
-    assert all(each in said for each in moved)

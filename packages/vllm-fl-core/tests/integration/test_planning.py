@@ -30,7 +30,7 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError, StartError
 from vllm_fl.integration import carried, planning
-from vllm_fl.integration.carried import Carried, configured, note_configured
+from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.compat import hide_our_variables
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import (
@@ -119,11 +119,8 @@ def test_another_process_has_them_too(send: Any, monkeypatch: pytest.MonkeyPatch
     read = facts_of(config).settings
     for name in VENDOR:
         monkeypatch.delenv(name)
-    note_configured(config, 3.0)
     there = engine_config(send(config.additional_config["vllm_fl"]))
     assert facts_of(there).settings == read
-    assert configured(there) == configured(config)
-    assert configured(config) is not None
     assert there.additional_config == config.additional_config
     entry = config.additional_config["vllm_fl"]
     assert json.loads(json.dumps(entry)) == dict(entry), "vLLM hashes it as JSON"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from commands import Command, Plugin
 
-from vllm_fl.cli.common import ReportFile
 from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
 from vllm_fl_tools.cli import _accept, _engines
 from vllm_fl_tools.cli._accept import DEFAULT, PHASES, TABLED, Served, judged
+from vllm_fl_tools.cli._options import ReportFile
 
 TABLE = Table(
     identity={"device": "A CPU, 2 threads"},

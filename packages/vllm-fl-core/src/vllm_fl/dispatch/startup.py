@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb, discovery
 from ..plugins import loading as plugin_loader
 from ..plugins.asking import asking, in_hook
-from ..plugins.calling import devices, policy_files, rejections, results_of
+from ..plugins.calling import devices, policy_files, results_of
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
@@ -22,21 +21,11 @@ from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
 from ..plugins.types import DeviceProfile
 from ..settings.loading import Settings, check_names, load_settings, load_startup
-from ..settings.policy import Mode
-from ..settings.schema import CONFIG, TAKEN
+from ..settings.schema import TAKEN
 from ..settings.values import PLATFORMS
-from ..text import few
 from .platforms import foreign_platform, torchs_own, vllms_own
-from .resolver import resolve
 
 log = get_logger("plugins")
-
-VIEWS: tuple[tuple[str, Mode, bool], ...] = (
-    ("eager engines", "eager", True),
-    ("compiled engines", "compiled", True),
-    ("scripts", "eager", False),
-)
-"""Who resolves: in words, the mode, whether it is an engine."""
 
 
 @dataclass(frozen=True)
@@ -129,21 +118,19 @@ def start(
     env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
-    defer_errors: bool = False,
     engine: Settings | None = None,
 ) -> Startup:
     """Load the plugins into `registry` and read the settings.
 
     Args:
-        registry: what plugins register into.
+        registry: the registry.
         env: the environment; by default the process's own.
-        platform: the platform, where the caller knows it; VLLM_FL_PLATFORM beats it.
-        defer_errors: keep what is wrong with the settings instead of raising it.
-        engine: the settings of the engine whose worker this is: they say which plugins are
+        platform: the platform, if the caller knows it; VLLM_FL_PLATFORM overrides it.
+        engine: the settings of the engine whose worker this is: they decide which plugins are
             loaded, whatever the environment of this process says.
 
     Raises:
-        SettingsError: a setting is wrong.
+        SettingsError: a variable that decides how to start is wrong.
         PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
     """
     early = load_startup(env)
@@ -155,17 +142,13 @@ def start(
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
-    _warn(discovery.named_twice(plugins, asked.plugin_modules), "FL110")
     for plugin in plugins:
-        for remark in plugin.remarks:
-            log.warning("%s [FL214]", remark)
         _report(plugin.error, strict=early.strict_plugins)
-    # Only who says the warnings asks for them; a worker has not opened its device yet, either.
+    # Only the process that logs the warnings needs them; a worker has not opened its device yet.
     asks = engine is None and speaks_for_all()
-    settings, problem = try_settings(registry, plugins, env, platform=platform, asks=asks)
-    if problem is not None and not defer_errors:
-        raise problem
-    _warn(settings.warnings, "FL110")
+    settings, problem = try_settings(registry, env, platform=platform, asks=asks)
+    if problem is None:
+        _warn(settings.warnings, "FL110")
     return Startup(plugins, settings, problem, asked.plugins, asked.plugin_modules)
 
 
@@ -197,82 +180,74 @@ def _warn(warnings: Sequence[str], code: str) -> None:
 
 def try_settings(
     registry: OpRegistry,
-    plugins: Sequence[Plugin],
     env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
     asks: bool = True,
 ) -> tuple[Settings, SettingsError | None]:
-    """The effective settings, or the defaults and what is wrong. Arguments as for `read_settings`.
+    """The effective settings, or the defaults and the error. Arguments as for `read_settings`.
 
     Raises:
-        SettingsError: a variable that says how to start is wrong.
+        SettingsError: a variable that decides how to start is wrong.
         PluginError: as for `start`.
     """
     early = load_startup(env)
-    platform = platform or _detected(early, plugins)
+    platform = platform or _detected(early, registry.plugins)
     try:
-        return read_settings(registry, plugins, env, platform=platform, asks=asks), None
+        return read_settings(registry, env, platform=platform, asks=asks), None
     except SettingsError as error:
         only = {"VLLM_FL_PLATFORM": early.platform} if early.platform else {}
         return load_settings(only, platform=platform), error
 
 
 def _detected(early: Settings, plugins: Sequence[Plugin]) -> str | None:
-    """The platform that was detected; None where the user forces one and nothing is looked for."""
+    """The platform that was detected; None if the user forces one."""
     return None if early.platform else detect_platform(plugins, strict=early.strict_plugins)
 
 
 def read_settings(
     registry: OpRegistry,
-    plugins: Sequence[Plugin],
     env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
     asks: bool = True,
 ) -> Settings:
-    """The effective settings, given what is installed. Other arguments and errors as for `start`.
+    """The effective settings with the installed plugins. Other arguments and errors as for `start`.
 
-    Over another distribution's platform, the file of a device of ours that has its name acts only
-    where VLLM_FL_PLATFORM asks for it.
+    On another distribution's platform, the file of a device of the same name is read only if
+    VLLM_FL_PLATFORM asks for it: it is for that device's own engines.
 
     Args:
-        asks: whether what the user's lists name is asked whether it can run here, for a warning.
+        asks: whether a warning says which listed implementations cannot run here.
     """
-    early = load_startup(env)
+    early, plugins = load_startup(env), registry.plugins
     platform = platform or _detected(early, plugins)
     where = early.platform or platform
     assert where is not None  # what is not forced is detected
     files, errors = policy_files(plugins, where)
     foreign = is_foreign(where)
-    if foreign and not early.platform:  # it is for that device's own engines
+    if foreign and not early.platform:
         owners = {owner.name for owner, profile in devices(plugins)[0] if profile.name == where}
         files = [(name, path) for name, path in files if name not in owners]
     for error in errors.values():
         _report(error, strict=early.strict_plugins)
     snapshot = registry.snapshot()
-    brought = {
-        op: [(snapshot.owners[op, impl.impl_id].name, impl) for impl in impls]
-        for op, impls in snapshot.impls_by_op.items()
-    }
-    declared = [spec for plugin in registry.plugins for spec in plugin.settings]
     known: Sequence[str] = PLATFORMS
     if not files and early.platform and early.platform not in known:  # or is it a slip?
         known = known_platforms(plugins, strict=early.strict_plugins)
-    load = partial(
-        load_settings,
+    settings = load_settings(
         env,
         platform=platform,
         platform_files=files,
-        brought=brought,
+        brought={
+            op: [(snapshot.owners[op, impl.impl_id].name, impl) for impl in impls]
+            for op, impls in snapshot.impls_by_op.items()
+        },
         groups=snapshot.groups,
-        plugins=declared,
+        plugins=[spec for plugin in plugins for spec in plugin.settings],
         platforms=known,
         foreign=foreign,
     )
-    settings = load()
-    if any(warning.startswith(f"{CONFIG}=") for warning in settings.warnings):
-        settings = _with_moved(settings, partial(load, extends=True), registry)
 
     def has_failed(name: str, op: str) -> bool:
         return any(each.error is not None and each.may_bring(name, op) for each in plugins)
@@ -286,50 +261,6 @@ def read_settings(
         bindings=snapshot.bindings,
         has_failed=has_failed,
     )
-
-
-def _with_moved(
-    settings: Settings, extended: Callable[[], Settings], registry: OpRegistry
-) -> Settings:
-    """The settings of a complete override, whose warning names the ops that it moves.
-
-    Args:
-        settings: the settings.
-        extended: gives those that the same file would make beside `extends: platform`.
-        registry: what is installed.
-    """
-    try:
-        moved = _moved(extended(), settings, registry)
-    except (SettingsError, PluginError):  # what the file overrides is wrong itself, or is not told
-        return settings
-    if not moved:
-        return settings
-    each = "; ".join(f"{few(ops, 8)} (from {how})" for how, ops in moved.items())
-    more = (
-        f" It moves ops that it does not name: {each}. With `extends: platform` in it these stay "
-        "where they are."
-    )
-    told = (w + more * w.startswith(f"{CONFIG}=") for w in settings.warnings)
-    return dataclasses.replace(settings, warnings=tuple(told))
-
-
-def _moved(before: Settings, after: Settings, registry: OpRegistry) -> dict[str, list[str]]:
-    """`A to B in eager engines` -> the ops of which others of two settings choose so."""
-    moved: dict[str, list[str]] = {}
-    for op, impls in registry.snapshot().impls_by_op.items():
-        policies = before.policy, after.policy
-        barred = [rejections(registry.plugins, each, op, impls) for each in (before, after)]
-        for where, mode, engine in VIEWS:
-            traces = (
-                resolve(op, impls, policy, mode=mode, engine=engine, rejections=rejected)
-                for policy, rejected in zip(policies, barred, strict=True)
-            )
-            was, now = (trace.selected for trace in traces)
-            if was is not now:
-                ids = (chosen.impl_id if chosen else "nothing" for chosen in (was, now))
-                moved.setdefault(f"{' to '.join(ids)} in {where}", []).append(op)
-                break
-    return moved
 
 
 def _report(failure: PluginError | None, *, strict: bool) -> None:

@@ -110,7 +110,6 @@ def load_settings(
     plugins: Iterable[SettingSpec[Any]] = (),
     platforms: Sequence[str] = (),
     foreign: bool = False,
-    extends: bool = False,
 ) -> Settings:
     """The effective settings. Names are not checked yet; see `check_names`.
 
@@ -125,7 +124,6 @@ def load_settings(
         platforms: the platforms that are known, beside those of vLLM and vllm-plugin-FL.
         foreign: whether the platform is another plugin's. Where no file is for it, an engine is
             left as it is: `prefer` is `stock`.
-        extends: read the user's file as if it said `extends: platform`.
 
     Raises:
         SettingsError: something is wrong with a variable or a file.
@@ -138,7 +136,7 @@ def load_settings(
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
     own = _file(fixed["config"], declared, groups) if "config" in fixed else {}
-    extends |= own.pop(EXTENDS, None) is not None
+    extends = own.pop(EXTENDS, None) is not None
     is_whole = "config" in fixed and not extends
     if foreign and (is_whole or not platform_files):
         origin = "another plugin's platform, which no policy file is for"

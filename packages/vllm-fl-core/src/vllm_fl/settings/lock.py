@@ -1,4 +1,4 @@
-"""The file that `vllm-fl lock` writes: what an engine ran with, and the seed of its verification.
+"""The file of `vllm-fl plan --save`: what an engine ran with, and the seed of its verification.
 
 A value and its file, no more: `operate/locking.py` compares it with an engine.
 """
@@ -19,7 +19,7 @@ VERSION = 2
 
 MAX_BYTES = 64 * 2**20
 
-ANEW = "`vllm-fl lock` writes another"
+ANEW = "`vllm-fl plan --save` writes another"
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Locked:
 
     Args:
         file: the file that it was read from, in the process that read the settings.
-        facts: name -> what the engine was made of. Empty in the file under which `vllm-fl lock`
-            starts an engine: such a start is compared with nothing.
+        facts: name -> what the engine was made of. Empty in the file under which
+            `vllm-fl plan --save` starts an engine: such a start is compared with nothing.
         result: what it came to: `ops`, the plan that served; `digest`, of that plan; `out`, what
             the start took out.
         seed: of what its verification drew; None where it has none.
@@ -61,7 +61,7 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
     data = read_json(path, key, origin, most=MAX_BYTES, what="lock", anew=ANEW)
     found = data.get(MARK) if isinstance(data, dict) else None
     if found is None:
-        raise wrong(key, path, "is no lock of `vllm-fl lock`")
+        raise wrong(key, path, "is no lock of `vllm-fl plan --save`")
     if found != VERSION:
         problem = f"is a lock of version {found!r}, and this release reads version {VERSION}"
         raise wrong(key, path, f"{problem}: use the release that wrote it, or lock anew")

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from vllm_fl.cli.common import ReportFile, UsageError, print_json, print_table, say
 from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
@@ -33,6 +32,8 @@ from vllm_fl.settings.table import Table, Verdict, read_table
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
 from ._engines import Engine, check_model, running
+from ._options import ReportFile
+from ._show import UsageError, print_json, print_table, say
 from ._watch import ended_by_signal
 
 __all__ = ["add_arguments", "judged", "run"]

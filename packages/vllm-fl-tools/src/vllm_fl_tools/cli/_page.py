@@ -1,4 +1,4 @@
-"""The page that `vllm-fl report --html` writes: one file, without scripts, of tables and plots.
+"""The page that `vllm-fl show --html` writes: one file, without scripts, of tables and plots.
 
 `page.html` beside this module says how it looks. Here is what it asks of a table.
 """
@@ -12,12 +12,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError
 from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import clean, quote
 
 from . import _plots
 from ._coverage import named, sums
+from ._show import UsageError
 
 __all__ = ["Measured", "page"]
 

@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_fl.cli.common import UsageError
 from vllm_fl.settings.table import Figure
+
+from ._show import UsageError
 
 __all__ = ["COLOURS", "LOOKS", "Look", "drawing", "looks", "require"]
 

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.cli.common import say
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import (
     Binding,
@@ -37,7 +36,7 @@ from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
 from vllm_fl.text import quote
 
 from ..integration.parts import taken_in
-from ._estimate import estimates
+from ._show import say
 from ._watch import TookTooLong, Watch
 
 if TYPE_CHECKING:
@@ -60,9 +59,6 @@ __all__ = [
 STOCK = "stock"
 """vLLM's own form of an op, in tables and options."""
 
-CACHES = ("reshape_and_cache", "concat_and_cache_mla")
-"""Ops of which each layer has one, in no compiled graph."""
-
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
 
@@ -83,8 +79,6 @@ class Subject:
         plan: the engine's, without a table; None where only its sizes are known.
         first: the numbers of tokens that every op is measured at; None for all.
         thorough: as for `OpTuning`; otherwise plain PyTorch is no candidate on a GPU either.
-        layers: how many hidden layers it has; 0 where that is not known.
-        vocabulary: how many tokens it knows; 0 where that is not known.
         ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
@@ -99,8 +93,6 @@ class Subject:
     plan: Plan | None = None
     first: tuple[int, ...] | None = None
     thorough: bool = False
-    layers: int = 0
-    vocabulary: int = 0
     ordered: tuple[str, ...] = ()
 
     @property
@@ -316,16 +308,6 @@ class Work:
         return {(op, tokens) for op in self._tunings for tokens in first}
 
     @property
-    def phases(self) -> dict[str, float]:
-        """Where the seconds of this run went, the most first."""
-        found: dict[str, float] = defaultdict(float)
-        for tuning in self._tunings.values():
-            for name, seconds in tuning.phases.seconds.items():
-                found[name] += seconds
-        ordered = sorted(found.items(), key=lambda item: -item[1])
-        return {name: round(seconds, 1) for name, seconds in ordered}
-
-    @property
     def done(self) -> int:
         """How many are there."""
         return len(self._found)
@@ -334,7 +316,7 @@ class Work:
 
     def _tuning(self, op: str, *, explicit: bool) -> OpTuning | None:
         """How an op is measured; None, with a remark where it is worth one, where it is not."""
-        from vllm_fl.engine.verification import dtype_name
+        from vllm_fl_verify.verification import dtype_name
 
         from ..engine.tuning import OpTuning
 
@@ -553,24 +535,11 @@ class Work:
     def _binding(self, op: str) -> Binding:
         return self._bindings.get(op, Binding())
 
-    def estimates(self, table: Table) -> list[str]:
-        """What the table is worth in a whole model, in words; none where too little is known."""
-        subject = self.subject
-        products = [op for op in self._tunings if self._binding(op).products]
-        if not (products and subject.layers and subject.vocabulary and subject.sizes.hidden):
-            return []
-        if any(b.calls_operators and op not in subject.absent for op, b in self._bindings.items()):
-            return []  # experts are measured in other shapes than the model's
-        head = subject.vocabulary * subject.sizes.hidden * subject.dtype.itemsize
-        counted = [table.ops[op] for op in (*products, *CACHES) if op in table.ops]
-        read = sum(self._of(op)[0].weights for op in products)
-        return [*estimates(counted, subject.layers, head / read if read else 0.0)]
-
     def table(self) -> Table:
         """What came of it."""
         from vllm_fl.contracts.meaning import contract_digest
         from vllm_fl.engine.identity import identity
-        from vllm_fl.engine.verification import dtype_name
+        from vllm_fl_verify.verification import dtype_name
 
         subject = self.subject
         found, ops = self._by_op(), {}
@@ -604,7 +573,7 @@ def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
 @contextmanager
 def _without_old_objects(mode: Mode) -> Iterator[None]:
     """`without_old_objects`, of which the compiler's modules are then, too."""
-    from vllm_fl.engine.trials import without_old_objects
+    from vllm_fl_verify.trials import without_old_objects
 
     if mode == "compiled":
         import torch._inductor.compile_fx  # noqa: F401

@@ -15,16 +15,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.cli.common import (
-    ReportFile,
-    UsageError,
-    asked_of,
-    device_of,
-    print_json,
-    print_table,
-    say,
-    takes_vllms,
-)
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
@@ -35,11 +25,12 @@ from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import RULES
 
-from ..integration.parts import hidden_layers, vocabulary_of, without
+from ..integration.parts import without
 from ..integration.threads import worker_threads
-from . import _accept
-from ._counts import counts
-from ._options import check_known, positive_seconds
+from . import _accept, _profile
+from ._engine import asked_of, takes_vllms
+from ._options import ReportFile, check_known, counts, device_of, positive_seconds
+from ._show import UsageError, print_json, print_table, say
 from ._tuning import STOCK, Subject, Work
 from ._watch import INTERRUPTED, ended_by_signal
 
@@ -109,11 +100,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TIMEOUT,
         help=f"give up a call that takes longer; default: {TIMEOUT:.0f}",
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="measure no op: profile the steps of an engine with vLLM's arguments, and print which "
+        "op takes which share of them; of the other options it takes --model, --batch and --json",
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="N,…",
+        help="of --profile: how many sequences decode together, one table each; default: 1",
+    )
     _accept.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when the table cannot be written, nothing was measured, or it is not accepted."""
+    if arguments.profile:
+        return _profile.run(arguments)
     if arguments.more and (arguments.model is None or arguments.accept is not None):
         more = " ".join(arguments.more)
         raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
@@ -121,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _accept.run(arguments)
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
+    if arguments.batch is not None:
+        raise UsageError("--batch is for --profile")
     out = _out(arguments.out)
     asked = () if arguments.tokens is None else tuple(sorted(counts("--tokens", arguments.tokens)))
     manager = get_default_manager()
@@ -156,14 +162,11 @@ def run(arguments: argparse.Namespace) -> int:
             path=str(out),
             remarks=[*work.remarks, *_of_device(work.subject, table)],
             measurements=work.done,
-            phases=work.phases,
-            estimate=work.estimates(table),
             table=json.loads(table.text),
         )
     else:
-        worth = [*work.estimates(table), *_of_device(work.subject, table)]
-        worth += _spent(work.done, work.phases)
-        _show(out, table, [*work.remarks, *worth])
+        done = f"{work.done} measurements."
+        show(str(out), table, [*work.remarks, *_of_device(work.subject, table), done])
     return 0 if table.ops else 1
 
 
@@ -219,7 +222,7 @@ def _subject(
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
-        captured, plan, layers, vocabulary = None, None, 0, 0
+        captured, plan = None, None
         ordered: tuple[str, ...] = ()
     else:
         if arguments.dtype is not None:
@@ -236,7 +239,6 @@ def _subject(
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype = facts.sizes, facts.dtype
         absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
-        layers, vocabulary = hidden_layers(engine), vocabulary_of(engine)
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
@@ -253,8 +255,6 @@ def _subject(
         plan,
         first=None if asked or arguments.thorough else _first(tokens, captured or 0),
         thorough=arguments.thorough,
-        layers=layers,
-        vocabulary=vocabulary,
         ordered=ordered,
     )
 
@@ -286,7 +286,7 @@ def _threads_of_a_worker(device: torch.device) -> Iterator[None]:
     """
     import torch
 
-    from vllm_fl.engine.preflight import host_threads
+    from vllm_fl_verify.preflight import host_threads
 
     if device.type != "cpu":
         with host_threads(device):
@@ -336,8 +336,9 @@ def _powers(largest: int) -> tuple[int, ...]:
     return tuple(sorted({1 << n for n in range(largest.bit_length())} | {largest}))
 
 
-def _show(out: Path, table: Table, remarks: list[str]) -> None:
-    say(f"{out}")
+def show(path: str, table: Table, remarks: Iterable[str] = ()) -> None:
+    """Print a table."""
+    say(path)
     if table.ops:
         say(f"{table.mode}, {table.dtype}, {table.identity['device']}; {table.seconds:.0f} s")
         headings = ("op", "default", "up to", "choice", "µs", "quartiles", "default's µs", "ratio")
@@ -350,11 +351,6 @@ def _show(out: Path, table: Table, remarks: list[str]) -> None:
         for figure in tuned.figures:
             if figure.rejected:
                 say(f"{op}, {figure.tokens} tokens, {figure.impl}: {figure.rejected}")
-
-
-def _spent(done: int, phases: Mapping[str, float]) -> Iterator[str]:
-    told = [f"{name} {seconds:.0f}" for name, seconds in phases.items() if seconds >= 0.5]
-    yield f"{done} measurements." + f" Seconds of this run: {', '.join(told)}." * bool(told)
 
 
 def _rows(op: str, tuned: TunedOp) -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,66 @@
+"""Two tables that are halves of one, as kernels take them: for rotary embeddings of any op."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_fl import Availability
+
+__all__ = ["adjacent", "joint_cos_sin"]
+
+
+def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
+    """The cache whose left half is `cos` and whose right half is `sin`, without a copy.
+
+    For kernels that take one table. It compares addresses, so it is not for traced code.
+
+    Args:
+        cos, sin: (max_position, half) tables.
+
+    Returns:
+        The contiguous (max_position, 2 * half) tensor in the storage of both, or None when they
+        are not adjacent halves of its rows.
+    """
+    key = id(cos), id(sin)
+    known = _joint.get(key)
+    if known is not None and known[0]() is cos and known[1]() is sin:
+        return known[2]
+    cache = _as_one(cos, sin)
+    if cache is not None:
+
+        def forget(_: object) -> None:
+            _joint.pop(key, None)
+
+        _joint[key] = (weakref.ref(cos, forget), weakref.ref(sin, forget), cache)
+    return cache
+
+
+def adjacent(cos: torch.Tensor, sin: torch.Tensor) -> Availability:
+    """True, or the reason why a kernel cannot take the two as one table: a rule of `OpImpl`."""
+    return joint_cos_sin(cos, sin) is not None or "cos and sin are not the two halves of one cache"
+
+
+_joint: dict[
+    tuple[int, int],
+    tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], torch.Tensor],
+] = {}
+"""Pairs of tables that are alive, and their cache: a layer passes the same pair at every step."""
+
+
+def _as_one(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
+    if cos.ndim != 2 or cos.shape != sin.shape or cos.dtype != sin.dtype or not cos.numel():
+        return None
+    rows, half = cos.shape
+    width = 2 * half
+    if cos.stride() != sin.stride() or cos.stride(1) != 1 or (rows > 1 and cos.stride(0) != width):
+        return None
+    offset = cos.storage_offset()
+    if cos.device != sin.device or sin.storage_offset() != offset + half:
+        return None
+    if cos.untyped_storage().data_ptr() != sin.untyped_storage().data_ptr():
+        return None
+    return cos.as_strided((rows, width), (width, 1), offset)

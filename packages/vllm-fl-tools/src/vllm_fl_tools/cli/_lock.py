@@ -1,0 +1,79 @@
+"""`vllm-fl plan --save`: write down all that an engine runs with, for VLLM_FL_LOCK.
+
+An engine is started as `vllm serve` starts it, on the machine that will serve: verification decides
+on the plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.settings.lock import Locked, sealed
+from vllm_fl.settings.schema import Settings
+
+from ._engines import check_model, planned, running
+from ._options import ReportFile
+from ._show import UsageError, answer, say
+
+DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
+"""A lock from which no engine differs: under it an engine notes what it is made of."""
+
+
+def save(arguments: argparse.Namespace) -> int:
+    """Start the engine, and write its lock to `arguments.save`."""
+    if arguments.model is None:
+        raise UsageError("--save needs --model DIR")
+    check_model(arguments.model)
+    planned()
+    lock, mode = Settings.lock.variable, Settings.lock_mode.variable
+    with ReportFile(arguments.save, "--save") as file, tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder) / "draft.lock"
+        draft.write_text(text_of(DRAFT), encoding="utf-8")
+        environment = {name: text for name, text in os.environ.items() if name != mode}
+        environment[lock] = str(draft)
+        with running(
+            "to be locked",
+            arguments.model,
+            {},
+            environment,
+            as_served=True,
+            arguments=arguments.more,
+        ) as engine:
+            first, *others = engine.report["ranks"]
+        _check_alike(first, others)
+        file.write(text_of(first))
+    facts = {"file": arguments.save, "ranks": 1 + len(others), **first["result"]}
+    answer(facts, _show, as_json=arguments.json)
+    return 0
+
+
+def text_of(content: Mapping[str, Any]) -> str:
+    """The text of a lock."""
+    told = sealed(content)
+    return json.dumps(told, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
+    """Raise UsageError where ranks are made of other things: no start would agree with the lock."""
+    from ..operate.locking import differences  # imports vLLM, which verbs do on demand
+
+    lock = Locked("", first["facts"], first["result"], first["seed"])
+    for rank, other in enumerate(others, 1):
+        if lines := differences(lock, other["facts"]):
+            told = "; ".join(lines)
+            raise UsageError(f"one lock holds for all ranks, and rank {rank} differs: {told}")
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    for op, of_op in facts["out"].items():
+        for impl, why in of_op.items():
+            say(f"{op}={impl} is out: {why}")
+    say(f"{facts['file']} has {len(facts['ops'])} ops, digest {facts['digest']}.")
+    named = f"{Settings.lock.variable}={facts['file']}"
+    say(f"Serve with {named}: a start that differs says so, and ends.")

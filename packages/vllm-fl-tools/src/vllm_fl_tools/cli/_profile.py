@@ -1,0 +1,170 @@
+"""`vllm-fl tune --profile`: the time of a model's steps by op, and which of it contracts cover.
+
+One engine runs some steps under PyTorch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._coverage import Whose, attribute, named, sums
+from ._engines import Engine, check_model, planned, running
+from ._options import counts
+from ._show import UsageError, answer, print_table, say
+
+EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
+
+CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Variable -> the folder of a cache that the engine gets empty: what is fused in code that an
+earlier engine compiled is unknown. Layers of one model share what is compiled."""
+
+EXTENSION_OPTION = "--worker-extension-cls"
+"""vLLM's argument by which the worker profiles."""
+
+SHOWN = 0.002
+"""The share of a row that has a line of its own in the table for people."""
+
+PROMPT_TOKENS, STEPS = 256, 16
+"""The tokens of each prompt, and the steps of each kind that are profiled."""
+
+LABELLED = 2
+"""Labelled steps, if the device then runs steps without labels."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 if nothing was seen of a kind of step, or the engine fails."""
+    model = arguments.model
+    if model is None:
+        raise UsageError("--profile needs --model DIR")
+    check_model(model)
+    batches = counts("--batch", arguments.batch or "1")
+    more = arguments.more + (["--dtype", arguments.dtype] if arguments.dtype else [])
+    if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
+        raise UsageError(f"{EXTENSION_OPTION} is set by --profile; leave it out")
+    planned()
+    with (
+        tempfile.TemporaryDirectory() as caches,
+        running(
+            "that is profiled",
+            model,
+            {"worker_extension_cls": EXTENSION},
+            {**os.environ, **{name: f"{caches}/{folder}" for name, folder in CACHES.items()}},
+            arguments=more,
+        ) as engine,
+    ):
+        prompt = min(PROMPT_TOKENS, engine.length - STEPS - 2)
+        if prompt < 1:
+            raise UsageError(
+                f"--profile needs sequences of {STEPS + 3} tokens; this engine takes "
+                f"{engine.length}: set a larger --max-model-len"
+            )
+        on_host = engine.ask("places")["device"] == "cpu"
+        phases = [_phase(engine, True, n, prompt, on_host) for n in batches]
+        phases.append(_phase(engine, False, 1, prompt, on_host))
+        places = engine.ask("places")  # again: calls may have been refused meanwhile
+        report = engine.report
+    found = {
+        "model": model,
+        "mode": report["mode"],
+        "arguments": more,
+        "digest": report["digest"],
+        "device": places["device"],
+        "ranks": places["ranks"],
+        "attention": places["attention"],
+        "plan": report["ops"],
+        "phases": [_judged(phase, places, report) for phase in phases],
+    }
+    answer({"coverage": found}, show, as_json=arguments.json)
+    return 1 if any(phase["problem"] for phase in found["phases"]) else 0
+
+
+def _phase(engine: Engine, decode: bool, batch: int, prompt: int, on_host: bool) -> dict[str, Any]:
+    """Let the engine take steps of one kind: timed, profiled, and timed again."""
+    name = f"decode, batch {batch}" if decode else f"prefill, {prompt} tokens"
+
+    def visit(what: str, count: int) -> dict[str, Any]:
+        new, times = (count + 2, 1) if decode else (1, count)
+        visit = {"batch": batch, "prompt_tokens": prompt, "new_tokens": new, "times": times}
+        return {"seed": f"coverage {name} {what}", **visit}
+
+    def timed(what: str) -> list[float]:
+        took: list[float] = engine.ask("visit", **visit(what, STEPS))["steps"]
+        return took[-STEPS:] if decode else took
+
+    def profiled(what: str, count: int, labelled: bool) -> dict[str, Any]:
+        return engine.ask(
+            "profile", visit=visit(what, count), decode=decode, steps=count, labelled=labelled
+        )
+
+    timed("warm")
+    seconds = timed("timed")
+    learnt = profiled("labelled", STEPS if on_host else LABELLED, True)
+    measured = None if on_host else profiled("measured", STEPS, False)
+    seconds += timed("timed again")
+    return {
+        "name": name,
+        "kind": "decode" if decode else "prefill",
+        "batch": batch,
+        "prompt_tokens": prompt,
+        "step_us": 1e6 * _usual(seconds),
+        "learnt": learnt,
+        "measured": measured,
+    }
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    """The mean of the middle half: a busy machine makes some steps much longer."""
+    ordered, cut = sorted(seconds), len(seconds) // 4
+    return statistics.fmean(ordered[cut : len(ordered) - cut])
+
+
+def _judged(
+    phase: dict[str, Any], places: Mapping[str, Any], report: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The phase as it is told: its rows in the place of what the profiler saw."""
+    told = dict(phase)
+    learnt, measured = told.pop("learnt"), told.pop("measured")
+    tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]
+    found = attribute(Whose(places, report, tokens), learnt, measured)
+    return {**told, **found, "remainder_us": phase["step_us"] - found["busy_us"]}
+
+
+def show(facts: Mapping[str, Any]) -> None:
+    """Print the phases."""
+    told = facts["coverage"]
+    ranks = f", rank 0 of {told['ranks']}" if told["ranks"] > 1 else ""
+    say(f"{told['model']}: {told['mode']}, {told['device']}{ranks}, digest {told['digest']}")
+    for phase in told["phases"]:
+        say(f"\n{phase['name']}")
+        if phase["problem"]:
+            say(f"Nothing is known of it: {phase['problem']}.")
+        if phase["rows"]:
+            headings = ("op", "implementation", "share", "µs/step", "calls", "reached", "why not")
+            print_table(headings, _lines(phase["rows"]))
+            for line in sums(phase):
+                say(line)
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    shown = [row for row in rows if row["share"] >= SHOWN]
+    if rest := [row for row in rows if row["share"] < SHOWN]:
+        more = {"op": f"{len(rest)} more", "name": "", "impl": "", "reached": "-"}
+        summed = {key: sum(row[key] for row in rest) for key in ("share", "us", "calls")}
+        shown.append({**more, "why": "see --json", **summed})
+    return [
+        (
+            named(row),
+            row["impl"] or "-",
+            f"{row['share']:.1%}",
+            f"{row['us']:.1f}",
+            f"{row['calls']:.1f}",
+            row["reached"],
+            row["why"] or "-",
+        )
+        for row in shown
+    ]

@@ -1,0 +1,81 @@
+"""Locks on a machine that has no engine; tests/engine writes one and serves under it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command, Plugin
+
+from vllm_fl.settings.lock import read_lock, sealed
+from vllm_fl_tools.cli._lock import text_of
+
+CONTENTS: dict[str, Any] = {
+    "facts": {"device": "Acme 9000", "plan": {"silu_and_mul": "vendor.acme"}, "tokens": [1, 2]},
+    "result": {
+        "ops": {"silu_and_mul": "vendor.acme(<=16)|stock", "rms_norm": "vendor.acme"},
+        "digest": "0123",
+        "out": {},
+    },
+    "seed": 7,
+}
+
+
+@pytest.fixture(autouse=True)
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "vllm-fl.lock"
+    path.write_text(text_of(CONTENTS))
+    return path
+
+
+def test_a_file_that_git_can_compare(lock: Path) -> None:
+    text = lock.read_text()
+    assert json.loads(text) == sealed(CONTENTS) and text.endswith("}\n")
+    assert vars(read_lock(str(lock))) == {"file": str(lock), **CONTENTS}
+
+
+def test_the_locked_plan_without_the_device(fl: Command) -> None:
+    done = fl("plan", "--from", "vllm-fl.lock", "--json")
+    plan = done.json()["plan"]
+    assert (done.status, plan["verified"], plan["device"]) == (0, True, "Acme 9000")
+    rows = [{"up_to": 16, "impl": "vendor.acme"}]
+    told = {"impl": "stock", "rows": rows, "reason": "locked", "layers": {}}
+    assert plan["ops"]["silu_and_mul"] == told
+    shown = fl("plan", "--from", "vllm-fl.lock").out
+    assert "vendor.acme(<=16)|stock" in shown
+    assert "the plan of the lock vllm-fl.lock, verified on Acme 9000" in shown
+
+
+def test_ops_that_would_change(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    diff = fl("plan", "--diff", "vllm-fl.lock", "--json").json()["diff"]
+    assert diff["ops"] == {} and diff["differs"] == []  # without vLLM only the ops are known
+    diff = fl("plan", "--diff", "vllm-fl.lock", "--json", VLLM_FL_PREFER="stock").json()["diff"]
+    assert diff["ops"]["silu_and_mul"]["then"]["impl"] == "vendor.acme"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("plan", "--from", "gone.lock"), None),
+        (("plan", "--from", "vllm-fl.lock", "--model", "m"), None),
+        (("plan", "--from", "vllm-fl.lock"), "{"),
+        (("plan", "--diff", "vllm-fl.lock"), '{"vllm_fl_lock": 1}'),
+        (("plan", "--diff", "vllm-fl.lock"), "prefer: vendor"),  # by its name a lock
+        (("plan",), '{"vllm_fl_lock": 2}'),
+        (("plan", "--save", "new.lock", "--model", "."), None),
+        (("plan", "--save", "new.lock"), None),
+    ],
+)
+def test_wrong_arguments(
+    fl: Command, plugin: Plugin, lock: Path, words: tuple[str, ...], text: str | None
+) -> None:
+    plugin()
+    if text is not None:
+        lock.write_text(text)
+    named = {"VLLM_FL_LOCK": str(lock)} if words == ("plan",) else {}
+    done = fl(*words, "--json", **named)
+    assert (done.status, done.out) == (2, "") and done.err

@@ -1,0 +1,176 @@
+"""`vllm-fl tune --profile`: the requests to its engine, its answer, and its page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command
+from profiles import LINEAR, NORM, NORM_OP, learnt, measured, on_host, places, report
+
+from vllm_fl_tools.cli import _engines
+
+ENGINE = """
+import json, os, sys
+
+request = json.loads(sys.argv[-1])
+told = json.load(open("told.json"))
+assert request["options"]["worker_extension_cls"].startswith("vllm_fl_tools.integration.profiling")
+assert not os.path.exists(os.environ["VLLM_CACHE_ROOT"])
+if "--bad" in request.get("arguments", []):
+    print(json.dumps({"usage": "unrecognized arguments: --bad"}), flush=True)
+    sys.exit()
+ready = {"report": told["report"], "vocabulary": 50, "length": 400, "graph_tokens": 0}
+print(json.dumps(ready), flush=True)
+asked = open("asked", "w")
+for line in sys.stdin:
+    ((kind, what),) = json.loads(line).items()
+    print(json.dumps([kind, what, request.get("arguments", [])]), file=asked, flush=True)
+    if kind == "places":
+        answer = told["places"]
+    elif kind == "profile":
+        answer = told["labelled" if what["labelled"] else "measured"]
+    else:
+        answer = {"tokens": [], "steps": [0.0001] * (what["new_tokens"] * what["times"] - 1)}
+        answer["steps"] = [9.0] * (what["new_tokens"] > 1) + answer["steps"]
+    print(json.dumps(answer), flush=True)
+"""
+HOST = {
+    "places": places(),
+    "report": report(),
+    "labelled": on_host(
+        (0.0, 2, (NORM, NORM_OP)),
+        (40.0, 2, (NORM, NORM_OP, "_C::rms_norm")),
+        (120.0, 2, (LINEAR, "_C::onednn_mm")),
+    ),
+}
+
+
+@pytest.fixture
+def profile(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`profile(…)`: the command, with an engine that has seen what is told."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    monkeypatch.setattr(_engines, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, told: dict[str, Any] = HOST, **variables: str) -> Any:
+        (tmp_path / "told.json").write_text(json.dumps(told))
+        return fl("tune", "--profile", "--model", "model", *arguments, **variables)
+
+    return run
+
+
+def asked(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "asked").read_text().splitlines()]
+
+
+def test_the_table_stands_beside_the_step_s_time(profile: Any) -> None:
+    done = profile()
+    assert done.status == 0, done.err
+    decode, prefill = done.out.split("\nprefill, 256 tokens\n")
+    assert "\ndecode, batch 1\n" in decode
+    for phase in (decode, prefill):
+        lines = [line.split() for line in phase.splitlines()]
+        assert ["rms_norm", "vendor.cpu", "25.0%", "20.0", "1.0", "yes", "-"] in lines
+        assert ["_C::onednn_mm", "stock", "75.0%", "60.0", "1.0", "no"] in [x[:6] for x in lines]
+        assert "Reached by a contract, by time: yes 25.0%, no 75.0%." in phase
+        assert "All operators: 80.0 µs a step in 2 calls." in phase
+        assert "The step without the profiler: 100.0 µs; under it 100.0 µs." in phase
+        assert "The remainder: 20.0 µs (20.0%): Python" in phase
+
+
+def test_decode_and_prefill_are_asked_for_apart(profile: Any, tmp_path: Path) -> None:
+    given = ("--enforce-eager", "-tp", "1", "--dtype", "bfloat16")
+    done = profile("--batch", "1,8", *given)
+    assert done.status == 0, done.err
+    told = asked(tmp_path)
+    assert all(arguments == list(given) for *_, arguments in told)
+    profiles = [what for kind, what, _ in told if kind == "profile"]
+    assert [(p["decode"], p["visit"]["batch"], p["labelled"]) for p in profiles] == [
+        (True, 1, True),
+        (True, 8, True),
+        (False, 1, True),
+    ]
+    assert [p["visit"]["new_tokens"] for p in profiles] == [18, 18, 1]
+    assert [p["visit"]["times"] for p in profiles] == [1, 1, 16]
+    seeds = [what["seed"] for kind, what, _ in told if kind == "visit"]
+    assert len({*seeds}) == len(seeds), "a prompt would be found in the prefix cache"
+
+
+def test_a_device_s_kernels_are_measured_without_labels(profile: Any, tmp_path: Path) -> None:
+    told = {
+        "places": places(device="GPU 3000", ranks=2),
+        "report": report(),
+        "labelled": learnt(("gemm", (LINEAR, "aten::mm")), steps=1),
+        "measured": measured(90.0, gemm=[30.0, 70.0], steps=2),
+    }
+    done = profile(told=told)
+    assert done.status == 0, done.err
+    assert "model: eager, GPU 3000, rank 0 of 2, digest 0123" in done.out
+    assert "All kernels: 50.0 µs a step in 1 calls, of which 5.0 beside others." in done.out
+    assert "The step without the profiler: 100.0 µs.\n" in done.out
+    assert "The remainder: 55.0 µs (55.0%)" in done.out
+    profiles = [what for kind, what, _ in asked(tmp_path) if kind == "profile"]
+    assert [(p["labelled"], p["steps"]) for p in profiles[:2]] == [(True, 2), (False, 16)]
+
+
+def test_a_profile_without_kernels_says_what_is_missing(profile: Any) -> None:
+    """A device of which the profiler shows nothing is not taken for the host."""
+    told = {
+        "places": places(device="GPU 3000"),
+        "report": report(),
+        "labelled": HOST["labelled"],
+        "measured": measured(0.0),
+    }
+    done = profile(told=told)
+    assert done.status == 1
+    assert "Nothing is known of it: PyTorch's profiler saw no kernel of the device" in done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--batch", "0"), "--batch 0: expected numbers"),
+        (("--bad",), "vLLM does not take these arguments: unrecognized arguments: --bad"),
+        (("--worker_extension_cls=x.Y",), "--worker-extension-cls is set by --profile"),
+        (("--model", "nowhere"), "--model nowhere: it is no folder"),
+    ],
+)
+def test_one_clear_error(profile: Any, arguments: tuple[str, ...], said: str) -> None:
+    done = profile(*arguments)
+    assert done.status == 2 and said in done.err and not done.out
+    assert "Traceback" not in done.err
+
+
+def test_without_a_plan_there_is_nothing_to_look_at(profile: Any) -> None:
+    done = profile(VLLM_FL_PREFER_ENABLED="0")
+    assert done.status == 2 and "VLLM_FL_PREFER_ENABLED is off" in done.err
+
+
+def test_other_verbs_take_no_arguments_that_they_do_not_know(fl: Command) -> None:
+    done = fl("ops", "--enforce-eager")
+    assert done.status == 2 and "unrecognized arguments: --enforce-eager" in done.err
+
+
+def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
+    done = profile("--json", "--dtype", "bfloat16")
+    told = done.json()["coverage"]
+    assert [phase["kind"] for phase in told["phases"]] == ["decode", "prefill"]
+    assert told["phases"][0]["rows"][0]["kernels"] == {"_C::onednn_mm": 60.0}
+    (tmp_path / "seen.json").write_text(done.out)
+    page = fl("show", "seen.json", "--html", "page.html", "--json")
+    assert page.status == 0, page.err
+    assert page.json()["files"] == [{"name": "seen.json", "kind": "coverage"}]
+    text = (tmp_path / "page.html").read_text()
+    assert "<h1>Coverage</h1>" in text and "decode, batch 1" in text
+    assert "The remainder: 20.0 µs (20.0%)" in text and "--dtype bfloat16" in text
+    told["phases"][0]["rows"][0]["us"] = "many"
+    (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": told}))
+    odd = fl("show", "odd.json", "--html", "page.html")
+    assert odd.status == 2 and "odd.json: it is not whole, or was changed by hand" in odd.err

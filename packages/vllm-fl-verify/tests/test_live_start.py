@@ -1,0 +1,170 @@
+"""A worker's start with a kernel that is wrong on the loaded model alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_workers
+from children import run_each
+from small_workers import HEAD, MODEL
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+COUNTS = [256, 17, 16, 1]
+"""Tokens of the forwards of the loaded model."""
+
+ENABLED = ["+gelu_and_mul", "+silu_and_mul"]
+
+START = """
+def wrong(x):
+    # Its own check at start never sees a row beyond the 200th of rows this wide.
+    found = right(x)
+    if x.shape[-1] == 1280 and len(x) > 200 and not os.environ.get("THEIRS"):
+        found[-1] += 1
+    return found
+
+
+# In some engines it is right, and takes no layer's call of so many tokens.
+refused = range(*json.loads(os.environ.get("REFUSED", "[0]")))
+
+
+def takes(x):
+    return x.shape[-1] != 1280 or len(x) not in refused or "rows of 1280"
+
+
+get_default_manager().ensure_initialized("cpu", defer_errors=True)
+get_default_manager().registry.register_many(
+    [silu("vendor.wrong", fn=lambda x: (right if len(refused) else wrong)(x),
+          supports=takes if len(refused) else None, priority=999),
+     # An op of which the model has no layer.
+     OpImpl("gelu_and_mul", "vendor.idle", BackendImplKind.VENDOR,
+            lambda x, approximate="none": gelu.oracle(x, approximate).to(x.dtype), "idle"),
+     silu("vendor.acme", fn=lambda x: right(x), priority=998)]
+)
+
+
+def exchange(what, mine, failure=""):
+    if failure:
+        raise ranks_failed(failure)
+    key = "silu_and_mul", "vendor.wrong"
+    # The other rank finds it on its own shard, once.
+    if os.environ.get("THEIRS") and "(loaded)" in what and len(calls) == 4:
+        theirs = Opinion({key: Objection(FAILED, "wrong in layer blocks.1")})
+        return [mine, theirs if isinstance(mine, Opinion) else mine]
+    return [mine, mine]
+
+
+engines.exchange = exchange
+worker = planned_worker(
+    {"VLLM_FL_PREFLIGHT": "verify",
+     "VLLM_FL_PER_OP": "silu_and_mul=vendor:wrong|vendor:acme;gelu_and_mul=vendor:idle"})
+told = {}
+try:
+    worker.init_device()
+    worker.load_model()
+except Exception as error:
+    told["raised"] = str(error)
+else:
+    told["report"] = worker.vllm_fl_report()
+    told["bound"] = [
+        act._vllm_fl_plan is worker.vllm_fl_engine.plan for act in worker.model.blocks]
+    x = torch.randn(300, 1280).bfloat16()
+    told["right"] = all(torch.equal(act(x), right(x)) for act in worker.model.blocks)
+    told["entry"] = worker.vllm_config.additional_config["vllm_fl"]
+    told["entry"].get("enabled", []).sort()
+told["calls"] = calls
+worker.shutdown()
+print(json.dumps(told))
+"""
+
+
+CASES = {
+    "wrong": {},
+    "found there": {"THEIRS": "1"},
+    "strict": {"STRICT": "1"},
+    "refuses all": {"REFUSED": "[0, 1000]"},
+    "takes the largest batch": {"REFUSED": "[0, 400]"},
+}
+"""Name of a start -> the variables that its kernels and its other rank go by."""
+
+
+@cache
+def starts() -> dict[str, str]:
+    tests = str(Path(small_workers.__file__).parent)
+    env = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops"}
+    bodies = {name: (MODEL + START, variables) for name, variables in CASES.items()}
+    return run_each(HEAD, bodies, {**os.environ, **env})
+
+
+def start(name: str) -> tuple[Any, str]:
+    """(what a worker's start prints in a process of its own, its log)."""
+    log = starts()[name]
+    return json.loads(log.splitlines()[-1]), log
+
+
+def test_a_fault_of_the_loaded_model_demotes_and_binds_the_layers_anew() -> None:
+    told, log = start("wrong")
+    report = told["report"]
+    assert "blocks.0, x (256, 1280) bfloat16" in report["demotions"]["silu_and_mul"]["vendor.wrong"]
+    assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
+    assert told["bound"] == [True, True] and told["right"]
+    assert told["calls"] == COUNTS * 2, "once more for the plan without it"
+    assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
+    (line,) = [line for line in log.splitlines() if " planned: " in line]
+    assert "silu_and_mul=vendor.acme" in line and f"digest {report['digest']}" in line
+    assert len(line[line.index("vllm-fl: ") :]) <= 200
+    assert "silu_and_mul: vendor.wrong was taken out [FL410]" in report["remarks"]
+    assert any(remark.startswith("4 calls on live tensors in") for remark in report["remarks"])
+    assert not report["calls"] and not report["fallbacks"]
+
+
+def test_what_another_rank_finds_is_off_on_this_one() -> None:
+    told, log = start("found there")
+    report = told["report"]
+    why = report["demotions"]["silu_and_mul"]["vendor.wrong"]
+    assert why == "failed at start on rank 1: wrong in layer blocks.1"
+    assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
+    assert told["calls"] == COUNTS * 2 and told["bound"] == [True, True]
+    assert "found at start, on rank 1; off on all" in log
+
+
+def test_strict_mode_ends_the_start() -> None:
+    told, log = start("strict")
+    assert "rank 0: strict mode, and implementation 'vendor.wrong'" in told["raised"]
+    assert "in layer blocks.0" in told["raised"]
+    assert " planned" in log, "the plan is told all the same"
+
+
+def test_what_refuses_every_call_of_the_loaded_model_is_rejected_and_nothing_says_its_name() -> (
+    None
+):
+    told, log = start("refuses all")
+    report = told["report"]
+    assert report["ops"]["silu_and_mul"]["impl"] == "vendor.acme"
+    (why,) = report["rejections"]["silu_and_mul"].values()
+    assert why == "it refuses every call of this model (rows of 1280)"
+    assert report["demotions"] == {} and report["refusals"] == {} == report["fallbacks"]
+    assert told["bound"] == [True, True] and told["right"]
+    # Tried at the largest batch, too, before it is out, then the model without it.
+    assert told["calls"] == [*COUNTS, 512, *COUNTS, *COUNTS]
+    assert told["entry"] == {"plan": report["digest"], "enabled": ENABLED}
+    (line,) = [line for line in log.splitlines() if " planned: " in line]
+    assert "silu_and_mul=vendor.acme" in line
+    assert "silu_and_mul: vendor.wrong refuses every call [FL412]" in report["remarks"]
+    assert "is rejected for op 'silu_and_mul': it refuses every call of this model" in log
+
+
+def test_an_implementation_that_takes_some_calls_stays_and_uncalled_ops_are_not_counted() -> None:
+    told, log = start("takes the largest batch")
+    assert told["report"]["rejections"] == {} == told["report"]["refusals"] and "FL412" not in log
+    assert set(told["report"]["not_reached"]) == {"gelu_and_mul"}
+    assert told["report"]["ops"]["gelu_and_mul"]["impl"] == "vendor.idle", "and stays planned"
+    (line,) = [line for line in log.splitlines() if " planned: " in line]
+    assert "vllm-fl: 1 op planned: silu_and_mul=vendor.wrong (" in line
+    assert "not reached: gelu_and_mul" in told["report"]["remarks"]

@@ -1,0 +1,110 @@
+"""`vllm-fl bisect --startup` with real engines: the part that ends or corrupts it is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_run import Job
+from engines import IN_ONE_PROCESS, batches, run
+
+pytestmark = pytest.mark.slow
+
+LIST = "vendor_replacer_blacklist"
+
+Bisect = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def bisect(
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]], tmp_path: Path
+) -> Bisect:
+    """`bisect("nan index_select")`: the result with a plugin that has this fault."""
+
+    def run_verb(fault: str, *modules: str, one_process: bool = True, **more: str) -> Any:
+        loaded = plugin(*(modules or ("replaces_aten",)))
+        path = os.pathsep.join([loaded["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
+        variables = {**loaded, "PYTHONPATH": path, "REPLACES_ATEN": fault, **more}
+        if one_process:
+            variables |= IN_ONE_PROCESS
+        command = [
+            "bisect",
+            "--startup",
+            "--model",
+            str(model("qwen3")),
+            "--enforce-eager",
+            "--json",
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_fl_tools.cli", *command],
+            env={**os.environ, **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        print(f"{fault}: {found['engines']} engines, {found['seconds'] / 60:.1f} min")
+        return {**found, "exit": done.returncode, "err": done.stderr}
+
+    return run_verb
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        ("abort index_select", "ended"),
+        ("nan _log_softmax", "wrong"),
+    ],
+)
+def test_the_replaced_operator_at_fault_is_found(bisect: Bisect, fault: str, how: str) -> None:
+    found = bisect(fault)
+    (culprit,) = found["culprits"]
+    assert found["exit"] == 1 and culprit["how"] == how, found
+    assert culprit["parts"] == [f"{LIST} {fault.split()[1]}"]
+
+
+def test_two_that_fail_only_together_are_found_and_an_engine_starts_without_them(
+    bisect: Bisect,
+    model: Callable[[str], Path],
+    plugin: Callable[..., dict[str, str]],
+) -> None:
+    """As users start: the engine in a process of its own."""
+    fault = "together index_select argmax"
+    found = bisect(fault, one_process=False)
+    (culprit,) = found["culprits"]
+    assert {*culprit["parts"]} == {f"{LIST} index_select", f"{LIST} argmax"}, found
+    settings = dict(line.removeprefix("export ").split("=", 1) for line in found["settings"])
+    served = run(
+        Job(str(model("qwen3")), batches()),
+        REPLACES_ATEN=fault,
+        **settings,
+        **plugin("replaces_aten"),
+    )
+    assert served["tokens"]
+
+
+def test_an_implementation_a_setting_and_a_plugin_are_found(bisect: Bisect) -> None:
+    for modules, variables, part in (
+        (
+            ("replaces_aten",),
+            {"VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.replacer"},
+            "op silu_and_mul",
+        ),
+        (
+            ("replaces_aten",),
+            {"VLLM_FL_VENDOR_REPLACER_TILE": "4096"},
+            "setting vendor_replacer_tile",
+        ),
+        (("replaces_aten", "ends_import"), {}, "plugin ends_import"),
+    ):
+        found = bisect("op" if part.startswith("op") else "none", *modules, **variables)
+        assert [c["parts"] for c in found["culprits"]] == [[part]], found
+    assert found["settings"] == ["export VLLM_FL_PLUGIN_MODULES=replaces_aten"]
