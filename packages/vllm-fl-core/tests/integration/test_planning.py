@@ -39,7 +39,7 @@ from vllm_fl.integration.planning import (
     note_user_priority,
     plan_for,
 )
-from vllm_fl.plugins.registry import OpRegistry, known_contracts
+from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
@@ -76,7 +76,7 @@ def test_the_facts_of_a_model() -> None:
     assert facts.sizes is not None and facts.sizes.intermediate == 768
     assert facts.attention is not None and facts.attention.num_heads == 4
     assert facts.attention_backend == "TRITON_ATTN"
-    assert facts.ir_priority == {"rms_norm": ("native",), "fused_add_rms_norm": ()}
+    assert facts.ir_priority == {"rms_norm": ["native"], "fused_add_rms_norm": []}
     assert facts_of(engine_config(mode=CompilationMode.VLLM_COMPILE)).mode == "compiled"
     assert facts_of(engine_config(mode=CompilationMode.NONE)).mode == "eager"
 
@@ -315,15 +315,6 @@ def norm() -> OpImpl:
         return x
 
     return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
-
-
-@pytest.mark.parametrize("name", known_contracts().bindings["rms_norm"].fused_by)
-def test_norms_that_vllm_fuses_are_ours(
-    process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """vLLM's fusions come first, and ours are the rest."""
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    assert planned_norm(process, pass_config={name: True}).label == "vendor.acme"
 
 
 def test_an_op_that_the_model_cannot_have_is_not_planned_unless_the_user_names_it(

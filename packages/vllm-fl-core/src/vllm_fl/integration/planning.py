@@ -56,7 +56,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     backend = vllm_config.attention_config.backend
     entry = entry_of(vllm_config)
     compiled = compilation.mode not in (None, CompilationMode.NONE)
-    requests = merged(lambda each: each.request(vllm_config, settings, entry, compiled=compiled))
+    requests = merged(lambda each: each.request(vllm_config, settings, compiled=compiled))
     return EngineFacts(
         settings,
         "compiled" if compiled else "eager",
@@ -66,12 +66,6 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         attention_backend=None if backend is None else backend.name,
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         compile_backend=compilation.backend,
-        passes_on=frozenset(
-            name
-            for binding in installed_bindings().values()
-            for name in binding.fused_by
-            if getattr(compilation.pass_config, name, False)
-        ),
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
@@ -80,6 +74,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
         device=device_class() if settings.by_device else None,
+        **entry.get("user", {}),
         **requests,
     )
 
@@ -310,5 +305,5 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     And which of the passes that find an op of ours he turned off, before vLLM turns off the others.
     """
     entry = entry_of(vllm_config)
-    if "user_priority" not in entry:
-        entry |= merged(lambda each: each.note_user(vllm_config))
+    if "user" not in entry:
+        entry["user"] = merged(lambda each: each.note_user(vllm_config))
