@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_fl.settings.table import Figure, Row, TunedOp
 from vllm_fl_tools.cli._estimate import HOW, estimates
+from vllm_fl_tools.engine.tuned import Figure, Row, TunedOp
 
 
 def tuned(us: dict[int, tuple[float, float]], *rows: Row) -> TunedOp:
@@ -14,7 +14,7 @@ def tuned(us: dict[int, tuple[float, float]], *rows: Row) -> TunedOp:
         for n, both in us.items()
         for name, took in zip(names, both, strict=True)
     ]
-    return TunedOp("", "stock", rows, tuple(figures))
+    return TunedOp("stock", rows, tuple(figures))
 
 
 def test_what_rows_save_of_a_step() -> None:

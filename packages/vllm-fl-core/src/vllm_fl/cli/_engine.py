@@ -15,13 +15,11 @@ from ..dispatch.startup import read_settings
 from ..engine.described import Described
 from ..engine.facts import EngineFacts
 from ..engine.plan import PlanEntry, make_plan
-from ..engine.tables import Standing, standing, under
 from ..errors import VllmFLError
 from ..integration.engine_args import WrongArguments, arguments_of
 from ..logs import silence
 from ..settings.policy import MODES, Mode
 from ..text import clean, quote
-from ._options import device_of
 from ._progress import doing
 from ._show import UsageError
 
@@ -172,11 +170,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
     settings = read_settings(manager.registry, startup.plugins)  # anew: `plan --diff FILE` asks so
     found = []
     for facts in (EngineFacts(settings, mode) for mode in modes):
-        table = Standing()
-        if settings.pinned is not None:
-            table = standing(facts, manager.registry.snapshot(), device_of(None), serves=False)
-        plan = make_plan(manager, under(facts, table))
-        found.append(Described(facts, plan, table, unasked=unasked))
+        found.append(Described(facts, make_plan(manager, facts), unasked=unasked))
     return found
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from ..dispatch.manager import OpManager
 from ..dispatch.resolver import STOCK, Stock, Trace
 from ..engine.described import Described
-from ..engine.tables import under
 from ..plugins.plugin import Owner
 from ..settings.policy import DEFAULT, Mode, OpOrder, Rows
 from ..settings.schema import Settings
@@ -23,7 +22,7 @@ def script_view(manager: OpManager, op: str, settings: Settings) -> dict[str, An
 
 def view_of(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
     """What an engine gets, as JSON data."""
-    entry, facts = entry_of(engine, op), under(engine.facts, engine.table)
+    entry, facts = entry_of(engine, op), engine.facts.ordered
     note = entry.note if entry else "this engine has none of it"
     told = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
     if engine.aside:

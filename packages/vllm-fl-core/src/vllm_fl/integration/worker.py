@@ -15,7 +15,6 @@ from ..engine.digest import code_facts
 from ..engine.facts import EngineFacts
 from ..engine.phases import before_worker, phases_of
 from ..engine.plan import Plan
-from ..engine.tables import Standing, standing, under
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
@@ -185,9 +184,9 @@ class PlannedWorker:
             up. `defined` {operator: schema}: what this vLLM, an empty build,
             lacks, and is there while the engine is. `smaller` {op: [what of its calls the start
             tried in a smaller size than the model's]}. `groups` {a group of ranks: the id of its
-            communicator}; empty where the plan leaves them to vLLM. `table` {file, digest, acts,
-            reason, left_out}: the table that the settings name, whether it acts, why it does not,
-            and the ops whose rows do not count; None where they name none. `device`: the class of
+            communicator}; empty where the plan leaves them to vLLM. `table` {file, acts, reason}:
+            the table that the settings name, whether it has an effect, and why not; None if they
+            name none. `device`: the class of
             the device, where a setting is for one; `ordered_for_device` {op: where that stands, and
             the figure}: what is in force. `start` {phase: seconds}: what the start took, from where
             vLLM makes the configuration, without what it does between its worker's methods; `of
@@ -214,7 +213,7 @@ class PlannedWorker:
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
             "ranges": ranges.report(engine, by_range(plan)),
-            "table": _table_report(engine.facts, engine.table),
+            "table": _table_report(engine.facts),
             "device": str(engine.facts.device) if engine.facts.device else None,
             "ordered_for_device": _orders_by_device(engine),
             "start": {
@@ -259,7 +258,6 @@ def _begin(engine: Engine) -> list[str]:
         name: {**report.facts, "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0])}
         for name, (plugin, report) in found.items()
     }
-    engine.table = standing(facts, manager.registry.snapshot(), engine.device)
     make_plan(engine)
     return [line for _, report in found.values() for line in report.lines]
 
@@ -286,7 +284,7 @@ def _say_plan(engine: Engine) -> None:
     """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
     plan, facts = engine.plan, engine.facts
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
-    remarks = [*_of_table(facts, engine.table), *_of_device(engine)]
+    remarks = [*_of_table(facts), *_of_device(engine)]
     remarks += [*_of_invariance(engine, plan), *_of_length(engine), *said]
     inlined = ranges.planned(by_range(plan), engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
@@ -303,12 +301,12 @@ def _say_plan(engine: Engine) -> None:
         _say_what_is_taken_whole(plan, inlined)
 
 
-def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
-    """What there is to say of the table that the settings name."""
-    pinned = facts.settings.pinned
-    if pinned is None:
+def _of_table(facts: EngineFacts) -> list[str]:
+    """Return the remark on the table that the settings name."""
+    table = facts.settings.tuned
+    if table is None:
         return []
-    return [pinned.label if table.digest else f"without the table {pinned.file}"]
+    return [f"{'without the ' if table.unused else ''}table {table.file}"]
 
 
 def _of_device(engine: Engine) -> list[str]:
@@ -319,7 +317,7 @@ def _of_device(engine: Engine) -> list[str]:
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
     """Op -> where its order for this device stands and for which figure, of those in force."""
-    return under(engine.facts, engine.table).settings.held_by_device
+    return engine.facts.ordered.settings.held_by_device
 
 
 def _of_invariance(engine: Engine, plan: Plan) -> list[str]:
@@ -328,7 +326,7 @@ def _of_invariance(engine: Engine, plan: Plan) -> list[str]:
     if not facts.wants_invariance:
         return []
     told = [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
-    settings, manager = under(facts, engine.table).settings, get_default_manager()
+    settings, manager = facts.ordered.settings, get_default_manager()
     by_size = [
         op for op in plan.entries if manager.ceilings(op, mode=facts.mode, settings=settings)
     ]
@@ -346,17 +344,11 @@ def _of_length(engine: Engine) -> list[str]:
     return [f"made inputs have positions below {sizes.max_position} of {length}"]
 
 
-def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
-    pinned = facts.settings.pinned
-    if pinned is None:
+def _table_report(facts: EngineFacts) -> dict[str, Any] | None:
+    table = facts.settings.tuned
+    if table is None:
         return None
-    return {
-        "file": pinned.file,
-        "digest": pinned.digest,
-        "acts": bool(table.digest),
-        "reason": table.reason,
-        "left_out": dict(table.left_out),
-    }
+    return {"file": table.file, "acts": not table.unused, "reason": table.reason}
 
 
 def _say_what_is_taken_whole(plan: Plan, inlined: Container[str]) -> None:

@@ -12,7 +12,6 @@ from ..dispatch import get_default_manager
 from ..engine.described import Described
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan
-from ..engine.tables import standing
 from ..integration.compat import obstacle
 from ..integration.models import completed
 from ..integration.planning import facts_of, plan_for
@@ -92,11 +91,8 @@ def _described(config: VllmConfig) -> Described:
         return Described(facts, Plan(mode, {}), aside=aside, config=config)
     facts, skeleton = completed(facts_of(config), config)
     device = torch.device(current_platform.device_type)
-    # How many threads a worker has is not known here.
-    table = standing(facts, get_default_manager().registry.snapshot(), device, serves=False)
     layers = skeleton.layers if skeleton is not None else {}
     differs: list[str] = []
     if (locked := facts.settings.locked) is not None:
         differs = locking.differences(locked, locking.facts_of_lock(facts, config, device))
-    fixed = facts, plan_for(facts, table=table), table, layers
-    return Described(*fixed, differs=tuple(differs), config=config)
+    return Described(facts, plan_for(facts), layers, differs=tuple(differs), config=config)

@@ -134,6 +134,19 @@ def vllm_release() -> tuple[str, str] | None:
     return min(found.items(), default=None)
 
 
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution, or None; of `vllm`, whichever distribution it is."""
+    from importlib_metadata import PackageNotFoundError, version
+
+    if name == "vllm":
+        release = vllm_release()
+        return release[1] if release else None
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 OWN_FINDERS = ("_frozen_importlib_external", "importlib_metadata")
 """Who looks for distributions in the folders of `sys.path`, as this module does."""
 

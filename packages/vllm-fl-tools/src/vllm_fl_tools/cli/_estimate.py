@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from vllm_fl.settings.table import DEFAULT, TunedOp
+from ..engine.tuned import TunedOp
 
 __all__ = ["estimates"]
 
@@ -45,7 +45,5 @@ def estimates(counted: Sequence[TunedOp], layers: int, head: float) -> Iterator[
 def _times(op: TunedOp, tokens: int) -> tuple[float, float]:
     """What the default and the chosen one take, µs; zeros where one of them is not known."""
     figures = {figure.impl: figure.us for figure in op.figures if figure.tokens == tokens}
-    chosen = next((row.impl for row in op.rows if tokens <= row.up_to), DEFAULT)
-    default = figures.get(op.default)
-    took = default if chosen == DEFAULT else figures.get(chosen)
+    default, took = figures.get(op.default), figures.get(op.chosen(tokens))
     return (default, took) if default and took else (0.0, 0.0)

@@ -17,8 +17,8 @@ from typing import Any
 from vllm_fl.cli.common import device_of, distributions, settings_text
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.engine.identity import identity
 from vllm_fl.errors import VllmFLError
+from vllm_fl.operate.identity import identity
 from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.communicator import NAMED_CLASSES
 from vllm_fl.plugins.plugin import Plugin
@@ -29,7 +29,7 @@ from vllm_fl.text import quote
 
 __all__ = ["listing"]
 
-ORDERING = frozenset({"config", "platform", "prefer", "table", "table_unaccepted"})
+ORDERING = frozenset({"config", "platform", "prefer", "table"})
 """Settings that no start leaves out: an op that they order badly is named itself."""
 
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_fl.cli.common import UsageError
-from vllm_fl.settings.table import Figure
+
+from ..engine.tuned import Figure
 
 __all__ = ["COLOURS", "LOOKS", "Look", "drawing", "looks", "require"]
 

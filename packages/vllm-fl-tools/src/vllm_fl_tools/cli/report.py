@@ -1,4 +1,4 @@
-"""`vllm-fl report`: one page of what was measured: tables of `tune`, what `verify`, `coverage` say.
+"""`vllm-fl report`: one page of the JSON that `tune`, `verify` and `coverage` print.
 
 It runs nothing, so that it works on a machine without the device too.
 """
@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.cli.common import SCHEMA, ReportFile, UsageError, answer, say
-from vllm_fl.settings.table import MAX_BYTES, read_table
 from vllm_fl.settings.values import read_text
+from vllm_fl.text import quote
 
+from ..engine.tuned import Tuned
 from ._page import Measured, page
+
+MAX_BYTES = 16 * 2**20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="a table of `vllm-fl tune`, or what `verify --json` or `coverage --json` printed",
+        help="what `tune --json`, `verify --json` or `coverage --json` printed",
     )
     parser.add_argument("--html", metavar="OUT", required=True, help="write the page there")
 
@@ -49,7 +52,7 @@ def _read(paths: Sequence[str]) -> list[Measured]:
     """The files in order.
 
     Raises:
-        SettingsError: one cannot be read, or is a table that is not whole.
+        SettingsError: one cannot be read.
         UsageError: one is none of these.
     """
     names: Counter[str] = Counter()
@@ -71,16 +74,19 @@ def _known(path: str) -> tuple[str, Any]:
     except (ValueError, RecursionError) as error:
         data, why = None, f"it is no whole JSON: {error}"
     if isinstance(data, dict):
-        if "vllm_fl_table" in data:
-            return "table", read_table(path, key="report", origin=path)
+        if data.get("schema") == SCHEMA and "table" in data:
+            try:
+                return "table", Tuned.of(data["table"])
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise UsageError(f"{path}: it is not whole: {quote(error)}") from error
         if data.get("schema") == SCHEMA and "coverage" in data:
             return "coverage", data["coverage"]
         if data.get("schema") == SCHEMA and "results" in data:
             return "verification", data
         why = f"it has schema {data.get('schema')!r:.60}, and no results of these"
     raise UsageError(
-        f"{path}: is neither a table that `vllm-fl tune` wrote nor the output of "
-        f"`vllm-fl verify --json` or `vllm-fl coverage --json`: {why}"
+        f"{path}: is not the output of `vllm-fl tune --json`, `vllm-fl verify --json` or "
+        f"`vllm-fl coverage --json`: {why}"
     )
 
 
