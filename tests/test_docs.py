@@ -307,7 +307,7 @@ def verbs() -> set[str]:
     found: set[str] = set()
     for folder in envs.distributions().values():
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        found |= {*project.get("entry-points", {}).get("vllm_fl.cli", {})}
+        found |= {*project.get("entry-points", {}).get("vllm_fl_tools.cli", {})}
     return found
 
 

@@ -29,13 +29,12 @@ def folders(tmp_path: Path) -> dict[str, Path]:
         folder.mkdir()
         (folder / "pyproject.toml").write_text(
             f'[project]\nname = "{name}"\nversion = "{version}"\ndependencies = {dependencies}\n'
-            + ('optional-dependencies.tools = ["vllm-fl-tools==0.10.0"]\n' * (name[8:] == "core"))
         )
         (folder / "CHANGELOG.md").write_text(f"# Changelog of {name}\n\n{changelog}")
     return made
 
 
-TAGS = {"core-v0.10.0": lambda: "0.10.0"}
+TAGS = {"vllm-fl-core-v0.10.0": lambda: "0.10.0"}
 
 
 def replace(path: Path, old: str, new: str) -> None:
@@ -52,11 +51,19 @@ def replace(path: Path, old: str, new: str) -> None:
         ("vllm-fl-core/CHANGELOG.md", "0.9.1", "0.11.0", "do not fall"),
         ("vllm-fl-core/CHANGELOG.md", "(2026-11-22)", "today", "is not `## VERSION"),
         ("vllm-fl-acme/CHANGELOG.md", "0.2.0", "0.1.0", "begins with 0.1.0"),
-        ("vllm-fl-acme/pyproject.toml", ">=0.10,<0.11", ">=0.9,<0.10", "version of core calls for"),
+        (
+            "vllm-fl-acme/pyproject.toml",
+            ">=0.10,<0.11",
+            ">=0.9,<0.10",
+            "version of vllm-fl-core calls for",
+        ),
         ("vllm-fl-tools/pyproject.toml", "core==0.10.0", "core>=0.10,<0.11", "calls for ==0.10.0"),
-        ("vllm-fl-core/pyproject.toml", "tools==0.10.0", "tools==0.9.1", "core[tools] asks for"),
-        ("vllm-fl-core/pyproject.toml", "tools==0.10.0", "tools", "calls for ==0.10.0"),
-        ("vllm-fl-core/pyproject.toml", ">=0.3,<0.4", ">=0.2,<0.3", "version of ops calls for"),
+        (
+            "vllm-fl-core/pyproject.toml",
+            ">=0.3,<0.4",
+            ">=0.2,<0.3",
+            "version of vllm-fl-ops calls for",
+        ),
         ("vllm-fl-acme/pyproject.toml", ">=0.3,<0.4", ">=0.3", "asks for vllm-fl-ops>=0.3, and"),
         ("vllm-fl-acme/pyproject.toml", "fl-ops>=0.3,<0.4", "fl-ops", "asks for vllm-fl-ops, and"),
         ("vllm-fl-ops/pyproject.toml", ">=0.10,<0.11", "==0.10.0", "calls for >=0.10,<0.11"),
@@ -71,7 +78,7 @@ def test_what_disagrees_is_named(
 
 
 def test_a_tag_on_another_version_or_of_nothing_is_named(folders: dict[str, Path]) -> None:
-    tags = {"core-v0.10.0": lambda: "0.9.1", "nobody-v1.0.0": lambda: "1.0.0"}
+    tags = {"vllm-fl-core-v0.10.0": lambda: "0.9.1", "nobody-v1.0.0": lambda: "1.0.0"}
     wrong, nothing = inconsistencies(folders, tags)
-    assert "core-v0.10.0 is on a tree whose version is 0.9.1" in wrong
+    assert "vllm-fl-core-v0.10.0 is on a tree whose version is 0.9.1" in wrong
     assert "nobody-v1.0.0 names no distribution" in nothing

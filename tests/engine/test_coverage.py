@@ -23,7 +23,7 @@ def coverage(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict
     def run(*arguments: str) -> dict[str, Any]:
         variables = {"VLLM_FL_PREFER": "reference", BIND: str(min(cores()))}
         sizes = ("--prompt-tokens", "24", "--steps", "4", "--max-model-len", "64")
-        command = [sys.executable, "-m", "vllm_fl.cli", "coverage", "--model", model("qwen3")]
+        command = [sys.executable, "-m", "vllm_fl_tools.cli", "coverage", "--model", model("qwen3")]
         done = subprocess.run(
             [*command, "--json", *sizes, *arguments],
             env={**os.environ, **variables},

@@ -20,7 +20,7 @@ import torch
 from vllm import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_fl.cli import main
+from vllm_fl_tools.cli import main
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.errors import StartError, VllmFLError
 from vllm_fl.integration.engines import Engine

@@ -35,7 +35,7 @@ def rescue(
             variables |= IN_ONE_PROCESS
         command = ["rescue", "--model", str(model("qwen3")), "--enforce-eager", "--json"]
         done = subprocess.run(
-            [sys.executable, "-m", "vllm_fl.cli", *command],
+            [sys.executable, "-m", "vllm_fl_tools.cli", *command],
             env={**os.environ, **variables},
             cwd=tmp_path,
             capture_output=True,

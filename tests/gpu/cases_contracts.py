@@ -18,11 +18,11 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_flaggems.plugin
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes, contracts
-    from vllm_fl.engine.preflight import find_faults
-    from vllm_fl.engine.trials import Request, Role
-    from vllm_fl.engine.verification import Comparison, compare, dtype_name, tried
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
+    from vllm_fl_verify.preflight import find_faults
+    from vllm_fl_verify.trials import Request, Role
+    from vllm_fl_verify.verification import Comparison, compare, dtype_name, tried
 
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker

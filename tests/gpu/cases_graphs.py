@@ -31,11 +31,11 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes
     from vllm_fl.contracts.binding import IrTarget, LayerTarget
-    from vllm_fl.engine import graphs
-    from vllm_fl.engine.preflight import find_faults
-    from vllm_fl.engine.trials import Request, Role
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
+    from vllm_fl_verify import graphs
+    from vllm_fl_verify.preflight import find_faults
+    from vllm_fl_verify.trials import Request, Role
 
     device = torch.device("cuda")
     torch.zeros(1, device=device)  # the device exists, as it does in a worker
@@ -87,8 +87,8 @@ def wrong_ones() -> Iterator[tuple[str, str]]:
 
     from vllm_fl import BackendImplKind, OpImpl
     from vllm_fl.contracts import ModelSizes
-    from vllm_fl.engine.preflight import find_faults
-    from vllm_fl.engine.trials import Request, Role
+    from vllm_fl_verify.preflight import find_faults
+    from vllm_fl_verify.trials import Request, Role
 
     kept: list[Tensor] = []
 
@@ -146,8 +146,8 @@ def corpus_in_graphs() -> Iterator[tuple[str, str]]:
     docs/wrong-kernels says, which was made without a device."""
     import torch
 
-    from vllm_fl.engine.preflight import find_faults
-    from vllm_fl.engine.trials import Request, Role
+    from vllm_fl_verify.preflight import find_faults
+    from vllm_fl_verify.trials import Request, Role
 
     sys.path.insert(0, str(CORPUS))
     from wrong_kernels.corpus import corpus

@@ -286,7 +286,7 @@ def _table(host: Host, model: str, folder: Path) -> Path:
     command = ["tune", "--model", model, "--op", OP, "--mode", "eager", "--out", str(out)]
     command += ["--tokens", f"{TOKENS},256", *dtype, "--skip-tokenizer-init", *further]
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_fl.cli", *command],
+        [sys.executable, "-m", "vllm_fl_tools.cli", *command],
         env={**os.environ, **host.bound, **host.variables()},
         capture_output=True,
         text=True,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import release_check
 
 import envs
 from installed import Install, Installed
 
-CORE, OPS_DIST, TOOLS = "vllm-fl-core", "vllm-fl-ops", "vllm-fl-tools"
+COMMON = {"vllm-fl-core", "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"}
 DISTRIBUTIONS = envs.distributions()
-BACKENDS = sorted(set(DISTRIBUTIONS) - {CORE, OPS_DIST, TOOLS})
+BACKENDS = sorted(set(DISTRIBUTIONS) - COMMON)
 WITHOUT_OPS = {"vllm-fl-flagcx"}
 """What brings a communicator, and no ops."""
 
@@ -37,7 +36,7 @@ print(json.dumps(sorted(loaded)))
 
 @pytest.fixture(scope="module")
 def everything(install: Install) -> Installed:
-    return install(TOOLS, *BACKENDS, engine=True)
+    return install(*BACKENDS, engine=True)
 
 
 def assert_listed(installed: Installed, *backends: str) -> None:
@@ -76,12 +75,7 @@ def test_every_entry_point_loads(everything: Installed) -> None:
     ours = ["console_scripts: vllm-fl", "vllm.general_plugins: fl", "vllm.platform_plugins: fl"]
     ours += ["vllm_fl.contracts: ops", "pytest11: vllm-fl"]
     ours += ["vllm_fl.extension: operate", "vllm_fl.extension: verify"]
-    verbs = [
-        f"vllm_fl.cli: {verb}"
-        for name in (CORE, TOOLS)
-        for verb in release_check.project(DISTRIBUTIONS[name])["entry-points"]["vllm_fl.cli"]
-    ]
-    assert everything.script(ENTRY_POINTS) == sorted(ours + plugins + verbs)
+    assert everything.script(ENTRY_POINTS) == sorted(ours + plugins)
 
 
 @pytest.mark.slow

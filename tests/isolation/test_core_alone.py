@@ -1,40 +1,47 @@
-"""Core with no backend, no torch and no vLLM beside it; and with no ops."""
+"""Core alone; without the ops; without verification; and everything without a backend."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from installed import Install
+import envs
+from installed import Install, Installed
+
+OPS, VERIFY, TOOLS = "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"
 
 
-def test_what_a_script_and_the_command_line_need_imports(install: Install) -> None:
-    imported = install().script(
+def test_core_imports_without_the_others(install: Install) -> None:
+    modules = install(without=(OPS, VERIFY, TOOLS)).script(
         """
 import importlib, json, pkgutil
-import vllm_fl.plugins.loading
 names = []
-for package in ("vllm_fl", "vllm_fl.cli", "vllm_fl.dispatch", "vllm_fl.contracts"):
-    names.append(importlib.import_module(package).__name__)
-for package in (vllm_fl.cli, vllm_fl.contracts):
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        names.append(importlib.import_module(module.name).__name__)
-for op in ("rms_norm", "linear"):
-    names.append(importlib.import_module(f"vllm_fl.contracts.{op}").__name__)
+for room in ("", ".dispatch", ".contracts", ".plugins", ".settings"):
+    package = "vllm_fl" + room
+    path = importlib.import_module(package).__path__
+    for module in pkgutil.iter_modules(path, package + "."):
+        if not module.ispkg:
+            names.append(importlib.import_module(module.name).__name__)
 print(json.dumps(names))
 """
     )
-    # As names of 0.2: the modules are those of the ops.
-    assert {f"vllm_fl_ops.contracts.{op}" for op in ("rms_norm", "linear")} <= set(imported)
+    assert "vllm_fl.plugins.loading" in modules
 
 
-def test_plugins_lists_the_ops_alone_and_says_what_to_install(install: Install) -> None:
+def test_the_command_imports_without_torch_and_lists_what_is_installed(install: Install) -> None:
     (*extensions, ops) = install().answer("plugins", status=0)["plugins"]
-    assert [(each["name"], each["status"]) for each in extensions] == [
-        ("operate", "ok"),
-        ("verify", "ok"),
-    ]
+    assert {(each["name"], each["distribution"], each["status"]) for each in extensions} == {
+        ("operate", TOOLS, "ok"),
+        ("verify", VERIFY, "ok"),
+    }
     assert (ops["name"], ops["status"], ops["hooks"]) == ("ops", "ok", ["contracts"])
     assert "pip install vllm-fl-reference" in install().command("plugins").stdout
+    done = install().command("tune", "--sizes", "hidden=64")
+    assert done.returncode == 2 and "torch cannot be imported" in done.stderr
 
 
 def test_ops_lists_every_contract_without_a_candidate(install: Install) -> None:
@@ -72,27 +79,6 @@ def test_wrong_usage_is_status_2(install: Install, arguments: list[str]) -> None
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["tune", "bisect", "coverage", "plan", "report", "verify", "new"])
-def test_a_verb_of_the_tools_says_how_to_get_it(install: Install, verb: str) -> None:
-    done = install().command(verb, "--json")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"vllm-fl: `vllm-fl {verb}` is not installed; vllm-fl-tools brings it: "
-        "pip install vllm-fl-tools, or 'vllm-fl-core[tools]' [FL701]\n"
-    )
-    assert verb not in install().command("--help").stdout.split()
-
-
-def test_the_tools_need_neither_torch_nor_vllm_to_be_listed(install: Install) -> None:
-    installed = install("vllm-fl-tools")
-    assert {"tune", "bisect", "report", "coverage", "ops"} <= {
-        *installed.command("--help").stdout.split()
-    }
-    assert installed.command("report", "--help").returncode == 0
-    done = installed.command("tune", "--sizes", "hidden=64")
-    assert done.returncode == 2 and "torch cannot be imported" in done.stderr
-
-
 def test_an_op_that_nobody_knows_is_named(install: Install) -> None:
     done = install().command("explain", "rms_nrom")
     assert done.returncode in (1, 2)
@@ -104,7 +90,7 @@ MISSING = "vllm-fl-ops is not installed: pip install vllm-fl-ops"
 
 
 def test_without_the_ops_each_verb_says_what_to_install(install: Install) -> None:
-    alone = install(ops=False)
+    alone = install(without=(OPS,))
     asked = "from vllm_fl.contracts import contracts; print(len(contracts()))"
     assert alone.script(asked) == 0
     listed = alone.command("ops")
@@ -119,7 +105,7 @@ def test_without_the_ops_each_verb_says_what_to_install(install: Install) -> Non
 
 @pytest.mark.slow
 def test_a_backend_without_the_ops_runs_nothing_unverified(install: Install) -> None:
-    installed = install("vllm-fl-reference", engine=True, ops=False)
+    installed = install("vllm-fl-reference", engine=True, without=(OPS,))
     done = installed.command("explain", "rms_norm")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-2].endswith(
@@ -138,3 +124,52 @@ def test_a_backend_that_does_not_ask_for_the_ops_is_told(install: Install) -> No
     assert (
         finding["what"] == "fl-old-form 1.0 implements ops of vllm-fl-ops, and does not require it."
     )
+
+
+ENGINE = """
+import json, sys
+sys.path.insert(0, {tools!r})
+import tiny_model
+from pathlib import Path
+from engine_run import EngineFailed, Job, run
+model = tiny_model.make(Path({folder!r}))
+try:
+    found = run(Job(str(model), [[[7, 11, 13]]]), **json.loads({variables!r}))
+    print(json.dumps({{"log": found["log"], "tokens": found["tokens"]}}))
+except EngineFailed as error:
+    print(json.dumps({{"failed": str(error)}}))
+"""
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """`serve(installed, **variables)`: a tiny model in an engine, its log or why it failed."""
+
+    def run(installed: Installed, **variables: str) -> dict[str, Any]:
+        tools = str(envs.ROOT / "tools")
+        code = ENGINE.format(tools=tools, folder=str(tmp_path), variables=json.dumps(variables))
+        found: dict[str, Any] = installed.script(code)
+        return found
+
+    return run
+
+
+@pytest.mark.slow
+def test_core_alone_serves_with_stock(install: Install, serve: Callable[..., Any]) -> None:
+    found = serve(install(engine=True, without=(OPS, VERIFY, TOOLS)))
+    assert found["tokens"]
+
+
+@pytest.mark.slow
+def test_without_verification_no_backend_serves_unless_it_is_switched_off(
+    install: Install, serve: Callable[..., Any]
+) -> None:
+    installed = install("vllm-fl-reference", engine=True, without=(VERIFY,))
+    line = "nothing here verifies kernels: pip install vllm-fl-verify, or set VLLM_FL_PREFLIGHT=off"
+    assert line in serve(installed, VLLM_FL_PREFER="reference")["failed"]
+    off = serve(installed, VLLM_FL_PREFER="reference", VLLM_FL_PREFLIGHT="off")
+    assert "reference.torch" in off["log"]
+    assert serve(installed, VLLM_FL_PREFER_ENABLED="false")["tokens"]
+    called = "import torch; from vllm_fl.dispatch import call_op; "
+    called += "print(list(call_op('silu_and_mul', torch.ones(1, 4)).shape))"
+    assert installed.script(called) == [1, 2]

@@ -9,11 +9,9 @@ import pytest
 
 from installed import Install
 
-TOOLS = "vllm-fl-tools"
-
 
 def test_a_new_backend_builds_and_is_found(install: Install, tmp_path: Path) -> None:
-    written = install(TOOLS).command("new", "foo", "--dir", str(tmp_path))
+    written = install().command("new", "foo", "--dir", str(tmp_path))
     assert written.returncode == 0, written.stderr
     (plugin,) = install(str(tmp_path / "vllm-fl-foo")).plugins(status=1).values()
     assert (plugin["name"], plugin["version"]) == ("foo", "0.1.0")
@@ -23,10 +21,10 @@ def test_a_new_backend_builds_and_is_found(install: Install, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_new_backend_passes_the_kit(install: Install, tmp_path: Path) -> None:
-    written = install(TOOLS).command("new", "foo", "--dir", str(tmp_path))
+    written = install().command("new", "foo", "--dir", str(tmp_path))
     assert written.returncode == 0, written.stderr
     folder = tmp_path / "vllm-fl-foo"
-    installed = install(str(folder), TOOLS, engine=True)
+    installed = install(str(folder), engine=True)
     plugin = installed.plugins(status=0)["vllm-fl-foo"]
     assert (plugin["status"], plugin["hooks"]) == ("ok", ["policy", "register_ops"])
     assert installed.ops(status=0)["rms_norm"]["selected"] == "vendor.foo"
@@ -40,10 +38,10 @@ def test_one_for_somebody_elses_device_passes_the_kit_and_is_chosen_there(
     install: Install, tmp_path: Path
 ) -> None:
     asked = ("--platform", "cpu", "--ops", "silu_and_mul", "--dir", str(tmp_path))
-    written = install(TOOLS).command("new", "guest", *asked)
+    written = install().command("new", "guest", *asked)
     assert written.returncode == 0, written.stderr
     folder = tmp_path / "vllm-fl-guest"
-    installed = install(str(folder), TOOLS, "vllm-fl-reference", "vllm-fl-cpu", engine=True)
+    installed = install(str(folder), "vllm-fl-reference", "vllm-fl-cpu", engine=True)
     done = installed.command("explain", "silu_and_mul", "--mode", "eager", "--json")
     (eager,) = json.loads(done.stdout)["modes"]
     assert eager["selected"] == "vendor.guest"  # beside the platform's own file
@@ -59,10 +57,10 @@ def test_one_over_a_platform_plugin_is_chosen_there_and_the_rest_stays(
 ) -> None:
     theirs = "fl-platform-acme"
     asked = ("--over", "acme", "--ops", "silu_and_mul", "--dir", str(tmp_path))
-    written = install(TOOLS, theirs, engine=True).command("new", "guest", *asked)
+    written = install(theirs, engine=True).command("new", "guest", *asked)
     assert written.returncode == 0, written.stderr
     folder = str(tmp_path / "vllm-fl-guest")
-    installed = install(folder, TOOLS, theirs, "vllm-fl-reference", engine=True)
+    installed = install(folder, theirs, "vllm-fl-reference", engine=True)
     for op, chosen in (("silu_and_mul", "vendor.guest"), ("rms_norm", "stock.vllm")):
         done = installed.command("explain", op, "--mode", "eager", "--json")
         (eager,) = json.loads(done.stdout)["modes"]
@@ -73,10 +71,10 @@ def test_one_over_a_platform_plugin_is_chosen_there_and_the_rest_stays(
 def test_one_for_a_device_that_is_not_here_skips_with_the_reason(
     install: Install, tmp_path: Path
 ) -> None:
-    written = install(TOOLS).command("new", "away", "--platform", "ascend", "--dir", str(tmp_path))
+    written = install().command("new", "away", "--platform", "ascend", "--dir", str(tmp_path))
     assert written.returncode == 0, written.stderr
     folder = tmp_path / "vllm-fl-away"
-    installed = install(str(folder), TOOLS, engine=True)
+    installed = install(str(folder), engine=True)
     done = installed.run(
         "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(folder / "tests")
     )

@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(install: Install, folder: Path) -> Installed:
-    return install(str(folder), "vllm-fl-tools", "vllm-fl-reference", engine=True)
+    return install(str(folder), "vllm-fl-reference", engine=True)
 
 
 @pytest.fixture(scope="module")

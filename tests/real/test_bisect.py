@@ -34,7 +34,7 @@ def bisect(model: Model, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         path = os.pathsep.join(filter(None, parts))
         command = ["bisect", "--model", str(model(SMOLLM2)), "--prompts", str(prompts), "--json"]
         done = subprocess.run(
-            [sys.executable, "-m", "vllm_fl.cli", *command],
+            [sys.executable, "-m", "vllm_fl_tools.cli", *command],
             env={**os.environ, "PYTHONPATH": path, BIND: str(own_core()), **variables},
             cwd=tmp_path,
             capture_output=True,

@@ -22,8 +22,8 @@ import torch
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.spec import Sample
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.verification import compare
 from vllm_fl_flaggems.plugin import register_ops
+from vllm_fl_verify.verification import compare
 
 pytestmark = pytest.mark.slow
 

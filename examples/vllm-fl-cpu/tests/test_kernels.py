@@ -12,10 +12,10 @@ import torch
 import vllm_fl_cpu.impl as shared
 from vllm_fl import OpImpl
 from vllm_fl.contracts import ModelSizes, Sample, contracts
-from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_cpu.plugin import register_ops
 from vllm_fl_ops.contracts.rules import typical_sizes
+from vllm_fl_verify.verification import compare
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fl.testing import OpConformance
+from vllm_fl_tools.testing import OpConformance
 
 
 class TestAscend(OpConformance):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine.verification import compare
 from vllm_fl_ascend.impl import activation, normalization, rotary
 from vllm_fl_ascend.plugin import register_ops
+from vllm_fl_verify.verification import compare
 
 IMPLS = {impl.op_name: impl for impl in register_ops()}
 CPU = torch.device("cpu")

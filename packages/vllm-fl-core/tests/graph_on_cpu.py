@@ -32,7 +32,7 @@ class _Recorded(TorchDispatchMode):
 
 
 def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """As `vllm_fl.engine.graphs.captured`, which it stands for."""
+    """As `vllm_fl_verify.graphs.captured`, which it stands for."""
     run()
     with _Recorded() as recorded:
         result = run()

@@ -16,8 +16,8 @@ import torch
 
 import vllm_fl
 from vllm_fl.contracts import contracts
-from vllm_fl.engine.verification import compare
 from vllm_fl_cuda.impl import routing
+from vllm_fl_verify.verification import compare
 
 CPU = torch.device("cpu")
 IMPLS = {impl.op_name: impl for impl in routing.OPS}

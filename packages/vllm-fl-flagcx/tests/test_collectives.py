@@ -22,9 +22,9 @@ from flagcx_library import built
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
-from vllm_fl.engine.collectives import steps
 from vllm_fl_flagcx import library
 from vllm_fl_flagcx.communicator import FlagcxCommunicator
+from vllm_fl_verify.collectives import steps
 
 CPU = torch.device("cpu")
 

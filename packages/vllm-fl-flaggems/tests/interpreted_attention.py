@@ -21,7 +21,7 @@ from typing import Any
 import on_interpreter
 import torch
 
-from vllm_fl.testing.triton import to_compile
+from vllm_fl_tools.testing.triton import to_compile
 
 SECONDS = 60
 Case = tuple[str, Callable[[], tuple[str, str]]]

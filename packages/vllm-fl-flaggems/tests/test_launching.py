@@ -20,7 +20,6 @@ from vllm_fl import OpImpl
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.spec import Sample
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.verification import compare
 from vllm_fl_flaggems import kernels, loading
 from vllm_fl_flaggems.impl import (
     activation,
@@ -33,6 +32,7 @@ from vllm_fl_flaggems.impl import (
 )
 from vllm_fl_flaggems.loading import flag_gems, problem
 from vllm_fl_flaggems.plugin import register_ops
+from vllm_fl_verify.verification import compare
 
 GATED = ("linear_gelu_tanh_and_mul", "linear_silu_and_mul")
 
@@ -323,7 +323,7 @@ class Absent:
 driver.set_active(Absent())  # what a kernel writes to is read off its code for a device
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine.traced import trial
+from vllm_fl_verify.traced import trial
 from vllm_fl_flaggems.plugin import register_ops
 
 traced = [impl for impl in register_ops() if impl.traced is not None]

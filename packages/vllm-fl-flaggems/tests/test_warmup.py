@@ -15,11 +15,11 @@ import torch
 from vllm_fl import OpImpl
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.warmup import warm_counts
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.testing.triton import to_compile
 from vllm_fl_flaggems.plugin import register_ops
 from vllm_fl_ops.contracts.rules import typical_sizes
+from vllm_fl_tools.testing.triton import to_compile
+from vllm_fl_verify.warmup import warm_counts
 
 pytestmark = [
     pytest.mark.slow,

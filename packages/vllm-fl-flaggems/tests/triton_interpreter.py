@@ -1,8 +1,9 @@
 """FlagGems's real kernels without a GPU, on Triton's interpreter.
 
 `install()` must run before FlagGems is imported, in a process with GEMS_VENDOR=nvidia. What any
-backend on Triton needs for that is `vllm_fl.testing.triton`; here stands what FlagGems 5.0.2 needs
-besides. An access outside a tensor ends the process: run each case in a process of its own.
+backend on Triton needs for that is in `vllm_fl_tools.testing.triton`; this module adds what only
+FlagGems 5.0.2 needs. An access outside a tensor ends the process: run each case in its
+own process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_fl.testing.triton import interpreted
+from vllm_fl_tools.testing.triton import interpreted
 
 __all__ = ["install"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import OpSpec, QuantisedPair
-from vllm_fl.engine.wanted import spread
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify.wanted import spread
 
 __all__ = ["CHANGES", "oracle_impl", "oracle_mutants"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_fl.contracts import OpSpec, Sample, contracts
-from vllm_fl.engine.oracle import closed, wanted_of, worst
+from vllm_fl_verify.oracle import closed, wanted_of, worst
 
 CPU = torch.device("cpu")
 Form = Callable[..., Any]

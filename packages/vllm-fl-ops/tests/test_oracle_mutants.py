@@ -7,7 +7,7 @@ from oracle_mutants import oracle_impl, oracle_mutants
 
 from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.plugins.types import OpImpl
-from vllm_fl.testing import CHECKS, failures
+from vllm_fl_tools.testing import CHECKS, failures
 
 pytestmark = pytest.mark.slow
 

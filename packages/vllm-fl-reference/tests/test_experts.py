@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine.verification import compare
 from vllm_fl_reference.impl import experts
+from vllm_fl_verify.verification import compare
 
 SPEC = contracts()["fused_experts"]
 (IMPL,) = experts.OPS

@@ -13,10 +13,10 @@ from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.chain import Chain
 from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.record import Record
-from vllm_fl.engine.preflight import find_faults
-from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_ops.contracts.rules import typical_sizes
+from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.trials import Request, Role
 
 CPU = torch.device("cpu")
 SPEC = contracts()["reshape_and_cache"]

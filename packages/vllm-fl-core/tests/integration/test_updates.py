@@ -26,7 +26,7 @@ from vllm_fl.integration import engines, settling
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.plugins.inspection import FAILED, Moment, Objection
-from vllm_fl.verify.made_inputs import checks_of
+from vllm_fl_verify.made_inputs import checks_of
 
 KEY = "silu_and_mul", "vendor.acme"
 

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from vllm_fl.dispatch import reset_default_manager, reset_global_policy
 from vllm_fl.engine.state_file import StateFile
 from vllm_fl.errors import PolicySealedError
-from vllm_fl.operate.metrics import MetricsFile
+from vllm_fl_tools.operate.metrics import MetricsFile
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import load_settings

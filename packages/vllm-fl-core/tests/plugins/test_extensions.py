@@ -83,7 +83,7 @@ def test_the_group_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("only", [None, [], ["fl-other"]])
-@pytest.mark.parametrize("distribution", ["vllm_fl.verify", "vllm-fl-tools", "vllm-fl-core"])
+@pytest.mark.parametrize("distribution", ["vllm_fl_verify", "vllm-fl-tools"])
 def test_an_extension_of_ours_is_loaded_whatever_is_named(
     only: list[str] | None, distribution: str
 ) -> None:
@@ -323,7 +323,6 @@ def test_a_verifier_cannot_be_blocked_by_leaving_it_out() -> None:
     "broken",
     [
         found(VERIFY, ImportError("no file")),
-        found("vllm-fl-core", ImportError("no file")),
         found(VERIFY, plugin(True, inspect_plan=nothing, settings=raising(ImportError("no file")))),
         found(
             "fl",
@@ -356,9 +355,8 @@ def test_a_process_starts_with_the_extensions(
     every = [
         found("fl-acme", None, "backend"),  # no backend is imported
         found("fl-squatter"),
-        found("vllm-fl-core", plugin(process_start=raising(OSError("no port")))),
+        found(VERIFY, plugin(process_start=raising(OSError("no port")))),
         found("vllm-fl-tools", plugin(process_start=lambda: calls.append("tools"))),
-        found(VERIFY, ImportError()),
     ]
     monkeypatch.setattr(startup.discovery, "discover", lambda: every)
     startup.begin_process.cache_clear()
@@ -367,7 +365,7 @@ def test_a_process_starts_with_the_extensions(
         startup.begin_process()
         assert calls == ["tools"]
         (record,) = caplog.records
-        assert "vllm-fl-core 1.0: its process_start hook failed: OSError: no port" in caplog.text
+        assert f"{VERIFY} 1.0: its process_start hook failed: OSError: no port" in caplog.text
         assert record.levelname == "ERROR"
         wrong = SettingsError("no such folder", key="metrics", origin="environment")
         every[2:] = [found(VERIFY, plugin(process_start=raising(wrong)))]

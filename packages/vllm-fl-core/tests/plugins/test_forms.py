@@ -23,12 +23,12 @@ from sample_ops import sample_contracts
 
 from vllm_fl.contracts import OpSpec
 from vllm_fl.engine.plan import Plan, PlanEntry
-from vllm_fl.engine.preflight import find_faults
-from vllm_fl.engine.trials import Request, Role
-from vllm_fl.engine.verification import Comparison, compare, tried
 from vllm_fl.errors import AllFailedError, PluginError
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
+from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.trials import Request, Role
+from vllm_fl_verify.verification import Comparison, compare, tried
 
 CPU = torch.device("cpu")
 

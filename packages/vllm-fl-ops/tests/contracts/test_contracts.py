@@ -16,12 +16,12 @@ from telling import per_case
 
 import vllm_fl_ops.contracts
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample, contracts
-from vllm_fl.engine.oracle import closed, parts
-from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_ops.contracts.rules import typical_sizes
 from vllm_fl_tools.testing.mistakes import bad_inputs
+from vllm_fl_verify.oracle import closed, parts
+from vllm_fl_verify.verification import compare
 
 CPU = torch.device("cpu")
 FLOATING = (torch.float32, torch.float16, torch.bfloat16)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine.verification import misplaced
 from vllm_fl_ops.contracts.paging import blocks_for, slots
+from vllm_fl_verify.verification import misplaced
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ def test_a_slot_beyond_the_cache_is_the_callers_mistake(op: str) -> None:
 
 def test_both_caches_come_back_as_they_are_laid_out() -> None:
     """What an implementation has written in place is its result, whatever the layout."""
-    from vllm_fl.engine.guarded import guarded
+    from vllm_fl_verify.guarded import guarded
 
     spec = contracts()["reshape_and_cache"]
     for sample in spec.samples(torch.float32, CPU):

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from vllm_fl.contracts import ModelSizes, Sample, contracts
-from vllm_fl.engine.oracle import magnitudes
-from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify.oracle import magnitudes
+from vllm_fl_verify.verification import compare
 
 CPU = torch.device("cpu")
 FP8, SILU, GELU = "linear_fp8", "linear_silu_and_mul", "linear_gelu_tanh_and_mul"

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
-from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify.verification import compare
 
 CPU = torch.device("cpu")
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

@@ -12,10 +12,10 @@ import torch
 from oracle_mutants import oracle_impl
 
 from vllm_fl.contracts import ModelSizes, contracts
-from vllm_fl.engine.preflight import find_faults
-from vllm_fl.engine.trials import Request, Role, Trials, dtypes_of
 from vllm_fl.plugins.types import OpImpl
-from vllm_fl.testing.families import families_of, smaller
+from vllm_fl_tools.testing.families import families_of, smaller
+from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.trials import Request, Role, Trials, dtypes_of
 
 CPU = torch.device("cpu")
 SIZES = ModelSizes(

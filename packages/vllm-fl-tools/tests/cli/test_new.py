@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_fl.cli import main
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.settings.loading import load_settings
+from vllm_fl_tools.cli import main
 from vllm_fl_tools.cli.new import template_ops
 
 OPS = tuple(template_ops())

@@ -250,7 +250,7 @@ def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
     pages = []
     for number in ("1", "2"):
         out = tmp_path / f"{number}.html"
-        command = [sys.executable, "-m", "vllm_fl.cli", "report", path, "--html", str(out)]
+        command = [sys.executable, "-m", "vllm_fl_tools.cli", "report", path, "--html", str(out)]
         environment = {"PYTHONHASHSEED": number, "PYTHONPATH": ":".join(sys.path)}
         rc = tmp_path / number
         rc.mkdir()

@@ -12,9 +12,9 @@ import pytest
 import torch
 from commands import Command, Plugin
 
-from vllm_fl.cli.common import ReportFile
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_tools.cli import _tuning, tune
+from vllm_fl_tools.cli._options import ReportFile
 from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.tuned import Row, Tuned
 

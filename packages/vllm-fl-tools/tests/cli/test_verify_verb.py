@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from commands import SOUND, Command, Plugin, offered
 
-from vllm_fl.cli.common import UsageError, device_of
+from vllm_fl_tools.cli._options import device_of
+from vllm_fl_tools.cli._show import UsageError
 
 MANY = """
 def plus_one(x):
@@ -536,7 +537,7 @@ def by_itself(
     path: Path, *args: str, settings: str = "", stderr: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[bytes]:
     """`vllm-fl verify` in a process of its own, with other `settings` of the progress."""
-    script = "import sys\nfrom vllm_fl.cli import _progress as it, main\n"
+    script = "import sys\nfrom vllm_fl_tools.cli import _progress as it, main\n"
     script += "from vllm_fl_tools.cli import _watch\n"
     script += f"it.QUIET = 3600.0\n{settings}\n"  # a busy machine is slow to import a plugin
     before = os.environ.get("PYTHONPATH", "")

@@ -8,7 +8,7 @@ import threading
 import pytest
 from commands import lines
 
-from vllm_fl.cli import _progress
+from vllm_fl_tools.cli import _progress
 from vllm_fl_tools.cli._watch import Watch
 
 

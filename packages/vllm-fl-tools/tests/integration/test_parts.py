@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.described import Described
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.integration.parts import hidden_layers, without
+from vllm_fl_tools.operate.described import Described
 
 MODE: Mode = "compiled"
 LLAMA = {

@@ -16,10 +16,10 @@ pytest.importorskip("vllm", reason="the forms are vLLM's own")
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.contracts.binding import Binding
-from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.integration.stock import apart, stock_forms
+from vllm_fl_verify.verification import compare
 
 CPU = torch.device("cpu")
 SIZES = ModelSizes(
@@ -120,7 +120,7 @@ def test_there_is_none_where_vllm_runs_the_op_nowhere() -> None:
 
 DESCRIBED = """
 import json, sys
-from vllm_fl.cli.common import engine_of
+from vllm_fl_tools.cli.common import engine_of
 
 told = {}
 for mode, more in {"eager": ["--enforce-eager"], "compiled": []}.items():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from vllm_fl.testing.triton import interpreted, to_compile
+from vllm_fl_tools.testing.triton import interpreted, to_compile
 
 interpreted(cuda=True)
 interpreted()

@@ -29,7 +29,7 @@ def register(registry):
         )
 """
 TEST = """
-from vllm_fl.testing import OpConformance
+from vllm_fl_tools.testing import OpConformance
 
 class TestToy(OpConformance):
     backend = "vendor.toy"

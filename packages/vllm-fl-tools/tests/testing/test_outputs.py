@@ -11,13 +11,13 @@ import torch
 from sample_ops import FOLDER, RIGHT, WRONG, impl_of, sample_contracts
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.engine.preflight import find_faults
-from vllm_fl.engine.trials import Request, Role
-from vllm_fl.engine.verification import compare, tried
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl_tools.testing import CHECKS, failures
 from vllm_fl_tools.testing.subject import Subject
+from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.trials import Request, Role
+from vllm_fl_verify.verification import compare, tried
 
 pytest_plugins = ["pytester"]
 
@@ -161,7 +161,7 @@ def register_ops():
     return [impl_of(op, fn) for op, fn in fns.items()]
 """
 TEST = """
-from vllm_fl.testing import ModelSizes, OpConformance
+from vllm_fl_tools.testing import ModelSizes, OpConformance
 
 class TestSampleOps(OpConformance):
     backend = "vendor.acme"

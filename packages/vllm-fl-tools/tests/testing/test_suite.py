@@ -35,7 +35,7 @@ def register(registry):
     ))
 """
 TEST = """
-from vllm_fl.testing import OpConformance
+from vllm_fl_tools.testing import OpConformance
 
 class TestToy(OpConformance):
     backend = "vendor.toy"
@@ -203,7 +203,7 @@ sys.modules["pytest"] = None  # `import pytest` then raises ModuleNotFoundError
 
 import torch
 from vllm_fl import BackendImplKind, OpImpl
-from vllm_fl.testing import CHECKS, ModelSizes, Xfail, failures
+from vllm_fl_tools.testing import CHECKS, ModelSizes, Xfail, failures
 
 def silu_and_mul(x):
     d = x.shape[-1] // 2
@@ -212,7 +212,7 @@ def silu_and_mul(x):
 impl = OpImpl("silu_and_mul", "vendor.toy", BackendImplKind.VENDOR, silu_and_mul, "toy")
 print(next(failures(impl)).case.check)
 try:
-    from vllm_fl.testing import OpConformance
+    from vllm_fl_tools.testing import OpConformance
 except ImportError as error:
     print(error)
 """

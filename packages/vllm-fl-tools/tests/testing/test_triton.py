@@ -19,7 +19,7 @@ WITH_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is 
 
 ASKED = """
 import os, sys, types
-from vllm_fl.testing.triton import interpreted
+from vllm_fl_tools.testing.triton import interpreted
 assert "triton" not in sys.modules, "the kit imports Triton by itself"
 {before}
 try:
@@ -52,7 +52,9 @@ def asked(before: str, error: str = "ImportError", **variables: str) -> list[str
 
 def test_without_triton_one_error_says_what_to_install() -> None:
     problem, switch = asked('sys.modules["triton"] = None')
-    assert "vllm_fl.testing.triton needs Triton" in problem and "pip install triton" in problem
+    assert (
+        "vllm_fl_tools.testing.triton needs Triton" in problem and "pip install triton" in problem
+    )
     assert switch == "None", "half applied"
 
 
@@ -83,7 +85,7 @@ def test_kernels_compute_what_torch_does() -> None:
 
 
 def test_nothing_is_counted_where_no_interpreter_is() -> None:
-    ask = "from vllm_fl.testing.triton import to_compile\nto_compile().__enter__()"
+    ask = "from vllm_fl_tools.testing.triton import to_compile\nto_compile().__enter__()"
     done = "try:\n " + ask.replace("\n", "\n ") + "\nexcept RuntimeError as error:\n print(error)"
     assert "call interpreted()" in python("-c", done)
 

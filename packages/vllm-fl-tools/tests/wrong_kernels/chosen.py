@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from vllm_fl.engine.checks import CHECKS as CHECKS_AT_START
 from vllm_fl_tools.testing import CHECKS
+from vllm_fl_verify.checks import CHECKS as CHECKS_AT_START
 
 from .corpus import corpus
 

@@ -122,8 +122,8 @@ class _Engine:
 
     def live(self, wrong: Wrong | None) -> tuple[str, str]:
         """Verification on live tensors."""
-        from vllm_fl.engine.live import Live
-        from vllm_fl.integration import probe
+        from vllm_fl_verify import probe
+        from vllm_fl_verify.live import Live
 
         runner = self.worker.model_runner
         model = runner.get_model()

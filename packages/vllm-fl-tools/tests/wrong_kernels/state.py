@@ -213,7 +213,7 @@ def replaces_torchs_function() -> Any:
     "whatever it likes",
 )
 def replaces_the_comparison() -> Any:
-    from vllm_fl.engine import form, verification
+    from vllm_fl_verify import form, verification
 
     def silu_and_mul(x: Tensor) -> Tensor:
         content: Any = lambda got, wanted: (0.0, "")  # noqa: E731

@@ -12,12 +12,12 @@ import torch
 import torch._dynamo  # for all children at once
 
 from vllm_fl.contracts import contracts
-from vllm_fl.engine import graphs, preflight, run, trials
-from vllm_fl.engine.checks import CHECKS as CHECKS_AT_START
-from vllm_fl.engine.trials import Request, Role
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl_tools.testing import CHECKS, failures
+from vllm_fl_verify import graphs, preflight, run, trials
+from vllm_fl_verify.checks import CHECKS as CHECKS_AT_START
+from vllm_fl_verify.trials import Request, Role
 
 from . import exceptions, right
 from .corpus import Wrong, corpus

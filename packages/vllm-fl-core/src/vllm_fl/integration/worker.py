@@ -21,7 +21,7 @@ from ..plugins.calling import start_in_worker
 from ..plugins.inspection import REJECTED, Moment
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
-from . import patching, probe, updates
+from . import attending, patching, updates
 from .binding import bind
 from .carried import configured
 from .engines import Engine, calling, with_own_engine
@@ -269,7 +269,7 @@ def _attend_once(engine: Engine) -> None:
     try:
         with phases_of(engine.worker).during("attention's first call"), calling(engine):
             is_eager = engine.plan.mode == "eager"
-            probe.attend(engine.runner, engine.config, is_eager=is_eager)
+            attending.attend(engine.runner, engine.config, is_eager=is_eager)
     except Exception as error:  # vLLM's dummy run does not fit every model, and need not be there
         log.info("Attention was not called before the first request: %s", quote(error))
 

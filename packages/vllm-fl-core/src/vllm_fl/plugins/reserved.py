@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..contracts import OPS
-from .installed import CORE, canonical
+from .installed import canonical
 from .plugin import Owner, Plugin
 
 __all__ = [
@@ -31,7 +31,7 @@ RESERVED = {
 """Ids, or what they begin with, and the one distribution that may use them; None: nobody."""
 
 VERIFY, TOOLS = "vllm-fl-verify", "vllm-fl-tools"
-EXTENDERS = frozenset((CORE, VERIFY, TOOLS))
+EXTENDERS = frozenset((VERIFY, TOOLS))
 """The distributions that may have extensions."""
 
 RESERVED_OPS = frozenset(

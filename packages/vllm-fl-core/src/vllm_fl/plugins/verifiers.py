@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .installed import CORE, canonical
+from .installed import canonical
 from .plugin import Plugin
 from .reserved import TOOLS, VERIFY
 
@@ -55,4 +55,4 @@ def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | N
 def _is_verifier(plugin: Plugin) -> bool:
     """Whether a failed plugin is a verifier, also if its import failed before it declared that."""
     owner = canonical(plugin.owner.distribution or "")
-    return plugin.verifies or (plugin.kind == "extension" and owner in (CORE, VERIFY))
+    return plugin.verifies or (plugin.kind == "extension" and owner == VERIFY)

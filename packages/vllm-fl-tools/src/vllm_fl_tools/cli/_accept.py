@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from vllm_fl.cli.common import UsageError, print_json, print_table, say
 from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.devices import DeviceOrder
@@ -34,6 +33,7 @@ from vllm_fl.settings.values import DEVICES
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
 from ._engines import Engine, check_model, running
+from ._show import UsageError, print_json, print_table, say
 from ._watch import ended_by_signal
 
 __all__ = ["add_arguments", "judged", "run"]

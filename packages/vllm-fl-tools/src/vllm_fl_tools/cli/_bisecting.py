@@ -22,11 +22,11 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from vllm_fl.cli.common import say
 from vllm_fl.errors import VllmFLError
 from vllm_fl.text import quote
 
 from ._search import culprits
+from ._show import say
 
 __all__ = [
     "BASELINE",

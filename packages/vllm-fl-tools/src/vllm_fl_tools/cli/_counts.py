@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fl.cli.common import UsageError
+from ._show import UsageError
 
 __all__ = ["counts"]
 

@@ -16,13 +16,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, doing, say, takes_vllms
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins.breadcrumb import ending, last
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean
+
+from ._engine import takes_vllms
+from ._progress import doing
+from ._show import UsageError, say
 
 __all__ = [
     "Engine",

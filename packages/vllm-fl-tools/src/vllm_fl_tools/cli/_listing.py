@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import device_of, distributions, settings_text
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.errors import VllmFLError
@@ -26,6 +25,10 @@ from vllm_fl.plugins.types import SettingSpec
 from vllm_fl.settings.policy import MODES, OpOrder
 from vllm_fl.settings.schema import Setting, Settings, overridden
 from vllm_fl.text import quote
+
+from ._environment import distributions
+from ._options import device_of
+from .policy import text_of as settings_text
 
 __all__ = ["listing"]
 

@@ -1,15 +1,87 @@
-"""Options that several of these verbs have: names of what is installed, seconds."""
+"""Options that several verbs have: a device, a file, names of what is installed, seconds."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vllm_fl.cli.common import UsageError
+from vllm_fl.files import Draft
 from vllm_fl.settings.policy import closest
 
-__all__ = ["check_known", "positive_seconds"]
+from ._show import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ReportFile", "check_known", "device_of", "positive_seconds"]
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device that was asked for, or this machine's accelerator, or the CPU.
+
+    Raises:
+        UsageError: it cannot be used, or torch cannot.
+    """
+    try:
+        import torch
+    except Exception as error:
+        raise UsageError(f"torch cannot be imported ({error}); see `vllm-fl doctor`") from error
+
+    if name is None:
+        npu = getattr(torch, "npu", None)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if npu is not None and npu.is_available():
+            name = "npu"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).cpu()
+    except Exception as error:  # torch raises RuntimeError, AssertionError, NotImplementedError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"--device {name}: {reason}") from error
+    return device
+
+
+class ReportFile:
+    """A file that appears whole, or not at all.
+
+    The room for it is made at once, beside the final place. Use as a context: leaving it without
+    `write` leaves nothing behind.
+
+    Args:
+        path: where the report goes; an older one there is replaced.
+        option: the option that names it, for errors.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+
+    def __init__(self, path: str, option: str = "--report") -> None:
+        self.path = Path(os.path.realpath(path))  # a link's target is replaced, not the link
+        try:
+            if self.path.exists():
+                if not self.path.is_file():
+                    raise UsageError(f"{option} {path}: is not a regular file")
+                if not os.access(self.path, os.W_OK):
+                    raise UsageError(f"{option} {path}: may not be written")
+            self._draft = Draft(self.path)
+        except OSError as error:
+            raise UsageError(
+                f"{option} {path}: cannot be written: {error.strerror}; nothing was run"
+            ) from error
+
+    def __enter__(self) -> ReportFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._draft.__exit__()
+
+    def write(self, text: str) -> None:
+        """Put `text` there. Raises OSError, as for a disk that is full."""
+        self._draft.put(text.encode(), lasting=True)
 
 
 def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) -> None:

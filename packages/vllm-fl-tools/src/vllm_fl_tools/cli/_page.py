@@ -12,12 +12,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError
 from vllm_fl.text import clean, quote
 
 from ..engine.tuned import DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
 from ._coverage import named, sums
+from ._show import UsageError
 
 __all__ = ["Measured", "page"]
 

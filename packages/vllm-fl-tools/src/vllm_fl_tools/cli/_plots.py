@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_fl.cli.common import UsageError
-
 from ..engine.tuned import Figure
+from ._show import UsageError
 
 __all__ = ["COLOURS", "LOOKS", "Look", "drawing", "looks", "require"]
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from vllm_fl.cli.common import UsageError
-
 from ._engines import EngineError, forget
 from ._failures import read_log
 from ._search import UnsettledError, culprits
+from ._show import UsageError
 from ._suspects import Suspects
 
 __all__ = [

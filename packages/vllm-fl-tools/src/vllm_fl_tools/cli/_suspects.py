@@ -20,12 +20,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, doing, say
 from vllm_fl.plugins.breadcrumb import last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import PER_OP
 
 from ._engines import forget
+from ._progress import doing
+from ._show import UsageError, say
 
 __all__ = ["NAME", "OP", "PLUGIN", "SETTING", "Part", "Suspects", "listed"]
 

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.cli.common import say
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import (
     Binding,
@@ -39,6 +38,7 @@ from vllm_fl.text import quote
 from ..engine.tuned import DEFAULT, STOCK, Row, Tuned, TunedOp
 from ..integration.parts import taken_in
 from ._estimate import estimates
+from ._show import say
 from ._watch import TookTooLong, Watch
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ class Work:
 
     def _tuning(self, op: str, *, explicit: bool) -> OpTuning | None:
         """How an op is measured; None, with a remark where it is worth one, where it is not."""
-        from vllm_fl.engine.verification import dtype_name
+        from vllm_fl_verify.verification import dtype_name
 
         from ..engine.tuning import OpTuning
 
@@ -571,8 +571,9 @@ class Work:
 
     def table(self) -> Tuned:
         """What came of it."""
-        from vllm_fl.engine.verification import dtype_name
-        from vllm_fl.operate.identity import device_name
+        from vllm_fl_verify.verification import dtype_name
+
+        from ..operate.identity import device_name
 
         subject = self.subject
         found, ops = self._by_op(), {}
@@ -613,7 +614,7 @@ def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
 @contextmanager
 def _without_old_objects(mode: Mode) -> Iterator[None]:
     """`without_old_objects`, of which the compiler's modules are then, too."""
-    from vllm_fl.engine.trials import without_old_objects
+    from vllm_fl_verify.trials import without_old_objects
 
     if mode == "compiled":
         import torch._inductor.compile_fx  # noqa: F401

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
-from vllm_fl.cli.common import current
 from vllm_fl.text import clean
+
+from ._progress import current
 
 __all__ = ["INTERRUPTED", "TookTooLong", "Watch", "ended_by_signal"]
 

@@ -20,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, answer, doing, print_table, say
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.plugins.types import BackendImplKind
 from vllm_fl.settings.schema import CONFIG, Settings
@@ -39,6 +38,8 @@ from ._bisecting import (
     Start,
 )
 from ._engines import Engine, check_model, has_weights, planned, running
+from ._progress import doing
+from ._show import UsageError, answer, print_table, say
 from ._watch import INTERRUPTED, ended_by_signal
 
 STOCK, REFERENCE = "stock", "reference"

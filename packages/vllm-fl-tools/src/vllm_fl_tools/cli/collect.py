@@ -17,10 +17,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, answer, doing, print_table, say, takes_vllms
 from vllm_fl.files import Draft
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.text import HIDDEN, is_secret, scrub
+
+from ._engine import takes_vllms
+from ._progress import doing
+from ._show import UsageError, answer, print_table, say
 
 PATIENCE = 600.0
 """Seconds for one verb: `doctor` imports torch and vLLM, from a network disk as well."""
@@ -152,7 +155,7 @@ def _environment() -> Iterator[str]:
 
 def _said(*words: str) -> str:
     """What a verb prints, from a process of its own: it may be what is broken."""
-    command = [sys.executable, "-m", "vllm_fl.cli", *words]
+    command = [sys.executable, "-m", "vllm_fl_tools.cli", *words]
     with doing(f"asking `vllm-fl {words[0]}`"):
         try:
             done = subprocess.run(

@@ -12,11 +12,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, answer, print_table, say
-
 from ._counts import counts
 from ._coverage import Whose, attribute, named, sums
 from ._engines import Engine, check_model, planned, running, takes_model
+from ._show import UsageError, answer, print_table, say
 
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 

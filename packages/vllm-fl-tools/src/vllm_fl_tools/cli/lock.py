@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import ReportFile, UsageError, answer, say
 from vllm_fl.settings.lock import Locked, sealed
 from vllm_fl.settings.schema import Settings
 
 from ._engines import check_model, planned, running, takes_model
+from ._options import ReportFile
+from ._show import UsageError, answer, say
 
 FILE = "vllm-fl.lock"
 
@@ -76,7 +77,7 @@ def text_of(value: Any, line_break: str = "\n") -> str:
 
 def _check_alike(first: dict[str, Any], others: list[dict[str, Any]]) -> None:
     """Raise UsageError where ranks are made of other things: no start would agree with the lock."""
-    from vllm_fl.operate.locking import differences  # imports vLLM, which verbs do on demand
+    from ..operate.locking import differences  # imports vLLM, which verbs do on demand
 
     lock = Locked("", first["facts"], first["result"], first["seed"])
     for rank, other in enumerate(others, 1):

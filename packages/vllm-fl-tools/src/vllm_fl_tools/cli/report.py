@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import SCHEMA, ReportFile, UsageError, answer, say
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
 from ..engine.tuned import Tuned
+from ._options import ReportFile
 from ._page import Measured, page
+from ._show import SCHEMA, UsageError, answer, say
 
 MAX_BYTES = 16 * 2**20
 

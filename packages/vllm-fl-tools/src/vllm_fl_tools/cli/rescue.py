@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import ReportFile, UsageError, answer, say
 from vllm_fl.settings.schema import CONFIG, Settings
 
 from ._engines import ANSWER_TIMEOUT, START_TIMEOUT, check_model, running, takes_model
-from ._options import positive_seconds
+from ._options import ReportFile, positive_seconds
 from ._rescued import report, said, settings_file
 from ._rescuing import AS_ASKED, LEAST_LIMIT, STOCK, TIMES, Finding, Rescue, Status
+from ._show import UsageError, answer, say
 from ._suspects import Suspects, listed
 from ._watch import INTERRUPTED, ended_by_signal
 

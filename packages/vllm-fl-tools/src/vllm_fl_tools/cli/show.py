@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.common import UsageError, answer, print_table, say
 from vllm_fl.engine.state_file import EVERY
 from vllm_fl.settings.schema import Settings
+
+from ._show import UsageError, answer, print_table, say
 
 SCHEMA = 1
 """What this release reads."""

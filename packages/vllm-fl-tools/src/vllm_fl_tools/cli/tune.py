@@ -14,16 +14,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.cli.common import (
-    ReportFile,
-    UsageError,
-    asked_of,
-    device_of,
-    print_json,
-    print_table,
-    say,
-    takes_vllms,
-)
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
@@ -37,7 +27,9 @@ from ..integration.parts import hidden_layers, vocabulary_of, without
 from ..integration.threads import worker_threads
 from . import _accept
 from ._counts import counts
-from ._options import check_known, positive_seconds
+from ._engine import asked_of, takes_vllms
+from ._options import ReportFile, check_known, device_of, positive_seconds
+from ._show import UsageError, print_json, print_table, say
 from ._tuning import Subject, Work
 from ._watch import INTERRUPTED, ended_by_signal
 
@@ -286,7 +278,7 @@ def _threads_of_a_worker(device: torch.device) -> Iterator[None]:
     """
     import torch
 
-    from vllm_fl.engine.preflight import host_threads
+    from vllm_fl_verify.preflight import host_threads
 
     if device.type != "cpu":
         with host_threads(device):

@@ -21,16 +21,6 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.cli.common import (
-    ReportFile,
-    UsageError,
-    answer,
-    answering,
-    device_of,
-    distributions,
-    print_table,
-    say,
-)
 from vllm_fl.contracts import ModelSizes, OpSpec
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
@@ -41,14 +31,16 @@ from vllm_fl.text import quote, scrub
 from vllm_fl_ops.contracts.rules import typical_sizes
 
 from ..engine.timing import quartiles
-from ._options import check_known, positive_seconds
+from ._environment import distributions
+from ._options import ReportFile, check_known, device_of, positive_seconds
+from ._show import UsageError, answer, answering, print_table, say
 from ._watch import INTERRUPTED, TookTooLong, Watch
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_fl.engine.trials import Trials
-    from vllm_fl.engine.verification import Comparison
+    from vllm_fl_verify.trials import Trials
+    from vllm_fl_verify.verification import Comparison
 
 TOKENS = 256
 """What is timed: a call of a model of Qwen3-0.6B's sizes with this many tokens."""
@@ -306,13 +298,13 @@ class _Work:
     def _trials(self, spec: OpSpec, dtype: str) -> Trials:
         import torch
 
-        from vllm_fl.engine.trials import Trials
+        from vllm_fl_verify.trials import Trials
 
         return Trials(spec, getattr(torch, dtype), self.device, self.sizes, seed=0)
 
     def _same_bits(self, impl: OpImpl, trials: Trials, watch: Watch) -> dict[str, Any]:
         """Whether it gives the same bits in another run, and in another batch, as JSON data."""
-        from vllm_fl.engine.determinism import Determinism, determinism_of
+        from vllm_fl_verify.determinism import Determinism, determinism_of
 
         try:
             with watch.call("repeating"):
@@ -327,7 +319,7 @@ class _Work:
         """Every sample; what breaks around one is that sample's result, and the rest goes on."""
         import torch
 
-        from vllm_fl.engine.verification import Comparison, compare, leaning, tried
+        from vllm_fl_verify.verification import Comparison, compare, leaning, tried
 
         spec = self.specs[impl.op_name]
         dtype = getattr(torch, dtype_name)
@@ -384,7 +376,7 @@ def _timed(
     """
     import torch
 
-    from vllm_fl.engine.verification import as_call
+    from vllm_fl_verify.verification import as_call
 
     wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
     call = as_call(impl, spec)

@@ -23,17 +23,17 @@ import torch
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
 from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.resolver import Candidate, Trace
-from vllm_fl.engine.form import Form
-from vllm_fl.engine.guarded import Guarded, rows_of
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
-from vllm_fl.engine.trials import Trials
-from vllm_fl.engine.verification import as_call, compare, refusal_of
-from vllm_fl.engine.wanted import Off
 from vllm_fl.plugins.forms import asked_for
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl.text import quote
+from vllm_fl_verify.form import Form
+from vllm_fl_verify.guarded import Guarded, rows_of
+from vllm_fl_verify.trials import Trials
+from vllm_fl_verify.verification import as_call, compare, refusal_of
+from vllm_fl_verify.wanted import Off
 
 from .bench import Bench, cold_bytes
 from .timing import ROOM, Measured, Phases, Timer, in_turn, quartiles, ratios

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_fl.contracts.binding import Binding
 
 if TYPE_CHECKING:
-    from vllm_fl.engine.described import Described
+    from ..operate.described import Described
 
 __all__ = ["hidden_layers", "taken_in", "vocabulary_of", "without"]
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from vllm_fl.integration.engine_args import WrongArguments, arguments_of
+from ..cli._engine_args import WrongArguments, arguments_of
 
 __all__ = ["FORCED", "Visit"]
 

@@ -4,7 +4,7 @@
 
     """The backend keeps every contract."""
 
-    from vllm_fl.testing import OpConformance
+    from vllm_fl_tools.testing import OpConformance
 
 
     class TestMyOps(OpConformance):
@@ -28,7 +28,7 @@ contract:
 `test_serving`            it takes some call of a served model; a dtype may be refused, but not all
 `test_preflight`          an engine that starts with it would keep it
 `test_families`           calls of public models of at least six families, where as many have the
-                          op, with few tokens, in the models' dtype (`vllm_fl.testing.families`)
+                          op, with few tokens, in the models' dtype (see `testing.families`)
 `test_tracing`            it compiles whole, once for every batch size, with the right numbers
 `test_opcheck`            as an operator of torch.library it keeps its schema and its fake
 `test_fork`, `test_spawn` a child process gives the same bits, and gives them in time
@@ -55,7 +55,7 @@ process may take for one op, 120 where it says nothing: longer where kernels are
 **Without pytest.** `failures(impl)` runs the same checks on one implementation, and imports no
 pytest.
 
-**Triton without a GPU.** `vllm_fl.testing.triton` has Triton's interpreter run your kernels.
+**Triton without a GPU.** `vllm_fl_tools.testing.triton` has Triton's interpreter run your kernels.
 
 Tolerances, samples and bad inputs are the contracts' own: see `vllm_fl.contracts`.
 '''

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from vllm_fl.engine import process_state
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
+from vllm_fl_verify import process_state
 
 from . import checks, compiling, engine, processes
 from .families import families_of, served_dtype

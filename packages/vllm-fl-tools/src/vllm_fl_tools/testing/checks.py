@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import Sample
-from vllm_fl.engine import process_state
-from vllm_fl.engine.determinism import Determinism, determinism_of
-from vllm_fl.engine.launches import Launched, launched
-from vllm_fl.engine.trials import Request, Role, Trials
-from vllm_fl.engine.verification import Comparison, compare, synchronise
 from vllm_fl.errors import AllFailedError, CallError, PluginError
 from vllm_fl.plugins.forms import nothing
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
+from vllm_fl_verify import process_state
+from vllm_fl_verify.determinism import Determinism, determinism_of
+from vllm_fl_verify.launches import Launched, launched
+from vllm_fl_verify.trials import Request, Role, Trials
+from vllm_fl_verify.verification import Comparison, compare, synchronise
 
 from .families import calls_of
 from .processes import apart
@@ -235,7 +235,7 @@ def serving(subject: Subject, dtype: str, sample: str) -> None:
 
 def preflight(subject: Subject, dtype: str, sample: str) -> None:
     """What an engine runs before it serves finds no fault."""
-    from vllm_fl.engine.preflight import find_faults
+    from vllm_fl_verify.preflight import find_faults
 
     serving(subject, dtype, sample)  # of a dtype that is refused, an engine leaves it out
     sizes, specs = subject.all_sizes, {subject.spec.name: subject.spec}

@@ -12,9 +12,9 @@ import torch
 from vllm_fl.contracts import Sample
 from vllm_fl.engine.opaque import Watched, is_opaque, opaque_op
 from vllm_fl.engine.plan import Plan, PlanEntry
-from vllm_fl.engine.traced import trial
-from vllm_fl.engine.verification import compare
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify.traced import trial
+from vllm_fl_verify.verification import compare
 
 from .checks import judge
 from .subject import HIDDEN, Refused, Subject, expect, fresh, pattern

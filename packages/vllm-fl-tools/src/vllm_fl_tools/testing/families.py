@@ -15,9 +15,9 @@ import torch
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
 from vllm_fl.contracts.batches import STANDING_COUNTS
-from vllm_fl.engine.trials import as_provided
 from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
+from vllm_fl_verify.trials import as_provided
 
 __all__ = [
     "COUNTS",

@@ -16,17 +16,17 @@ import torch
 
 from vllm_fl.contracts import BadInput, ModelSizes, OpSpec, Sample
 from vllm_fl.contracts.binding import Binding, Contract
-from vllm_fl.contracts.layouts import relaid
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.engine.oracle import parts, promised
-from vllm_fl.engine.verification import as_call
 from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.registry import SCRIPT, OpRegistry, known_contracts
 from vllm_fl.plugins.snapshot import EMPTY, RegistrySnapshot
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
 from vllm_fl_ops.contracts.rules import typical_sizes
+from vllm_fl_verify.layouts import relaid
+from vllm_fl_verify.oracle import parts, promised
+from vllm_fl_verify.verification import as_call
 
 from .mistakes import bad_inputs
 

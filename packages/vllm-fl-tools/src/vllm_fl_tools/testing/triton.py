@@ -7,7 +7,7 @@ computes there differs from a GPU in places, and some of what compiles does not 
     """A plugin module for the tests: our kernels run where no GPU is."""
 
     from vllm_fl import hookimpl
-    from vllm_fl.testing.triton import interpreted
+    from vllm_fl_tools.testing.triton import interpreted
 
     interpreted()  # before anything imports a kernel
 
@@ -168,8 +168,8 @@ def _check() -> None:
         if error.name != "triton":
             raise
         raise ImportError(
-            "vllm_fl.testing.triton needs Triton, which is not installed: pip install triton, in "
-            "the release that your torch was made for",
+            "vllm_fl_tools.testing.triton needs Triton, which is not installed: pip install "
+            "triton, in the release that your torch was made for",
             name="triton",
         ) from error
     version = str(triton.__version__)
@@ -177,7 +177,7 @@ def _check() -> None:
     first, last = SUPPORTED
     if not first <= release <= last:
         raise ImportError(
-            f"vllm_fl.testing.triton knows the interpreter of Triton {_text(first)} to "
+            f"vllm_fl_tools.testing.triton knows the interpreter of Triton {_text(first)} to "
             f"{_text(last)}; installed is {version}. Install one of them for these tests.",
             name="triton",
         )
@@ -355,7 +355,7 @@ def _elementwise(name: str, function: Callable[..., Any] | None) -> Callable[...
 
     def call(*operands: Any, _semantic: Any = None, _builder: Any = None) -> Any:
         if function is None:
-            raise NotImplementedError(f"vllm_fl.testing.triton lacks libdevice's {name!r}")
+            raise NotImplementedError(f"vllm_fl_tools.testing.triton lacks libdevice's {name!r}")
         blocks = [interpreter.interpreter_semantic.to_tensor(each, False) for each in operands]
         first = max(blocks, key=lambda block: len(block.shape))
         kind = blocks[0].dtype

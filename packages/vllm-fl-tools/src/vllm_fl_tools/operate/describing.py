@@ -1,0 +1,99 @@
+"""What an engine would run, before it verifies anything: the one answer for engines and verbs.
+
+A worker asks for the facts of its configuration, and for the plan of these. The command line makes
+the same configuration, from the same arguments, and asks for the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import Plan
+from vllm_fl.integration.compat import obstacle
+from vllm_fl.integration.models import completed
+from vllm_fl.integration.planning import facts_of, plan_for
+from vllm_fl.integration.platform import is_overlay
+from vllm_fl.settings.loading import load_startup
+from vllm_fl.settings.policy import Mode
+
+from . import locking
+from .described import Described
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+
+def describe(arguments: EngineArgs, usage_context: UsageContext | None) -> Described:
+    """What an engine of these arguments would run on this machine.
+
+    Args:
+        arguments: the engine's, as `vllm serve` or `vllm.LLM` makes them.
+        usage_context: which of the two: vLLM's largest batch depends on it.
+
+    Raises:
+        SettingsError: a setting is wrong, and the engine would not start.
+        PluginError: as in a start.
+        Exception: vLLM cannot serve the model with these arguments; whatever it raises.
+    """
+    return _described(arguments.create_engine_config(usage_context))
+
+
+def describe_any(mode: Mode) -> Described:
+    """The same of an engine of which no model is known: every op, in its order.
+
+    Args:
+        mode: how the engine runs its model.
+
+    Raises:
+        SettingsError, PluginError: as in `describe`.
+    """
+    from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    eager = {"mode": CompilationMode.NONE} if mode == "eager" else {}
+    return _described(VllmConfig(compilation_config=CompilationConfig(**eager)))
+
+
+def stands_aside() -> str:
+    """Why engines of this process run vLLM as it is, once vLLM has loaded its plugins; or nothing.
+
+    Raises:
+        SettingsError: a variable that says how to start is wrong.
+    """
+    from vllm.platforms import current_platform
+
+    startup = load_startup()
+    if not startup.enabled:
+        return startup["enabled"].named
+    if (problem := obstacle()) is not None:
+        return problem
+    if not is_overlay(current_platform):
+        return "vLLM has not loaded vllm-fl (`vllm-fl doctor` tells why)"
+    return ""
+
+
+def _described(config: VllmConfig) -> Described:
+    import torch
+    from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
+
+    if aside := stands_aside():
+        compiled = config.compilation_config.mode not in (None, CompilationMode.NONE)
+        mode: Mode = "compiled" if compiled else "eager"
+        settings = get_default_manager().settings
+        assert settings is not None  # the default manager finds its own plugins
+        model = config.model_config
+        facts = EngineFacts(settings, mode, dtype=model.dtype if model else None)
+        return Described(facts, Plan(mode, {}), aside=aside, config=config)
+    facts, skeleton = completed(facts_of(config), config)
+    device = torch.device(current_platform.device_type)
+    layers = skeleton.layers if skeleton is not None else {}
+    differs: list[str] = []
+    if (locked := facts.settings.locked) is not None:
+        differs = locking.differences(locked, locking.facts_of_lock(facts, config, device))
+    return Described(facts, plan_for(facts), layers, differs=tuple(differs), config=config)

@@ -1,0 +1,79 @@
+"""The lock, the metrics and the report of an engine, as a plugin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from vllm_fl.hookspecs import hookimpl
+from vllm_fl.plugins.inspection import Key, Moment, Objection
+from vllm_fl.settings.schema import Settings
+
+
+@hookimpl
+def process_start() -> None:
+    """Show the workers' metrics on vLLM's own `/metrics`."""
+    if file := os.environ.get(Settings.metrics.variable):
+        from .scraping import show
+
+        show(file)
+
+
+@hookimpl
+def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
+    """End the startup of an engine that differs from its lock."""
+    from .locking import Lock, facts_of_lock
+
+    is_first = moment is Moment.PLANNED and Lock not in engine.state
+    if is_first and engine.facts.settings.locked is not None:
+        facts = facts_of_lock(engine.facts, engine.config, engine.device)
+        lock = engine.state[Lock] = Lock(engine, facts)
+        engine.on_serving(lock.compare_plan)
+        lock.compare_facts()
+    return None
+
+
+@hookimpl
+def engine_session(engine: Any) -> AbstractContextManager[object] | None:
+    """Write the engine's metrics and its report to files."""
+    return _files(engine)
+
+
+@hookimpl
+def worker_report(engine: Any) -> Mapping[str, object] | None:
+    """Report what `vllm-fl lock` writes."""
+    from .locking import Lock
+
+    return {"lock": engine.state[Lock].told()} if Lock in engine.state else None
+
+
+@contextmanager
+def _files(engine: Any) -> Iterator[None]:
+    from .locking import Lock
+    from .metrics import MetricsFile
+    from .report_file import file_of, session
+
+    def differs() -> list[str]:
+        return engine.state[Lock].differs if Lock in engine.state else []
+
+    settings = engine.facts.settings
+
+    def shadow() -> Any:
+        return settings.shadow and engine.worker.vllm_fl_report().get("shadow")
+
+    with ExitStack() as stack:
+        if (named := file_of(settings)) is not None:
+            stack.enter_context(session(engine, named, differs))
+        if settings.metrics is not None:
+            file = MetricsFile(
+                settings.metrics,
+                lambda: (engine.plan, engine.digest),
+                rank=engine.rank,
+                replica=engine.replica,
+                shadow=shadow,
+                lock_differs=lambda: bool(differs()),
+            )
+            stack.callback(file.close)
+        yield

@@ -1,0 +1,107 @@
+"""The report that outlives an engine: what a worker ran with, counted and died of, as a file."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.state_file import StateFile, of_worker
+from vllm_fl.integration.compat import vllm_version
+from vllm_fl.integration.engines import Engine
+from vllm_fl.settings.schema import Setting, Settings
+from vllm_fl.text import scrub
+
+SCHEMA = 1
+
+
+@contextmanager
+def session(engine: Engine, named: Path, lock: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Write the engine's report to a file until it ends. The file stays.
+
+    The first rank of the first replica has the very file that the user names; the other ranks and
+    replicas have one of their own beside it.
+
+    Args:
+        engine: the engine.
+        named: the file that the user names.
+        lock: returns what differs from the lock.
+    """
+    settings = engine.facts.settings
+    rank, replica = engine.rank, engine.replica
+    startup = get_default_manager().startup
+    plugins = startup.plugins if startup else ()
+    about = {
+        "model": str(getattr(engine.config.model_config, "model", "")),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "rank": rank,
+        "replica": replica,
+        "engine": str(getattr(engine.config, "instance_id", "")),
+        "started": _now(),
+        "versions": {**engine.contents["versions"], "vllm": vllm_version()},
+        "plugins": {plugin.owner.label: plugin.owner.version for plugin in plugins},
+        "settings": [scrub(f"{s.key}={s.value} ({s.origin})") for s in _set(settings)],
+    }
+
+    def text() -> str | None:
+        if engine.plan.record.is_aside:  # its counters are not those of the engine's calls
+            return None
+        failures = [
+            {"op": op, "impl": impl_id, "why": scrub(why)}
+            for (op, impl_id), why in list(engine.plan.record.failures.items())
+        ]
+        told = {
+            "schema": SCHEMA,
+            "written": _now(),
+            "state": engine.status,
+            "error": engine.error,
+            "failures": failures,
+            "lock": list(lock()),
+            **about,
+            "report": engine.worker.vllm_fl_report(),
+        }
+        return json.dumps(told, indent=1, default=str) + "\n"
+
+    path = of_worker(named, rank, replica) if rank or replica else named
+    file = StateFile(Settings.report.variable, named, path, text, stays=True)
+    engine.on_serving(file.renew)
+
+    def at_exit() -> None:
+        engine.status = "ended"
+        file.close()
+
+    atexit.register(at_exit)
+    try:
+        yield
+    finally:
+        atexit.unregister(at_exit)
+        file.close()
+
+
+def file_of(settings: Settings) -> Path | None:
+    """Return the file that the user names, or one beside that of the metrics."""
+    if settings.report is not None:
+        return Path(settings.report)
+    if settings.metrics is None:
+        return None
+    metrics = Path(settings.metrics)
+    return metrics.parent / f"{metrics.stem}.report.json"
+
+
+def _set(settings: Settings) -> Iterator[Setting]:
+    """What the user has set, or was detected; not the orders of plugins' files."""
+    for setting in settings.values():
+        is_plugins = not getattr(setting.value, "pinned", True) or setting.key == "platform_files"
+        if setting.origin != "default" and not is_plugins:
+            yield setting
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

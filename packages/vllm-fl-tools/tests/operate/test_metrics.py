@@ -1,0 +1,280 @@
+"""The file of counters: its format, one for each rank, whole when it is read, never in the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from builders import X, managing, planning, refusing, silu
+
+from vllm_fl.engine import state_file
+from vllm_fl.engine.state_file import StateFile
+from vllm_fl_tools.operate.metrics import MetricsFile, exposition
+from vllm_fl_verify.shadow import Shadow
+
+OP = "silu_and_mul"
+ORDERED = {OP: ["vendor", "reference"]}
+WHOSE = {"engine": "vllm", "dp": "0", "rank": "0"}
+DOCS = Path(__file__).parents[4] / "docs"
+
+needs_parser = pytest.mark.skipif(
+    find_spec("prometheus_client") is None, reason="prometheus_client is not installed"
+)
+
+
+def planned() -> Any:
+    """A plan whose first choice refuses every call, and its bound function."""
+    impls = refusing("vendor.acme", "no"), silu("reference.torch")
+    plan = planning(managing(*impls, per_op_order=ORDERED), "eager")
+    return plan, plan.bind(OP, object(), frozenset())
+
+
+def read(text: str) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Sample's name -> labels -> value, as Prometheus' own client reads them; no sample twice."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families), "a family in two pieces"
+    for family in families:
+        assert family.documentation and family.type in ("gauge", "counter"), family
+        for sample in family.samples:
+            assert sample.timestamp is None, "the collector refuses a file with times in it"
+            assert sample.name.endswith("_total") == (family.type == "counter")
+            series = found.setdefault(sample.name, {})
+            labels = tuple(sorted(sample.labels.items()))
+            assert labels not in series, sample
+            series[labels] = sample.value
+    return found
+
+
+def value(text: str, name: str, **labels: str) -> float:
+    """The one sample of this name with these labels."""
+    series = read(text)[name]
+    (found,) = (v for key, v in series.items() if labels.items() <= dict(key).items())
+    return found
+
+
+@needs_parser
+def test_it_is_prometheus_text_and_holds_the_plan_and_its_counters() -> None:
+    plan, bound = planned()
+    before = exposition(plan, "f00d", WHOSE)
+    assert value(before, "vllm_fl_lock_differs") == 0
+    assert value(exposition(plan, "f00d", WHOSE, lock_differs=True), "vllm_fl_lock_differs") == 1
+    assert value(before, "vllm_fl_refusals_total", op=OP, impl="vendor.acme") == 0
+    for _ in range(3):
+        bound(X)
+    plan.record.demote(OP, "vendor.other", "failed at start on rank 0: it is wrong")
+    after = exposition(plan, "f00d", WHOSE)
+    assert value(after, "vllm_fl_refusals_total", op=OP, impl="vendor.acme") == 3
+    assert value(after, "vllm_fl_fallbacks_total", op=OP, impl="reference.torch") == 3
+    assert value(after, "vllm_fl_demoted", op=OP, impl="vendor.other") == 1
+    serves = {**WHOSE, "op": OP, "impl": "vendor.acme", "mode": "eager", "digest": "f00d"}
+    assert value(after, "vllm_fl_plan_info", **serves) == 1
+    assert "vllm_fl_calls_total" not in read(after), "nobody has asked for calls to be counted"
+
+
+@needs_parser
+def test_calls_are_there_where_they_are_counted_and_a_label_may_hold_anything() -> None:
+    plan = dataclasses.replace(planned()[0], counts_calls=True)
+    plan.bind(OP, object(), frozenset())(X)
+    odd = 'a "quoted" name\nand back\\slash\\n {a,b=c} # 1'
+    text = exposition(plan, "f00d", {**WHOSE, "engine": odd})
+    impls = ("vendor.acme", "reference.torch")
+    calls = {i: value(text, "vllm_fl_calls_total", op=OP, impl=i, engine=odd) for i in impls}
+    assert calls == {"vendor.acme": 0, "reference.torch": 1}, "whoever computes has the call"
+
+
+@needs_parser
+def test_what_a_shadow_saw_is_there_by_size() -> None:
+    def drifting(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        result = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+        return result if len(x) == 1 else result + 1
+
+    order = {OP: ["vendor"]}
+    plan = planning(managing(silu("vendor.acme", fn=drifting), per_op_order=order), "eager")
+    bound, shadow = plan.bind(OP, object(), frozenset()), Shadow(plan, 1.0)
+    with shadow.comparing():
+        for tokens in (1, 5, 7):
+            bound(torch.randn(tokens, 8))
+        assert 'tokens="8"' not in exposition(plan, "f00d", WHOSE, shadow.report()), (
+            "it reads no device"
+        )
+    text = exposition(plan, "f00d", WHOSE, shadow.report())
+    of = {"op": OP, "impl": "vendor.acme"}
+    assert value(text, "vllm_fl_shadow_calls_total", **of, tokens="8") == 2
+    assert value(text, "vllm_fl_shadow_wrong_total", **of, tokens="8") == 2
+    assert value(text, "vllm_fl_shadow_worst_share", **of, tokens="8") > 1
+    assert value(text, "vllm_fl_shadow_wrong_total", **of, tokens="1") == 0
+
+
+def test_the_documentation_and_its_alerts_name_what_is_written() -> None:
+    plan = dataclasses.replace(planned()[0], counts_calls=True)
+    text = exposition(plan, "f00d", WHOSE, Shadow(plan, 1.0).report())
+    written = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    listed = (DOCS / "worker-report.md").read_text().partition("\n## Metrics\n")[2]
+    assert set(re.findall(r"\bvllm_fl_\w+", listed)) - {"vllm_fl_report"} == written
+    page = (DOCS / "metrics.md").read_text()
+    assert set(re.findall(r"\bvllm_fl_\w+", page)) <= written
+    (group,) = yaml.safe_load((DOCS / "prometheus" / "alerts.yml").read_text())["groups"]
+    watched = {name for rule in group["rules"] for name in named(rule["expr"])}
+    least = ("fallbacks_total", "demoted", "shadow_wrong_total", "lock_differs")
+    assert {f"vllm_fl_{name}" for name in least} <= watched
+    board = json.loads((DOCS / "prometheus" / "grafana.json").read_text())
+    shown = {n for panel in board["panels"] for t in panel["targets"] for n in named(t["expr"])}
+    assert watched <= written and shown <= written
+    assert all(f"| `{rule['alert']}` |" in page for rule in group["rules"])
+    assert all(set(rule["annotations"]) == {"summary", "description"} for rule in group["rules"])
+    # A board without data must not look as one on which all is well.
+    assert "vector(" not in json.dumps(board)
+
+
+def named(expression: str) -> list[str]:
+    return re.findall(r"\bvllm_fl_\w+", expression)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_the_alerts_fire_when_they_should() -> None:
+    rules = Path(__file__).with_name("alerts_test.yml")
+    subprocess.run(["promtool", "test", "rules", str(rules)], check=True)
+
+
+@pytest.fixture
+def writing() -> Iterator[Callable[..., MetricsFile]]:
+    """`writing(path, …)`: a file of a plan, closed at the end."""
+    files: list[MetricsFile] = []
+
+    def started(path: Path, **options: Any) -> MetricsFile:
+        plan = options.pop("plan", None) or planned()[0]
+        files.append(MetricsFile(str(path), lambda: (plan, "f00d"), **{"rank": 0, **options}))
+        return files[-1]
+
+    yield started
+    for file in files:
+        file.close()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "vllm_fl.engine"]
+
+
+def until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 300
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+@needs_parser
+def test_no_two_workers_have_a_file_or_a_sample_in_common(
+    tmp_path: Path, writing: Callable[..., MetricsFile]
+) -> None:
+    both = tmp_path / "a.prom", tmp_path / "b.prom"
+    files = [writing(p, rank=r, replica=d) for p in both for r in (0, 1) for d in (0, 1)]
+    until(lambda: all(file.path.exists() for file in files), "they are written")
+    names = sorted(file.path.name for file in files if file.path.name.startswith("a"))
+    assert names == ["a.dp1.rank0.prom", "a.dp1.rank1.prom", "a.rank0.prom", "a.rank1.prom"]
+    lines = [line for file in files for line in file.path.read_text().splitlines()]
+    told = [line for line in lines if not line.startswith("#")]
+    assert len(set(told)) == len(told)
+    heads = {line for line in lines if line.startswith("#")}
+    assert len(heads) == len({tuple(line.split()[:3]) for line in heads}), "HELP must be the same"
+
+
+@needs_parser
+def test_who_reads_it_finds_it_whole_and_may_read_it(
+    tmp_path: Path, writing: Callable[..., MetricsFile]
+) -> None:
+    plan, bound = planned()
+    file = writing(tmp_path / "vllm.prom", plan=plan, every=0.01)
+    until(file.path.exists, "it is written")
+    with file.path.open() as opened:
+        bound(X)
+        until(lambda: 'impl="vendor.acme"} 1\n' in file.path.read_text(), "it is written again")
+        old = opened.read()
+    assert value(old, "vllm_fl_refusals_total", op=OP, impl="vendor.acme") == 0
+    mask = os.umask(0)
+    os.umask(mask)
+    assert file.path.stat().st_mode & 0o777 == 0o666 & ~mask, "the collector is another user"
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path, stays: bool) -> None:
+    path, now = tmp_path / "chat.json", {"state": "starting"}
+    file = StateFile("VLLM_FL_REPORT", path, path, lambda: json.dumps(now), every=3600, stays=stays)
+    until(path.exists, "it is written")
+    now["state"] = "serving"
+    file.renew()
+    until(lambda: json.loads(path.read_text()) == now, "it is written again")
+    now["state"] = "ended"
+    file.close()
+    assert path.exists() == stays and (not stays or json.loads(path.read_text()) == now)
+
+
+def test_no_link_that_lies_beside_it_is_followed(
+    tmp_path: Path, writing: Callable[..., MetricsFile]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    threads = set(threading.enumerate())
+    for name in ("vllm.rank0.prom", "vllm.rank0.prom.part"):
+        (tmp_path / name).symlink_to(victim)
+    file = writing(tmp_path / "vllm.prom")
+    until(lambda: not file.path.is_symlink(), "it is written")
+    assert victim.read_text() == "mine" and "vllm_fl_" in file.path.read_text()
+    file.close()
+    file.close()
+    until(lambda: set(threading.enumerate()) <= threads, "the thread ends")
+    assert not file.path.exists()
+
+
+def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
+    tmp_path: Path, writing: Callable[..., MetricsFile], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "missing"
+    file = writing(folder / "vllm.prom", every=0.01)
+    until(lambda: said(caplog), "it is said")
+    time.sleep(0.1)
+    (line,) = said(caplog)
+    assert str(file.path) in line and "No such file" in line
+    folder.mkdir()
+    until(file.path.exists, "it is written where there is a folder")
+    assert len(said(caplog)) == 1
+
+
+def test_a_file_system_that_hangs_holds_up_neither_calls_nor_the_end(
+    tmp_path: Path, writing: Callable[..., MetricsFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, answers = threading.Event(), threading.Event()
+    real = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        reached.set()
+        answers.wait()
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(state_file, "PATIENCE", 0.05)
+    plan, bound = planned()
+    file = writing(tmp_path / "vllm.prom", plan=plan)
+    try:
+        assert reached.wait(60)
+        bound(X)
+        file.close()
+    finally:
+        answers.set()
+    until(lambda: not list(tmp_path.iterdir()), "what was late is taken away, too")

@@ -1,0 +1,291 @@
+"""The checks of verification. Each yields objections, and the first one ends the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from vllm_fl.contracts import OpSpec, Sample
+from vllm_fl.contracts.batches import Order
+from vllm_fl.engine.opaque import is_opaque
+from vllm_fl.logs import get_logger
+from vllm_fl.plugins.inspection import FAILED, REFUSES, REJECTED, Objection
+
+from . import graphs, launches
+from .budget import Budget
+from .form import Form
+from .guarded import rows_of
+from .run import Objections, Run
+from .trials import lowered, token_counts
+from .verification import BY_CHAIN, Outcome, accept, attempt, dtype_name, leaning
+
+log = get_logger("engine")
+
+
+LARGE_COUNTS = (1, 7, 64, 256)
+"""Token counts of the large values, beside the largest batch: what they show lies in the numbers,
+and in the tiles that a kernel takes for many rows."""
+
+ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
+"""The batches of so many tokens that are tried one after the other in the same memory. Of more than
+64, only the first two are, and the third with one row less."""
+
+COMPILED_COUNTS = (5, 7, 33, 300)
+"""Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
+which 0 and 1 would have, is not what serves."""
+
+
+def _samples(run: Run) -> Objections:
+    """Compare the contract's own samples, and calls whose batches cannot be rearranged."""
+    trials, refused, results = run.trials, [], []
+    memories = trials.shared()
+    for index, (sample, wanted) in enumerate(zip(trials.samples, trials.wanted, strict=True)):
+        memory = memories.get(index)
+        result = yield from run.sampled(sample, wanted=wanted, memory=memory)
+        results.append(result)
+        if result.status == "refused" and memory is not None:
+            refused.append(f"{sample.name}, {result.dtype}: {result.reason}")
+    if refused and len(refused) == len(trials.standing):
+        yield _refuses_all(refused[0])
+    if run.request.compares and (problem := leaning(results)):
+        yield Objection(FAILED, f"it is wrong: {problem} ({dtype_name(trials.dtype)})")
+
+
+def _refuses_all(why: str) -> Objection:
+    return Objection(REJECTED, f"{REFUSES} ({why})")
+
+
+def _process(run: Run) -> Objections:
+    """Object if the state of the process has changed."""
+    if problem := run.changed():
+        yield Objection(FAILED, problem)
+
+
+def _batches(run: Run) -> Objections:
+    """Compare the served model's calls with the token counts that are always tried."""
+    smallest, largest = run.trials.smallest, run.trials.largest
+    always, _ = token_counts(largest, run.trials.seed, smallest)
+    for form in run.forms:
+        form.switch(large=False)
+        for count in always:
+            orders = ORDERS if count <= 64 else ORDERS[:2]
+            less: Order = "drawn" if count <= 64 else ORDERS[2]
+            yield from run.batches(form, count, orders, less=less)
+        yield from _in_another_thread(run, form)
+        yield from run.intact(form)
+        form.switch(large=True)
+        for count in (count for count in LARGE_COUNTS if smallest <= count < largest):
+            yield from run.batches(form, count, ORDERS[:2], large=True)
+        yield from run.batches(form, largest, ORDERS[1:2], large=True)
+        yield from run.intact(form)
+
+
+def _in_another_thread(run: Run, form: Form) -> Objections:
+    """Compare a batch in another thread, since micro-batches run in their own."""
+
+    def look() -> Objection | None:
+        device = run.trials.device
+        if device.index is not None:
+            torch.get_device_module(device).set_device(device)
+        with torch.inference_mode():
+            return next(run.batches(form, run.trials.few, ORDERS[:2]), None)
+
+    with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
+        objection = thread.submit(look).result()
+    if objection is not None:
+        yield Objection(objection.code, f"in another thread {objection.reason}")
+
+
+def _further_batches(run: Run) -> Objections:
+    """Compare further token counts while calls are left, first those with other kernels."""
+    trials = run.trials
+    _, further = token_counts(trials.largest, trials.seed, trials.smallest)
+    budget, what = run.request.share(), f"further batches of {run.name}"
+    raised: list[Objection] = []
+    for form in run.forms:
+        form.switch(large=False)
+
+        def kernels(count: int, form: Form = form) -> launches.Launched:
+            def call() -> None:
+                budget.takes(what, form.calls(count))
+                raised.extend(islice(run.call_at(form, count), 1))
+
+            return run.request.launched(call, trials.device)
+
+        known = trials.smallest, trials.largest, partial(budget.takes, what, 0.0)
+        for count in launches.edges(kernels, *known):
+            yield from raised
+            yield from run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
+        yield from raised
+    for count in further:
+        if not budget.takes(what, sum(2 * form.calls(count) for form in run.forms)):
+            run.leave_out("fewer batches than usual")
+            break
+        for form in run.forms:
+            yield from run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
+    for form in run.forms:
+        yield from run.intact(form)
+
+
+def _takes_some(run: Run) -> Objections:
+    """Object if it refuses all calls of the served model."""
+    if run.forms and not run.served:
+        yield from _process(run)
+        yield _refuses_all(run.refusals[0])
+
+
+def _warm_up(run: Run) -> Objections:
+    """Call it with the token counts of a warm-up, so that it has compiled its kernels."""
+    budget, what = Budget(run.warm_calls, run.request.valve), f"the warm-up of {run.name}"
+    for form in run.forms if run.role.warm else ():
+        form.switch(large=False)
+    for count in run.role.warm:
+        for form in (form for form in run.forms if (form.name, count) not in run.tried):
+            if not budget.takes(what, form.calls(count)):
+                run.leave_out("not warmed up at some sizes", f" from {count} tokens on")
+                return
+            yield from run.call_at(form, count)
+
+
+def _captured(run: Run) -> Objections:
+    """Capture it in a graph, and replay that with other values in the same memory."""
+    count, trials = run.role.captured, run.trials
+    for form in run.forms if count else ():
+        form.switch(large=False)
+        where = run.where(form, count, ", in a graph")
+        laid = rows_of(form.pool(False), trials.rows(count))
+        args = form.call(laid).args
+        begun = time.monotonic()
+        made = yield from run.at(where, partial(_capture, run, args))
+        if made is None:
+            continue
+        replay, result = made
+        for number, large in enumerate((False, True), 1):
+            form.switch(large)
+            form.static.restore(run.spec.consumed(run.impl.consumes, args))
+            rows = trials.rows(count, number)
+            rows_of(form.pool(large), rows, into=laid)
+            raised = "it raised when the graph was replayed:"
+            yield from run.at(where, partial(attempt, raised, replay))
+            values = "large" if large else "other"
+            wrong = f"it is wrong when a graph is replayed with {values} values"
+            yield from run.compare(form, rows, result, where, large=large, wrong=wrong)
+        seconds = time.monotonic() - begun
+        log.debug("%s=%s captured in %.2f s (%s)", *run.role.key, seconds, where)
+
+
+def _capture(run: Run, args: tuple[Any, ...]) -> Outcome:
+    def capture(*given: Any) -> tuple[Callable[[], None], Any]:
+        return graphs.captured(partial(run.call, *given), run.trials.device)
+
+    if (failure := accept(run.impl, run.spec, args)) is not None:
+        return None, failure
+    return attempt("it cannot be captured in a graph:", capture, *args)
+
+
+def _traced(run: Run) -> Objections:
+    """Trace the form that compiled graphs may call instead, and compare it uncompiled."""
+    if not run.role.in_graphs or run.impl.traced is None:
+        return
+    from .traced import trial  # imports a compiler
+
+    traced = dataclasses.replace(run.impl, fn=run.impl.traced)
+    for form in run.forms_served:
+        form.switch(large=False)
+        for count in run.trials.among(COMPILED_COUNTS[:2]):
+            rows = run.trials.rows(count)
+            sample = Sample(f"traced, {count} x {form.name}", run.arguments(form, rows))
+            if why := trial(run.impl, run.spec, sample.args):
+                yield Objection(FAILED, f"{why} ({sample.name})")
+            yield from run.judge(run.compared(traced, sample, off=partial(form.off, False, rows)))
+
+
+def _compiled(run: Run) -> Objections:
+    """Compile the form that the compiler will get, in one graph for all batches.
+
+    Of an opaque operator the compiler sees only the arguments' presence and strides: calls of
+    contiguous ones are the same in all sizes. An operator that overwrites nothing is only traced,
+    since Inductor lowers its call to itself.
+    """
+    startup, backend = run.startup, run.request.backend
+    is_operator = is_opaque(run.impl)
+    if is_operator and not run.impl.consumes:
+        backend = "aot_eager"
+    seen: set[tuple[bool, ...]] = set()
+    for number, form in enumerate(run.forms_served if run.role.compiled else ()):
+        args = form.samples[0].args
+        given = tuple(arg is None for arg in args)
+        lies_plain = all(arg.is_contiguous() for arg in args if isinstance(arg, torch.Tensor))
+        if given in seen and lies_plain and is_operator:
+            continue
+        seen.add(given)
+        form.switch(large=False)
+        what = f"compiled forms of {run.name}"
+        if startup.lowered.takes(what):
+            yield from _in_one_graph(run, form, backend)
+            continue
+        if not startup.traced.takes(what) and number > 0:
+            run.leave_out("compiled in fewer forms than usual")
+            break
+        yield from _in_one_graph(run, form, "aot_eager")
+        if backend != "aot_eager":
+            run.leave_out("traced, not lowered")
+
+
+def _in_one_graph(run: Run, form: Form, backend: str) -> Objections:
+    assert run.role.compiled is not None
+    call = lowered(run.role.compiled, backend)
+    counts = run.trials.among(COMPILED_COUNTS)
+    for count in counts:
+        where = f"compiled by {backend}, {run.where(form, count)}"
+        rows = run.trials.rows(count)
+        args = _apart(run.spec, run.arguments(form, rows))
+        lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
+        with torch._dynamo.config.patch(error_on_recompile=count != counts[0]):
+            got = yield from run.at(where, lowering, compiles=True)
+        if got is None:
+            return
+        yield from run.compare(form, rows, got, where)
+
+
+CHECKS: tuple[Callable[[Run], Objections], ...] = (
+    _samples,
+    _process,
+    _batches,
+    _further_batches,
+    _takes_some,
+    _warm_up,
+    _captured,
+    _traced,
+    _compiled,
+    _process,
+)
+"""In this order. The first objection ends the run."""
+
+
+def _apart(spec: OpSpec, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments, each activation in memory of its own, of the same strides.
+
+    Heads of one projection are views that a model's graph makes itself. As inputs of a graph that
+    writes into them they are another case: torch makes one input of their memory then, whose size
+    it does not keep dynamic.
+    """
+
+    def place(arg: Any) -> int:
+        return int(arg.untyped_storage().data_ptr()) if isinstance(arg, torch.Tensor) else 0
+
+    seen = Counter(map(place, args))
+    return tuple(
+        arg.new_empty_strided(arg.shape, arg.stride()).copy_(arg)
+        if name in spec.by_token and place(arg) and seen[place(arg)] > 1
+        else arg
+        for name, arg in spec.named(args).items()
+    )

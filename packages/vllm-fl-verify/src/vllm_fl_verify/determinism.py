@@ -1,0 +1,283 @@
+"""Whether an implementation gives the same bits again: in another run, and in another batch.
+
+Nothing here is declared by who wrote it. Both are measured, on the device that serves, at the
+served model's own sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeVar
+
+import torch
+
+from vllm_fl.contracts import Exact, OpSpec
+from vllm_fl.contracts.batches import POOL
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.logs import get_logger
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.types import Impl, OpImpl
+
+from .budget import Budget, Valve
+from .form import Form
+from .guarded import bits, rows_of
+from .oracle import parts, promised
+from .trials import Request, Role, Trials, lowered, token_counts
+from .verification import BY_CHAIN, COMPARING, LayerFactory, answer, as_call, attempt, dtype_name
+
+T = TypeVar("T")
+
+log = get_logger("engine")
+
+BY_CONTRACT = "its contract leaves no bit open"
+"""Why an op that only moves numbers needs no measuring beyond its comparison with the oracle."""
+
+NO_ROWS = (
+    "its contract has no results that belong to one row alone, so that nothing shows whether they "
+    "depend on the batch"
+)
+
+STANDS = "its batches cannot be rearranged, so that no row is seen in two of them"
+"""Why an op is not measured of which the tokens of a batch belong together."""
+
+UNKNOWN = "the sizes of its calls are not known"
+"""Why an op is not measured of which the model tells too little."""
+
+Bits = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Determinism:
+    """What an implementation was found to be, in one dtype on one device.
+
+    Args:
+        runs: whether two calls with the same inputs give the same bits; None where it was not
+            measured.
+        batches: whether a row gives the same bits in every batch: alone, among others, in another
+            place. None where it was not measured.
+        reason: the first difference, or why one of the two was not measured; else empty.
+    """
+
+    runs: bool | None
+    batches: bool | None
+    reason: str = ""
+
+
+def unmeasured(facts: EngineFacts, impls: Iterable[Impl], spec: OpSpec | None) -> dict[str, str]:
+    """Return impl id -> why it may not serve, of implementations that nothing measures.
+
+    Empty if the engine does not ask for batch-invariant implementations.
+
+    Args:
+        facts: what the engine's configuration says.
+        impls: the implementations of one op.
+        spec: its contract, if it has one.
+    """
+    asks, how = facts.wants_invariance, facts.settings.preflight
+    found: dict[str, str] = {}
+    for impl in impls if asks else ():
+        why = ""
+        if not isinstance(impl, OpImpl):
+            why = "it names a class, which is not measured"
+        elif spec is not None and _has_no_rows(spec):
+            why = NO_ROWS
+        elif how != "verify":
+            why = f"VLLM_FL_PREFLIGHT={how} measures nothing"
+        if why:
+            found[impl.impl_id] = f"{asks}, and {why}"
+    return found
+
+
+def _has_no_rows(spec: OpSpec) -> bool:
+    """Whether no measurement tells if an implementation of the op is batch-invariant.
+
+    Where a row of a result depends on other rows by the contract, another batch is another call.
+    What moves numbers has no bits of its own. Where repeated rows change nothing, rows can be
+    compared.
+    """
+    return spec.whole_batch and not (spec.ignores_repeats or _is_exact(spec))
+
+
+def _is_exact(spec: OpSpec) -> bool:
+    return bool(spec.outputs) and all(isinstance(output, Exact) for output in spec.outputs)
+
+
+def determinism_of(
+    impl: OpImpl,
+    trials: Trials,
+    *,
+    call: Callable[..., Any] | None = None,
+    layer_for: LayerFactory | None = None,
+    counts: Sequence[int] | None = None,
+    budget: Budget | None = None,
+) -> Determinism:
+    """Call it with the same rows in many batches, and compare the bits of each row.
+
+    It must be right. What it raises all the same is the reason for which it was not measured.
+
+    Args:
+        impl: the implementation.
+        trials: the served model's calls of its op.
+        call: the implementation as a compiler has it, which is then called with two tokens at
+            least: a graph of its own, which one token would have, is not what serves. By default
+            the implementation as it is.
+        layer_for: as for `as_call`.
+        counts: the token counts to try; None takes those of verification at start.
+        budget: of calls with further token counts; without one there are none.
+    """
+    spec = trials.spec
+    if not trials.forms:
+        return Determinism(None, None, STANDS if spec.stands else UNKNOWN)
+    known = trials.largest, trials.seed, trials.smallest
+    usual = (counts, ()) if counts is not None else token_counts(*known)
+    least = 1 if call is None else 2
+    always, further = ([count for count in some if count >= least] for some in usual)
+    function = call or as_call(impl, spec, layer_for)
+    with breadcrumb.Watchdog(log) as watch, torch.inference_mode():
+        measured = _Measured(impl, trials, function, watch)
+        return next(measured.verdicts(always, further, budget or Budget(0.0, Valve())))
+
+
+Verdicts = Generator[Determinism, None, T]
+"""The results of a measurement. The caller stops at the first one."""
+
+
+class _Measured:
+    """One implementation, and what it gave for each pool of rows, whole and in order."""
+
+    def __init__(
+        self,
+        impl: OpImpl,
+        trials: Trials,
+        call: Callable[..., Any],
+        watch: breadcrumb.Watchdog,
+    ) -> None:
+        self.impl, self.trials, self.call, self.watch = impl, trials, call, watch
+        self.pool = torch.arange(min(POOL, trials.largest), device=trials.device)
+        self.whole: dict[str, Bits | None] = {}
+        """The bits of every row of a form's pool, in one batch; None where it refuses that."""
+
+    def verdicts(
+        self, always: Sequence[int], further: Sequence[int], budget: Budget
+    ) -> Verdicts[None]:
+        """What it is by batches of so many tokens: of `further` ones while calls are left."""
+        spec, forms = self.trials.spec, self.trials.forms
+        for form in forms:
+            form.switch(large=False)
+            self.whole[form.name] = yield from self.bits(form, self.pool)
+        served = [form for form in forms if self.whole[form.name] is not None]
+        if not served:
+            yield Determinism(None, None, "it refuses the model's own sizes")
+        by_rows = not spec.whole_batch or (spec.ignores_repeats and not spec.gives_caches)
+        for form in served:
+            if problem := (yield from self.other_run(form)):
+                yield Determinism(False, False if by_rows else None, problem)
+        if not by_rows:
+            is_exact = _is_exact(spec)
+            yield Determinism(True, is_exact or None, BY_CONTRACT if is_exact else NO_ROWS)
+        what = f"the bits of {self.impl.op_name}={self.impl.impl_id}"
+        for number, count in enumerate((*always, *further)):
+            calls = sum(2 * form.calls(count) for form in forms)
+            if number >= len(always) and not budget.takes(what, calls):
+                break
+            for form in forms:
+                if problem := (yield from self.other_batch(form, count)):
+                    yield Determinism(True, False, problem)
+        yield Determinism(True, True)
+
+    def other_run(self, form: Form) -> Verdicts[str]:
+        """What differs between two calls of one batch, or nothing."""
+        again, whole = (yield from self.bits(form, self.pool)), self.whole[form.name]
+        if again is not None and whole is not None and not any(map(_differing, again, whole)):
+            return ""
+        return f"the same call gave other bits ({self._where(form, len(self.pool))})"
+
+    def other_batch(self, form: Form, count: int) -> Verdicts[str]:
+        """What differs between rows in batches of `count` and those of the pool, or nothing."""
+        whole, where = self.whole[form.name], self._where(form, count)
+        size = len(self.pool)
+        for salt in range(4 if count <= 4 else 2):
+            rows = self.trials.rows(count, salt)
+            got = yield from self.bits(form, rows)
+            if (got is None) is not (whole is None):
+                taken, refused = (count, size) if whole is None else (size, count)
+                return f"it takes a batch of {taken} tokens and refuses one of {refused} ({where})"
+            if got is None or whole is None:
+                return ""
+            for mine, base in zip(got, whole, strict=True):
+                if mine is None or base is None:
+                    continue
+                by_row = base.ndim > 0 and len(base) == size
+                differing = _differing(mine, base[rows] if by_row else base)
+                if differing:
+                    has = "1 row has" if differing == 1 else f"{differing} rows have"
+                    if not by_row:
+                        has = "a number for all rows has"
+                    batches = f"in a batch of {count} than in one of {size}"
+                    return f"{has} other bits {batches} ({where})"
+        return ""
+
+    def bits(self, form: Form, rows: torch.Tensor) -> Verdicts[Bits | None]:
+        """The bits of the results for these rows of the pool; None where they are refused."""
+        spec = self.trials.spec
+        laid = form.call(rows_of(form.pool(False), rows))
+        form.static.restore(spec.consumed(self.impl.consumes, laid.args))
+        where = f"{self._where(form, len(rows))}, whether it gives the same bits"
+        with self.watch.over(f"one call of {self.impl.op_name}={self.impl.impl_id} ({where})"):
+            got, failure = answer(self.call, self.impl, spec, laid.args, refuses=BY_CHAIN)
+        if failure is not None and failure.status == "refused":
+            return None
+
+        def read() -> Bits:
+            told = promised(spec, got, laid.args) if spec.whole_batch else got
+            return [None if part is None else _bits(part) for part in parts(told)]
+
+        found = None
+        if failure is None:
+            found, failure = attempt(COMPARING, read, refuses=())
+        if failure is not None:
+            yield Determinism(None, None, failure.reason)
+        return found
+
+    def _where(self, form: Form, count: int) -> str:
+        return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}"
+
+
+def _bits(result: torch.Tensor) -> torch.Tensor:
+    """A copy of the result, as integers."""
+    return bits(result.detach().clone(memory_format=torch.contiguous_format))
+
+
+def _differing(mine: torch.Tensor | None, base: torch.Tensor | None) -> int:
+    """In how many rows two results differ."""
+    if mine is None or base is None:
+        return int(mine is not base)
+    if mine.shape != base.shape:
+        return max(len(mine), 1) if mine.ndim else 1
+    differs = mine != base
+    return int((differs.flatten(1).any(1) if differs.ndim > 1 else differs).sum())
+
+
+def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
+    """Why it may not serve where only batch-invariant implementations may, or nothing.
+
+    Args:
+        request: what is verified.
+        role: a right implementation of it. Its compiled form is measured, too.
+        trials: those of its op, one for each dtype.
+    """
+    forms: list[tuple[str, Callable[..., Any] | None]] = [("", None)]
+    if role.compiled is not None:
+        form = lowered(role.compiled, request.backend)
+        forms.append((f"compiled by {request.backend}: ", form))
+    for each, (how, call) in product(trials, forms):
+        given: dict[str, Any] = {"layer_for": request.layer_for, "budget": request.share()}
+        with role.running("the measuring of the bits"):
+            told = determinism_of(role.impl, each, call=call, **given)
+        if told.batches is not True:
+            is_known = told.batches is False
+            verb = "not batch-invariant" if is_known else "not known to be batch-invariant"
+            return f"{verb}: {how}{told.reason}"
+    return ""

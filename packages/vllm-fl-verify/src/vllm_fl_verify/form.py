@@ -1,0 +1,137 @@
+"""One kind of call of the served model, of which batches are made, and how far off results are."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from vllm_fl.contracts import OpSpec, Sample
+from vllm_fl.contracts.batches import POOL
+
+from .budget import as_calls
+from .guarded import Guarded, bits, guarded, handed_over, taken
+from .oracle import each_part, parts, wanted_of, worst
+from .wanted import Off, Wanted
+
+
+class Form:
+    """One kind of call of the served model: a pool of rows with ordinary values, and one with large
+    ones, in one layout."""
+
+    def __init__(self, spec: OpSpec, ordinary: Sample, large: Sample) -> None:
+        self.spec = spec
+        self.samples = (ordinary, large)
+        self.name = ordinary.name.partition(" x ")[2]
+        self.static = guarded(self._others(ordinary))
+        self._pools: dict[bool, Guarded] = {}
+        self._wanted: dict[bool, list[Wanted | None]] = {}
+
+    def _others(self, sample: Sample) -> dict[str, Any]:
+        given = self.spec.named(sample.args).items()
+        return {n: a for n, a in given if not self.spec.has_rows(n, a)}
+
+    def switch(self, large: bool) -> None:
+        """Write the weights and tables of the ordinary or the large values, in place."""
+        for name, value in self._others(self.samples[large]).items():
+            if isinstance(value, torch.Tensor):
+                self.static.arguments[name].copy_(value)
+        self.static.remember()
+
+    def pool(self, large: bool) -> Guarded:
+        """The rows of the activations."""
+        if large not in self._pools:
+            rows = self.spec.with_rows(self.samples[large].args)
+            self._pools[large] = guarded(rows, rows.keys())
+        return self._pools[large]
+
+    def off(self, large: bool, rows: torch.Tensor, got: Any) -> Off:
+        """How far off a batch's results are.
+
+        Where they have a row per token, or repeated rows change nothing, the oracle is asked once,
+        about the pool. Of equal rows the first is compared with it, and each that has other bits.
+
+        Args:
+            large: which of the two pools.
+            rows: those of the pool that the batch has.
+            got: the results.
+        """
+        spec = self.spec
+        holds_all = spec.ignores_repeats and len(rows.unique()) == self._rows
+        if spec.whole_batch and not holds_all:
+            return worst(got, self._of(self._batch(large, rows), rows.device))
+        if large not in self._wanted:
+            self._wanted[large] = self._of(self.samples[large], rows.device)
+        if spec.whole_batch and spec.gives_caches:
+            return worst(got, self._wanted[large])
+        count, exact = len(rows), self._wanted[large]
+        tokens = torch.arange(count, device=rows.device)
+        first = torch.full((self._rows,), count, device=rows.device)
+        first.scatter_reduce_(0, rows, tokens, "amin")
+        held = (first < count).nonzero().squeeze(1)
+        if len(held) < self._rows:
+            exact = [want and want.rows(held) for want in exact]
+        off = worst(_of_tokens(got, first[held], count), exact, first[held])
+        like = first[rows]
+        again = (like < tokens).nonzero().squeeze(1)
+        unlike = again[_differing(got, again, like[again], count)]
+        for some in unlike.split(POOL) if not off[1] else ():
+            exact = [want and want.rows(rows[some]) for want in self._wanted[large]]
+            off = max(off, worst(_of_tokens(got, some, count), exact, some))
+            if off[1]:
+                break
+        return off
+
+    def calls(self, count: int) -> float:
+        """How many calls a batch of this many tokens is, by its bytes."""
+        of_token = self.pool(False).nbytes / self._rows
+        device = next(iter(self.pool(False).storages)).memory.device
+        return as_calls(self.static.nbytes + count * of_token, device)
+
+    @cached_property
+    def _rows(self) -> int:
+        """How many rows the pool has."""
+        return int(self.spec.tokens(self.samples[0].args))
+
+    def _of(self, sample: Sample, device: torch.device) -> list[Wanted | None]:
+        tokens = None
+        if not self.spec.whole_batch:
+            tokens = next(map(len, self.spec.with_rows(sample.args).values()), None)
+        return [want and want.on(device) for want in wanted_of(self.spec, sample, tokens=tokens)]
+
+    def _batch(self, large: bool, rows: torch.Tensor) -> Sample:
+        """The call with these rows of the pool."""
+        sample = self.samples[large]
+        given = self.spec.with_changed_rows(sample.args, partial(taken, rows=rows))
+        return dataclasses.replace(sample, args=given, repeats=None)
+
+    def call(self, activations: Guarded) -> Guarded:
+        """The whole call: activations, weights and tables, in the contract's order."""
+        both = {**handed_over(self.static.arguments), **activations.arguments}
+        ordered = {name: both[name] for name in self.spec.parameters}
+        return Guarded(ordered, (*activations.storages, *self.static.storages))
+
+
+def _differing(got: Any, tokens: torch.Tensor, others: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of these tokens of a batch of `count` have other bits than those that they equal.
+
+    A right kernel need not give equal bits: it takes other tiles at an edge.
+    """
+    found = torch.zeros_like(tokens, dtype=torch.bool)
+    for part in parts(got) if len(tokens) else ():
+        if isinstance(part, torch.Tensor) and _has_rows(part, count):
+            mine = bits(part.detach())
+            found |= (taken(mine, tokens) != taken(mine, others)).reshape(len(tokens), -1).any(1)
+    return found
+
+
+def _has_rows(part: torch.Tensor, count: int) -> bool:
+    """Whether it has a row per token, and is no one number for all of them."""
+    return part.ndim > 0 and len(part) == count and (part.numel() > 1 or count == 1)
+
+
+def _of_tokens(got: Any, tokens: torch.Tensor, count: int) -> Any:
+    """The results of these tokens, of a batch of `count`."""
+    return each_part(got, lambda part: taken(part, tokens) if _has_rows(part, count) else part)

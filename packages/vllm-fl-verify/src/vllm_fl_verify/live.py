@@ -1,0 +1,413 @@
+"""Implementations beside the oracle on live tensors: the model's own weights, strides and values.
+
+While a forward of the loaded model runs inside `Live.watching`, the guards of its plan hand each
+call to us. The first call of an implementation in each kind of layer, and of each layout, is
+compared with the contract's oracle. Afterwards the guards hold what they held before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_fl.contracts import ModelSizes, OpSpec, Sample
+from vllm_fl.dispatch.guard import replacing
+from vllm_fl.engine.plan import Plan
+from vllm_fl.logs import get_logger
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.inspection import FAILED, Key, Objection
+from vllm_fl.plugins.plugin import Owner
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.text import quote
+
+from .budget import Budget, Valve, as_calls
+from .guarded import Guarded, in_place, taken
+from .oracle import each_part, magnitudes, wanted_of, worst
+from .verification import (
+    Failure,
+    Outcome,
+    attempt,
+    called,
+    compared,
+    contract_args,
+    dtype_name,
+    synchronise,
+)
+from .wanted import Off
+
+log = get_logger("engine")
+
+ROWS = 64
+"""Rows of a call that are compared where each depends on itself alone: the oracle computes in
+float64 on the CPU."""
+
+CALLS = 2000.0
+"""How many calls are compared at startup, scaled by the bytes that are copied: the oracle computes
+in float64 on the CPU."""
+
+NO_MEMORY = "no memory was left for it"
+"""Why a call was not compared that has run out of memory, or whose copies have."""
+
+LARGEST = 2**28
+"""Bytes of the memory that a call's arguments lie in: of more no copies are made. Experts' weights
+are larger: whether a call writes into them is not seen, and of their values only those are read
+that some of its rows take (`OpSpec.part`). A call whose contract has no such part is left out."""
+
+PART = 2**30
+"""Bytes of the largest such part: as many rows are compared as have one."""
+
+PART_ROWS = 8
+"""The most rows of such a part: the experts of each are computed in float64."""
+
+
+@dataclass
+class _Before:
+    """What is known of a call before it is made.
+
+    Args:
+        call: the arguments where they lie, remembered.
+        rows: the rows that are compared, in ascending order; None for all.
+        sample: the call of these rows, on the CPU.
+    """
+
+    call: Guarded
+    rows: torch.Tensor | None
+    sample: Sample
+
+
+@dataclass
+class Live:
+    """What is seen of a plan's implementations while a model runs.
+
+    Args:
+        plan: the plan that the model's layers are bound to.
+        models: the model, and its draft model where it has one, by what their layers' names begin
+            with.
+        device: where they are.
+        owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel
+            ends.
+        rows: how many rows of a call are compared at most.
+        calls: how many calls are compared; the later ones are left out.
+        scarce: memory may be used up: a call that runs out of it is left out, and no fault.
+        valve: of the startup.
+        objections: (op, impl id) -> why it must not serve.
+        left_out: op -> why some of its calls were not compared.
+        compared: how many calls were compared.
+        refused: (op, impl id) -> why it took none of the calls of which it is the first candidate.
+        served: (op, impl id) of those that computed a call.
+        reached: the ops that were called, compared or not.
+        entered: the layers that ran, by their names.
+    """
+
+    plan: Plan
+    models: Mapping[str, torch.nn.Module]
+    device: torch.device
+    owners: Mapping[Key, Owner] = field(default_factory=dict)
+    rows: int = ROWS
+    calls: float = CALLS
+    scarce: bool = False
+    valve: Valve = field(default_factory=Valve)
+    objections: dict[Key, Objection] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    compared: int = 0
+    refused: dict[Key, str] = field(default_factory=dict, init=False)
+    served: set[Key] = field(default_factory=set, init=False)
+    reached: set[str] = field(default_factory=set, init=False)
+    entered: set[str] = field(default_factory=set, init=False)
+    _inside: list[str] = field(default_factory=list, init=False)
+    _seen: set[Any] = field(default_factory=set, init=False)
+    _short: set[Key] = field(default_factory=set, init=False)
+    _running: bool = field(default=False, init=False)
+    _budget: Budget = field(init=False, repr=False)
+    _growth: dict[str, int] = field(default_factory=dict, init=False)
+    _watch: breadcrumb.Watchdog = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._budget = Budget(self.calls, self.valve)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside the block, calls of the plan's implementations are compared."""
+        handles: list[Any] = []
+        record = self.plan.record
+        record.begin()
+        try:
+            for prefix, model in self.models.items():
+                for name, module in model.named_modules():
+                    enter = partial(self._enter, prefix + name)
+                    handles.append(module.register_forward_pre_hook(enter))
+                    handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._watch = breadcrumb.Watchdog(log)
+            with (
+                self.valve.verifying(),
+                self._watch,
+                replacing(record, self._instead, self._asking),
+            ):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.reached |= {op for op, _ in record.refusals}
+            self.refused |= record.passed_over()
+            for key in self.served | self.objections.keys():
+                self.refused.pop(key, None)
+            record.begin()  # of serving, which has not begun
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._inside.append(name)
+        self.entered.add(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._inside.pop()
+
+    def _instead(self, impl: OpImpl) -> Callable[..., Any]:
+        """What the guards call in the place of `impl`."""
+        if not self.plan.computes(impl):
+            return impl.fn
+        spec = self.plan.contracts[impl.op_name]
+
+        def noting(*given: Any) -> Any:
+            self.reached.add(spec.name)
+            result = self._call(spec, impl, given)
+            self.served.add((spec.name, impl.impl_id))
+            return result
+
+        return noting
+
+    def _asking(self, impl: OpImpl) -> Callable[..., Any] | None:
+        """What the guards ask in the place of the `supports` of `impl`."""
+        entry, supports = self.plan.entries.get(impl.op_name), impl.supports
+        planned = {i.impl_id for i in entry.impls} if entry else set()
+        if supports is None or impl.impl_id not in planned:
+            return supports  # there is none, or it is that of vLLM's own form
+
+        def asked(*args: Any) -> Any:
+            with self._watched(impl):
+                return supports(*args)
+
+        return asked
+
+    @contextmanager
+    def _watched(self, impl: OpImpl) -> Iterator[None]:
+        """The block runs an implementation's code: noted for the next process, and named in the log
+        while it takes long."""
+        owner = self.owners.get((impl.op_name, impl.impl_id))
+        whose = owner.name if owner else ""
+        where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
+        what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
+        with breadcrumb.running(what, whose, named=False), self._watch.over(what):
+            yield
+
+    def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:
+        """One call of `impl`, compared if it is the first of its kind."""
+        key = spec.name, impl.impl_id
+        args = contract_args(spec, impl, given)
+        if key in self.objections or key in self._short:
+            return _zeros(spec.fake(*args))
+        kind = *key, _kind_of(self._layer), _layout(args)
+        if self._running:
+            return impl.fn(*given)
+        if kind in self._seen:
+            with self._watched(impl):
+                return impl.fn(*given)
+        self._seen.add(kind)
+        try:
+            before = self._before(spec, impl, args)
+        except Exception as error:
+            if not self._lacked_memory(error):
+                raise
+            before = NO_MEMORY
+        if isinstance(before, str):
+            self.left_out.setdefault(spec.name, before)
+            with self._watched(impl):
+                return impl.fn(*given)
+        result, failure = called(partial(self._run, impl, given), impl, spec, before.call)
+        if failure is None:
+            failure = self._compared(spec, result, before)
+        if failure is not None and failure.status == "refused":
+            assert failure.error is not None  # whether it takes the call was asked before
+            raise failure.error from None
+        if failure is not None and self._lacked_memory(failure.error):
+            self.left_out.setdefault(spec.name, NO_MEMORY)
+            if result is not None:
+                return result
+            # The other ranks wait for this forward, so that it goes on.
+            self._short.add(key)
+            return _zeros(spec.fake(*args))
+        self.compared += 1
+        if failure is None:
+            return result
+        where = f"in layer {self._layer or 'without a name'}, {_described(spec, args)}"
+        self.objections[key] = Objection(FAILED, f"{failure} (on live tensors {where})")
+        # Numbers that are wrong, NaN above all, would hide what is wrong in the layers behind.
+        return _zeros(spec.fake(*args))
+
+    @property
+    def _layer(self) -> str:
+        """The innermost module that is running."""
+        return self._inside[-1] if self._inside else ""
+
+    def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str:
+        """Copy what is needed to compare a call later; or return why it is not compared."""
+        if spec.check(*args) is not None:
+            return "a layer's call is not the contract's"
+        call = in_place(spec.named(args))
+        rows = None if spec.whole_batch else _rows(spec, args, self.rows)
+        synchronise(self.device)  # what another stream still writes is not this call's
+        if call.nbytes > LARGEST:
+            part = _part(spec, args)
+            if isinstance(part, str):
+                return part
+            rows, of_rows = part
+            call = call.below(LARGEST // 4)
+        else:
+            of_rows = args
+            if rows is not None:
+                of_rows = spec.with_changed_rows(args, partial(taken, rows=rows))
+        copied = sum(arg.nbytes for arg in of_rows if isinstance(arg, torch.Tensor))
+        what = f"{spec.name}={impl.impl_id} on live tensors"
+        if not self._budget.takes(what, as_calls(copied, torch.device("cpu"))):
+            return "the limit of compared calls was reached"
+        on_host = tuple(_on_host(arg, None) for arg in of_rows)
+        call.remember()
+        sample = Sample("live", on_host, self._scale(spec, on_host))
+        return _Before(call, rows, sample)
+
+    def _scale(self, spec: OpSpec, args: Sequence[Any]) -> float:
+        """The magnitude of a call's values, where the contract's errors grow with it."""
+        if spec.name not in self._growth:
+            self._growth[spec.name] = _growth(spec)
+        return float(_largest(spec, args) ** self._growth[spec.name])
+
+    def _run(self, impl: OpImpl, given: tuple[Any, ...]) -> Outcome:
+        """Make a call."""
+        self._running = True
+        try:
+            with self._watched(impl):
+                return attempt("it raised", impl.fn, *given)
+        finally:
+            self._running = False
+
+    def _lacked_memory(self, error: BaseException | None) -> bool:
+        marks = ("out of memory", "can't allocate memory", "not enough memory")
+        return self.scarce and (
+            isinstance(error, MemoryError)
+            or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
+        )
+
+    def _compared(self, spec: OpSpec, result: Any, before: _Before) -> Failure | None:
+        """Compare the numbers of a result."""
+        try:
+            wanted = wanted_of(spec, before.sample)
+        except Exception as error:  # a contract that does not know such a call
+            log.debug("%s on live tensors: %s", spec.name, quote(error))
+            self.left_out.setdefault(spec.name, "its contract tells no result of a layer's call")
+            return None
+
+        def off(result: Any) -> Off:
+            return worst(
+                each_part(result, partial(_on_host, rows=before.rows)), wanted, before.rows
+            )
+
+        return compared(result, off)[1]
+
+
+def _rows(spec: OpSpec, args: Sequence[Any], at_most: int) -> torch.Tensor | None:
+    """Some rows of a call, in ascending order; None for all.
+
+    The first and the last are among them, and those on both sides of each power of two, where grids
+    and tiles begin.
+    """
+    count = spec.tokens(args)
+    if count <= at_most:
+        return None
+    powers = [2**n for n in range(count.bit_length())]
+    edges = torch.tensor([0, count - 1, *(n + d for n in reversed(powers) for d in (-1, 0))])
+    drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(count))
+    wanted = torch.cat((edges[edges < count], drawn))
+    first = {int(row): None for row in wanted}  # each once, the edges before what is drawn
+    return torch.tensor(list(first)[:at_most]).sort().values
+
+
+def _part(spec: OpSpec, args: Sequence[Any]) -> tuple[torch.Tensor, tuple[Any, ...]] | str:
+    """(some rows of a call, the call of these rows that holds no more than they read), or why
+    there is none: even one row reads too much."""
+    if spec.part is None or spec.whole_batch:
+        return "its arguments are too large to be copied"
+    count = spec.tokens(args)
+    few = min(count, PART_ROWS)
+    while few:
+        rows = torch.arange(few, device="cpu") * (count - 1) // max(1, few - 1)
+        given = spec.with_changed_rows(args, partial(taken, rows=rows))
+        found = spec.part(*given)
+        if sum(arg.nbytes for arg in found if isinstance(arg, torch.Tensor)) <= PART:
+            return rows, found
+        few //= 2
+    return "what a row of it reads is too large to be copied"
+
+
+def _on_host(value: Any, rows: torch.Tensor | None) -> Any:
+    """These rows of a tensor, copied to the CPU; what is no tensor stays."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    if rows is None:
+        return value.to("cpu", copy=True)
+    return taken(value, rows).to("cpu")
+
+
+def _growth(spec: OpSpec) -> int:
+    """With which power of the values' magnitude errors grow, as the contract's samples of large
+    ones say. Those of norms do not, and with a scale an activation's one large feature would hide
+    what is wrong in the others; those of products may grow with the square."""
+    more = defaultdict[str, float | None](lambda: 64)
+    small = ModelSizes(64, 64, heads=2, kv_heads=1, head_size=64, rotary=64, more=more)
+    dtype = getattr(torch, spec.dtypes[-1])
+    try:
+        samples = [*spec.served(small, dtype, torch.device("cpu"), True)]
+    except Exception as error:  # a contract that is not for such sizes
+        log.debug("%s tells nothing of large values: %s", spec.name, quote(error))
+        samples = []
+    if not samples:
+        return 1
+    scale = max(sample.scale for sample in samples)
+    largest = max(_largest(spec, sample.args) for sample in samples)
+    return 0 if scale <= 1.0 else 2 if scale > 10 * largest else 1
+
+
+def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
+    """The largest magnitude of the finite numbers in a call's activations, at least 1."""
+    return float(torch.as_tensor(magnitudes(spec, args)).max())
+
+
+def _kind_of(layer: str) -> str:
+    """Layers of one kind differ in their numbers: `model.layers.*.mlp`."""
+    return re.sub(r"\d+", "*", layer)
+
+
+def _layout(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else repr(a)
+        for a in args
+    )
+
+
+def _described(spec: OpSpec, args: Sequence[Any]) -> str:
+    """The tensors of a call: `x (256, 512) bfloat16, weight (512,) bfloat16`."""
+    return ", ".join(
+        f"{name} {tuple(arg.shape)} {dtype_name(arg.dtype)}"
+        for name, arg in spec.named(args).items()
+        if isinstance(arg, torch.Tensor)
+    )
+
+
+def _zeros(shapes: Any) -> Any:
+    """Results of these shapes that no layer behind stumbles over."""
+    return each_part(shapes, torch.zeros_like)

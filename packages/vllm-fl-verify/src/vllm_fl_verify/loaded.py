@@ -1,0 +1,253 @@
+"""Verification on the tensors of the loaded model: at startup, with the KV cache, after updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.plan import Plan
+from vllm_fl.integration.engines import Engine
+from vllm_fl.integration.patchers.layers import layer_table
+from vllm_fl.integration.targets import installed_bindings
+from vllm_fl.logs import get_logger
+from vllm_fl.plugins.inspection import REFUSES, REJECTED, Key, Moment, Objection
+from vllm_fl.text import quote
+
+from . import probe
+from .budget import Valve
+from .live import Live
+from .made_inputs import checks_of
+from .preflight import host_threads
+from .trials import release
+
+log = get_logger("engine")
+
+ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
+"""How many rows of a call are compared, and how many calls, when the model is run once more: what
+is new then is all of a call or none."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a rank saw of the implementations while it ran its part of the loaded model.
+
+    Args:
+        refused: (op, impl id) -> a reason, of those that took none of the calls of which they are
+            the first candidate.
+        served: (op, impl id) of those that computed a call.
+        reached: the ops that were called.
+        untold: the ops of which such a run does not tell whether this engine calls them.
+    """
+
+    refused: dict[tuple[str, str], str]
+    served: frozenset[tuple[str, str]]
+    reached: frozenset[str]
+    untold: frozenset[str]
+
+
+def compare(engine: Engine) -> dict[Key, Objection]:
+    """Compare the plan in the loaded model. Nothing of it stays: neither in calls nor in memory."""
+    checks, began = checks_of(engine), time.monotonic()
+    counts = checks.live_counts
+    if not counts or engine.joins:
+        return {}
+    while True:
+        live, not_run = _seen_live(engine, counts, valve=checks.valve)
+        mine = bool(live.objections), None if not_run else _ran(live)
+        found = engine.gather("run the loaded model", mine)
+        if any(has_objections for has_objections, _ in found):
+            return dict(live.objections)
+        runs = [ran for _, ran in found if ran is not None]
+        refused = _refused(runs) if len(runs) == len(found) else {}
+        further = _further_counts(engine, refused) - counts
+        if not further:
+            break
+        # It may take calls of other sizes: what the plan has it for, and the largest batch.
+        counts |= further
+    if refused:
+        return {
+            key: Objection(REJECTED, f"{REFUSES} ({why})", ends_strict=False)
+            for key, why in live.refused.items()
+            if key in refused
+        }
+    checks.seen = engine.plan
+    release(engine.device)
+    remarks = engine.remarks[Moment.LOADED]
+    if not_run:
+        remarks.append(f"not on live tensors: {not_run}")
+        return {}
+    called = frozenset[str]().union(*(ran.reached for ran in runs))
+    engine.unused |= _not_called(engine.plan, runs) if len(runs) == len(found) else {}
+    for op in called.intersection(engine.unused):
+        del engine.unused[op]
+    left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
+    table = installed_bindings()
+    for op, entry in engine.plan.entries.items():
+        known = op in live.reached or op in engine.unused
+        of_op = table[op].targets if op in table else ()
+        is_clear = any(target.reaches_compiler and target.seen_live for target in of_op)
+        if entry.impls and not known and not is_clear:
+            left_out[op] = f"{op} (not called)"
+    remarks.append(f"{live.compared} calls on live tensors in {time.monotonic() - began:.1f} s")
+    if left_out:
+        remarks.append(f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}")
+    return {}
+
+
+def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
+    """Compare the plan once more with vLLM's KV cache in memory: there is less of it now."""
+    checks, began = checks_of(engine), time.monotonic()
+    if not checks.live_counts or engine.joins:
+        return {}
+    is_seen = checks.seen is engine.plan
+    counts = frozenset((max(checks.live_counts),)) if is_seen else checks.live_counts
+    live, not_run = _seen_again(engine, counts, checks.valve)
+    beside = "with the KV cache in memory"
+    if not live.objections:
+        told = f"not on live tensors {beside}: {not_run}"
+        told = told if not_run else _compared(live, began, f" {beside},")
+        engine.remarks[Moment.CACHED].append(told)
+    return {
+        key: replace(each, reason=f"{each.reason} ({beside})")
+        for key, each in live.objections.items()
+    }
+
+
+def compare_again(engine: Engine) -> dict[Key, Objection]:
+    """Compare the plan once while the engine serves. Requests under way are not disturbed: no
+    cache is written, and nothing is counted."""
+    checks, remarks = checks_of(engine), engine.remarks[Moment.UPDATED]
+    if not checks.live_counts:
+        return {}
+    obstacles = engine.gather("say whether the model can be run", _obstacle(engine))
+    stopped = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(obstacles) if why)
+    if stopped:
+        remarks.append(f"nothing was verified: {stopped}")
+        return {}
+    began = time.monotonic()
+    live, not_run = _seen_again(engine, frozenset((max(checks.live_counts),)), Valve())
+    remarks.append(f"nothing was verified: {not_run}" if not_run else _compared(live, began))
+    return dict(live.objections)
+
+
+def _compared(live: Live, began: float, where: str = "") -> str:
+    """What one line says of a look at the model.
+
+    Args:
+        live: what was seen.
+        began: when, by `time.monotonic`.
+        where: what stands between the calls and the seconds.
+    """
+    left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
+    return (
+        f"{live.compared} calls on live tensors{where} in {time.monotonic() - began:.1f} s"
+        f"{left and f'; not compared: {left}'}"
+    )
+
+
+def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[Live, str]:
+    """Run a model briefly that was run before: return `Live`, and why there was no run.
+
+    Args:
+        engine: the engine, whose plan serves in the model. Nothing is counted meanwhile.
+        counts: the token counts of the runs.
+        valve: the startup's, or a new one.
+    """
+    limits: dict[str, Any] = {"rows": ROWS_AGAIN, "calls": CALLS_AGAIN, "scarce": True}
+    with engine.plan.record.aside():
+        found = _seen_live(engine, counts, valve=valve, **limits)
+    device = engine.device
+    if device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
+        import torch
+
+        torch.get_device_module(device).empty_cache()
+    return found
+
+
+def _seen_live(engine: Engine, counts: frozenset[int], **limits: Any) -> tuple[Live, str]:
+    """(what forwards of so many tokens each showed, why there was none or nothing)."""
+    owners, models = get_default_manager().registry.snapshot().owners, engine.models
+    live = Live(engine.plan, models, engine.device, owners, **limits)
+    if "" not in models:
+        return live, "the worker shows no model"
+    try:
+        with engine.active(), live.watching(), host_threads(engine.device):
+            for tokens in sorted(counts, reverse=True):
+                not_run = probe.forward(engine.runner, models[""], engine.config, tokens)
+                if not_run:
+                    return live, not_run
+    except Exception as error:  # vLLM's own, for a model that its dummy run does not fit
+        log.warning("No verification on live tensors: the forward failed", exc_info=True)
+        return live, f"the forward failed: {quote(error)}"
+    return live, ""
+
+
+def _ran(live: Live) -> Ran:
+    """What a rank saw in runs of its part of the model that came to their end."""
+    table = installed_bindings()
+    untold = {
+        op
+        for op in live.plan.entries
+        if (binding := table.get(op)) is None
+        or binding.between_graphs  # attention does not run, nor what stands in its place
+        or not all(target.seen_live for target in binding.targets)
+        or _has_more_than_ran(live, op)
+    }
+    return Ran(live.refused, frozenset(live.served), frozenset(live.reached), frozenset(untold))
+
+
+def _has_more_than_ran(live: Live, op: str) -> bool:
+    """Whether the op has layers in a part of the model that such a run leaves out: encoders."""
+    bases = tuple(layer.base for layer in layer_table() if layer.op == op)
+    return any(
+        isinstance(module, bases) and prefix + name.rpartition(".")[0] not in live.entered
+        for prefix, model in live.models.items()
+        for name, module in model.named_modules()
+    )
+
+
+def _refused(runs: Sequence[Ran]) -> dict[Key, str]:
+    """Return what took no call of the loaded model on any rank, with a reason.
+
+    A rank of a pipeline refuses what other ranks have: there it may serve.
+    """
+    served = frozenset[Key]().union(*(ran.served for ran in runs))
+    return {
+        key: why for ran in reversed(runs) for key, why in ran.refused.items() if key not in served
+    }
+
+
+def _not_called(plan: Plan, runs: Sequence[Ran]) -> dict[str, str]:
+    """Return op -> that no rank called it, if a run shows that."""
+    known = frozenset[str]().union(*(ran.reached | ran.untold for ran in runs))
+    why = "the model was run, and did not call it"
+    planned = (op for op, entry in plan.entries.items() if entry.impls)
+    return {op: why for op in planned if op not in known}
+
+
+def _further_counts(engine: Engine, refused: Iterable[tuple[str, str]]) -> frozenset[int]:
+    """At how many tokens those that refused everything so far may yet take a call."""
+    sizes = engine.facts.sizes
+    if sizes is None or not refused:
+        return frozenset()
+    largest = sizes.tokens[-1]
+    ceilings = (n for op, _ in refused for n in engine.plan.entries[op].ceilings)
+    return frozenset((largest, *(n for n in ceilings if n < largest)))
+
+
+def _obstacle(engine: Engine) -> str:
+    """Why the model cannot be run now, or nothing."""
+    runner = engine.runner
+    run = getattr(type(runner), "_dummy_run", None)
+    if run is not None and not run.__module__.startswith("vllm."):
+        return (
+            f"the dummy run of {type(runner).__name__} is not vLLM's, and might write the KV cache"
+        )
+    if getattr(runner, "execute_model_state", None) is not None:
+        return "a step is not at its end"
+    if engine.config.lora_config is not None and engine.worker.list_loras():
+        return "adapters are loaded, which vLLM's dummy run would drop"
+    return ""

@@ -1,0 +1,166 @@
+"""Verification on made inputs: before the model is built, each implementation of the plan once."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.opaque import is_opaque
+from vllm_fl.engine.plan import Plan, PlanEntry
+from vllm_fl.integration.engines import Engine
+from vllm_fl.integration.patchers import fusions
+from vllm_fl.integration.patchers.layers import layer_for
+from vllm_fl.integration.targets import installed_bindings, meets_a_compiler
+from vllm_fl.plugins.inspection import Key, Moment, Objection
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.settings.policy import at_size
+
+from . import probe
+from .budget import Valve
+from .preflight import find_faults
+from .trials import Request, Role
+from .warmup import warm_counts
+
+
+@dataclass
+class Checks:
+    """What verification keeps of one engine, and runs when it starts: each implementation once.
+
+    Args:
+        engine: the engine.
+        live_counts: the token counts at which all ranks run the loaded model.
+        smaller: op -> the calls of it that were tried in a smaller size than the model's.
+        remarks: what could not be verified, a phrase each.
+        seen: the plan that was last compared in the loaded model.
+    """
+
+    engine: Engine
+    live_counts: frozenset[int] = frozenset()
+    smaller: dict[str, list[str]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    seen: Plan | None = None
+
+    def __post_init__(self) -> None:
+        self.facts, self.device = self.engine.facts, self.engine.device
+        self.how = self.facts.settings.preflight
+        locked = self.facts.settings.locked
+        seed = locked.seed if locked else None
+        self.seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
+        self.valve = Valve()
+        self._passed: set[tuple[object, ...]] = set()
+
+    def objections(self, plan: Plan) -> dict[Key, Objection]:
+        """Return why candidates that may take over a call must not serve."""
+        roles: list[Role] = []
+        owners = get_default_manager().registry.snapshot().owners
+        table = installed_bindings()
+        found_by_passes = {op for op, _, _ in fusions.operators(plan)}
+        for op, entry in plan.entries.items():
+            meets = meets_a_compiler(table.get(op))
+            for impl in entry.impls:
+                key, is_first = (op, impl.impl_id), impl in entry.firsts
+                is_compiled = plan.mode == "compiled" and meets and is_first
+                counts = self._warm_counts(entry, impl)
+                bounds = _bounds(entry, impl)
+                tokens = self._captured_tokens(plan, impl, *bounds) if meets and is_first else 0
+                passed = *key, is_compiled, bool(counts), bool(tokens), bounds
+                if passed in self._passed:
+                    continue
+                self._passed.add(passed)
+                by_range = self.facts.by_range
+                compiled = plan.as_compiled(op, impl, inlined=by_range) if is_compiled else None
+                in_graphs = op in found_by_passes and is_first and impl.traced is not None
+                owner = owners[key].name if key in owners else ""
+                roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs, *bounds))
+        assert self.facts.dtype is not None  # a worker has a model
+        request = Request(
+            roles,
+            self.facts.dtype,
+            self.device,
+            self.facts.sizes,
+            compares=self.how == "verify",
+            backend=self.facts.lowering(self.device),
+            layer_for=layer_for,
+            seed=self.seed,
+            specs=plan.contracts,
+            provided=self.facts.provided,
+            requires=self.facts.wants_invariance,
+            valve=self.valve,
+        )
+        found = find_faults(request)
+        self.remarks += found.remarks
+        self.smaller |= found.smaller
+        return found.objections
+
+    def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
+        """The token counts at which `impl` must have run before it serves: none for a later choice.
+
+        Plain PyTorch compiles nothing when it is called, and what is traced is part of a graph.
+        """
+        sizes = self.facts.sizes
+        if sizes is None or not is_opaque(impl):
+            return []
+        largest = sizes.tokens[-1]
+        return [
+            n
+            for n in warm_counts(largest, self.facts.captured, entry.ceilings)
+            if [i for i in at_size(entry.candidates, n) if isinstance(i, OpImpl)][:1] == [impl]
+        ]
+
+    def _captured_tokens(self, plan: Plan, impl: OpImpl, least: int, most: float) -> int:
+        """How many tokens of `impl`, which serves in layers, to capture in a graph; 0 for none.
+
+        A compiler's own code takes the place of what it traces. What operators and functions reach
+        may run between graphs, as caches and prompts do: that it cannot be captured is no fault.
+        """
+        if self.device.type != "cuda" or (plan.mode == "compiled" and not is_opaque(impl)):
+            return 0
+        known = (n for n in self.facts.captured if least <= n <= min(most, probe.TOKENS))
+        return max(known, default=0)
+
+    def counts(self, plan: Plan) -> frozenset[int]:
+        """How many tokens this rank wants the loaded model run with, one run each: none where it
+        has nothing to compare, and with orders by size also as many as a row is for."""
+        entries = [entry for entry in plan.entries.values() if entry.impls]
+        if self.how != "verify" or not entries:
+            return frozenset()
+        largest = self.facts.sizes.tokens[-1] if self.facts.sizes else 1
+        counts = {*probe.COUNTS, *(n for entry in entries for n in entry.ceilings)}
+        return frozenset(min(n, largest, probe.TOKENS) for n in counts)
+
+    def limits(self, plan: Plan) -> list[str]:
+        """What the start could not look at, one phrase each, and the seed of what it drew."""
+        if not any(entry.impls for entry in plan.entries.values()):
+            return []
+        sizes, table = self.facts.sizes, installed_bindings()
+        planned = [table[op] for op, e in plan.entries.items() if e.impls and op in table]
+        asked = {rule.name for binding in planned for rule in binding.sizes}
+        unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
+        told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
+        return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
+
+
+def checks_of(engine: Engine) -> Checks:
+    """Return what verification keeps of this engine."""
+    found: Checks = engine.state.get(Checks) or engine.state.setdefault(Checks, Checks(engine))
+    return found
+
+
+def compare(engine: Engine) -> dict[Key, Objection]:
+    """Compare the implementations of the plan that were not compared before."""
+    checks = checks_of(engine)
+    found = checks.objections(engine.plan)
+    counts = engine.gather("say at how many tokens they run the model", checks.counts(engine.plan))
+    checks.live_counts = frozenset[int]().union(*counts)
+    engine.remarks[Moment.PLANNED] += checks.limits(engine.plan)
+    return found
+
+
+def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
+    """The fewest and the most tokens of a call that `impl` may serve, by the rows of its op."""
+    ends = [math.inf if n is None else n for n, _ in entry.candidates]
+    begins = [1, *(int(end) + 1 for end in ends[:-1])]
+    serving = [number for number, (_, impls) in enumerate(entry.candidates) if impl in impls]
+    return begins[serving[0]], ends[serving[-1]]

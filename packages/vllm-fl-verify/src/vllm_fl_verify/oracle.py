@@ -1,0 +1,274 @@
+"""Asking the oracle what the results of a call must be, and comparing results with that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+
+from vllm_fl.contracts import Exact, ExpertBlocks, OpSpec, QuantisedPair, Routing, Sample, Within
+from vllm_fl.contracts.outputs import Output
+from vllm_fl.text import quote
+
+from .guarded import taken
+from .wanted import (
+    Blocks,
+    Near,
+    Off,
+    Pair,
+    Routed,
+    Same,
+    Tokens,
+    Wanted,
+    ascending,
+    comparable,
+    spread,
+    step_of,
+)
+
+
+def promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
+    """The results of a call in the one form that all have which are the same to the contract.
+
+    Args:
+        spec: the contract.
+        got: the results, as its fake shapes them.
+        args: the call's.
+    """
+    results, at = list(parts(got)), 0
+    for output in spec.outputs_of(len(results)):
+        if isinstance(output, ExpertBlocks):
+            size, padding = output.block_size(*args), output.padding(*args)
+            rows, experts, used = results[at : at + output.results]
+            places = min(max(int(used), 0), len(rows)) // size * size
+            rows, experts = rows.clone(), experts.clone()
+            rows[:places] = ascending(rows[:places], experts[: places // size], size)
+            rows[places:], experts[places // size :] = padding, -1
+            results[at : at + output.results] = rows, experts, used
+        at += output.results
+    return tuple(results) if isinstance(got, tuple) else results[0]
+
+
+MEASURED = (Within, Exact, QuantisedPair)
+"""The kinds of outputs that `Wanted.measured` can compare."""
+
+
+def wanted_here(
+    spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float
+) -> list[Wanted | None]:
+    """What a call's results must be: the oracle is asked in fp64 on the device of the arguments.
+
+    Args:
+        spec: the contract; of outputs in `MEASURED`.
+        args: the call's.
+        scale: as `Sample.scale`, or one number for each row of the results.
+
+    Returns:
+        As `wanted_of`.
+    """
+    return _each_wanted(spec, args, scale, "a call")[1]
+
+
+def wanted_of(spec: OpSpec, sample: Sample, *, tokens: int | None = None) -> list[Wanted | None]:
+    """What a call's results must be: the oracle is asked, in fp64 on the CPU.
+
+    Args:
+        spec: the contract.
+        sample: the call.
+        tokens: how many rows every result must have; None where it may have others.
+
+    Returns:
+        One for each output; for one that the call does not have, None for each of its results.
+
+    Raises:
+        ValueError: the contract contradicts itself; the message says which part of it.
+    """
+    args, columns = sample.repeats or (sample.args, None)
+    on_host = [a.detach().cpu() if isinstance(a, torch.Tensor) else a for a in args]
+    where = f"the contract of {spec.name}, sample {sample.name!r}"
+    exact, wanted = _each_wanted(spec, on_host, sample.scale, where)
+    for index, part in enumerate(exact if tokens is not None else ()):
+        if part is not None and part.shape[:1] != (tokens,):
+            raise ValueError(
+                f"{where}: result {index} has the shape {_shape(part)} for {tokens} tokens, "
+                "not one row for each: such a contract says whole_batch=True"
+            )
+    if columns is not None:
+        given = [part if part is None else (*part.shape[:-1], len(columns)) for part in exact]
+        if given != (shapes := [*map(_shape, parts(spec.fake(*sample.args)))]):
+            raise ValueError(
+                f"{where}: by the smaller call that it repeats its results have the shapes "
+                f"{given}, by the fake {shapes}"
+            )
+        wanted = [want and want.columns(columns.cpu()) for want in wanted]
+    if not sample.open_rows:
+        return wanted
+    kept = _kept(sample, max(len(part) for part in exact if part is not None))
+    return [want and want.rows(kept) for want in wanted]
+
+
+def closed(got: Any, sample: Sample) -> Any:
+    """Results without the rows that the sample leaves open."""
+    if not sample.open_rows:
+        return got
+    kept = _kept(sample, max(len(part) for part in parts(got) if part is not None))
+    return each_part(got, lambda part: part if part.numel() == 1 else taken(part, kept))
+
+
+def _kept(sample: Sample, rows: int) -> torch.Tensor:
+    return torch.tensor([row for row in range(rows) if row not in sample.open_rows])
+
+
+def _each_wanted(
+    spec: OpSpec, args: Sequence[Any], scale: torch.Tensor | float, where: str
+) -> tuple[Sequence[Any], list[Wanted | None]]:
+    """The oracle's results where the arguments lie, and what each output must be."""
+    try:
+        exact, shapes = parts(spec.oracle(*args)), parts(spec.fake(*args))
+    except Exception as error:  # not the implementation's, beside whose name this is told
+        raise ValueError(f"{where}: its oracle or its fake raised {quote(error)}") from error
+    if [_shape(part) for part in exact] != [_shape(part) for part in shapes]:
+        raise ValueError(
+            f"{where}: the oracle's results have the shapes {[*map(_shape, exact)]}, the fake's "
+            f"{[*map(_shape, shapes)]}"
+        )
+    if spec.variants and (given := _given(spec, args)) != len(exact):
+        raise ValueError(
+            f"{where}: the oracle's results are {len(exact)}, those of the variant that takes this "
+            f"call {given}: where arguments decide how many there are, each number has a Variant"
+        )
+    wanted: list[Wanted | None] = []
+    at = 0
+    for output in spec.outputs_of(len(exact)):
+        end = at + output.results
+        mine, like = exact[at:end], shapes[at:end]
+        absent = [part is None for part in mine]
+        if any(absent) and not all(absent):
+            raise ValueError(f"{where}: of the {type(output).__name__} at {at} one result is None")
+        if any(absent):
+            wanted += [None] * output.results
+        else:
+            wanted.append(_wanted(spec, output, mine, like, scale, args))
+        at = end
+    return exact, wanted
+
+
+def _given(spec: OpSpec, args: Sequence[Any]) -> int:
+    """How many results the variant has that compiled code calls; 0 where none takes these."""
+    absent = {name for name, arg in spec.named(args).items() if arg is None}
+    takes = [v for v in spec.variants if absent.issuperset({*spec.parameters} - {*v.parameters})]
+    fewest = min(takes, key=lambda v: len(v.parameters), default=None)
+    return fewest.returns + fewest.pads if fewest else 0
+
+
+def _wanted(
+    spec: OpSpec,
+    output: Output,
+    exact: Sequence[torch.Tensor],
+    like: Sequence[torch.Tensor],
+    scale: Any,
+    args: Sequence[Any],
+) -> Wanted:
+    """What the results of one output must be; `args` are the call's."""
+    match output:
+        case Exact():
+            return Same(comparable(exact[0], like[0].dtype))
+        case QuantisedPair():
+            step = step_of(exact[0], spread(exact[1], exact[0].shape), like[0].dtype)
+            scales = _near(spec, output, exact[1], like[1].dtype, scale)
+            slack = (scales.allowed / exact[1].abs()).nan_to_num(0.0, 0.0, 0.0)
+            room = output.steps * step + spread(slack, exact[0].shape) * exact[0].abs()
+            return Pair(Near(exact[0], room, like[1].dtype), scales)
+        case ExpertBlocks():
+            rows, experts, used = (part.to(torch.int64) for part in exact)
+            size, padding = output.block_size(*args), output.padding(*args)
+            return Blocks(rows, experts, used, size, padding)
+        case Routing():
+            ids, order = exact[1].to(torch.int64).sort(-1)
+            weights = _near(spec, output, exact[0].gather(-1, order), like[0].dtype, scale)
+            return Routed(weights, ids, output.scores(*args).double(), output.margin * scale)
+        case _:
+            return _near(spec, output, exact[0], like[0].dtype, scale)
+
+
+def _near(
+    spec: OpSpec, output: Output, exact: torch.Tensor, dtype: torch.dtype, scale: Any
+) -> Near:
+    tolerance = spec.tolerance(dtype, output)
+    if isinstance(scale, torch.Tensor):
+        of_rows = exact.ndim > 0 and scale.shape == exact.shape[:1]
+        scale = scale.view(-1, *[1] * (exact.ndim - 1)) if of_rows else scale.amax()
+    return Near(exact, tolerance.atol * scale + tolerance.rtol * exact.abs(), dtype)
+
+
+def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> Off:
+    """How far off the results of a call are.
+
+    Args:
+        got: one result or several, of the shapes and dtypes that the contract says.
+        wanted: what each output must be.
+        places: which tokens of a batch their rows are, for the message; None for all.
+    """
+    largest = 0.0
+    for want, mine, names in paired(got, wanted):
+        share, problem = want.off(mine, names, places)
+        if problem:
+            return share, problem
+        largest = max(largest, share)
+    return largest, ""
+
+
+def leans(got: Any, wanted: Iterable[Wanted | None]) -> dict[str, float]:
+    """Name -> how a result leans, of those that tell; the arguments are as for `worst`."""
+    found = {names[0]: want.leans(mine) for want, mine, names in paired(got, wanted)}
+    return {name: lean for name, lean in found.items() if not math.isnan(lean)}
+
+
+def paired(
+    got: Any, wanted: Iterable[Wanted | None]
+) -> Iterator[tuple[Wanted, list[torch.Tensor], list[str]]]:
+    """What each output must be, its results and what messages call them, where there is something
+    to compare."""
+    at, results = 0, parts(got)
+    for want in wanted:
+        end = at + (want.results if want is not None else 1)
+        mine = results[at:end]
+        if want is not None and not want.is_empty(mine):
+            is_one = not isinstance(got, tuple)
+            names = ["the result" if is_one else f"result {index}" for index in range(at, end)]
+            yield want, [part.detach() for part in mine], names
+        at = end
+
+
+def parts(result: Any) -> tuple[Any, ...]:
+    """The results of a call, one or several."""
+    return result if isinstance(result, tuple) else (result,)
+
+
+def each_part(result: Any, change: Callable[[Any], Any]) -> Any:
+    """The results of a call as `change` makes each of them; None stays."""
+    changed = tuple(part if part is None else change(part) for part in parts(result))
+    return changed if isinstance(result, tuple) else changed[0]
+
+
+def magnitudes(spec: OpSpec, args: Sequence[Any]) -> torch.Tensor | float:
+    """The magnitude of the finite numbers in each row of a call's activations, at least 1.
+
+    That of numbers in 8 bits is theirs times that of the other activations: their scales.
+    """
+    wide, is_scaled = [], False
+    for name, arg in spec.named(args).items():
+        is_float = isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.numel()
+        if name in spec.by_token and is_float:
+            rows = len(arg) if spec.has_rows(name, arg) else 1
+            wide.append(arg.double().abs().nan_to_num_(0.0, 0.0, 0.0).reshape(rows, -1).amax(1))
+            is_scaled |= arg.itemsize == 1
+    by = torch.mul if is_scaled else torch.maximum
+    return reduce(by, wide).clamp(min=1.0) if wide else 1.0
+
+
+def _shape(part: Any) -> tuple[int, ...] | None:
+    return None if part is None else tuple(part.shape)

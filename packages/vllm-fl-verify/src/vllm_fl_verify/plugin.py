@@ -1,0 +1,72 @@
+"""Verification as a plugin: it objects to implementations that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from vllm_fl.hookspecs import hookimpl
+from vllm_fl.plugins.inspection import Check, GroupFacts, Key, Moment, Objection
+
+VERIFIES = True
+
+
+@hookimpl
+def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
+    """Run the plan's implementations, and compare them with their contracts."""
+    if moment is Moment.GROUPED or engine.facts.settings.preflight == "off":
+        return None
+    from . import loaded, made_inputs
+    from .trials import without_old_objects
+
+    compare = {
+        Moment.PLANNED: made_inputs.compare,
+        Moment.LOADED: loaded.compare,
+        Moment.CACHED: loaded.compare_with_cache,
+        Moment.UPDATED: loaded.compare_again,
+    }[moment]
+    with without_old_objects():
+        return compare(engine)
+
+
+@hookimpl
+def communicator_checks(engine: Any, communicator: Any, group: GroupFacts) -> Iterator[Check]:
+    """Compare every collective on known values."""
+    if engine.facts.settings.preflight != "off":
+        from .collectives import steps
+
+        for what, run in steps(communicator, group.rank, group.size, group.device, group.dtype):
+            yield Check(what, run)
+
+
+@hookimpl
+def rejections(op: str, impls: Sequence[Any], facts: Any, contract: Any) -> Mapping[str, str]:
+    """Reject what nothing measures, if an engine asks for batch-invariant implementations."""
+    from .determinism import unmeasured
+
+    return unmeasured(facts, impls, contract)
+
+
+@hookimpl
+def engine_session(engine: Any) -> AbstractContextManager[object] | None:
+    """Compare calls of sampled steps while the engine serves."""
+    if engine.facts.settings.shadow is None:
+        return None
+    from .sampling import session
+
+    return session(engine)
+
+
+@hookimpl
+def worker_report(engine: Any) -> Mapping[str, object]:
+    """Report what was tried in smaller sizes, and what sampled steps have shown."""
+    from .made_inputs import Checks
+    from .sampling import Canary
+
+    checks, canary = engine.state.get(Checks), engine.state.get(Canary)
+    return {
+        "seed": checks.seed if checks else None,
+        "smaller": dict(checks.smaller) if checks else {},
+        "shadow": canary.shadow.report() if canary else None,
+    }

@@ -1,0 +1,152 @@
+"""Running a plan's implementations as they will serve: a wrong kernel is caught by name, at start.
+
+Every candidate is called on the contract's samples and on the served model's sizes, in inference
+mode, with many token counts, on guarded memory, twice on the same buffers, with values as large
+as activations get; in compiled mode the first choice also as the compiler will have it. What will
+serve is then called at further token counts, so that nothing of it is left to compile, and where
+vLLM will capture graphs it is captured in one, which is replayed with other values.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from vllm_fl.engine.phases import Phases
+from vllm_fl.logs import get_logger
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.inspection import FAILED, REJECTED, Key, Objection
+from vllm_fl.text import few
+
+from . import process_state
+from .checks import CHECKS
+from .determinism import variance
+from .run import Run, Startup
+from .trials import Request, Role, Trials
+from .verification import dtype_name
+
+log = get_logger("engine")
+
+HOST_THREADS = 8
+"""How many threads of the host compute the oracle at most: with the 64 of a large one small sums
+take several times as long."""
+
+
+@dataclass
+class Findings:
+    """What was found.
+
+    Args:
+        objections: (op, impl id) -> why it must not serve.
+        remarks: what was not looked at, one phrase each, for the report.
+        smaller: op -> what of its calls was tried in a smaller size than the model's, one phrase
+            each; empty where none of them was.
+    """
+
+    objections: dict[Key, Objection] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+    smaller: dict[str, list[str]] = field(default_factory=dict)
+
+
+def find_faults(request: Request) -> Findings:
+    """Run each implementation on its contract's samples and on the model's own sizes."""
+    log.debug("verifying with seed %d", request.seed)
+    found = Findings()
+    threads = host_threads(request.device)
+    with (
+        request.valve.verifying(),
+        threads,
+        breadcrumb.Watchdog(log) as watch,
+        request.trials() as trials,
+    ):
+        startup = Startup(request, watch)
+        for role in request.roles:
+            objection = _look(startup, role, trials[role.calls])
+            if objection is not None:
+                found.objections[role.key] = objection
+        ops = defaultdict[str, list[Trials]](list)
+        for (op, *_), some in trials.items():
+            ops[op] += some
+        found.smaller = {op: each for op, some in ops.items() if (each := _smaller(some))}
+        calls = {op: any(each.calls for each in some) for op, some in ops.items() if some}
+    unknown = [op for op, has_some in calls.items() if request.sizes and not has_some]
+    if found.smaller:
+        found.remarks.append(f"smaller than served: {', '.join(found.smaller)}")
+    if unknown:
+        found.remarks.append(f"not verified at its sizes: {', '.join(unknown)}")
+    for phrase, names in startup.left_out.items():
+        found.remarks.append(f"{phrase}: {few(names)}")
+    return found
+
+
+@contextmanager
+def host_threads(device: torch.device) -> Iterator[None]:
+    """In the block the host of a device computes with few threads.
+
+    Where it serves itself, it does with as many as it will then: vLLM's worker on a CPU warns of
+    each setting.
+    """
+    before = torch.get_num_threads()
+    if device.type == "cpu" or before <= HOST_THREADS:
+        yield
+        return
+    torch.set_num_threads(HOST_THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _smaller(some: Iterable[Trials]) -> list[str]:
+    phrases = (call.smaller for trials in some for call in trials.calls)
+    return [*dict.fromkeys(filter(None, phrases))]
+
+
+def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection | None:
+    """Run one implementation in each dtype of its op, and return why it must not serve."""
+    request = startup.request
+    if not trials:
+        known, dtype = request.specs[role.impl.op_name].dtypes, dtype_name(request.dtype)
+        return Objection(
+            FAILED, f"the contract of its op is for {', '.join(known)}, not for {dtype}"
+        )
+    refusals = []
+    for each in trials:
+        with role.running("the verification"):
+            objection = _check(Run(startup, role, each, len(trials)))
+        if objection is not None and objection.code == FAILED:
+            return objection
+        if objection is not None:
+            refusals.append(objection)
+    if len(refusals) == len(trials):
+        return refusals[0]
+    if request.requires and (why := variance(request, role, trials)):
+        reason = f"{request.requires}, and it is {why}"
+        return Objection(REJECTED, reason, ends_strict=False)
+    return None
+
+
+def _check(run: Run) -> Objection | None:
+    """Run the checks, and return the first objection."""
+    seconds = Phases()
+    try:
+        with torch.inference_mode():
+            for check in CHECKS:
+                with seconds.during(check.__name__.strip("_").replace("_", " ")):
+                    if (objection := next(check(run), None)) is not None:
+                        return objection
+        return None
+    except Exception:  # of ours, where the implementation has spoiled what we rely on
+        if (problem := run.changed()) is None:
+            raise
+        return Objection(FAILED, problem)
+    finally:
+        took = ", ".join(f"{what} {n:.1f} s" for what, n in seconds.seconds.items() if n >= 0.1)
+        log.debug("%s=%s: %s", *run.role.key, took or "no time")
+        process_state.restore(run.before, run.trials.device)
+        if others := run.before.others:
+            run.startup.left_out["not watched, since other threads change it"] |= others

@@ -1,0 +1,193 @@
+"""One forward of our own over the loaded model, uncompiled: a batch of tokens as vLLM makes them.
+
+It is vLLM's dummy run with other inputs. vLLM's own gives every token the id 0 and the position 0,
+and runs no attention, whose result is then 0 or whatever the memory held.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config.vllm import set_current_vllm_config
+
+from vllm_fl.contracts import batches
+from vllm_fl.integration.attending import uncompiled
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TOKENS = 256
+"""Tokens of the largest forward. What is compared are some rows of each call."""
+
+COUNTS = (TOKENS, 17, 16, 1)
+"""Tokens of the forwards: some prompts', those of a step in which some sequences decode, of the one
+after it when a request has ended, and of one. Kernels choose by size, and one that is compiled when
+it is called is so at start."""
+
+SEED = 20261122
+"""All ranks of an engine must be given the same tokens."""
+
+
+_NAMES_OF_POSITIONS = re.compile(r"wpe|pos_emb.*|.*position.*")
+"""What the models call a learned table with a row for each position."""
+
+
+def positions_of(model: torch.nn.Module, length: int) -> int:
+    """How many positions every table of the model has a row for.
+
+    With VLLM_ALLOW_LONG_MAX_MODEL_LEN an engine's length may go beyond what its model was made for.
+    vLLM serves all the same, and its kernels then read what lies behind a table.
+
+    Args:
+        model: the loaded model.
+        length: the engine's.
+
+    Returns:
+        At most `length`, and at least 1.
+    """
+    rows = [length]
+    for module in _text_part(model).modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name.endswith("cos_sin_cache") and buffer.ndim > 1:
+                # Of two tables in one, the second is for as many positions as are left.
+                first = getattr(module, "original_max_position_embeddings", 0)
+                rows.append(len(buffer) - (first if "long_short" in name else 0))
+        for name, child in module.named_children():
+            table = getattr(child, "num_embeddings", None)
+            if isinstance(table, int) and _NAMES_OF_POSITIONS.fullmatch(name):
+                # Some begin behind what stands for padding.
+                padding = getattr(module, "padding_idx", None)
+                begin = padding + 1 if isinstance(padding, int) else getattr(child, "offset", 0)
+                rows.append(table - begin)
+    return max(1, min(rows))
+
+
+def _text_part(model: torch.nn.Module) -> torch.nn.Module:
+    """The part that is given positions of tokens: encoders of images have tables of their own."""
+    try:
+        part = model.get_language_model()  # type: ignore[operator]
+    except Exception:  # most models have none, and some raise where they have one
+        return model
+    return part if isinstance(part, torch.nn.Module) else model
+
+
+def forward(runner: Any, model: torch.nn.Module, vllm_config: VllmConfig, tokens: int) -> str:
+    """Run the loaded model once, eagerly, without attention and without a cache.
+
+    Args:
+        runner: vLLM's model runner, the newer or the older one.
+        model: what it runs.
+        vllm_config: the engine's.
+        tokens: how many; not more than the engine's largest batch.
+
+    Returns:
+        Why there was no forward, or nothing.
+    """
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    run = getattr(runner, "_dummy_run", None)
+    if run is None:
+        return "the model runner has no dummy run"
+    options = {"is_profile": True, "skip_eplb": True}
+    if "skip_attn" in inspect.signature(run).parameters:
+        options["skip_attn"] = True
+    inputs = _Inputs(model, vllm_config)
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(set_current_vllm_config(vllm_config))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
+        stack.enter_context(inputs.given())
+        for module in model.modules():
+            if isinstance(module, AttentionLayerBase):
+                hook = module.register_forward_hook(inputs.attended)
+                stack.callback(hook.remove)
+        run(tokens, **options)
+    return "" if inputs.seen else "vLLM ran no forward"
+
+
+class _Inputs:
+    """What the model is given in the place of zeros."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig) -> None:
+        config = vllm_config.model_config
+        self.model, self.seen = model, False
+        self.vocabulary = config.get_vocab_size()
+        self.length = positions_of(model, config.max_model_len)
+        self._generator = torch.Generator("cpu").manual_seed(SEED)
+        self._noise: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Inside the block, whoever runs the model gives it these."""
+        own: Callable[..., Any] = self.model.forward
+        held = vars(self.model)
+        before = held.get("forward")
+
+        def forward(*args: Any, **named: Any) -> Any:
+            self.seen = True
+            return own(*args, **self._varied(named))
+
+        held["forward"] = forward
+        try:
+            yield
+        finally:
+            del held["forward"]
+            if before is not None:
+                held["forward"] = before
+
+    def _varied(self, named: dict[str, Any]) -> dict[str, Any]:
+        """The model's arguments, which vLLM passes by name."""
+        varied = dict(named)
+        ids, embeds, positions = (
+            named.get(name) for name in ("input_ids", "inputs_embeds", "positions")
+        )
+        if ids is not None:
+            varied["input_ids"] = self._tokens(len(ids)).to(ids)
+        if embeds is not None:
+            varied["inputs_embeds"] = self._embedded(embeds)
+        if positions is not None:
+            varied["positions"] = self._positions(positions)
+        between = named.get("intermediate_tensors")
+        if between is not None:  # of the pipeline's rank before
+            tensors = {name: self._normal(tensor) for name, tensor in between.tensors.items()}
+            varied["intermediate_tensors"] = type(between)(tensors)
+        return varied
+
+    def _embedded(self, like: torch.Tensor) -> torch.Tensor:
+        """Embeddings of such tokens, where the model makes them beforehand."""
+        embed = getattr(self.model, "embed_input_ids", None)
+        if embed is None:
+            return self._normal(like)
+        embedded: torch.Tensor = embed(self._tokens(len(like)).to(like.device))
+        return embedded.to(like) if embedded.shape == like.shape else self._normal(like)
+
+    def _tokens(self, count: int) -> torch.Tensor:
+        return batches.tokens(count, self.vocabulary, self._generator)
+
+    def _positions(self, like: torch.Tensor) -> torch.Tensor:
+        """One for each token; of models with several axes, those of each axis."""
+        count, axes = like.shape[-1], like.shape[:-1].numel()
+        drawn = [batches.positions(count, self.length, self._generator) for _ in range(axes)]
+        return torch.stack(drawn).view(like.shape).to(like)
+
+    def _normal(self, like: torch.Tensor) -> torch.Tensor:
+        """Normal numbers; those of one shape are the same in all layers."""
+        shape = tuple(like.shape)
+        if shape not in self._noise:
+            drawn = torch.randn(shape, generator=self._generator, dtype=torch.float32)
+            self._noise[shape] = drawn.to(like.device, like.dtype)
+        return self._noise[shape].to(like).clone()
+
+    def attended(self, _: torch.nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        """Stands for a layer's attention, which does not run: noise as large as its last input."""
+        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point() or not given:
+            return None
+        size = given[-1].float().std().nan_to_num(1.0, 1.0, 1.0)
+        return self._normal(result) * size.to(result)

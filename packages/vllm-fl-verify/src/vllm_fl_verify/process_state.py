@@ -1,0 +1,426 @@
+"""What of the whole process a kernel must leave as it was: torch's modes, switches and random
+numbers, the working directory, signal handlers and limits, Python's garbage collector and logging.
+
+A change is the kernel's unless it is seen to be another thread's: what changes while nobody calls
+the kernel is not. Random numbers move on whoever draws them, and they are the kernel's only where
+they are moved on by each of some further calls, before which we draw one: a kernel that seeds them
+sets them to the same each time. What is another thread's is left as that thread has it.
+
+The grad mode is none of it: a kernel is called in inference mode, which puts it back.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack as _modes
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from vllm_fl.logs import get_logger
+
+log = get_logger("engine")
+
+ROUNDS = 6
+"""How often we look at what was changed, without a call and after one. A thread that draws random
+numbers half of the time is taken for the kernel in one of 4 ** ROUNDS times."""
+
+QUIET = 0.03
+"""Seconds without a call, at least; a call that takes longer is followed by as long a time."""
+
+LONGEST = 0.5
+"""Seconds without a call, at most."""
+
+LOOKS = 20
+"""How often we look in that time: another thread may set a thing and put it back in it."""
+
+
+class _Piece(NamedTuple):
+    """One thing that is compared.
+
+    Args:
+        name: what a person would call it.
+        get: reads it. Where it raises, that is what is compared: torch cannot tell the older form
+            of a precision which was set in the newer form.
+        set: sets it. It is not called for what could not be read.
+        draw: moves it on, of what moves on whoever uses it.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+    draw: Callable[[], object] | None = None
+
+
+class _Untold(str):
+    """In the place of a value whose getter raised."""
+
+
+UNTOLD = _Untold("what its getter cannot tell")
+
+
+@dataclass
+class State:
+    """What was set at one time, and who has changed it since.
+
+    Args:
+        values: what was set, by the name that a person would use for it.
+        others: the names of what other threads were seen to change.
+        blamed: the names of what the kernel changed that was called since.
+    """
+
+    values: dict[str, Any]
+    others: set[str] = field(default_factory=set)
+    blamed: set[str] = field(default_factory=set)
+
+
+def state_of(device: torch.device) -> State:
+    """What is set now."""
+    return State({piece.name: _read(piece) for piece in _pieces(device)})
+
+
+def changed(
+    before: State, device: torch.device, again: Callable[[], object] | None = None
+) -> str | None:
+    """The first thing that a kernel has set otherwise than `before`, with both values; or None.
+
+    Args:
+        before: what was set before its calls.
+        device: where it ran.
+        again: calls it once more. Without, nobody can tell whether it draws random numbers, and it
+            is not blamed for that.
+    """
+    _judge(before, device, again)
+    for piece, now in _otherwise(before, device):
+        if piece.name in before.blamed:
+            then = before.values[piece.name]
+            told = f"{piece.name} from {then} to {now}"
+            return piece.name if _has_parts(then) or _has_parts(now) else told
+    return None
+
+
+def restore(before: State, device: torch.device) -> None:
+    """Set as it was what is set otherwise now, and touch nothing else, nor what is others'.
+
+    A server may watch a setter, or have taken it away: vLLM's worker on a CPU warns of each call
+    of `torch.set_num_threads`.
+    """
+    _judge(before, device, None)
+    # One after the other, each read when those before are set: some are defaults of others.
+    for piece, _ in _otherwise(before, device):
+        then, name = before.values[piece.name], piece.name
+        is_others = name in before.others or (piece.draw and name not in before.blamed)
+        if is_others or isinstance(then, _Untold):  # what that was made of, other pieces tell
+            continue
+        try:
+            piece.set(then)
+        except Exception as error:  # a limit that only root raises
+            log.warning("A kernel changed %s, which stays so: %s", name, error)
+
+
+def _judge(before: State, device: torch.device, again: Callable[[], object] | None) -> None:
+    """Note whose work each change is that nobody was found for yet."""
+    known = before.others | before.blamed
+    suspects = {piece for piece, _ in _otherwise(before, device) if piece.name not in known}
+    if again is None:
+        suspects = {piece for piece in suspects if not piece.draw}
+    found = {piece.name for piece in _of_others(suspects, again)}
+    before.others |= found
+    before.blamed |= {piece.name for piece in suspects} - found
+    for name in sorted(found):
+        log.info("Not only calls of a kernel change %s: it is blamed for none of it", name)
+
+
+def _of_others(suspects: set[_Piece], again: Callable[[], object] | None) -> set[_Piece]:
+    """Those of `suspects` that are not the kernel's doing, by the rule of this module."""
+    found: set[_Piece] = set()
+    quiet = QUIET
+    for _ in range(ROUNDS):
+        left = suspects - found
+        if not left:
+            break
+        then = {piece: _read(piece) for piece in left}
+        for _ in range(LOOKS):
+            # a length of its own each time: not in step with what others do
+            time.sleep(quiet / LOOKS * random.SystemRandom().uniform(1, 2))
+            found |= {piece for piece in left if not _same(then[piece], _read(piece))}
+        moving = {piece: _read(piece) for piece in left - found if piece.draw}
+        if not moving or again is None:
+            continue
+        drawn = {}
+        for piece in moving:
+            with suppress(Exception):  # modes that a kernel left on
+                piece.draw and piece.draw()
+            drawn[piece] = _read(piece)
+        begun = time.monotonic()
+        with suppress(Exception):  # what is wrong with a call is found elsewhere
+            again()
+        quiet = min(max(QUIET, time.monotonic() - begun), LONGEST)
+        for piece in {piece for piece, was in drawn.items() if _same(was, _read(piece))}:
+            piece.set(moving[piece])  # nobody has drawn: they go on as if we had not either
+            found.add(piece)
+    return found
+
+
+def _otherwise(before: State, device: torch.device) -> Iterator[tuple[_Piece, Any]]:
+    """What is set otherwise than `before`, each with its value now, read one after the other."""
+    for piece in _pieces(device):
+        now = _read(piece)
+        if not _same(before.values[piece.name], now):
+            yield piece, now
+
+
+def _read(piece: _Piece) -> Any:
+    try:
+        return piece.get()
+    except Exception:
+        return UNTOLD
+
+
+def _same(then: Any, now: Any) -> bool:
+    if isinstance(then, torch.Tensor) and isinstance(now, torch.Tensor):
+        return torch.equal(then, now)
+    if isinstance(then, dict) and isinstance(now, dict):  # what came in addition is no change
+        return all(now.get(key) == value for key, value in then.items())
+    return bool(type(then) is type(now) and then == now)
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether it is too much to be told."""
+    return isinstance(value, torch.Tensor | dict | tuple | set)
+
+
+DETERMINISTIC = ("off", "on, with warnings", "on")
+"""torch's modes, by the number that it has for each."""
+
+
+def _deterministic() -> str:
+    return DETERMINISTIC[torch.get_deterministic_debug_mode()]
+
+
+def _set_deterministic(mode: str) -> None:
+    # set_deterministic_debug_mode would leave the compiler's own switch as it is
+    torch.use_deterministic_algorithms(mode != DETERMINISTIC[0], warn_only=mode == DETERMINISTIC[1])
+
+
+def _set_threads(number: int) -> None:
+    torch.set_num_threads(number)  # looked up here: a server may have put its own in its place
+
+
+def _set_device(place: torch.device) -> None:
+    # first what came in addition, as of a `with torch.device(...)` that was not left
+    while torch.get_default_device() != place and any(map(_is_left_on, modes := _modes())):
+        last = next(mode for mode in reversed(modes) if _is_left_on(mode))
+        for _ in modes:
+            _pop_mode()
+        for mode in modes:
+            if mode is not last:
+                _push_mode(mode)
+    if torch.get_default_device() != place:
+        # None: without the mode that another default costs at every call
+        torch.set_default_device(None if place == torch.device("cpu") else place)
+
+
+def _is_left_on(mode: object) -> bool:
+    """Whether it is the device of a block, and not that of `torch.set_default_device`."""
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return isinstance(mode, DeviceContext) and mode is not default
+
+
+def _function_modes() -> tuple[Any, ...]:
+    """Those that are on in this thread, without the default device."""
+    return tuple(mode for mode in _modes() if not isinstance(mode, DeviceContext))
+
+
+def _dispatch_modes() -> tuple[Any, ...]:
+    return tuple(_get_current_dispatch_mode_stack())
+
+
+def _set_modes(now: Callable[[], tuple[Any, ...]], then: tuple[Any, ...]) -> None:
+    """Leave the modes that came in addition, and enter again those that were left."""
+    on = now()
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(on, then, strict=False)))
+    for mode in reversed(on[shared:]):
+        mode.__exit__(None, None, None)
+    for mode in then[shared:]:
+        mode.__enter__()
+
+
+SIGNALS = tuple(signal.valid_signals())
+
+
+def _handlers() -> dict[int, Any]:
+    return {number: signal.getsignal(number) for number in SIGNALS}
+
+
+def _set_handlers(handlers: dict[int, Any]) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return  # Python allows it there only
+    for number, handler in handlers.items():
+        # None: it was not installed by Python, which therefore cannot put it back
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
+def _loggers() -> dict[logging.Logger, Any]:
+    """How vLLM's loggers, ours and the root are set: whether they log, what, and to whom."""
+    known = logging.root.manager.loggerDict.copy().items()
+    ours = [each for name, each in known if name.startswith("vllm")]
+    return {
+        each: (each.disabled, each.level, each.propagate, (*each.filters,), (*each.handlers,))
+        for each in (logging.root, *ours)
+        if isinstance(each, logging.Logger)
+    }
+
+
+def _set_loggers(loggers: dict[logging.Logger, Any]) -> None:
+    for each, values in loggers.items():
+        disabled, level, propagate, filters, handlers = values
+        if each.level != level:
+            each.setLevel(level)
+        each.disabled, each.propagate = disabled, propagate
+        each.filters[:], each.handlers[:] = filters, handlers
+
+
+def _umask() -> str:
+    """Without setting it, as os.umask does: a file of another thread would have the wrong mode."""
+    lines = Path("/proc/self/status").read_text("ascii", errors="replace").splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("Umask:"))
+
+
+def _of_torch_c(name: str, get: str, put: str = "") -> Iterator[_Piece]:
+    """A switch of torch's, where this release has it; some have several values in newer ones."""
+    getter = getattr(torch._C, f"_get_{get}", None)
+    setter = getattr(torch._C, f"_set_{put or get}", None)
+    if getter and setter:
+        yield _Piece(name, getter, partial(_set_each, setter))
+
+
+def _reduced(kind: str) -> Iterator[_Piece]:
+    """Whether sums of products may be made in less precision."""
+    name = f"the reduced precision of sums of {kind} products"
+    return _of_torch_c(name, f"cublas_allow_{kind}_reduced_precision_reduction")
+
+
+def _set_each(put: Callable[..., object], values: Any) -> None:
+    put(*values) if isinstance(values, tuple) else put(values)
+
+
+PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("mkldnn", "all"),
+    *((backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")),
+)
+"""What has an `fp32_precision`; those that have none of their own have that of `all`."""
+
+
+def _precisions() -> Iterator[_Piece]:
+    """torch's precisions in their newer form, `torch.backends.cuda.matmul.fp32_precision`."""
+    get: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+    put: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+    for backend, op in PRECISIONS if get and put else ():
+        of = ".".join(part for part in (backend, op) if part not in ("generic", "all"))
+        name = f"the fp32_precision of torch.backends{of and '.'}{of}"
+        yield _Piece(name, partial(get, backend, op), partial(put, backend, op))
+
+
+_PIECES: tuple[_Piece, ...] = (
+    # modes first: they see, and may spoil, all that is asked of torch afterwards
+    _Piece("torch's function modes", _function_modes, partial(_set_modes, _function_modes)),
+    _Piece("torch's dispatch modes", _dispatch_modes, partial(_set_modes, _dispatch_modes)),
+    _Piece("the default device", torch.get_default_device, _set_device),
+    _Piece("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Piece("the number of threads", torch.get_num_threads, _set_threads),
+    _Piece("the deterministic mode", _deterministic, _set_deterministic),
+    # the older form before the newer one, of which it sets some
+    _Piece(
+        "the precision of float32 products",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    *_of_torch_c("cuDNN's TF32", "cudnn_allow_tf32"),
+    *_precisions(),
+    *_of_torch_c("the accumulation of float16 products", "cublas_allow_fp16_accumulation"),
+    *_reduced("fp16"),
+    *_reduced("bf16"),
+    *_of_torch_c("cuDNN's being on", "cudnn_enabled"),
+    *_of_torch_c("cuDNN's benchmark", "cudnn_benchmark"),
+    *_of_torch_c("cuDNN's determinism", "cudnn_deterministic"),
+    *_of_torch_c("oneDNN's being on", "mkldnn_enabled"),
+    *_of_torch_c("flash attention's being on", "flash_sdp_enabled", "sdp_use_flash"),
+    *_of_torch_c(
+        "memory-efficient attention's being on",
+        "mem_efficient_sdp_enabled",
+        "sdp_use_mem_efficient",
+    ),
+    *_of_torch_c("plain attention's being on", "math_sdp_enabled", "sdp_use_math"),
+    # Not cuDNN's: vLLM itself turns that off when its platform for CUDA is imported.
+    _Piece(
+        "torch's anomaly mode",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        partial(_set_each, torch.set_anomaly_enabled),
+    ),
+    _Piece(
+        "autocast",
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda on: torch.set_autocast_enabled("cpu", on),
+    ),
+    _Piece(
+        "the random numbers of the CPU",
+        torch.get_rng_state,
+        torch.set_rng_state,
+        partial(torch.rand, 1, device="cpu"),
+    ),
+    _Piece(
+        "the garbage collector's being on",
+        gc.isenabled,
+        lambda on: gc.enable() if on else gc.disable(),
+    ),
+    _Piece(
+        "the level up to which logging is off",
+        lambda: logging.root.manager.disable,
+        logging.disable,
+    ),
+    _Piece("vLLM's loggers", _loggers, _set_loggers),
+    _Piece("the working directory", os.getcwd, os.chdir),
+    _Piece("the signal handlers", _handlers, _set_handlers),
+    _Piece(
+        "the CPUs that it may run on",
+        lambda: os.sched_getaffinity(0),
+        lambda cpus: os.sched_setaffinity(0, cpus),
+    ),
+    _Piece("the umask", _umask, lambda mask: os.umask(int(mask, 8))),
+    _Piece(
+        "the number of files that may be open",
+        lambda: resource.getrlimit(resource.RLIMIT_NOFILE),
+        lambda limits: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
+    ),
+)
+
+
+def _pieces(device: torch.device) -> Iterator[_Piece]:
+    """All that is compared, in the order in which it is set."""
+    yield from _PIECES
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if hasattr(module, "get_rng_state"):
+        get = partial(module.get_rng_state, device)
+        name = f"the random numbers of {device}"
+        draw = partial(torch.rand, 1, device=device)
+        yield _Piece(name, get, lambda state: module.set_rng_state(state, device), draw)

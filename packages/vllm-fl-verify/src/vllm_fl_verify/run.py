@@ -1,0 +1,272 @@
+"""One implementation in one dtype, and how verification calls it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from vllm_fl.contracts import Sample
+from vllm_fl.contracts.batches import POOL, Order
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.inspection import FAILED, Objection
+from vllm_fl.plugins.types import OpImpl
+
+from . import process_state
+from .budget import Budget
+from .form import Form
+from .guarded import Guarded, rows_of
+from .oracle import each_part
+from .trials import Request, Role, Trials
+from .verification import (
+    Comparison,
+    Outcome,
+    answer,
+    as_call,
+    called,
+    compare,
+    compared,
+    dtype_name,
+    misuse,
+    shares,
+)
+
+ONCE = 32.0
+"""A batch of more tokens than the pool has rows is tried a second time in the same memory if it is
+at most this many calls by its bytes: on a CPU that takes much of a startup."""
+
+WARM_CALLS = 4000.0
+"""How many calls the warm-ups of all implementations have, with token counts that were not tried
+before; each has an equal share."""
+
+LOWERED = 3
+"""How many forms are lowered for one request; the later ones are only traced. A compiler of C++
+takes seconds for each when its cache is cold."""
+
+TRACED = 12
+"""How many further forms are traced. An implementation's first form is traced in any case."""
+
+Objections = Generator[Objection, None, None]
+"""The objections of a check. The caller stops at the first one."""
+
+Found = Generator[Objection, None, Any]
+"""The objections to a call, which returns its result; None if it was refused."""
+
+
+class Startup:
+    """What the runs of one request share.
+
+    Args:
+        request: what is asked.
+        watch: names in the log what takes long.
+    """
+
+    def __init__(self, request: Request, watch: breadcrumb.Watchdog) -> None:
+        self.request, self.watch = request, watch
+        self.left_out: dict[str, set[str]] = defaultdict(set)
+        """What was not looked at -> of whom."""
+        self.warmed = sum(1 for role in request.roles if role.warm)
+        self.lowered = Budget(LOWERED, request.valve)
+        self.traced = Budget(TRACED, request.valve)
+
+
+class Run:
+    """One implementation in one dtype: what is known of it, and how it is called."""
+
+    def __init__(self, startup: Startup, role: Role, trials: Trials, dtypes: int) -> None:
+        self.startup, self.request, self.role, self.trials = startup, startup.request, role, trials
+        self.impl, self.spec = role.impl, trials.spec
+        self.call = as_call(self.impl, self.spec, self.request.layer_for)
+        self.warm_calls = WARM_CALLS / max(1, startup.warmed) / dtypes
+        self.before = process_state.state_of(trials.device)
+        self.refusals: list[str] = []
+        self.served: set[str] = set()
+        """The forms of which it has taken a call."""
+        self.tried: set[tuple[str, int]] = set()
+        """(form, token count) of the batches that were compared."""
+        self.was_slow = False
+
+    def changed(self) -> str | None:
+        """Return in words what it has changed of the process."""
+        with torch.inference_mode(False):
+            problem = process_state.changed(self.before, self.trials.device, self._again)
+        return None if problem is None else f"it changed {problem} of the whole process"
+
+    def _again(self) -> None:
+        """Make some of its calls again, for what they change of the process; compare nothing."""
+        with torch.inference_mode():
+            for sample in self.trials.samples:
+                self.compared(self.impl, sample, wanted=())
+            for form in self.forms_served:
+                for count in {self.trials.smallest, self.trials.few, self.trials.largest}:
+                    next(self.call_at(form, count), None)
+
+    @property
+    def name(self) -> str:
+        """`rms_norm=vendor.acme`."""
+        return f"{self.impl.op_name}={self.impl.impl_id}"
+
+    @property
+    def forms(self) -> list[Form]:
+        """The served model's calls."""
+        return self.trials.forms
+
+    @property
+    def forms_served(self) -> list[Form]:
+        """The calls that it does not refuse, which are the ones to capture and compile."""
+        return [form for form in self.forms if form.name in self.served]
+
+    def leave_out(self, what: str, further: str = "") -> None:
+        """Note for the report what was not tried."""
+        self.startup.left_out[what].add(f"{self.spec.name} of {self.impl.impl_id}{further}")
+
+    def at(self, where: str, call: Callable[[], Outcome], *, compiles: bool = False) -> Found:
+        """Make one call. A refusal is noted, a failure is an objection that names the call.
+
+        It is named in the log while it takes long. Two slow calls in a row are a failure: it would
+        stall the engine. One that `compiles` may take as long as it likes.
+        """
+        watch = self.startup.watch
+        with watch.over(f"one call of {self.name} ({where})"):
+            got, failure = call()
+        if failure is not None and failure.status == "refused":
+            self.refusals.append(f"{where}: {failure.reason}")
+            return None
+        if failure is not None:
+            yield Objection(FAILED, f"{failure} ({where})")
+        slow = watch.seconds > breadcrumb.SLOW and not compiles
+        if slow and self.was_slow:
+            yield Objection(FAILED, f"takes {watch.seconds:.0f} s for one call ({where})")
+        self.was_slow = slow
+        return got
+
+    def where(self, form: Form, count: int, more: str = "") -> str:
+        """A batch in words."""
+        return f"{count} x {form.name}, {dtype_name(self.trials.dtype)}{more}"
+
+    def compared(self, impl: OpImpl, sample: Sample, **how: Any) -> Comparison:
+        """Compare one sample; `how` as for `verification.compare`."""
+        layer_for = self.request.layer_for
+        return compare(impl, self.spec, sample, self.trials.dtype, layer_for=layer_for, **how)
+
+    def sampled(self, sample: Sample, **how: Any) -> Found:
+        """Compare one sample, and return its `Comparison`."""
+        run = partial(self.compared, self.impl, sample, **how)
+        result = yield from self.at(sample.name, lambda: (run(), None))
+        yield from self.judge(result)
+        return result
+
+    def judge(self, result: Comparison) -> Objections:
+        """Object to a sample that raised, or that is wrong if results are compared."""
+        if result.status == "raised" or (result.status == "wrong" and self.request.compares):
+            what = "it is wrong: " if result.status == "wrong" else ""
+            yield Objection(FAILED, f"{what}{result.reason} ({result.sample}, {result.dtype})")
+
+    def compare(
+        self,
+        form: Form,
+        rows: torch.Tensor,
+        got: Any,
+        where: str,
+        *,
+        large: bool = False,
+        wrong: str = "it is wrong",
+    ) -> Objections:
+        """Object to a batch's results that are off, or cannot be compared."""
+        if not self.request.compares:
+            return
+        _, failure = compared(got, partial(form.off, large, rows))
+        if failure is not None:
+            did = f"{wrong}: " if failure.status == "wrong" else ""
+            yield Objection(FAILED, f"{did}{failure.reason} ({where})")
+
+    def batches(
+        self,
+        form: Form,
+        count: int,
+        orders: Iterable[Order],
+        *,
+        less: Order | None = None,
+        large: bool = False,
+    ) -> Objections:
+        """Compare batches one after the other in the same memory, their results kept to the end.
+
+        Args:
+            form: the call.
+            count: tokens of each.
+            orders: how each takes its rows.
+            less: how another one does, of one token less, as where a request has ended.
+            large: whether its values are.
+        """
+        self.tried.add((form.name, count))
+        batches = [(count, order) for order in orders]
+        if less is not None and count > self.trials.smallest:
+            batches.append((count - 1, less))
+        laid: Guarded | None = None
+        results: list[tuple[str, torch.Tensor, Any]] = []
+        is_large = count > POOL and form.calls(count) > ONCE
+        for number, (tokens, order) in enumerate(batches):
+            if number > 0 and is_large and not self.was_slow:  # what stalls is called again
+                self.leave_out("fewer batches than usual")
+                break
+            rows = self.trials.rows(tokens, number, order)
+            laid = rows_of(form.pool(large), rows, into=laid)
+            where = self.where(form, tokens, ", large values" * large)
+            got = yield from self.result(form, laid, where)
+            if got is None:
+                return
+            said = f"{where}, same buffers again" if number else where
+            results.append((said, rows, _kept(got, form.call(laid))))
+        for where, rows, got in results:
+            yield from self.compare(form, rows, got, where, large=large)
+
+    def result(self, form: Form, laid: Guarded, where: str) -> Found:
+        """Make one call in the memory `laid`."""
+        call = form.call(laid)
+        consumed = self.spec.consumed(self.impl.consumes, call.args)
+        form.static.restore(consumed)  # a cache: the call before has written into it
+
+        def run() -> Outcome:
+            making = partial(answer, self.call, self.impl, self.spec, call.args)
+            if self.request.compares:
+                laid.remember()
+                got, failure = called(making, self.impl, self.spec, call, looked_at=laid)
+            else:
+                got, failure = making()
+            if failure is None:
+                self.served.add(form.name)
+            return got, failure
+
+        return (yield from self.at(where, run))
+
+    def call_at(self, form: Form, count: int) -> Objections:
+        """Make one call with this many tokens, without a comparison."""
+        args = self.arguments(form, self.trials.rows(count))
+        where = self.where(form, count, ", warming up")
+        yield from self.at(where, partial(answer, self.call, self.impl, self.spec, args))
+
+    def arguments(self, form: Form, rows: torch.Tensor) -> tuple[Any, ...]:
+        """Return the arguments of a call with these rows of the ordinary values."""
+        args = form.call(rows_of(form.pool(False), rows)).args
+        form.static.restore(self.spec.consumed(self.impl.consumes, args))
+        return args
+
+    def intact(self, form: Form) -> Objections:
+        """Object if weights and tables are not as before all calls, but for consumed ones."""
+        consumed = self.spec.consumed(self.impl.consumes, form.samples[0].args)
+        problem = misuse(form.static, consumed, self.impl, self.spec)
+        if problem and self.request.compares:
+            yield Objection(FAILED, f"it is wrong: {problem} ({form.name})")
+
+
+def _kept(result: Any, laid: Guarded) -> Any:
+    """Copy the parts of a result that are in the memory of the arguments `laid`."""
+
+    def kept(part: torch.Tensor) -> torch.Tensor:
+        lies_there = any(shares(part, storage.memory) for storage in laid.storages)
+        return part.clone() if lies_there else part
+
+    return each_part(result, kept)

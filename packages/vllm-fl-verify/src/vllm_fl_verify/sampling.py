@@ -1,0 +1,270 @@
+"""A canary's steps: some run eagerly, with the reference beside the plan's calls; what is wrong is
+said at once, and what was seen once a minute."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.engine.plan import Plan
+from vllm_fl.engine.state_file import of_worker
+from vllm_fl.files import open_to_append
+from vllm_fl.integration.engines import Engine
+from vllm_fl.integration.targets import installed_bindings
+from vllm_fl.logs import get_logger
+from vllm_fl.text import quote
+
+from .shadow import Shadow, Tally
+
+if TYPE_CHECKING:
+    import torch
+
+EVERY = 60.0
+"""Seconds from one line to the next, where nothing new is wrong."""
+
+log = get_logger("engine")
+
+
+@contextmanager
+def session(engine: Engine) -> Iterator[None]:
+    """Sample steps of an engine from the first request on, until it ends."""
+    engine.on_serving(lambda: watch(engine))  # its warm-up takes steps, too
+    try:
+        yield
+    finally:
+        if Canary in engine.state:
+            engine.state[Canary].close()
+
+
+def watch(engine: Engine) -> Canary | None:
+    """Sample steps of an engine from now on, where its settings say so and it can be done.
+
+    The method of its model runner is replaced, on the object alone: Ray's executor calls that one.
+
+    Args:
+        engine: an engine that has warmed up.
+    """
+    settings, worker, model = engine.facts.settings, engine.worker, engine.model
+    if settings.shadow is None:
+        return None
+    why = _obstacle(engine, model)
+    if why:
+        if engine.rank == 0:
+            log.warning("VLLM_FL_SHADOW=%s: no step is sampled: %s", settings.shadow, why)
+        return None
+    assert model is not None
+    shadow = Shadow(engine.plan, float(settings.shadow), _out_of_sight(engine.plan))
+    canary = engine.state[Canary] = Canary(shadow, engine, settings.shadow_file)
+    runner = engine.runner
+    plain = runner.execute_model
+    compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        is_step = scheduler_output.total_num_scheduled_tokens and not kwargs.get("dummy_run")
+        if not is_step or not shadow.takes_step():
+            return plain(scheduler_output, *args, **kwargs)
+        with _eager(runner, compiled), shadow.comparing():
+            output = plain(scheduler_output, *args, **kwargs)
+        canary.look()
+        return output
+
+    runner.execute_model = execute_model
+    dummy = getattr(worker, "execute_dummy_batch", None)
+    if dummy is not None:  # another replica of data parallelism has a real step
+
+        def execute_dummy_batch(*args: Any, **kwargs: Any) -> Any:
+            shadow.steps += 1
+            return dummy(*args, **kwargs)
+
+        worker.execute_dummy_batch = execute_dummy_batch
+    return canary
+
+
+def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
+    """Why a step of this engine cannot be made eager, or nothing."""
+    import torch
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    config, runner, device = engine.config, engine.runner, engine.device
+    compilation = config.compilation_config
+    if model is None or not hasattr(runner, "execute_model"):
+        return "this worker shows no model, or no model runner"
+    if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
+        return "compilation mode STOCK_TORCH_COMPILE leaves no model that runs uncompiled"
+    if getattr(config.parallel_config, "use_ubatching", False):
+        return "micro-batches (DBO) run in threads of their own"
+    has_graphs = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+    if has_graphs and not _graph_switch(runner):
+        return f"{type(runner).__name__} does not say where it chooses graphs"
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device).sum()
+    except Exception as error:  # devices have errors of their own
+        return f"{device} computes no float64: {quote(error)}"
+    return ""
+
+
+def _graph_switch(runner: Any) -> tuple[Any, str, object] | None:
+    """(object, attribute, value) by which a model runner of vLLM's takes no captured graph."""
+    from vllm.config import CUDAGraphMode
+
+    dispatcher = getattr(runner, "cudagraph_dispatcher", None)
+    if hasattr(dispatcher, "cudagraph_mode"):
+        return dispatcher, "cudagraph_mode", CUDAGraphMode.NONE
+    manager = getattr(runner, "cudagraph_manager", None)
+    if hasattr(manager, "_graphs_captured"):
+        return manager, "_graphs_captured", False
+    # Its second model runner makes its manager when the KV cache is known.
+    return (runner, "cudagraph_manager", None) if hasattr(runner, "cudagraph_manager") else None
+
+
+@contextmanager
+def _eager(runner: Any, compiled: list[torch.nn.Module]) -> Iterator[None]:
+    """Inside the block the model runs without graphs and uncompiled.
+
+    vLLM's own switch, `skip_compiled` of its forward context, does the same, but is set inside its
+    model runners.
+
+    Args:
+        runner: vLLM's model runner.
+        compiled: the modules of the model that vLLM compiles.
+    """
+    switches = [_graph_switch(runner), *((module, "do_not_compile", True) for module in compiled)]
+    with ExitStack() as back:
+        for thing, name, value in filter(None, switches):
+            back.callback(setattr, thing, name, getattr(thing, name))
+            setattr(thing, name, value)
+        yield
+
+
+def _out_of_sight(plan: Plan) -> dict[str, str]:
+    """Op -> why no eager step calls it."""
+    table = installed_bindings()
+    found = {}
+    for op in plan.entries:
+        targets = table[op].targets if op in table else ()
+        if targets and not any(target.seen_live for target in targets):
+            found[op] = "only compiled code has it, and a sampled step is eager"
+    return found
+
+
+class Canary:
+    """Says what a shadow has seen, as log lines and JSON lines.
+
+    Args:
+        shadow: what samples and compares.
+        engine: whose it is.
+        named: the file that the user names for JSON lines, or None.
+    """
+
+    def __init__(self, shadow: Shadow, engine: Engine, named: str | None) -> None:
+        self.shadow, self._rank = shadow, engine.rank
+        replica = engine.replica
+        self._about = {"dp": replica, "rank": self._rank, "digest": engine.digest}
+        self._lines = _Lines(of_worker(named, self._rank, replica)) if named else None
+        self._due = time.monotonic() + EVERY
+        self._named: set[tuple[str, str]] = set()
+
+    def look(self) -> None:
+        """Say what was seen, if a minute has passed or an implementation is wrong for the first
+        time: no step need follow, and nobody would say it then."""
+        now = time.monotonic()
+        wrong = {(op, impl_id) for (op, impl_id, _), t in self.shadow.new.items() if t.wrong}
+        if now >= self._due or not wrong <= self._named:
+            self._due = now + EVERY
+            self._named |= wrong
+            self.say()
+
+    def say(self) -> None:
+        """Say what was seen since the last time."""
+        found = self.shadow.collect()
+        if self._lines is not None:
+            self._lines.put(
+                {
+                    "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                    **self._about,
+                    **self.shadow.progress,
+                    "compared": [
+                        {"op": op, "impl": impl_id, "tokens": tokens, **vars(tally)}
+                        for (op, impl_id, tokens), tally in sorted(found.items())
+                    ],
+                }
+            )
+        wrong = {key: tally for key, tally in found.items() if tally.wrong}
+        for (op, impl_id, tokens), tally in wrong.items():
+            log.warning(
+                "Shadow: implementation '%s' of op '%s' is off in %d of %d compared calls of up "
+                "to %d tokens: by %.3g times the tolerance, relative error %.2g, %d NaN, %d "
+                "infinite (rank %d)",
+                impl_id,
+                op,
+                tally.wrong,
+                tally.calls,
+                tokens,
+                tally.share,
+                tally.relative,
+                tally.nan,
+                tally.inf,
+                self._rank,
+            )
+        if found and not wrong and self._rank == 0:
+            log.info("%s", _all_well(self.shadow, found))
+
+    def close(self) -> None:
+        """Say what is left to say. The engine ends."""
+        self.say()
+        if self._lines is not None:
+            self._lines.close()
+
+
+def _all_well(shadow: Shadow, found: Mapping[tuple[str, str, int], Tally]) -> str:
+    (op, impl_id, tokens), worst = max(found.items(), key=lambda item: item[1].share)
+    calls, seen = (sum(getattr(t, what) for t in found.values()) for what in ("calls", "seen"))
+    return (
+        f"Shadow: {shadow.sampled} of {shadow.steps} steps sampled; {calls} of {seen} calls in "
+        f"them compared since the last line, all within the tolerance, the worst at "
+        f"{worst.share:.2g} of it ({op} of {impl_id}, up to {tokens} tokens)"
+    )
+
+
+class _Lines:
+    """Appends JSON lines to a file from a thread of its own: a step never waits for a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._left: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=100)
+        self._is_said = False
+        self._thread = threading.Thread(target=self._run, name="vllm-fl-shadow", daemon=True)
+        self._thread.start()
+
+    def put(self, line: dict[str, Any] | None) -> None:
+        try:
+            self._left.put_nowait(line)
+        except queue.Full:
+            self._say(f"it does not answer, and {self._left.maxsize} lines wait for it")
+
+    def close(self) -> None:
+        self.put(None)
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        get: Callable[[], dict[str, Any] | None] = self._left.get
+        while (line := get()) is not None:
+            try:
+                with open_to_append(self._path) as file:
+                    file.write(json.dumps(line).encode() + b"\n")
+            except OSError as error:
+                self._say(quote(error))
+
+    def _say(self, why: str) -> None:
+        if not self._is_said:
+            self._is_said = True
+            log.warning(
+                "VLLM_FL_SHADOW_FILE: %s cannot be written (%s): lines are lost", self._path, why
+            )

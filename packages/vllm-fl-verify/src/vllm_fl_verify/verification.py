@@ -1,0 +1,443 @@
+"""Comparing an implementation with the oracle: shared by start-up, `vllm-fl verify` and the kit."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from vllm_fl.contracts import OpSpec, Sample
+from vllm_fl.errors import AllFailedError
+from vllm_fl.plugins.forms import verdict_of
+from vllm_fl.plugins.types import OpImpl
+from vllm_fl.text import clean, quote
+
+from .guarded import Guarded, guarded
+from .layouts import relaid
+from .oracle import closed, leans, parts, wanted_of, worst
+from .wanted import Off, Wanted
+
+T = TypeVar("T")
+
+LayerFactory = Callable[[OpSpec, Mapping[str, Any]], object]
+"""(contract, the arguments that its layer provides) -> a layer that provides them."""
+
+
+REFUSED_LATE = (
+    "it refuses a call after it has written into its arguments, which the next candidate is given"
+)
+"""Why a refusal is a fault."""
+
+COMPARING = "comparing its result raised"
+"""What an exception means of a result that cannot even be looked at."""
+
+
+BY_CHAIN = (NotImplementedError, AllFailedError)
+"""By which exceptions a chain of candidates refuses a call, as which a form is compiled."""
+
+
+LEANING, SAMPLES = 0.3, 5
+"""By how many steps of its dtype a result may err to one side, in each of so many samples or more:
+rounded to nearest it errs by about 0, and cut off by half a step."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no correct result; as text, what it did in full.
+
+    Args:
+        status: `refused` (by `supports` or NotImplementedError); `wrong` (the result, or memory
+            that was written without right); `raised`.
+        reason: what it did.
+        error: what it raised, if it did.
+    """
+
+    status: Literal["refused", "wrong", "raised"]
+    reason: str
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return f"it is wrong: {self.reason}" if self.status == "wrong" else self.reason
+
+
+def attempt(
+    did: str,
+    fn: Callable[..., T],
+    *args: Any,
+    refuses: type[BaseException] | tuple[type[BaseException], ...] = NotImplementedError,
+) -> tuple[T | None, Failure | None]:
+    """Call foreign code. Here what it raises becomes a value; only an interrupt is raised.
+
+    Args:
+        did: what an exception means, before its text: `it raised`.
+        fn: the code.
+        args: what it is called with. The devices of tensors among them are waited for, so that a
+            fault there is this call's.
+        refuses: by which exceptions it refuses the call.
+    """
+    try:
+        got = fn(*args)
+        for device in {arg.device for arg in args if isinstance(arg, torch.Tensor)}:
+            synchronise(device)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin may raise anything, SystemExit and panics included
+        if isinstance(error, refuses) and (why := refusal_of(error)):
+            return None, Failure("refused", why, error)
+        return None, Failure("raised", f"{did} {quote(error)}", error)
+    return got, None
+
+
+Outcome = tuple[Any, Failure | None]
+"""What a call gave, None if it failed, and why it failed."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One sample run through one implementation.
+
+    Args:
+        op, impl_id, sample, dtype: what was run.
+        status: `ok`; `refused` (by `supports` or NotImplementedError); `wrong` (the result, or
+            memory that was written without right); `raised`.
+        share: the worst error as a share of the tolerance; 1 is the limit, and infinity stands for
+            a wrong id or another number that has no tolerance. NaN unless compared.
+        reason: why it is not `ok`, or empty.
+        error: the exception, when it raised.
+        leans: result -> how many steps of its dtype it errs away from zero on average; of samples
+            that are right, of those results that tell.
+    """
+
+    op: str
+    impl_id: str
+    sample: str
+    dtype: str
+    status: Literal["ok", "refused", "wrong", "raised"]
+    share: float = math.nan
+    reason: str = ""
+    error: BaseException | None = None
+    leans: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+
+def leaning(compared: Iterable[Comparison]) -> str:
+    """Why results that are each right are wrong together: all err to one side. Else nothing.
+
+    A model adds such errors up, layer by layer, where those of rounding to nearest cancel.
+
+    Args:
+        compared: the samples of one implementation in one dtype.
+    """
+    found = defaultdict[str, list[float]](list)
+    for each in compared:
+        for name, lean in each.leans.items():
+            found[name].append(lean)
+    for name, some in found.items():
+        if len(some) >= SAMPLES and (min(some) > LEANING or max(some) < -LEANING):
+            return (
+                f"{name} errs to one side in each of {len(some)} samples. It is within a step of "
+                f"its dtype, and too {'small' if some[0] < 0 else 'large'} by "
+                f"{abs(statistics.fmean(some)):.2f} steps on average, as a result is that is not "
+                "rounded to nearest: the layers of a model add that up"
+            )
+    return ""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def as_call(
+    impl: OpImpl, spec: OpSpec, layer_for: LayerFactory | None = None
+) -> Callable[..., Any]:
+    """The implementation as a function of the contract's parameters.
+
+    Args:
+        impl: the implementation; one that needs a layer is given one.
+        spec: its op's contract.
+        layer_for: who makes the layer; None takes the contract's own stand-in.
+    """
+    if not impl.needs_layer:
+        return impl.fn
+
+    def call(*args: Any) -> Any:
+        values = {name: arg for name, arg in spec.named(args).items() if name in spec.from_layer}
+        layer = layer_for(spec, values) if layer_for else spec.layer(**values)
+        return impl.fn(layer, *spec.unprovided(args))
+
+    return call
+
+
+def contract_args(spec: OpSpec, impl: OpImpl, given: Sequence[Any]) -> tuple[Any, ...]:
+    """The contract's arguments of a call; what a layer provides is read from it."""
+    if not impl.needs_layer:
+        return tuple(given)
+    layer, rest = given[0], iter(given[1:])
+    return tuple(
+        spec.from_layer[name](layer) if name in spec.from_layer else next(rest)
+        for name in spec.parameters
+    )
+
+
+def compare(
+    impl: OpImpl,
+    spec: OpSpec,
+    sample: Sample,
+    dtype: torch.dtype,
+    *,
+    off: Callable[[Any], Off] | None = None,
+    wanted: Sequence[Wanted | None] | None = None,
+    layer_for: LayerFactory | None = None,
+    packed: bool | None = None,
+    memory: Guarded | None = None,
+) -> Comparison:
+    """Run one sample on guarded memory and compare the results with the oracle's, on the CPU.
+
+    Whatever the implementation raises, or its `supports`, is the comparison's result; only an
+    interrupt is passed on.
+
+    Args:
+        impl: the implementation.
+        spec: its op's contract.
+        sample: the arguments, on the implementation's device. They are left as they are.
+        dtype: the dtype that the sample was made for.
+        off: how far off results are; None compares them with `wanted`.
+        wanted: what each output must be; none of them (`()`) compares nothing, and None asks the
+            oracle.
+        layer_for: as for `as_call`.
+        packed: whether results must be contiguous. None: not of a sample whose activations lie as
+            no layer of vLLM's has them, since plain PyTorch often keeps their layout.
+        memory: that of an earlier call of equal shapes, which the numbers are written into; None
+            takes new memory.
+    """
+    fixed = (impl.op_name, impl.impl_id, sample.name, dtype_name(dtype))
+    if wanted is None:
+        wanted = () if off else wanted_of(spec, sample)
+    judged = off or partial(worst, wanted=wanted)
+    given = spec.named(sample.args)
+    call = guarded(given, spec.by_token) if memory is None else memory.rewritten(given)
+    packed = not sample.relaid if packed is None else packed
+    call.remember()
+    run = partial(answer, as_call(impl, spec, layer_for), impl, spec, call.args)
+    got, failure = called(run, impl, spec, call, packed=packed)
+    share = math.nan
+    if failure is None:
+        share, failure = compared(got, lambda results: judged(closed(results, sample)))
+    if failure is not None:
+        return Comparison(*fixed, failure.status, share, failure.reason, failure.error)
+    tells = not sample.relaid  # which has the numbers of another sample
+    return Comparison(
+        *fixed, "ok", share, leans=leans(closed(got, sample), wanted) if tells else {}
+    )
+
+
+def called(
+    run: Callable[[], Outcome],
+    impl: OpImpl,
+    spec: OpSpec,
+    call: Guarded,
+    *,
+    looked_at: Guarded | None = None,
+    packed: bool = True,
+) -> Outcome:
+    """Make one call and check everything but its numbers.
+
+    Args:
+        run: makes the call.
+        impl: the implementation.
+        spec: its op's contract.
+        call: the arguments.
+        looked_at: those of the arguments that were remembered just before, whose memory is looked
+            at after the call; None for all. A call that is refused must not have written into the
+            others either.
+        packed: whether results must be contiguous.
+
+    Returns:
+        The result, and why the call fails: it was refused, raised, wrote what it must not, or its
+        result has another form.
+    """
+    got, failure = run()
+    if failure is not None:
+        if failure.status == "refused" and call.disturbance(frozenset()) is not None:
+            status: Literal["wrong", "raised"] = "wrong" if failure.error is None else "raised"
+            failure = Failure(status, REFUSED_LATE, failure.error)
+        return None, failure
+    consumed = spec.consumed(impl.consumes, call.args)
+
+    def look() -> str:
+        shapes = spec.fake(*call.args)  # not before: its memory would be missing in the call
+        problem = misplaced(got, shapes, call, consumed, packed)
+        return problem or misuse(looked_at or call, consumed, impl, spec)
+
+    problem, failure = attempt(COMPARING, look, refuses=())
+    return got, Failure("wrong", problem) if problem else failure
+
+
+def compared(got: Any, off: Callable[[Any], Off]) -> tuple[float, Failure | None]:
+    """Compare the numbers of a result.
+
+    Args:
+        got: the result.
+        off: how far off it is.
+
+    Returns:
+        The worst error as a share of the tolerance, NaN if it cannot be compared; and why it fails.
+    """
+    found, failure = attempt(COMPARING, off, got, refuses=())
+    share, problem = found or (math.nan, "")
+    return share, Failure("wrong", problem) if problem else failure
+
+
+def answer(
+    fn: Callable[..., Any], impl: OpImpl, spec: OpSpec, args: Sequence[Any], **how: Any
+) -> Outcome:
+    """Call `fn` if the implementation's `supports` takes the call.
+
+    Args:
+        fn: the implementation as a function of the contract's parameters.
+        impl: the implementation.
+        spec: its op's contract.
+        args: the call's.
+        how: as for `attempt`.
+    """
+    failure = accept(impl, spec, args)
+    return attempt("it raised", fn, *args, **how) if failure is None else (None, failure)
+
+
+def accept(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> Failure | None:
+    """Ask the implementation's `supports` about a call: why it does not take it, or None."""
+    verdict, failure = attempt("its supports raised", verdict_of, impl, spec, args)
+    if failure is None and verdict is not True:
+        failure = Failure("refused", str(verdict))
+    return failure
+
+
+def tried(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterator[Sample]:
+    """The contract's own samples that a start tries, and some of them laid out otherwise."""
+    own = []
+    for sample in spec.samples(dtype, device):
+        if not sample.kit_only:
+            own.append(sample)
+            yield sample
+    yield from relaid(spec, own)
+
+
+def misplaced(
+    got: Any, shapes: Any, call: Guarded, consumed: Iterable[str], packed: bool = True
+) -> str:
+    """What is wrong with a result before its numbers are looked at, or nothing.
+
+    Args:
+        got: what the implementation returned.
+        shapes: what the contract's fake returns for the same call.
+        call: the arguments.
+        consumed: those that may be overwritten, and so returned.
+        packed: whether it must be contiguous.
+    """
+    if isinstance(shapes, tuple) != isinstance(got, tuple) or len(parts(got)) != len(parts(shapes)):
+        return f"returned {_kind(got)}, expected {_kind(shapes)}"
+    own: list[torch.Tensor] = []
+    for index, (mine, shape) in enumerate(zip(parts(got), parts(shapes), strict=True)):
+        where = f"result {index}" if isinstance(got, tuple) else "the result"
+        if shape is None or mine is None:
+            if shape is not mine:
+                return f"{where} is {_kind(mine)}, expected {_kind(shape)}"
+            continue
+        if not isinstance(mine, torch.Tensor):
+            return f"{where} is {_kind(mine)}, expected a tensor"
+        if odd := _oddity(mine):
+            return f"{where} is {odd}, expected a plain tensor"
+        if mine.layout != torch.strided:
+            return f"{where} is sparse ({mine.layout})"
+        if mine.shape != shape.shape:
+            return f"{where} has shape {tuple(mine.shape)}, not {tuple(shape.shape)}"
+        if mine.dtype != shape.dtype:
+            return f"{where} has dtype {mine.dtype}, not {shape.dtype}"
+        if mine.device != shape.device:
+            return f"{where} lies on {mine.device}, not {shape.device}"
+        shared = [n for n, arg in call.arguments.items() if shares(mine, arg)]
+        if set(consumed).intersection(shared):
+            continue  # written in place: its memory and layout are the argument's
+        if shared:
+            return f"{where} shares memory with {shared[0]!r}"
+        if any(shares(mine, other) for other in own):
+            return "two results share memory"
+        if packed and not mine.is_contiguous():
+            return f"{where} has strides {mine.stride()}: the contract promises a contiguous result"
+        own.append(mine)
+    return ""
+
+
+def _oddity(result: torch.Tensor) -> str:
+    """Why its memory does not hold its numbers, or nothing: vLLM's kernels read memory."""
+    if type(result) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(result).__name__}"
+    wrapped: Callable[..., bool] = torch._C._functorch.is_functorch_wrapped_tensor
+    kinds = {
+        "nested": result.is_nested,
+        "a functional tensor": torch._is_functional_tensor(result) or wrapped(result),
+        "a tensor of zeros without memory": result._is_zerotensor(),
+        "a tensor of which a view is negated": result.is_neg(),
+        "a tensor of which a view is conjugated": result.is_conj(),
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "")
+
+
+def misuse(call: Guarded, consumed: Iterable[str], impl: OpImpl, spec: OpSpec) -> str:
+    """What a call has written without right, or nothing."""
+    found = call.disturbance(frozenset(consumed))
+    if found is None:
+        return ""
+    name, neighbours, count = found
+    if not name:
+        return (
+            f"wrote {count} elements beside its arguments, in the memory around {neighbours}: they "
+            "belong to somebody else"
+        )
+    if name in impl.consumes:
+        without = ", ".join(sorted(spec.consumed_with[name]))
+        return f"overwrote {name!r}, which stays intact without {without}"
+    return f"overwrote {name!r}, which it does not declare in consumes"
+
+
+def shares(a: torch.Tensor, b: Any) -> bool:
+    """Whether two tensors lie in one storage; empty ones share nothing."""
+    if not isinstance(b, torch.Tensor) or not a.numel() or not b.numel():
+        return False
+    return bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
+
+
+def _kind(result: Any) -> str:
+    if isinstance(result, tuple):
+        return f"a tuple of {len(result)}"
+    return "None" if result is None else f"a {type(result).__name__}"
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    if device.index is None or device.index == module.current_device():
+        module.synchronize()  # not every device's takes which
+    else:
+        module.synchronize(device)
+
+
+def refusal_of(error: BaseException) -> str:
+    """Why a call was refused, where this is what `error` says; empty where it is another.
+
+    Args:
+        error: what a call raised: NotImplementedError of one implementation, or AllFailedError of a
+            chain of them, where each refused, or the first did in strict mode.
+    """
+    causes = [c for _, c in error.causes] if isinstance(error, AllFailedError) else [error]
+    if not all(isinstance(cause, str | NotImplementedError) for cause in causes):
+        return ""
+    return clean(str(causes[-1])) or "NotImplementedError"

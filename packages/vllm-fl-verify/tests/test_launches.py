@@ -1,0 +1,78 @@
+"""At how many tokens other kernels are launched."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify import launches
+from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.trials import Request, Role
+
+
+def variant(tokens: int) -> launches.Launched:
+    name = "small" if tokens < 37 else "one" if tokens < 700 else "many"
+    return frozenset({(name, 0)})
+
+
+def test_where_other_kernels_are_launched() -> None:
+    def edges(smallest: int, largest: int) -> list[int]:
+        return list(launches.edges(variant, smallest, largest, lambda: True))
+
+    assert edges(1, 2048) == [37, 700]
+    assert edges(1, 699) == [37]
+    assert edges(37, 2048) == [700]
+    assert edges(1, 1) == []
+
+
+def test_no_calls_are_left() -> None:
+    assert list(launches.edges(variant, 1, 2048, lambda: False)) == []
+
+
+def test_nothing_is_launched_on_a_cpu() -> None:
+    called: list[int] = []
+    cpu = torch.device("cpu")
+    assert launches.launched(lambda: called.append(1), cpu) == frozenset()
+    assert called == []
+
+
+def test_triton_tells_what_it_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[Any] = []
+    chain = SimpleNamespace(add=hooks.append, remove=hooks.remove)
+    runtime = SimpleNamespace(launch_enter_hook=chain)
+    monkeypatch.setitem(sys.modules, "triton.knobs", SimpleNamespace(runtime=runtime))
+
+    def call() -> None:
+        for hook in hooks:
+            hook(SimpleNamespace(get=lambda: {"name": "norm_kernel", "function": 7}))
+
+    found = launches.launched(call, torch.device("meta"))
+    assert found == {("norm_kernel", 7)}
+    assert hooks == []
+
+
+def test_both_sides_of_an_edge_are_verified() -> None:
+    """A kernel that is wrong at the first sizes of its second variant alone."""
+    sizes_seen = [0]
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        sizes_seen.append(len(x))
+        half = x.shape[-1] // 2
+        result = torch.nn.functional.silu(x[..., :half]) * x[..., half:]
+        return result + 1 if len(x) == 700 else result
+
+    def told(call: Any, device: torch.device) -> launches.Launched:
+        call()
+        return variant(sizes_seen[-1])
+
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, silu_and_mul, "acme")
+    sizes, cpu = ModelSizes(64, 64, 2, 1, 64, 64, tokens=(1, 2048)), torch.device("cpu")
+    more: Any = {"seed": 3, "calls": 1e9, "launched": told}
+    found = find_faults(Request([Role(impl)], torch.float32, cpu, sizes, **more))
+    assert "700 x" in found.objections["silu_and_mul", "vendor.acme"].reason

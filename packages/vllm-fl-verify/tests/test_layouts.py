@@ -1,0 +1,68 @@
+"""Activations that lie otherwise: which calls are made of a sample, and who asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify.layouts import relaid
+from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.trials import Request, Role
+from vllm_fl_verify.verification import tried
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+def impl(op: str, fn: Any) -> OpImpl:
+    return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+
+
+def faults(one: OpImpl) -> str:
+    found = find_faults(Request([Role(one)], BF16, CPU, None, seed=0)).objections
+    return "".join(each.reason for each in found.values())
+
+
+@pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
+def test_each_activation_of_each_op_is_laid_out_otherwise(spec: OpSpec) -> None:
+    dtype = getattr(torch, spec.dtypes[-1])
+    own = {sample.name: sample for sample in spec.samples(dtype, CPU)}
+    laid = list(relaid(spec, own.values()))
+    assert laid and not own.keys() & {sample.name for sample in laid}
+    seen: dict[str, set[str]] = {}
+    for sample in laid:
+        named = dict(zip(spec.parameters, sample.args, strict=True))
+        source = own[max((n for n in own if sample.name.startswith(f"{n}, ")), key=len)]
+        moved = [
+            name
+            for name, before in zip(spec.parameters, source.args, strict=True)
+            if before is not named[name]
+        ]
+        (name,) = moved
+        before = source.args[spec.parameters.index(name)]
+        laid_out, plain = (of.double().nan_to_num() for of in (named[name], before))
+        assert torch.equal(laid_out, plain), sample.name
+        assert named[name].stride() != before.stride() and spec.check(*sample.args) is None
+        seen.setdefault(name, set()).add(sample.name.rpartition(f"{name} ")[2])
+    assert seen.keys() == spec.by_token
+    assert all("numbers apart" in hows for hows in seen.values())
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """In plain PyTorch, which gives a transposed x's product its strides."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def test_a_start_leaves_right_numbers_alone_though_they_are_not_packed() -> None:
+    assert not faults(impl("silu_and_mul", silu))
+
+
+def test_a_start_leaves_out_what_the_kit_alone_asks() -> None:
+    spec = contracts()["merge_attn_states"]
+    alone = {sample.name for sample in spec.samples(BF16, CPU) if sample.kit_only}
+    assert alone and not alone & {sample.name for sample in tried(spec, BF16, CPU)}

@@ -1,0 +1,378 @@
+"""Implementations beside the oracle on a model's own tensors: what is seen, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from builders import managing, planning, refusing, silu
+from torch import nn
+from torch.nn import functional as F
+
+from vllm_fl.contracts import contracts
+from vllm_fl.engine.plan import Plan
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify import live as module
+from vllm_fl_verify.live import Live
+
+CPU = torch.device("cpu")
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+
+
+def right(x: torch.Tensor) -> torch.Tensor:
+    d = x.shape[-1] // 2
+    return F.silu(x[..., :d]) * x[..., d:]
+
+
+class Act(nn.Module):
+    """A layer as vLLM's: it binds when it is built."""
+
+    def __init__(self, plan: Plan, op: str = "silu_and_mul") -> None:
+        super().__init__()
+        self.bound = plan.bind(op, self, frozenset())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bound(x)
+
+
+class Model(nn.Module):
+    """Layers one behind the other, each with a wide input made of the one before."""
+
+    def __init__(self, plan: Plan, layers: int = 3, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.layers = nn.ModuleList(nn.ModuleDict({"act": Act(plan)}) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer["act"](torch.cat((x, x.flip(-1)), -1) * self.scale)
+        return x
+
+
+def plan_of(*impls: OpImpl, mode: Any = "eager", **policy: Any) -> Plan:
+    return planning(managing(*impls, **policy), mode)
+
+
+def acme(fn: Kernel, **fields: Any) -> OpImpl:
+    # Written out: a kernel's parameter has the contract's name.
+    return silu("vendor.acme", fn=fn, **fields)
+
+
+def seen(plan: Plan, x: torch.Tensor | None = None, **fields: Any) -> Live:
+    model = Model(plan, **fields)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model(torch.randn(100, 16, dtype=torch.bfloat16) if x is None else x)
+    return live
+
+
+def fault(live: Live) -> str:
+    (objection,) = live.objections.values()
+    return objection.reason
+
+
+def test_a_right_implementation_is_compared_once_for_each_kind_of_layer() -> None:
+    calls = []
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return right(x)
+
+    live = seen(plan_of(acme(silu_and_mul)))
+    assert not live.objections and not live.left_out
+    assert live.compared == 1, "three layers are of one kind"
+    assert calls == [100, 100, 100], "no call is made twice"
+
+
+def test_a_fault_names_the_layer_the_shape_and_the_worst_element() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x)
+        found[99, 3] += 5.0
+        return found
+
+    why = fault(seen(plan_of(acme(silu_and_mul))))
+    assert "in layer layers.0.act, x (100, 32) bfloat16" in why
+    assert "1 of 1024 elements are off" in why, "of 64 rows"
+    assert why.count("at (99, 3)") == 1 and "instead of" in why
+
+
+def test_a_fault_that_only_a_later_layer_brings_is_found() -> None:
+    """The layouts of all layers are alike: they are of two kinds by their names."""
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        return right(x) if x.abs().max() < 100 else right(x) * 1.5
+
+    plan = plan_of(acme(silu_and_mul))
+    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
+    live = Live(plan, {"": model}, CPU)
+    x = torch.randn(8, 32)
+    with live.watching():
+        model["early"](x)
+        model["late"](x * 1000)
+    why = fault(live)
+    assert "in layer late" in why
+
+
+@pytest.mark.parametrize("row", [0, 1, 31, 32, 128, 255, 299])
+def test_rows_on_both_sides_of_the_edges_of_tiles_are_compared(row: int) -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x)
+        found[row] += 5.0
+        return found
+
+    x = torch.randn(300, 16, dtype=torch.bfloat16)
+    why = fault(seen(plan_of(acme(silu_and_mul)), x))
+    assert f"at ({row}, " in why
+
+
+def test_what_runs_out_of_memory_that_may_be_used_up_is_left_out_and_no_fault() -> None:
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def looked(**limits: Any) -> Live:
+        plan = plan_of(acme(silu_and_mul))
+        model = Model(plan)
+        live = Live(plan, {"": model}, CPU, **limits)
+        with live.watching():
+            model(torch.randn(100, 16, dtype=torch.bfloat16))
+        return live
+
+    live = looked(scarce=True)
+    assert not live.objections and live.compared == 0
+    assert live.left_out == {"silu_and_mul": "no memory was left for it"}
+    assert "CUDA out of memory" in str([*looked().objections.values()]), "at start it is one"
+
+
+def test_calls_beyond_the_limit_are_left_out() -> None:
+    plan = plan_of(acme(right))
+    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
+    live = Live(plan, {"": model}, CPU, calls=1)
+    with live.watching():
+        for layer in model.values():
+            layer(torch.randn(8, 32))
+    assert live.compared == 1
+    assert live.left_out == {"silu_and_mul": "the limit of compared calls was reached"}
+
+
+def test_beside_what_serves_nothing_is_counted() -> None:
+    order = ["vendor:emca", "vendor:acme"]
+    first = refusing("vendor.emca", "too wide")
+    plan = plan_of(first, acme(lambda x: right(x)), per_op_order={"silu_and_mul": order})
+    model = Model(plan)
+    model(torch.randn(4, 16, dtype=torch.bfloat16))
+    record = plan.record
+    before = dict(record.fallbacks), dict(record.refusals)
+    assert all(before)
+    with record.aside(), Live(plan, {"": model}, CPU).watching():
+        assert record.is_aside
+        model(torch.randn(4, 16, dtype=torch.bfloat16))
+    assert (dict(record.fallbacks), dict(record.refusals)) == before and not record.is_aside
+
+
+@pytest.mark.parametrize("stray", ["argument", "beside"])
+def test_what_a_call_writes_over_live_memory_is_a_fault(stray: str) -> None:
+    buffer = torch.randn(8, 40)
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x)
+        if stray == "argument":
+            x[0, 0] = 7.0
+        else:
+            x.as_strided((1,), (1,), 36).fill_(7.0)
+        return found
+
+    plan = plan_of(acme(silu_and_mul))
+    model = Act(plan)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model(buffer[:, :32])
+    why = fault(live)
+    assert ("overwrote 'x'" if stray == "argument" else "beside its arguments") in why
+
+
+def test_what_raises_is_a_fault_and_the_forward_goes_on() -> None:
+    """The other ranks wait for it in the next layer."""
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(3)
+
+    plan = plan_of(acme(silu_and_mul))
+    model = Model(plan)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        assert model(torch.randn(4, 16)).shape == (4, 16)
+    why = fault(live)
+    assert why.startswith("it raised SystemExit")
+
+
+@pytest.mark.parametrize("traceable", [False, True])
+def test_what_a_compiler_will_get_is_compared_uncompiled(traceable: bool) -> None:
+    plan = plan_of(acme(lambda x: right(x) * 2, traceable=traceable), mode="compiled")
+    assert seen(plan).objections, "in its operator, or as it will be traced"
+    good = plan_of(acme(lambda x: right(x), traceable=traceable), mode="compiled")
+    assert seen(good).compared == 1
+
+
+def test_nothing_is_left_on_the_path() -> None:
+    plan = plan_of(acme(lambda x: right(x)))
+    model = Model(plan)
+    guards = {id(act.bound): act.bound for act in (layer["act"] for layer in model.layers)}
+    before = [dict(guard.__globals__) for guard in guards.values()]
+    live = Live(plan, {"": model}, CPU)
+    with pytest.raises(ZeroDivisionError), live.watching():
+        model(torch.randn(4, 16))
+        assert guards[id(model.layers[0]["act"].bound)].__globals__["_fn"] is not before[0]["_fn"]
+        raise ZeroDivisionError
+    assert [dict(guard.__globals__) for guard in guards.values()] == before
+    for part in model.modules():
+        assert not part._forward_hooks and not part._forward_pre_hooks
+    assert not plan.calls and not plan.fallbacks
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_no_tensor_of_the_forward_is_kept(wrong: bool) -> None:
+    """vLLM sizes its KV cache by what is free afterwards."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        found = right(x) + wrong
+        tensors.extend((weakref.ref(x), weakref.ref(found)))
+        return found
+
+    live = seen(plan_of(acme(silu_and_mul)))
+    gc.collect()
+    assert live.compared == 1 and bool(live.objections) is wrong
+    assert tensors and not [ref for ref in tensors if ref() is not None]
+
+
+def test_what_is_not_compared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST", 10)
+    live = seen(plan_of(acme(lambda x: right(x) * 2)))
+    assert not live.objections and live.compared == 0
+    assert live.left_out == {"silu_and_mul": "its arguments are too large to be copied"}
+
+
+class Experts(nn.Module):
+    """A layer whose weights are larger than what is copied."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.bound = plan.bind("fused_experts", self, frozenset())
+        self.w13, self.w2 = torch.randn(64, 32, 24) * 0.2, torch.randn(64, 24, 16) * 0.2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.rand(len(x), 4), torch.rand(len(x), 64).argsort(-1)[:, :4].int()
+        routed = x, self.w13, self.w2, weights, ids
+        return self.bound(*routed, "silu", False, -1, None, None, None)
+
+
+def of_experts(change: Callable[..., None]) -> OpImpl:
+    oracle = contracts()["fused_experts"].oracle
+
+    def fused_experts(*args: Any) -> torch.Tensor:
+        out: torch.Tensor = oracle(*args).to(args[0].dtype)
+        change(out, args[0])
+        return out
+
+    kind = BackendImplKind.VENDOR
+    return OpImpl("fused_experts", "vendor.acme", kind, fused_experts, "acme")
+
+
+def live_experts(change: Callable[..., None]) -> Live:
+    torch.manual_seed(0)
+    plan = plan_of(of_experts(change))
+    model = nn.Sequential(Experts(plan))
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model(torch.randn(40, 24))
+    return live
+
+
+def test_of_large_weights_those_are_compared_that_a_row_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LARGEST", 2**16)
+    copied: list[int] = []
+    on_host = module._on_host
+    monkeypatch.setattr(
+        module,
+        "_on_host",
+        lambda arg, rows: (copied.append(getattr(arg, "nbytes", 0)), on_host(arg, rows))[1],
+    )
+    live = live_experts(lambda out, x: None)
+    assert live.compared == 1 and not live.objections and not live.left_out
+    assert 0 < max(copied) < 64 * 32 * 24 * 4, "the weights of experts that some rows take"
+
+
+def test_a_kernel_that_is_wrong_on_large_weights_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST", 2**16)
+    why = fault(live_experts(lambda out, x: out[-1].zero_()))
+    assert "at (39," in why
+    why = fault(live_experts(lambda out, x: x.zero_()))
+    assert "overwrote 'hidden_states'" in why
+
+
+def planned_as_first(first: OpImpl, **policy: Any) -> Plan:
+    order = {"silu_and_mul": [first.impl_id.partition(".")[0], "reference"]}
+    return plan_of(first, silu("reference.torch", fn=right), per_op_order=order, **policy)
+
+
+def test_who_takes_none_of_its_calls_is_told_from_who_takes_some() -> None:
+    refuses = refusing("vendor.acme", "no such rows", fn=right)
+    plan = planned_as_first(refuses)
+    plan.fallbacks["attention_backend", "stock.vllm"] += 1  # chosen while the model was built
+    live = seen(plan)
+    assert not plan.record.refusals and not plan.calls, "counters begin when it has ended"
+    assert plan.fallbacks == {("attention_backend", "stock.vllm"): 1}
+    assert live.refused == {("silu_and_mul", "vendor.acme"): "no such rows"}
+    assert live.served == {("silu_and_mul", "reference.torch")} and live.reached == {"silu_and_mul"}
+    assert not live.objections
+
+    def raising(x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("not these")
+
+    live = seen(planned_as_first(acme(raising)))
+    assert live.refused == {("silu_and_mul", "vendor.acme"): "NotImplementedError: not these"}
+    some = acme(right, supports=lambda x: True if x.abs().max() > 5 else "small")
+    plan = planned_as_first(some)
+    model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        model["early"](torch.randn(8, 32).clamp(-1, 1))
+        model["late"](torch.randn(8, 32) * 100)
+    assert not live.refused and len(live.served) == 2
+
+
+@pytest.mark.parametrize("where", ["fn", "supports"])
+def test_what_hangs_is_named_and_noted(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in a call that is not compared, and where it is asked whether it takes one."""
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.3)
+    noted: list[str] = []
+
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "has been running" in r.getMessage()]
+
+    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+        noted.append(breadcrumb.now())
+        while where == "fn" and len(noted) == 2 and not said():
+            time.sleep(0.01)
+        return right(x)
+
+    def asked(x: torch.Tensor) -> bool:
+        while where == "supports" and not said():
+            time.sleep(0.01)
+        return True
+
+    live = seen(plan_of(acme(silu_and_mul, supports=asked)))
+    assert not live.objections and len(noted) == 3
+    assert all("silu_and_mul=vendor.acme on live tensors in layer layers." in n for n in noted)
+    (line,) = said()
+    assert "silu_and_mul=vendor.acme" in line

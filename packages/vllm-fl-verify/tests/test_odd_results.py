@@ -1,0 +1,102 @@
+"""Results that are tensors by name alone, and faults that come late, cost their kernel and no
+more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from builders import managing, planning, silu
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify.live import Live
+from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.trials import Request, Role
+
+CPU = torch.device("cpu")
+SIZES = ModelSizes(16, 16, 2, 1, 8, 8, tokens=(1, 8))
+
+
+def sound(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return F.silu(x[..., :half]) * x[..., half:]
+
+
+class Spoilt(Tensor):
+    """A tensor that cannot be subtracted."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.sub, Tensor.__sub__, Tensor.detach, Tensor.to, Tensor.double):
+            raise ValueError("no numbers here")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def fake(result: Tensor) -> Any:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(result)
+
+
+def negated(result: Tensor) -> Tensor:
+    return torch._neg_view(-result)
+
+
+ODD: dict[str, Callable[[Tensor], Any]] = {
+    "a FakeTensor": fake,
+    "a functional tensor": torch._to_functional_tensor,
+    "a Spoilt": lambda result: result.as_subclass(Spoilt),
+    "a tensor of zeros": lambda result: torch._efficientzerotensor(
+        result.shape, dtype=result.dtype
+    ),
+    "a tensor of which a view is negated": negated,
+    "nested": lambda result: torch.nested.as_nested_tensor([*result]),
+}
+
+
+def kernel(name: str, odd: Callable[[Tensor], Any]) -> OpImpl:
+    def fn(x: Tensor) -> Any:
+        return odd(sound(x))
+
+    return OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_result_that_is_no_plain_tensor_is_named_and_the_next_is_tried() -> None:
+    impls = [kernel(f"acme{number}", odd) for number, odd in enumerate(ODD.values())]
+    good = [kernel("good", lambda result: result), kernel("owner", nn.Parameter)]
+    found = find_faults(
+        Request([*map(Role, [*impls, *good])], torch.float32, CPU, SIZES, calls=0)
+    ).objections
+    assert set(found) == {("silu_and_mul", impl.impl_id) for impl in impls}
+    for said, fault in zip(ODD, found.values(), strict=True):
+        assert f"the result is {said}" in fault.reason
+        assert "expected a plain tensor" in fault.reason
+
+
+class Layer(nn.Module):
+    def __init__(self, plan: Any) -> None:
+        super().__init__()
+        self.bound = plan.bind("silu_and_mul", self, frozenset())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.bound(x)
+        return result
+
+
+@pytest.mark.parametrize("said", ["a Spoilt", "a FakeTensor"])
+def test_in_a_layer_too(said: str) -> None:
+    def silu_and_mul(x: Tensor) -> Any:
+        return ODD[said](sound(x))
+
+    plan = planning(managing(silu("vendor.acme", fn=silu_and_mul)), "eager")
+    model = Layer(plan)
+    live = Live(plan, {"": model}, CPU)
+    with live.watching():
+        assert model(torch.randn(8, 16)).shape == (8, 8), "the layers behind go on"
+    assert said in live.objections["silu_and_mul", "vendor.acme"].reason

@@ -1,0 +1,479 @@
+"""What start-up finds in a faulty implementation, and what it lets pass."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import graph_on_cpu
+import pytest
+import torch
+import torch.nn.functional as F
+from builders import silu
+from torch import Tensor
+
+from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.dispatch.resolver import Candidate, Trace
+from vllm_fl.engine.plan import Plan, PlanEntry
+from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.inspection import Objection
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify import graphs, preflight, trials
+from vllm_fl_verify.preflight import find_faults
+from vllm_fl_verify.trials import Request, Role
+from vllm_fl_verify.verification import compare
+
+SIZES = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 2048))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_more_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token counts that are always tried show it."""
+    monkeypatch.setattr(trials, "CALLS", 0)
+
+
+def sound(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return F.silu(x[..., :half]) * x[..., half:]
+
+
+def raises(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel image")
+
+
+def ends(x: Tensor) -> Tensor:
+    raise SystemExit(0)
+
+
+def hides_nan(x: Tensor) -> Tensor:
+    return sound(x).nan_to_num()
+
+
+def gives_nan(x: Tensor) -> Tensor:
+    return sound(x) * float("nan")
+
+
+def gives_another_shape(x: Tensor) -> Tensor:
+    return sound(x)[..., :-1]
+
+
+def wrong_in_bf16(x: Tensor) -> Tensor:
+    return sound(x) * (1.1 if x.dtype is torch.bfloat16 else 1.0)
+
+
+def wrong_above_64_tokens(x: Tensor) -> Tensor:
+    result = sound(x)
+    result[64:] = 0
+    return result
+
+
+def wrong_in_the_last_row_of_a_large_batch(x: Tensor) -> Tensor:
+    result = sound(x)
+    if len(x) > 1000:
+        result[-1] = 0
+    return result
+
+
+def cuts_off(x: Tensor) -> Tensor:
+    """Each result is within a step of the right one: towards zero."""
+    return (sound(x.float()).view(torch.int32) & -(1 << 16)).view(torch.float32).to(x.dtype)
+
+
+def rounds_up(x: Tensor) -> Tensor:
+    """Away from zero."""
+    bits = sound(x.float()).view(torch.int32)
+    return ((bits + 0xFFFF) & -(1 << 16)).view(torch.float32).to(x.dtype)
+
+
+def overwrites_its_input(x: Tensor) -> Tensor:
+    result = sound(x)
+    x.zero_()
+    return result
+
+
+def fault_of(fn: Callable[..., Any], compares: bool = True, **options: Any) -> str | None:
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **options)
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, compares=compares))
+    assert set(found.objections) <= {("silu_and_mul", "vendor.acme")}
+    return next((objection.reason for objection in found.objections.values()), None)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (raises, "it raised RuntimeError: no kernel image"),
+        (ends, "it raised SystemExit"),
+        (gives_nan, "elements are off"),
+        (hides_nan, "(NaN and infinity"),
+        (gives_another_shape, "has shape"),
+        (wrong_in_bf16, "bfloat16"),
+        (wrong_above_64_tokens, " x 2*512, bfloat16)"),  # at 100, or where one is drawn below
+        (wrong_in_the_last_row_of_a_large_batch, " x 2*512, bfloat16)"),
+        (overwrites_its_input, "overwrote 'x'"),
+        (cuts_off, "the result errs to one side in each of"),
+        (cuts_off, "too small by 0.5"),
+        (rounds_up, "too large by 0.5"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_faults_are_found_and_say_what_is_wrong(fn: Callable[..., Any], said: str) -> None:
+    fault = fault_of(fn)
+    assert fault is not None and said in fault
+
+
+def test_a_sound_implementation_passes() -> None:
+    assert fault_of(sound) is None
+
+
+def test_run_only_runs() -> None:
+    assert fault_of(gives_nan, compares=False) is None
+    assert "no kernel image" in str(fault_of(raises, compares=False))
+
+
+def test_one_that_refuses_all_sizes_of_the_model_is_out() -> None:
+    impl = silu("vendor.acme", fn=sound, supports=lambda x: "no 2-D" if x.ndim == 2 else True)
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES))
+    why = "it refuses every call of this model (1 x 2*512, bfloat16: no 2-D)"
+    assert found.objections == {("silu_and_mul", "vendor.acme"): Objection("FL412", why)}
+
+
+@pytest.mark.parametrize(
+    ("provided", "asked"),
+    [
+        ((), {torch.bfloat16}),  # nothing is known
+        (({"weight": torch.float32},), {torch.float32}),
+        (({"weight": torch.float32}, {"weight": torch.bfloat16}), {torch.float32, torch.bfloat16}),
+        (({"weight": torch.float64},), {torch.bfloat16}),  # no call of the contract
+    ],
+)
+def test_made_calls_have_the_dtypes_that_the_layers_provide(provided: Any, asked: Any) -> None:
+    """A norm of Gemma's hands over a float32 weight, which no size and no model's dtype tells."""
+    seen: set[torch.dtype] = set()
+    refused: set[torch.dtype] = set()
+
+    def supports(x: Any, residual: Any, weight: Any, *others: Any) -> bool | str:
+        if x.ndim == 2 and x.shape[-1] == SIZES.hidden:
+            seen.add(weight.dtype)
+            return weight.dtype not in refused or f"weight is {weight.dtype}"
+        return True if x.shape[-1] != SIZES.head_size else "heads"
+
+    impl = OpImpl(
+        "rms_norm", "vendor.acme", BackendImplKind.VENDOR, norm, "acme", supports=supports
+    )
+    given: dict[str, Any] = {"provided": {"rms_norm": provided}, "calls": 0}
+    request = Request([Role(impl)], torch.bfloat16, CPU, replace(SIZES, tokens=(1, 64)), **given)
+    found = find_faults(request)
+    assert seen == asked and not found.objections
+    refused.add(torch.float32)
+    found = find_faults(request)
+    codes = [objection.code for objection in found.objections.values()]
+    assert codes == ["FL412"] * (asked == {torch.float32})
+
+
+def test_one_that_refuses_an_edge_only_passes() -> None:
+    assert fault_of(sound, supports=lambda x: "no 3-D" if x.ndim == 3 else True) is None
+
+
+def test_a_slow_one_is_named_while_it_runs_and_out_after(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(breadcrumb, "SLOW", 0.2)
+
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(0.3)
+        while "one call of" not in caplog.text:
+            time.sleep(0.01)
+        return sound(x)
+
+    with caplog.at_level(logging.DEBUG, "vllm_fl"):
+        fault = fault_of(slow)
+    assert fault is not None and fault.startswith("takes ")
+    assert "one call of silu_and_mul=vendor.acme (" in caplog.text
+    assert re.search(r"silu_and_mul=vendor\.acme: samples [\d.]+ s$", caplog.text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("slow", "said"), [(1, None), (2, "takes 11 s for one call")])
+def test_one_that_is_slow_once_while_it_compiles_passes(
+    slow: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, now = [], [0.0]
+    clock = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
+    monkeypatch.setattr(breadcrumb, "time", clock)
+
+    def compiles(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        now[0] += 11.0 * (len(calls) <= slow)
+        return sound(x)
+
+    fault = fault_of(compiles)
+    assert fault is None if said is None else str(fault).startswith(said)
+
+
+def test_the_global_random_generator_is_left_alone() -> None:
+    torch.manual_seed(7)
+    want = torch.rand(3)
+    torch.manual_seed(7)
+    fault_of(sound)
+    assert torch.equal(torch.rand(3), want)
+
+
+# What only shows as it will serve.
+
+
+def norm(x: Any, residual: Any, weight: Any, epsilon: float, variance_size: Any = None) -> Any:
+    y = x.float() if residual is None else x.float() + residual.float()
+    normed = y * (y[..., :variance_size].square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    normed = normed.to(x.dtype) if weight is None else (normed * weight.float()).to(x.dtype)
+    normed = normed.contiguous()
+    return normed if residual is None else (normed, y.to(x.dtype).contiguous())
+
+
+def rope(
+    query: Any, key: Any, cos: Any, sin: Any, position_ids: Any, rotary_interleaved: bool = False
+) -> Any:
+    half = cos.shape[-1]
+    c, s = (t[position_ids.long()].float().unsqueeze(1) for t in (cos, sin))
+
+    def turn(x: Tensor) -> Tensor:
+        out = x.float().contiguous().clone()
+        first = slice(0, 2 * half, 2) if rotary_interleaved else slice(0, half)
+        second = slice(1, 2 * half, 2) if rotary_interleaved else slice(half, 2 * half)
+        a, b = x[..., first].float(), x[..., second].float()
+        out[..., first], out[..., second] = a * c - b * s, b * c + a * s
+        return out.to(x.dtype)
+
+    return turn(query), None if key is None else turn(key)
+
+
+def fault(
+    op: str, fn: Callable[..., Any], sizes: ModelSizes = SIZES, compiled: Any = None, **fields: Any
+) -> str | None:
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", **fields)
+    role = Role(impl, compiled=compiled)
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, backend="aot_eager"))
+    return next((objection.reason for objection in found.objections.values()), None)
+
+
+@pytest.mark.parametrize(("op", "fn"), [("rms_norm", norm), ("rotary_embedding", rope)])
+def test_right_ones_pass(op: str, fn: Callable[..., Any]) -> None:
+    assert fault(op, fn) is None
+
+
+def planned_alone(op: str, impl: OpImpl, **fields: Any) -> Plan:
+    trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
+    return Plan("compiled", {op: PlanEntry(op, ((None, trace),))}, contracts=contracts(), **fields)
+
+
+def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> None:
+    """Its inputs share memory at start; in a model the graph makes them, and nothing is aliased."""
+
+    def in_place(
+        query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
+    ) -> Any:
+        turned = rope(query, key, cos, sin, ids, interleaved)
+        return query.copy_(turned[0]), None if key is None else key.copy_(turned[1])
+
+    op, consumes = "rotary_embedding", frozenset({"query", "key"})
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, in_place, "acme", consumes=consumes)
+    compiled = planned_alone(op, impl).as_compiled(op, impl)
+    assert fault(op, in_place, compiled=compiled, consumes=consumes) is None
+
+
+@pytest.mark.parametrize(("asked", "strict"), [(True, True), (False, False)])
+def test_one_that_refuses_a_form_that_the_model_need_not_have_can_be_compiled(
+    asked: bool, strict: bool
+) -> None:
+    """Nobody comes after it: its chain has failed for that call, and it has done nothing wrong."""
+
+    def halves(
+        query: Any, key: Any, cos: Any, sin: Any, ids: Any, interleaved: bool = False
+    ) -> Any:
+        if interleaved:
+            raise NotImplementedError("takes halves only")
+        return rope(query, key, cos, sin, ids, interleaved)
+
+    def supports(*args: Any) -> bool | str:
+        return "takes halves only" if args[5] else True
+
+    op, more = "rotary_embedding", {"supports": supports if asked else None, "traceable": True}
+    impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, halves, "acme", **more)
+    compiled = planned_alone(op, impl, strict=strict).as_compiled(op, impl)
+    assert fault(op, halves, compiled=compiled, **more) is None
+
+
+@pytest.mark.parametrize("wrong", [(11, 11), (17, 2047), (48, 48), (2048, 2048)])
+def test_what_is_wrong_at_some_token_counts_only(
+    wrong: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "CALLS", 1e9)  # 48 is one of the further counts
+
+    def fn(x: Tensor) -> Tensor:
+        result = sound(x)
+        return result + 1.0 if wrong[0] <= len(x) <= wrong[1] else result
+
+    assert "elements are off" in str(fault("silu_and_mul", fn))
+
+
+def test_what_is_wrong_at_far_positions_only() -> None:
+    def fn(query: Tensor, key: Any, cos: Any, sin: Any, position_ids: Tensor, way: bool) -> Any:
+        return rope(query, key, cos, sin, position_ids.clamp(max=2047), way)
+
+    long = ModelSizes(256, 512, 4, 2, 64, 64, tokens=(1, 64), max_position=8192)
+    assert "elements are off" in str(fault("rotary_embedding", fn, sizes=long))
+    assert fault("rotary_embedding", fn) is None  # right for a model that is no longer
+
+
+def test_fewer_batches_than_usual_are_remarked() -> None:
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, sound, "acme")
+    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, calls=0))
+    assert not found.objections
+    assert found.remarks == ["fewer batches than usual: silu_and_mul of vendor.acme"]
+
+
+def test_a_result_that_is_not_contiguous_or_not_dense() -> None:
+    def strided(x: Tensor) -> Tensor:
+        return sound(x).mT.contiguous().mT if x.ndim > 1 else sound(x)
+
+    assert "the contract promises a contiguous result" in str(fault("silu_and_mul", strided))
+    sparse = fault("silu_and_mul", lambda x: sound(x).to_sparse())
+    assert sparse is not None and "is sparse" in sparse
+
+
+def test_what_is_wrong_when_compiled_only() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return sound(x) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+    assert fault("silu_and_mul", fn, traceable=True) is None
+    said = fault("silu_and_mul", fn, compiled=fn, traceable=True)
+    assert said is not None and "(compiled by aot_eager, 5 x" in said
+
+
+def test_one_that_takes_the_layer_is_given_one() -> None:
+    def fn(obj: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        return norm(x, residual, obj.weight, obj.variance_epsilon, obj.variance_size_override)
+
+    assert fault("rms_norm", fn) is None
+    wrong = fault("rms_norm", lambda obj, x, residual=None: norm(x, residual, obj.weight, 0.1))
+    assert "elements are off" in str(wrong)
+
+
+def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
+    """The older form reads a weight of the layer's, and knows no other kind of layer."""
+
+    def fn(obj: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        normed = norm(x, residual, None, obj.variance_epsilon)
+        if residual is None:
+            return normed * obj.weight
+        return normed[0] * obj.weight, normed[1]
+
+    assert fault("rms_norm", fn) is None
+    impl = OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    spec = contracts()["rms_norm"]
+    said = {
+        sample.name: compare(impl, spec, sample, torch.bfloat16).reason
+        for sample in spec.samples(torch.bfloat16, CPU)
+    }
+    assert "has no weight" in said["weight=None"]
+    assert "has a weight of torch.float32" in said["fp32 weight"]
+    assert "over a part of its features" in said["variance_size, residual"]
+    assert not said["3-D"]
+
+
+def test_the_counts_hold_the_edges_and_are_drawn_anew() -> None:
+    always, further = trials.token_counts(2048, seed=1)
+    every = {*always, *further}
+    tried = {n - d for n in every for d in (0, 1)}  # each with one row less, too
+    assert {*range(1, 65), 127, 128, 129, 1023, 1024, 1025, 2047, 2048} <= tried
+    assert every <= set(range(1, 2049))
+    assert 2048 in always
+    assert trials.token_counts(2048, seed=1) == (always, further)
+    assert {*trials.token_counts(2048, seed=2)[1]} != {*further}
+    assert trials.token_counts(1, seed=1) == ([1], [])
+    always, further = trials.token_counts(2048, seed=1, smallest=1000)
+    assert {1000, 1024, 1025, 2047, 2048} <= {n - d for n in (*always, *further) for d in (0, 1)}
+    assert min(*always, *further) == 1000
+
+
+def test_sizes_that_are_not_told_have_no_calls() -> None:
+    sizes = ModelSizes(256, None, 4, 2, None, None, tokens=(1, 64))
+    assert fault("silu_and_mul", lambda x: sound(x) * (2.0 if x.shape[-1] == 1024 else 1.0),
+                 sizes=sizes) is None  # fmt: skip
+
+
+def takes_a_number_of_the_data(x: Tensor) -> Tensor:
+    # On CUDA it is read while the call is captured, and never again, or the capture fails.
+    top = float(x.abs().nan_to_num(nan=float("inf")).max()) if x.numel() else 0.0
+    return sound(x.clamp(-top, top))
+
+
+def cannot_be_captured(x: Tensor) -> Tensor:
+    if graph_on_cpu.is_capturing():
+        raise RuntimeError("operation not permitted when stream is capturing")
+    return sound(x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (sound, None),
+        (takes_a_number_of_the_data, "it is wrong when a graph is replayed with large values"),
+        (cannot_be_captured, "it cannot be captured in a graph: "),
+    ],
+)
+def test_what_is_wrong_in_a_captured_graph_alone(
+    fn: Callable[..., Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "captured", graph_on_cpu.captured)
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    key = "silu_and_mul", "vendor.acme"
+    sizes = replace(SIZES, tokens=(1, 64))
+    assert not find_faults(Request([Role(impl)], torch.bfloat16, CPU, sizes, calls=0)).objections
+    role = Role(impl, captured=64)
+    found = find_faults(Request([role], torch.bfloat16, CPU, sizes, calls=0)).objections
+    assert list(found) == ([] if said is None else [key])
+    if said is not None:
+        assert found[key].reason.startswith(said)
+
+
+def test_one_that_serves_few_tokens_is_tried_with_as_many() -> None:
+    """Its row ends there: what it does with more, no call of the engine's will show."""
+    fn = wrong_in_the_last_row_of_a_large_batch
+    impl = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
+    for most, faults in ((64, 0), (math.inf, 1)):
+        request = Request([Role(impl, most=most)], torch.bfloat16, CPU, SIZES, calls=0)
+        assert len(find_faults(request).objections) == faults
+
+
+def test_each_is_tried_with_batches_of_its_own_rows() -> None:
+    """What one may not serve is no fault of it because another one does."""
+
+    def fn(x: Tensor) -> Tensor:
+        return sound(x) * (len(x) <= 512)  # beyond the contract's own samples
+
+    small, large = (
+        OpImpl("silu_and_mul", f"vendor.{name}", BackendImplKind.VENDOR, fn, name)
+        for name in ("acme", "other")
+    )
+    roles = [Role(small, most=512), Role(replace(large, fn=sound), least=513)]
+    request = Request(roles, torch.bfloat16, CPU, SIZES, calls=0)
+    assert not find_faults(request).objections
+
+
+def test_the_host_computes_with_few_threads_beside_a_device() -> None:
+    """And with all of them where it is what serves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(12)
+    try:
+        for device, threads in (("cpu", 12), ("meta", 8)):
+            with preflight.host_threads(torch.device(device)):
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 12
+    finally:
+        torch.set_num_threads(before)

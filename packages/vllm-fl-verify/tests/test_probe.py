@@ -1,0 +1,283 @@
+"""The forward of our own over a loaded model: what the model is given, and what is left."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import engine_of, managing, planning, silu
+from vllm import forward_context
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.sequence import IntermediateTensors
+
+from vllm_fl.contracts import contracts
+from vllm_fl.integration import attending, engines
+from vllm_fl.plugins.inspection import Moment
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl_verify import loaded, probe
+from vllm_fl_verify.made_inputs import checks_of
+
+
+class Attention(torch.nn.Module, AttentionLayerBase):
+    def get_attn_backend(self) -> Any:
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(query, float("nan"))  # what the memory held
+
+
+class Model(torch.nn.Module):
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.attention, self.fails = Attention(), fails
+        self.given: dict[str, Any] = {}
+
+    def forward(self, **given: Any) -> Any:
+        self.given = given
+        self.skips = get_forward_context().skip_compiled
+        self.inference = torch.is_inference_mode_enabled()
+        self.attended = self.attention(torch.ones(8, 4), torch.arange(32.0).view(8, 4))
+        if self.fails:
+            raise ZeroDivisionError
+
+    def embed_input_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.float().unsqueeze(-1).expand(-1, 4)
+
+
+class Older:
+    """vLLM's first model runner, as far as it is asked."""
+
+    def __init__(self, model: Model, config: VllmConfig, **given: torch.Tensor) -> None:
+        self.model, self.config = model, config
+        self.given: dict[str, Any] = {"input_ids": torch.zeros(64, dtype=torch.int32), **given}
+
+    def _dummy_run(
+        self, num_tokens: int, is_profile: bool = False, skip_eplb: bool = False
+    ) -> None:
+        assert is_profile and skip_eplb
+        with set_forward_context(None, self.config, num_tokens=num_tokens):
+            self.model(positions=torch.zeros(3, 64, dtype=torch.int64), **self.given)
+
+
+class Newer(Older):
+    """The other one, which refuses a profile run with attention."""
+
+    def _dummy_run(  # type: ignore[override]
+        self, num_tokens: int, *args: Any, skip_attn: bool = False, **options: Any
+    ) -> None:
+        assert skip_attn
+        super()._dummy_run(num_tokens, **options)
+
+
+class WithAttention(Older):
+    """The first one where it is asked to build what attention needs."""
+
+    def _dummy_run(  # type: ignore[override]
+        self, num_tokens: int, *, force_attention: bool = False, **options: bool
+    ) -> None:
+        assert force_attention and num_tokens == 1
+        super()._dummy_run(num_tokens, **options)
+
+
+@pytest.fixture
+def config() -> VllmConfig:
+    made = VllmConfig()
+    told = SimpleNamespace(get_vocab_size=lambda: 1000, max_model_len=64)
+    object.__setattr__(made, "model_config", told)
+    return made
+
+
+def left_clean(model: Model) -> bool:
+    hooks = [part._forward_hooks for part in model.modules()]
+    own = forward_context.create_forward_context.__module__ == forward_context.__name__
+    return "forward" not in vars(model) and not any(hooks) and own
+
+
+@pytest.mark.parametrize("runner", [Older, Newer])
+def test_tokens_and_positions_are_varied_and_nothing_is_left(runner: Any, config: Any) -> None:
+    model = Model()
+    assert probe.forward(runner(model, config), model, config, 8) == ""
+    ids, positions = model.given["input_ids"], model.given["positions"]
+    assert ids.dtype == torch.int32 and len(set(ids.tolist())) > 4 and int(ids.max()) > 64
+    assert positions.shape == (3, 64) and 0 <= int(positions.min()) <= int(positions.max()) < 64
+    steps = positions.diff(dim=-1)
+    assert bool((steps == 1).any()) and bool((steps < 0).any()), "prompts one behind another"
+    assert bool((ids.diff() == 0).any()), "tokens that repeat"
+    assert model.skips and model.inference
+    assert left_clean(model)
+    again = Model()
+    probe.forward(runner(again, config), again, config, 8)
+    assert torch.equal(again.given["input_ids"], ids), "other ranks must have the same"
+
+
+class Rope(torch.nn.Module):
+    def __init__(self, rows: int, name: str = "cos_sin_cache", **told: int) -> None:
+        super().__init__()
+        self.register_buffer(name, torch.zeros(rows, 4))
+        vars(self).update(told)
+
+
+def table(rows: int, **told: int) -> torch.nn.Module:
+    found = torch.nn.Embedding(rows, 4)
+    vars(found).update(told)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layers", "positions"),
+    [
+        ({}, 512),
+        ({"rope": Rope(128), "other": Rope(256)}, 128),
+        ({"rope": Rope(160, "long_short_cos_sin_cache", original_max_position_embeddings=64)}, 96),
+        ({"chunked": Rope(8, "cos_sin_q_cache")}, 512),
+        ({"wpe": table(100)}, 100),
+        ({"embed_positions": table(102, offset=2)}, 100),
+        ({"rope": Rope(0)}, 1),
+    ],
+)
+def test_positions_stay_within_every_table_of_the_model(
+    layers: dict[str, torch.nn.Module], positions: int, config: Any
+) -> None:
+    """An engine may be longer than its model, by VLLM_ALLOW_LONG_MAX_MODEL_LEN."""
+    model = Model()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    assert probe.positions_of(model, 512) == positions
+    config.model_config.max_model_len = 512
+    assert probe.forward(Older(model, config), model, config, 8) == ""
+    assert int(model.given["positions"].max()) < positions
+
+
+def test_positions_behind_padding_and_those_of_an_encoder_of_images() -> None:
+    roberta = torch.nn.Module()
+    roberta.padding_idx = 1  # type: ignore[assignment]
+    roberta.add_module("position_embeddings", table(514))
+    assert probe.positions_of(roberta, 8192) == 512
+    seeing = torch.nn.Module()
+    seeing.add_module("tower", Rope(16))
+    seeing.add_module("language", Rope(64))
+    assert probe.positions_of(seeing, 512) == 16
+    seeing.get_language_model = lambda: seeing.language  # type: ignore[assignment]
+    assert probe.positions_of(seeing, 512) == 64
+
+
+def test_attention_gives_numbers_of_its_inputs_size(config: Any) -> None:
+    model = Model()
+    probe.forward(Older(model, config), model, config, 8)
+    assert bool(model.attended.isfinite().all())
+    assert 2.0 < float(model.attended.std()) < 40.0
+
+
+def test_embeddings_are_those_of_random_tokens(config: Any) -> None:
+    model = Model()
+    older = Older(model, config, input_ids=None, inputs_embeds=torch.zeros(64, 4))  # type: ignore[arg-type]
+    probe.forward(older, model, config, 8)
+    embeds = model.given["inputs_embeds"]
+    assert model.given["input_ids"] is None and len(embeds[:, 0].unique()) > 4
+    assert torch.equal(embeds[:, 0], embeds[:, 3])
+
+
+def test_a_later_rank_of_a_pipeline_is_given_noise_for_what_the_rank_before_sends(
+    config: Any,
+) -> None:
+    sent = IntermediateTensors({"hidden_states": torch.zeros(8, 4), "residual": torch.zeros(8, 4)})
+    model = Model()
+    assert probe.forward(Older(model, config, intermediate_tensors=sent), model, config, 8) == ""  # type: ignore[arg-type]
+    given = model.given["intermediate_tensors"]
+    assert type(given) is IntermediateTensors and given.tensors.keys() == sent.tensors.keys()
+    assert all(len(tensor.unique()) == 32 for tensor in given.tensors.values())
+    assert not any(bool(tensor.any()) for tensor in sent.tensors.values()), "vLLM's own buffers"
+
+
+class Drafting(Older):
+    """One that drafts behind its model, as speculative decoding does."""
+
+    def __init__(self, model: Model, config: VllmConfig, draft: object) -> None:
+        super().__init__(model, config)
+        self.draft = draft
+
+    def get_draft_model(self) -> object:
+        return self.draft
+
+    def _dummy_run(self, num_tokens: int, **options: Any) -> None:  # type: ignore[override]
+        super()._dummy_run(num_tokens, **options)
+        if isinstance(self.draft, torch.nn.Module):
+            with set_forward_context(None, self.config, num_tokens=num_tokens):
+                self.draft()
+
+
+def engine_with(runner: Drafting, config: Any) -> Any:
+    oracle = contracts()["merge_attn_states"].oracle
+    behind = OpImpl("merge_attn_states", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
+    plan = planning(managing(silu("vendor.acme"), behind))
+    worker = SimpleNamespace(
+        model_runner=runner, vllm_config=config, get_model=lambda: runner.model
+    )
+    engine = engine_of(plan)
+    engine.worker = worker
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("draft", "line"),
+    [
+        (Model(fails=True), "not on live tensors: the forward failed: ZeroDivisionError"),
+        (None, "0 calls on live tensors in"),
+    ],
+    ids=["failing", "none"],
+)
+def test_with_speculative_decoding_the_start_goes_on(
+    draft: Any, line: str, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the draft model cannot run before vLLM has made what it needs."""
+    monkeypatch.setattr(engines, "exchange", lambda what, mine, failure="": [mine])
+    model = Model()
+    engine = engine_with(Drafting(model, config, draft), config)
+    checks_of(engine).live_counts = frozenset({8})
+    assert loaded.compare(engine) == {}
+    said, *unseen = engine.remarks[Moment.LOADED]
+    assert said.startswith(line)
+    ran = not line.startswith("not")
+    assert unseen == ["not compared there: merge_attn_states (not called)"] * ran
+    assert model.given and not engine.disabled
+    assert left_clean(model) and (not isinstance(draft, Model) or left_clean(draft))
+
+
+def test_a_forward_that_fails_leaves_nothing_either(config: Any) -> None:
+    model = Model(fails=True)
+    with pytest.raises(ZeroDivisionError):
+        probe.forward(Older(model, config), model, config, 8)
+    assert left_clean(model)
+
+
+def test_attention_is_run_once_uncompiled_where_vllm_would_not(config: Any) -> None:
+    model = Model()
+    attending.attend(WithAttention(model, config), config, is_eager=False)
+    assert model.skips and model.inference and left_clean(model)
+    asked: list[dict[str, bool]] = []
+
+    def newer(tokens: int, skip_attn: bool = True, **options: bool) -> None:
+        asked.append({"skip_attn": skip_attn, **options})
+
+    for is_eager in (True, False):  # else the newer runner takes steps of its own
+        attending.attend(SimpleNamespace(_dummy_run=newer), config, is_eager=is_eager)
+    assert asked == [{"skip_attn": False, "skip_eplb": True}]
+
+
+def test_where_there_is_no_forward_the_reason_is_told(config: Any) -> None:
+    model = Model()
+    assert probe.forward(object(), model, config, 8) == "the model runner has no dummy run"
+    nothing = SimpleNamespace(_dummy_run=lambda tokens, **options: None)
+    assert probe.forward(nothing, model, config, 8) == "vLLM ran no forward"

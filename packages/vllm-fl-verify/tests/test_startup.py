@@ -1,0 +1,183 @@
+"""What a worker's preflight answers, without an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+if find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+import torch
+from builders import managing, planning, silu
+
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.integration import targets
+from vllm_fl.integration.engines import Engine
+from vllm_fl.integration.targets import planned_for_nothing
+from vllm_fl.plugins.inspection import Objection
+from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.settings.loading import load_settings
+from vllm_fl_verify import made_inputs
+from vllm_fl_verify.preflight import Findings
+from vllm_fl_verify.trials import Request
+from vllm_fl_verify.warmup import warm_counts
+
+OP, KEY = "silu_and_mul", ("silu_and_mul", "vendor.acme")
+
+Answering = Callable[..., list[Request]]
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
+    """`answering(findings)`: the trials of every start find these; gives what is asked of them."""
+
+    def patched(found: Findings | BaseException | None = None) -> list[Request]:
+        asked: list[Request] = []
+
+        def finds(request: Request) -> Findings:
+            asked.append(request)
+            if isinstance(found, BaseException):
+                raise found
+            return found or Findings()
+
+        monkeypatch.setattr(made_inputs, "find_faults", finds)
+        return asked
+
+    return patched
+
+
+def checks_of(**fields: Any) -> Any:
+    settings = load_settings({"VLLM_FL_PREFLIGHT": "run", **fields.pop("env", {})})
+    facts = EngineFacts(settings, "eager", **{"dtype": torch.bfloat16, **fields})
+    engine = Engine(facts, 1)
+    engine.plan, engine.device = planning(managing(silu("vendor.acme"))), torch.device("cpu")
+    return made_inputs.Checks(engine)
+
+
+def test_what_is_right_and_not_batch_invariant_is_rejected_and_not_a_fault(
+    answering: Answering,
+) -> None:
+    """It is measured only where somebody asks for it."""
+    why = "VLLM_FL_REQUIRE=batch_invariant, and it is not batch-invariant: 1 row"
+    wrong = Objection("FL410", "it is wrong")
+    rejected = Objection("FL412", why, ends_strict=False)
+    asked = answering(Findings({(OP, "vendor.wrong"): wrong, KEY: rejected}))
+    plan = planning(managing(silu("vendor.wrong"), silu("vendor.acme"), silu("vendor.emca")))
+    env = {"VLLM_FL_REQUIRE": "batch_invariant", "VLLM_FL_PREFLIGHT": "verify"}
+    assert checks_of(env=env).objections(plan) == {
+        (OP, "vendor.wrong"): wrong,
+        KEY: rejected,
+    }
+    checks_of().objections(plan)
+    assert [request.requires for request in asked] == ["VLLM_FL_REQUIRE=batch_invariant", ""]
+
+
+def test_what_refuses_every_made_call_is_rejected_and_ends_a_strict_start(
+    answering: Answering,
+) -> None:
+    why = "it refuses every call of this model (1 x 640: odd)"
+    answering(Findings({KEY: Objection("FL412", why)}))
+    found = checks_of().objections(planning(managing(silu("vendor.acme"))))
+    assert found == {KEY: Objection("FL412", why)}
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_what_any_row_may_call_is_verified_once(answering: Answering, mode: Any) -> None:
+    """And in compiled mode as compiled, what a row begins with."""
+    asked = answering(Findings({KEY: Objection("FL410", "wrong")}))
+    impls = silu("vendor.acme"), silu("reference.torch"), silu("default.flagos")
+    order = {"<=4": ["vendor", "reference"], "<=9": "stock", "rest": "flagos"}
+    manager = managing(*impls, per_op_order={OP: order})
+    checks = checks_of()
+    assert checks.objections(planning(manager, mode)) == {KEY: Objection("FL410", "wrong")}
+
+    def roles(request: Request) -> dict[str, tuple[int, float, bool]]:
+        return {r.impl.impl_id: (r.least, r.most, bool(r.compiled)) for r in request.roles}
+
+    is_compiled = mode == "compiled"
+    assert roles(asked[0]) == {
+        "default.flagos": (10, math.inf, is_compiled),
+        "vendor.acme": (1, 4, is_compiled),
+        "reference.torch": (1, 4, False),
+    }
+    # Taken out, it is out of its row, and what comes first there is verified as such.
+    again = planning(manager, mode, demoted={KEY: "wrong"})
+    assert again.entries[OP].label == "reference.torch(<=4)|stock(<=9)|default.flagos"
+    checks.objections(again)
+    assert roles(asked[1]) == ({"reference.torch": (1, 4, True)} if is_compiled else {})
+
+
+def test_implementations_are_warmed_up_at_the_sizes_they_serve(answering: Answering) -> None:
+    asked = answering()
+
+    def warmed(plan: Any, **fields: Any) -> dict[str, list[int]]:
+        checks_of(sizes=ModelSizes(tokens=(1, 100)), **fields).objections(plan)
+        roles = asked.pop().roles if asked else ()
+        return {role.impl.impl_id: [*role.warm] for role in roles if role.warm}
+
+    first, second = silu("vendor.acme", priority=9), silu("vendor.emca", priority=8)
+    plan = planning(managing(first, second))
+    counts = warm_counts(100, sizes=(24, 48))
+    assert warmed(plan, captured=(24, 48)) == {"vendor.acme": [*counts]}
+    plain = silu("vendor.acme", priority=9, traceable=True)
+    assert warmed(planning(managing(plain, second))) == {}
+    order: Any = {"<=40": "vendor:acme", "rest": "vendor:emca"}
+    by_size = warmed(planning(managing(first, second, per_op_order={OP: order})))
+    few, many = by_size["vendor.acme"], by_size["vendor.emca"]
+    assert {1, 2, 39, 40} <= set(few) and max(few) == 40
+    assert min(many) > 40 and {56, 63, 64, 99, 100} <= set(many)
+
+
+def test_what_layers_call_is_captured_where_vllm_captures(answering: Answering) -> None:
+    """A compiler's code takes the place of what it traces."""
+    asked = answering()
+    impls = silu("vendor.acme"), silu("reference.torch", traceable=True)
+    orders: Any = {OP: {"<=4": "reference", "rest": "vendor"}}
+    for device in ("cuda", "cpu"):
+        for mode in ("eager", "compiled"):
+            told = checks_of(sizes=ModelSizes(tokens=(1, 2048)), captured=(1, 64, 512))
+            told.device = torch.device(device)
+            told.objections(planning(managing(*impls, per_op_order=orders), mode))  # type: ignore[arg-type]
+    captured = [{r.impl.impl_id: r.captured for r in each.roles if r.captured} for each in asked]
+    both = {"vendor.acme": 64, "reference.torch": 1}
+    assert captured == [both, {"vendor.acme": 64}, {}, {}]
+
+
+@pytest.mark.parametrize(
+    ("how", "order", "counts"),
+    [
+        ("verify", ["vendor:acme"], {1, 16, 17, 256}),
+        ("verify", {"<=4": "vendor", "<=900": "vendor:emca", "rest": "stock"}, {1, 4, 16, 17, 256}),
+        ("verify", ["stock"], set()),
+        ("run", ["vendor:acme"], set()),
+        ("off", ["vendor:acme"], set()),
+    ],
+)
+def test_a_rank_asks_for_runs_of_the_loaded_model(
+    answering: Answering, how: str, order: Any, counts: set[int]
+) -> None:
+    answering()
+    manager = managing(silu("vendor.acme"), silu("vendor.emca"), per_op_order={OP: order})
+    for largest in (2048, 100):  # a model runs no more than its largest batch
+        sizes = ModelSizes(tokens=(1, largest))
+        told = checks_of(sizes=sizes, env={"VLLM_FL_PREFLIGHT": how})
+        assert told.counts(planning(manager)) == {min(n, largest) for n in counts}
+
+
+def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody runs the model to see; of a model whose layers are not known nothing is told."""
+    monkeypatch.setattr(targets, "installed_bindings", lambda: known_contracts().bindings)
+    gelu = dataclasses.replace(silu("vendor.acme"), op_name="gelu_and_mul")
+    plan = planning(managing(silu("vendor.acme"), gelu))
+    without_experts = {op: plan.entries[op] for op in (OP, "gelu_and_mul", "rms_norm")}
+    plan = dataclasses.replace(plan, entries=without_experts)
+    told = planned_for_nothing(plan, checks_of(provided={OP: ({},)}).facts)
+    assert told == {"gelu_and_mul": "this model has no layer of it"}
+    assert planned_for_nothing(plan, checks_of().facts) == {}

@@ -1,0 +1,118 @@
+"""The example plugin `veto`: a third party's objections at each moment, and its session."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import run_each
+from small_workers import HEAD, MODEL
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+ROOT = Path(__file__).parents[4]
+
+BODY = """
+get_default_manager().ensure_initialized("cpu", defer_errors=True)
+get_default_manager().registry.register_many([silu("vendor.acme", fn=right)])
+asked = {"VLLM_FL_PREFER": "vendor", "VLLM_FL_PREFLIGHT": "off"}
+worker = planned_worker(asked)
+other = int(os.environ["VETO_RANK"]) == 1
+
+
+def exchange(what, mine, failure=""):
+    if failure:
+        raise ranks_failed(failure)
+    # The other rank has the same plugin, and says what it says there.
+    theirs = mine
+    if other and isinstance(mine, Opinion) and f"({os.environ['VETO_AT']})" in what:
+        engine = worker.vllm_fl_engine
+        engine.rank = 1
+        (plugin,) = [p for p in get_default_manager().registry.plugins if p.owner.plugin == "veto"]
+        theirs = Opinion(objections(plugin, engine, os.environ["VETO_AT"]))
+        engine.rank = 0
+    return [mine, theirs]
+
+
+engines.exchange = exchange
+told = {}
+try:
+    worker.init_device()
+    worker.load_model()
+    worker.compile_or_warm_up_model()
+    worker.compile_or_warm_up_model()  # as vLLM does when ranks join: nothing is settled again
+    told["label"] = worker.vllm_fl_engine.plan.entries["silu_and_mul"].label
+    x = torch.randn(3, 1280).bfloat16()
+    told["bound"] = [
+        vars(act).get("_vllm_fl_plan") is worker.vllm_fl_engine.plan for act in worker.model.blocks]
+    worker.reload_weights()
+except Exception as error:
+    told["raised"] = f"{type(error).__name__}: {error}"
+worker.shutdown()
+print(json.dumps(told))
+"""
+
+CASES = {
+    "planned": {"VETO_RANK": "1"},
+    "loaded": {"VETO_RANK": "1"},
+    "cached": {"VETO_RANK": "0"},
+    "compiled": {"VETO_RANK": "1", "VETO_AT": "cached", "EAGER": ""},
+    "updated": {"VETO_RANK": "1"},
+    "failing": {"VETO_RANK": "0", "VETO_AT": "loaded", "STRICT": "1"},
+}
+"""Name -> the rank that objects, and what is not usual: an eager engine, the moment of the name."""
+
+
+@cache
+def engines() -> dict[str, str]:
+    here = {"CONFIGS": str(ROOT / "packages" / "vllm-fl-core" / "tests"), "VLLM_PLUGINS": "fl"}
+    here |= {"PYTHONPATH": str(ROOT / "examples"), "VLLM_FL_PLUGIN_MODULES": "veto"}
+    bodies = {
+        name: (MODEL + BODY, {"VETO_AT": name, "EAGER": "1", **variables})
+        for name, variables in CASES.items()
+    }
+    return run_each(HEAD, bodies, {**os.environ, **here, "VLLM_FL_PLUGINS": "vllm-fl-ops"})
+
+
+def engine(name: str) -> tuple[Any, str]:
+    """(what an engine of two ranks tells, its log)."""
+    log = engines()[name]
+    return json.loads(log.splitlines()[-1]), log
+
+
+@pytest.mark.parametrize("moment", ["planned", "loaded", "cached"])
+def test_a_veto_on_one_rank_disables_on_all_and_binds_again(moment: str) -> None:
+    told, log = engine(moment)
+    rank = CASES[moment]["VETO_RANK"]
+    assert told == {"label": "stock", "bound": [moment != "planned"] * 2}
+    warning = f"vetoed when it was {moment} (found at start, on rank {rank}; off on all)"
+    assert warning in log and "[FL410]" in log
+    begins = "stock" if moment == "planned" else "vendor.acme"
+    diary = [line.partition("Diary: ")[2] for line in log.splitlines() if "Diary: " in line]
+    assert diary == [f"it begins with {begins}", "it serves with stock", "it ends with stock"]
+
+
+def test_what_is_compiled_ends_the_startup_by_name() -> None:
+    told, log = engine("compiled")
+    assert told["raised"].startswith("StartError: vllm-fl ends the start: rank 1: implementation '")
+    assert "vendor.acme' failed for op 'silu_and_mul': vetoed when it was cached" in told["raised"]
+    assert "The model is compiled with it" in told["raised"]
+    assert "Diary: it ends with vendor.acme" in log
+
+
+def test_after_an_update_the_caller_gets_the_veto() -> None:
+    told, log = engine("updated")
+    assert told["raised"].startswith("ServingError: Since the weights were updated, wrong is")
+    assert "vetoed when it was updated (found on rank 1)" in told["raised"]
+    assert told["label"] == "vendor.acme" and "Diary: it serves with vendor.acme" in log
+
+
+def test_the_session_ends_if_the_startup_fails() -> None:
+    told, log = engine("failing")
+    assert "rank 0: strict mode, and implementation 'vendor.acme' failed" in told["raised"]
+    assert "Diary: it ends" in log and "Diary: it serves" not in log
