@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import Command, Plugin
 
-from vllm_fl.settings.lock import read_lock, sealed
+from vllm_fl.settings.lock import MARK, VERSION, read_lock
 from vllm_fl_tools.cli.lock import text_of
 
 CONTENTS: dict[str, Any] = {
@@ -27,13 +27,13 @@ CONTENTS: dict[str, Any] = {
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "vllm-fl.lock"
-    path.write_text(text_of(sealed(CONTENTS)))
+    path.write_text(text_of({MARK: VERSION, **CONTENTS}))
     return path
 
 
 def test_a_file_that_git_can_compare(lock: Path) -> None:
     text = lock.read_text()
-    assert json.loads(text) == sealed(CONTENTS) and text.endswith("}\n")
+    assert json.loads(text) == {MARK: VERSION, **CONTENTS} and text.endswith("}\n")
     assert '"tokens": [1, 2]\n' in text and text == text_of(json.loads(text))
     assert vars(read_lock(str(lock))) == {"file": str(lock), **CONTENTS}
 

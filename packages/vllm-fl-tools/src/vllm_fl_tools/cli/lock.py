@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.settings.lock import Locked, sealed
+from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl.settings.schema import Settings
 
 from ._engines import check_model, planned, running, takes_model
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     lock, mode = Settings.lock.variable, Settings.lock_mode.variable
     with ReportFile(arguments.out, "--out") as file, tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / FILE
-        draft.write_text(text_of(sealed(DRAFT)), encoding="utf-8")
+        draft.write_text(text_of({MARK: VERSION, **DRAFT}), encoding="utf-8")
         environment = {name: text for name, text in os.environ.items() if name != mode}
         environment[lock] = str(draft)
         with running(
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         ) as engine:
             first, *others = engine.report["ranks"]
         _check_alike(first, others)
-        file.write(text_of(sealed(first)))
+        file.write(text_of({MARK: VERSION, **first}))
     facts = {"file": arguments.out, "ranks": 1 + len(others), **first["result"]}
     answer(facts, _show, as_json=arguments.json)
     return 0
