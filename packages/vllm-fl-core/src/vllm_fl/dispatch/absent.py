@@ -9,8 +9,8 @@ from ..plugins.plugin import Plugin
 from ..plugins.reserved import OPS, RESERVED_OPS, why_absent
 from ..plugins.snapshot import RegistrySnapshot
 from ..plugins.types import Impl, OpImpl
-from ..settings.policy import closest
 from ..settings.unmatched import meant
+from ..text import closest
 from .resolver import Trace
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb, discovery
 from ..plugins import loading as plugin_loader
 from ..plugins.asking import asking, in_hook
-from ..plugins.calling import devices, policy_files, rejections, results_of
+from ..plugins.calling import devices, policy_files, results_of
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
@@ -22,21 +21,11 @@ from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
 from ..plugins.types import DeviceProfile
 from ..settings.loading import Settings, check_names, load_settings, load_startup
-from ..settings.policy import Mode
-from ..settings.schema import CONFIG, TAKEN
+from ..settings.schema import TAKEN
 from ..settings.values import PLATFORMS
-from ..text import few
 from .platforms import foreign_platform, torchs_own, vllms_own
-from .resolver import resolve
 
 log = get_logger("plugins")
-
-VIEWS: tuple[tuple[str, Mode, bool], ...] = (
-    ("eager engines", "eager", True),
-    ("compiled engines", "compiled", True),
-    ("scripts", "eager", False),
-)
-"""Who resolves: in words, the mode, whether it is an engine."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +248,7 @@ def read_settings(
     known: Sequence[str] = PLATFORMS
     if not files and early.platform and early.platform not in known:  # or is it a slip?
         known = known_platforms(plugins, strict=early.strict_plugins)
-    load = partial(
-        load_settings,
+    settings = load_settings(
         env,
         platform=platform,
         platform_files=files,
@@ -270,9 +258,6 @@ def read_settings(
         platforms=known,
         foreign=foreign,
     )
-    settings = load()
-    if any(warning.startswith(f"{CONFIG}=") for warning in settings.warnings):
-        settings = _with_moved(settings, partial(load, extends=True), registry)
 
     def has_failed(name: str, op: str) -> bool:
         return any(each.error is not None and each.may_bring(name, op) for each in plugins)
@@ -286,50 +271,6 @@ def read_settings(
         bindings=snapshot.bindings,
         has_failed=has_failed,
     )
-
-
-def _with_moved(
-    settings: Settings, extended: Callable[[], Settings], registry: OpRegistry
-) -> Settings:
-    """The settings of a complete override, whose warning names the ops that it moves.
-
-    Args:
-        settings: the settings.
-        extended: gives those that the same file would make beside `extends: platform`.
-        registry: what is installed.
-    """
-    try:
-        moved = _moved(extended(), settings, registry)
-    except (SettingsError, PluginError):  # what the file overrides is wrong itself, or is not told
-        return settings
-    if not moved:
-        return settings
-    each = "; ".join(f"{few(ops, 8)} (from {how})" for how, ops in moved.items())
-    more = (
-        f" It moves ops that it does not name: {each}. With `extends: platform` in it these stay "
-        "where they are."
-    )
-    told = (w + more * w.startswith(f"{CONFIG}=") for w in settings.warnings)
-    return dataclasses.replace(settings, warnings=tuple(told))
-
-
-def _moved(before: Settings, after: Settings, registry: OpRegistry) -> dict[str, list[str]]:
-    """`A to B in eager engines` -> the ops of which others of two settings choose so."""
-    moved: dict[str, list[str]] = {}
-    for op, impls in registry.snapshot().impls_by_op.items():
-        policies = before.policy, after.policy
-        barred = [rejections(registry.plugins, each, op, impls) for each in (before, after)]
-        for where, mode, engine in VIEWS:
-            traces = (
-                resolve(op, impls, policy, mode=mode, engine=engine, rejections=rejected)
-                for policy, rejected in zip(policies, barred, strict=True)
-            )
-            was, now = (trace.selected for trace in traces)
-            if was is not now:
-                ids = (chosen.impl_id if chosen else "nothing" for chosen in (was, now))
-                moved.setdefault(f"{' to '.join(ids)} in {where}", []).append(op)
-                break
-    return moved
 
 
 def _report(failure: PluginError | None, *, strict: bool) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.errors import VllmFLError
-from vllm_fl.operate.identity import identity
 from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.communicator import NAMED_CLASSES
 from vllm_fl.plugins.plugin import Plugin
@@ -26,6 +25,7 @@ from vllm_fl.settings.policy import MODES, OpOrder
 from vllm_fl.settings.schema import Setting, Settings, overridden
 from vllm_fl.text import quote
 
+from ..operate.identity import identity
 from ._environment import distributions
 from ._options import device_of
 from .policy import text_of as settings_text

@@ -18,8 +18,7 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.targets import all_bindings
-from vllm_fl.settings.policy import closest
-from vllm_fl.text import quote
+from vllm_fl.text import closest, quote
 from vllm_fl_ops.contracts.rules import RULES
 
 from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
