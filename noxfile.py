@@ -573,5 +573,5 @@ def wheels(session: nox.Session) -> None:
 
 @timed("release-check", default=False)
 def release_check(session: nox.Session) -> None:
-    """Build every distribution as for a release; install, and upgrade, as users will."""
+    """Build every distribution as for a release, and install it as users will."""
     python(session, envs.release(), "tools/release_check.py")

@@ -224,7 +224,6 @@ OWN_FOLDERS = {
     "engine.py": "a model in such a folder",
     "lock.py": "a draft in such a folder",
     "new.py": "a package in such a folder",
-    "rescue.py": "settings in such a folder",
 }
 """Modules that write where nobody lays a link."""
 

@@ -11,7 +11,7 @@ is laid beside those of other versions in FOLDER, and a reader chooses between t
   are found by search and by links, and are not in the navigation;
 - `api`: the reference of what a plugin's author imports, from docstrings;
 - `options`: what each verb of the command says to `--help`;
-- `report`: what `vllm-fl report` makes of a table that was measured and of the matrix's runs.
+- `report`: the page of `vllm-fl show --html` of a table and of the matrix's runs.
 
 Nothing broken is built: a link that leads nowhere, a page of docs/ that site.yml leaves out, a
 public name without a docstring, anything that a browser would fetch from elsewhere, and each
@@ -373,11 +373,11 @@ def options_page() -> str:
 
 
 def write_report(path: Path) -> None:
-    """The page of `vllm-fl report`, of the table and of the runs behind the support matrix."""
+    """The page of `vllm-fl show --html`, of the table and of the runs behind the support matrix."""
     table = BUILD / "qk_norm_rope.json"
     table.write_text(json.dumps(json.loads(MEASURED.read_text())[TABLE]))
     runs = sorted(map(str, (ROOT / "docs" / "support").glob("*.json")))
-    run("-m", "vllm_fl_tools.cli", "report", str(table), *runs, "--html", str(path))
+    run("-m", "vllm_fl_tools.cli", "show", str(table), *runs, "--html", str(path))
     path.write_text(with_a_way_back(path.read_text()))
 
 

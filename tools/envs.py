@@ -78,7 +78,7 @@ REPORT = (
     "python-dateutil==4.0.0",
     "argcomplete==3.7.2",
 )
-"""What draws the pages of `vllm-fl report`, with its requirements, and what completes the command
+"""What draws the pages of `vllm-fl show`, with its requirements, and what completes the command
 line in a shell."""
 
 SITE = (
@@ -300,7 +300,7 @@ def flaggems() -> Env:
 
 
 def report(python: str = sys.executable) -> Env:
-    """The engine environment with what `vllm-fl report` draws with."""
+    """The engine environment with what `vllm-fl show --html` draws with."""
     return _layer("report", engine(python=python), REPORT)
 
 

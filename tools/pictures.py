@@ -4,7 +4,7 @@
 
 Both show real output. The plan is what `vllm-fl explain` says of an eager engine here: run it where
 the example vllm-fl-cpu, vllm-fl-reference and `vllm-fl-tools[report]` are installed. The plot is
-taken from the page of `vllm-fl report`, of the table in benchmarks/results.
+taken from the page of `vllm-fl show --html`, of the table in benchmarks/results.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def report_plot() -> tuple[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         file, page = Path(folder) / "table.json", Path(folder) / "page.html"
         file.write_text(json.dumps({"schema": 1, "table": table}))
-        vllm_fl("report", str(file), "--html", str(page))
+        vllm_fl("show", str(file), "--html", str(page))
         plot = re.search(r"<svg.*?</svg>", page.read_text(), re.S)
     assert plot
     (op,) = table["ops"].values()
@@ -124,7 +124,7 @@ def report_plot() -> tuple[str, list[str]]:
 def report_picture(plot: str, drawn: Sequence[str]) -> Iterator[str]:
     """The plot, with its title and who is drawn how."""
     look = looks(drawn)
-    yield opening(600, 470, "A plot of vllm-fl report: µs of a call by tokens")
+    yield opening(600, 470, "A plot of vllm-fl show --html: µs of a call by tokens")
     yield words(24, 36, "qk_norm_rope of Qwen3-8B on one H200, 2026-11-22", weight=600)
     x = 24
     for impl in drawn:

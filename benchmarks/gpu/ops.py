@@ -167,8 +167,8 @@ def bare(op: str, impl: str, args: tuple[Any, ...]) -> Call | None:
 
 def bare_cuda(op: str, args: tuple[Any, ...]) -> Call:
     """vLLM's C++ kernel called straight."""
-    from vllm_fl import joint_cos_sin
     from vllm_fl_cuda.impl import kernel
+    from vllm_fl_ops.contracts.cos_sin import joint_cos_sin
 
     if op == "silu_and_mul":
         (x,) = args

@@ -57,10 +57,6 @@ VARIANTS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {},
     ),
     "vendor": (VENDOR, {}),
-    "reference-without-ir": (
-        {"VLLM_FL_PLUGIN_MODULES": "no_ir", "PYTHONPATH": str(PLUGINS), **REFERENCE},
-        {},
-    ),
 }
 """Name -> environment variables and arguments of vllm.LLM."""
 

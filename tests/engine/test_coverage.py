@@ -1,4 +1,4 @@
-"""`vllm-fl coverage` with real engines: the ops of a tiny model, by implementation."""
+"""`vllm-fl tune --profile` with real engines: the ops of a tiny model, by implementation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ def coverage(model: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict
 
     def run(*arguments: str) -> dict[str, Any]:
         variables = {"VLLM_FL_PREFER": "reference", BIND: str(min(cores()))}
-        sizes = ("--prompt-tokens", "24", "--steps", "4", "--max-model-len", "64")
-        command = [sys.executable, "-m", "vllm_fl_tools.cli", "coverage", "--model", model("qwen3")]
+        command = [sys.executable, "-m", "vllm_fl_tools.cli", "tune", "--profile", "--json"]
         done = subprocess.run(
-            [*command, "--json", *sizes, *arguments],
+            [*command, "--model", model("qwen3"), "--max-model-len", "64", *arguments],
             env={**os.environ, **variables},
             cwd=tmp_path,
             capture_output=True,

@@ -27,10 +27,10 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     sizes = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
     words = ["--enforce-eager", "--skip-tokenizer-init", "--max-logprobs=-1"]
     words += [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
-    command = [sys.executable, "-m", "vllm_fl_tools.cli", "lock", "--model", folder, *words]
+    command = [sys.executable, "-m", "vllm_fl_tools.cli", "plan", "--model", folder, *words]
     env = {**os.environ, BIND: str(min(cores()))}  # as `run` has it
     done = subprocess.run(
-        [*command, "--out", str(file)], env=env, capture_output=True, text=True, check=False
+        [*command, "--save", str(file)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     lock = read_lock(str(file))

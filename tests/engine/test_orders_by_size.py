@@ -39,8 +39,6 @@ def test_decoding_and_prompts_run_different_implementations(
     assert report["ops"]["silu_and_mul"]["impl"] == "reference.torch"
     assert "silu_and_mul=vendor.cpu(<=8)|reference.torch" in ours["log"]
     assert "rms_norm=stock(<=8)|reference.torch" in ours["log"]
-    taken_whole = "Ordered by size, and so one operator each that the compiler takes whole"
-    assert ours["log"].count(taken_whole) == (not eager)
     calls = report["calls"]
     # Most steps decode, at most eight requests at a time; prompts and the warm-up are larger.
     assert calls["silu_and_mul"]["vendor.cpu"] >= LAYERS

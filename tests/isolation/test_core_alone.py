@@ -97,7 +97,7 @@ def test_without_the_ops_each_verb_says_what_to_install(install: Install) -> Non
     assert listed.returncode == 1 and f"No op has a contract here: {MISSING}." in listed.stdout
     explained = alone.command("explain", "rms_norm")
     assert explained.returncode == 2
-    assert f"Its contract is missing here: {MISSING}. [FL301]" in explained.stderr
+    assert f"Contracts are missing here: {MISSING}. [FL301]" in explained.stderr
     found = {f["code"]: f for f in alone.answer("doctor", status=1)["findings"]}
     assert found["FL217"]["what"] == "vllm-fl-ops is not installed."
     assert found["FL217"]["todo"] == "pip install vllm-fl-ops"

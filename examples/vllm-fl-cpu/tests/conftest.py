@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from anywhere import registered
 
 from vllm_fl import OpImpl
 from vllm_fl_cpu.plugin import register_ops
@@ -22,7 +23,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.fixture(params=register_ops(), ids=lambda impl: impl.op_name)
+@pytest.fixture(params=registered(register_ops()).values(), ids=lambda impl: impl.op_name)
 def impl(request: pytest.FixtureRequest) -> OpImpl:
     """Each implementation of this backend."""
     return request.param

@@ -11,8 +11,6 @@ import emulated
 import pytest
 import torch
 
-from vllm_fl_ascend import impl
-
 HERE = Path(__file__).parent
 COUNTS = Path(tempfile.mkdtemp()) / "calls"
 
@@ -23,7 +21,6 @@ def pytest_configure(config: pytest.Config) -> None:
         emulated.activate()
     except emulated.WheelMissing as missing:
         raise pytest.UsageError(str(missing)) from missing
-    impl.DEVICE = "cpu"  # where the emulated operators compute
     emulated.count_in(COUNTS)
     torch.set_num_threads(1)  # the tensors are small; on a busy machine threads wait for each other
     os.environ["VLLM_FL_PLUGIN_MODULES"] = "emulated.plugin"

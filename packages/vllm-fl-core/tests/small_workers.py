@@ -19,7 +19,8 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration import engines, settling
-from vllm_fl.integration.ranks import Opinion, _failed
+from vllm_fl.integration.ranks import Opinion
+from vllm_fl.errors import StartError
 from vllm_fl.plugins.inspection import FAILED
 from vllm_fl.plugins.asking import objections
 from vllm_fl.plugins.inspection import Objection
@@ -42,7 +43,7 @@ calls = []
 
 
 def ranks_failed(why):
-    return _failed([f"rank 0: {why}"])
+    return StartError(f"vllm-fl ends the start: rank 0: {why}", failures=[f"rank 0: {why}"])
 
 
 class Model(torch.nn.Module):

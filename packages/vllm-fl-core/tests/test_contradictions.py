@@ -163,11 +163,11 @@ def test_09_a_platform_file_is_found_by_every_name_of_its_platform(
     (tmp_path / "npu_plugin.py.yaml").write_text("prefer: vendor\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     registry = OpRegistry()
-    plugins = load(registry, discover(["npu_plugin"])[-1:])
+    load(registry, discover(["npu_plugin"])[-1:])
     for name in ("ascend", "npu", "NPU"):
         env = {"VLLM_FL_PLATFORM": name}
-        assert read_settings(registry, plugins, env).policy.prefer == "vendor"
-    assert read_settings(registry, plugins, {}, platform="cuda").policy.prefer == "flagos"
+        assert read_settings(registry, env).policy.prefer == "vendor"
+    assert read_settings(registry, {}, platform="cuda").policy.prefer == "flagos"
 
 
 def test_10_the_documented_vendor_and_platform_names_are_the_ones() -> None:
@@ -243,7 +243,7 @@ def test_13_a_callers_mistake_harms_no_later_call() -> None:
 
 def test_14_a_slip_in_a_name_or_token_is_said_when_settings_are_read() -> None:
     env = {"VLLM_FL_PER_OP": "rms_nrom=vendor"}
-    settings = read_settings(OpRegistry(), (), env, platform="cpu")
+    settings = read_settings(OpRegistry(), env, platform="cpu")
     assert any("Did you mean 'rms_norm'?" in warning for warning in settings.warnings)
     with pytest.raises(SettingsError, match="Did you mean 'vendor'") as caught:
         load_settings({"VLLM_FL_PER_OP": "rms_norm=vender"})

@@ -33,20 +33,12 @@ def register_ops() -> Iterable[OpImpl]:
     shared._no_cuda_build = shared._no_device = lambda: None
     for module in (shared, *MODULES):
         module.kernel = kernel
-    for module in MODULES:
-        module.unsuitable = unsuitable
-    qk_norm_rope._capability = lambda device: (8, 0)
-    linear._capability = lambda device: (8, 9)
+        for impl in getattr(module, "OPS", ()):
+            device, *others = impl.takes
+            object.__setattr__(impl, "takes", (device.replace(".is_cuda", ".is_cpu"), *others))
+    qk_norm_rope.capability = lambda device: (8, 0)
+    linear.capability = lambda device: (8, 9)
     return ()
-
-
-def unsuitable(name: str, x: torch.Tensor, dtypes: Any = None) -> str | None:
-    """The backend's own question, with the CPU for the CUDA device."""
-    from vllm_fl_cuda.impl import DTYPES
-
-    if x.device.type != "cpu":
-        return f"{name} is on {x.device}, not on the CPU"
-    return None if x.dtype in (dtypes or DTYPES) else f"no kernel for {name} of {x.dtype}"
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from anywhere import registered
 
 from vllm_fl import OpImpl
 from vllm_fl.contracts import contracts
@@ -243,7 +244,7 @@ def test_products_of_rows_that_begin_anywhere_are_pytorchs(
 
 def implementation(op: str) -> OpImpl:
     """The backend's."""
-    (impl,) = (impl for impl in register_ops() if impl.op_name == op)
+    impl: OpImpl = registered(register_ops())[op]
     return impl
 
 

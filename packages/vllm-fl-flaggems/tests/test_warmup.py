@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from anywhere import registered
 
 from vllm_fl import OpImpl
 from vllm_fl.contracts import ModelSizes, contracts
@@ -56,7 +57,7 @@ def impls() -> dict[str, OpImpl]:
     rotary = sys.modules["flag_gems.fused.rotary_embedding"].apply_rotary_pos_emb_kernel
     for kernel in (qk_norm_rope_kernel, rotary):
         vars(kernel).pop("run", None)
-    return {impl.op_name: impl for impl in register_ops()}
+    return registered(register_ops())
 
 
 def call(impl: OpImpl, counts: Iterable[int]) -> int:

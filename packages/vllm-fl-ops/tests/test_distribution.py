@@ -1,4 +1,4 @@
-"""The distribution as a whole: what it imports, what it brings, and its older names."""
+"""The distribution as a whole: what it imports, and what it brings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import sys
 from importlib import import_module
 from pkgutil import iter_modules, walk_packages
 
-import pytest
-
-import vllm_fl.contracts
 import vllm_fl_ops.bindings
 import vllm_fl_ops.contracts
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.reserved import OPS, RESERVED_OPS
+from vllm_fl.plugins.reserved import OPS
 
 MODULES = [m.name for m in walk_packages(vllm_fl_ops.__path__, "vllm_fl_ops.")]
 
@@ -34,30 +31,12 @@ def test_no_module_of_it_imports_torch_vllm_or_a_kernel() -> None:
     assert json.loads(done.stdout) == []
 
 
-def test_each_reserved_op_has_a_contract_and_a_binding_here_of_its_name() -> None:
+def test_each_op_has_a_contract_and_a_binding_here_of_its_name() -> None:
     known = known_contracts()
     ours = {op for op, author in known.authors.items() if author.distribution == OPS}
-    assert (
-        ours
-        == RESERVED_OPS
-        == {
-            m.name
-            for m in iter_modules(vllm_fl_ops.bindings.__path__)
-            if not m.name.startswith("_")
-        }
-    )
+    assert ours == {
+        m.name for m in iter_modules(vllm_fl_ops.bindings.__path__) if not m.name.startswith("_")
+    }
     for op in ours:
         assert known.contracts[op] is import_module(f"vllm_fl_ops.contracts.{op}").SPEC
         assert known.bindings[op].sizes is import_module(f"vllm_fl_ops.bindings.{op}").BINDING.sizes
-
-
-def test_what_0_2_had_in_core_is_found_under_its_older_name() -> None:
-    for name in ("rms_norm", "silu_and_mul", "activations", "paging", "routing", "sequences"):
-        here = import_module(f"vllm_fl_ops.contracts.{name}")
-        assert import_module(f"vllm_fl.contracts.{name}") is here
-    with pytest.raises(ModuleNotFoundError):
-        import_module("vllm_fl.contracts.nothing_of_the_kind")
-
-
-def test_the_contracts_of_this_project_are_these() -> None:
-    assert {*vllm_fl.contracts.contracts()} == RESERVED_OPS

@@ -13,11 +13,11 @@ from builders import extended, managing, planning, silu
 from torch import Tensor
 
 from vllm_fl.contracts import ModelSizes, OpSpec, contracts
-from vllm_fl.contracts.batches import POOL
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
+from vllm_fl_verify.batches import POOL
 from vllm_fl_verify.determinism import (
     NO_ROWS,
     STANDS,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_workers
 from children import run_each
 from small_workers import HEAD, MODEL
 
@@ -95,7 +96,7 @@ CASES = {
 
 @cache
 def starts() -> dict[str, str]:
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(small_workers.__file__).parent)
     env = {"CONFIGS": tests, "VLLM_PLUGINS": "fl", "VLLM_FL_PLUGINS": "vllm-fl-ops"}
     bodies = {name: (MODEL + START, variables) for name, variables in CASES.items()}
     return run_each(HEAD, bodies, {**os.environ, **env})

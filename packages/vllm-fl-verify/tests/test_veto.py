@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_workers
 from children import run_each
 from small_workers import HEAD, MODEL
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 BODY = """
 get_default_manager().ensure_initialized("cpu", defer_errors=True)
@@ -70,7 +71,7 @@ CASES = {
 
 @cache
 def engines() -> dict[str, str]:
-    here = {"CONFIGS": str(ROOT / "packages" / "vllm-fl-core" / "tests"), "VLLM_PLUGINS": "fl"}
+    here = {"CONFIGS": str(Path(small_workers.__file__).parent), "VLLM_PLUGINS": "fl"}
     here |= {"PYTHONPATH": str(ROOT / "examples"), "VLLM_FL_PLUGIN_MODULES": "veto"}
     bodies = {
         name: (MODEL + BODY, {"VETO_AT": name, "EAGER": "1", **variables})

@@ -26,9 +26,11 @@ ascend.PROFILE = dataclasses.replace(
 @hookimpl
 def register_ops() -> Iterable[OpImpl]:
     """Nothing: the installed backend, which may have been imported anew, is let run here."""
-    from vllm_fl_ascend import impl
+    from vllm_fl_ascend.plugin import MODULES
 
-    impl.DEVICE = "cpu"  # where the emulated operators compute
+    for impl in (impl for module in MODULES for impl in module.OPS):
+        device, *others = impl.takes  # the emulated operators compute on the CPU
+        object.__setattr__(impl, "takes", (device.replace("npu", "cpu"), *others))
     return ()
 
 

@@ -24,7 +24,6 @@ from .contracts.binding import LayerTarget as LayerTarget
 from .contracts.binding import OperatorTarget as OperatorTarget
 from .contracts.binding import Route as Route
 from .contracts.binding import SizeRule as SizeRule
-from .contracts.cos_sin import joint_cos_sin as joint_cos_sin
 from .contracts.sampling import Source as Source
 from .errors import PluginError as PluginError
 from .errors import SettingsError as SettingsError

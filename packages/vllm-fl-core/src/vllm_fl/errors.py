@@ -11,28 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "AllFailedError",
-    "CallError",
-    "DeviceError",
-    "DuplicateError",
-    "IdleSwitchError",
-    "InvalidSettingError",
-    "LockError",
-    "MissingFileError",
-    "NoImplementationError",
-    "NoKernelError",
-    "OwnerError",
-    "TargetError",
-    "PluginError",
-    "PolicySealedError",
-    "ServingError",
-    "SettingsError",
-    "StartError",
-    "UnknownOpError",
-    "VllmFLError",
-]
-
 
 class VllmFLError(RuntimeError):
     """Base of every error that vllm-fl raises on purpose.

@@ -1,4 +1,4 @@
-"""What a model's configuration tells of its sizes, and what is said of those it does not tell."""
+"""What a model's configuration tells of its sizes."""
 
 from __future__ import annotations
 
@@ -90,22 +90,6 @@ def test_a_binding_may_ask_sizes_of_its_own() -> None:
 def test_of_two_rules_with_one_name_the_first_is_asked() -> None:
     first, second = (Binding(sizes=(SizeRule("experts", lambda c, n=n: n, n),)) for n in (1, 2))
     assert sizes_of(engine_config(), first, second).more["experts"] == 1
-
-
-def test_what_is_not_told_is_named_once_in_a_process(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sizes_module, "_logged", set())
-
-    def broken(config: Any) -> float:
-        raise TypeError("unsupported operand type(s) for *: 'NoneType' and 'int'")
-
-    two = Binding(sizes=(SizeRule("odd", broken, 3), SizeRule("even", broken, 4)))
-    with caplog.at_level("DEBUG", "vllm_fl"):
-        for _ in range(3):
-            sizes_of(engine_config(), two)
-    told = "the model's configuration does not tell odd, even"
-    assert [record.getMessage() for record in caplog.records] == [told]
 
 
 def test_a_size_that_nobody_asks_for_is_named() -> None:

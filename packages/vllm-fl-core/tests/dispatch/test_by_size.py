@@ -72,7 +72,7 @@ def test_a_layers_method_and_a_block_go_by_size_too() -> None:
     bound = manager.bind(OP, Layer())
     sizes = {1: 1, 2: 1, 3: 2, 16: 2, 17: 3, 4000: 3}
     assert {n: int(bound(x(n))[0, 0]) - 1 for n in sizes} == sizes
-    assert manager.ceilings(OP) == (2, 16)
+    assert manager.resolver().ceilings(OP) == (2, 16)
     from vllm_fl.dispatch import policy_context
 
     other = SelectionPolicy(per_op_order={OP: {"<=9": "flagos", "rest": "vendor"}})  # type: ignore[dict-item]

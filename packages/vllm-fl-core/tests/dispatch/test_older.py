@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -35,7 +34,6 @@ from vllm_fl.dispatch import (
     with_strict_mode,
 )
 from vllm_fl.errors import PluginError, PolicySealedError, SettingsError
-from vllm_fl.older import MODULES, NAMES
 from vllm_fl.plugins.discovery import Found
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner
@@ -65,25 +63,6 @@ def test_a_policys_positions_are_the_older_ones() -> None:
     assert [*map(str, policy.order("rms_norm"))] == ["vendor:cuda", "flagos"]
     assert policy.refuses(silu("vendor.a")) == "deny_vendors names a"
     assert policy.refuses(silu("vendor.b")) is None
-
-
-def test_what_a_policy_could_be_asked() -> None:
-    with pytest.deprecated_call(match=r"SelectionPolicy\(prefer"):
-        policy = SelectionPolicy.from_dict(
-            prefer="VENDOR", per_op_order={"mul": ["flagos"]}, deny_vendors={"a"}
-        )
-    orders: Any = {"mul": ["flagos"]}
-    assert policy == SelectionPolicy("vendor", False, orders, frozenset("a"))
-    with pytest.warns(DeprecationWarning) as caught:
-        assert policy.per_op_order_dict == {"mul": ["flagos"]}
-        assert policy.get_per_op_order("mul") == ["flagos"]
-        assert policy.get_per_op_order("rms_norm") is None
-        assert policy.get_default_order() == ["vendor", "flagos", "reference"]
-        assert policy.is_vendor_allowed("b") and not policy.is_vendor_allowed("a")
-        assert not SelectionPolicy(allow_vendors=frozenset("b")).is_vendor_allowed("c")
-        others = SelectionPolicy(), SelectionPolicy(strict=True), SelectionPolicy("vendor")
-        assert len({p.fingerprint() for p in (policy, *others)}) == 4
-    assert {w.filename for w in caught} == {__file__}
 
 
 def test_setting_the_global_policy_gives_back_the_one_before(
@@ -280,85 +259,24 @@ def test_the_op_may_be_named_by_keyword() -> None:
         call_op()
 
 
-def test_what_a_manager_could_be_asked() -> None:
-    manager = managing(failing("default.flagos", ValueError("no")), silu("reference.torch"))
-    manager.call("silu_and_mul", X)
-    with pytest.deprecated_call(match="demotions"):
-        assert manager.get_failed_impls() == {"silu_and_mul": {"default.flagos"}}
-    with pytest.deprecated_call():
-        assert manager.get_failed_impls("rms_norm") == {}
-    with pytest.deprecated_call(match="epoch"):
-        before = manager.policy_epoch
-    with pytest.deprecated_call(match="clear_failed_impls"):
-        assert manager.bump_policy_epoch() > before
-    assert manager.demotions == {}
-
-
 # Names and modules.
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_older_name_is_there_and_says_what_to_write(name: str) -> None:
-    with pytest.deprecated_call(match="use ") as caught:
-        value = getattr(dispatch, name)
-    assert value is not None
-    assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_older_module_is_there(module: str) -> None:
-    found = importlib.import_module(f"vllm_fl.dispatch.{module}")
-    assert getattr(dispatch, module) is found
-    with pytest.deprecated_call():
-        assert found.get_logger is dispatch.get_logger
-    with pytest.raises(AttributeError):
-        _ = found.nothing_like_it
-    assert not hasattr(found, "__file__")
 
 
 def test_imports_as_older_code_writes_them() -> None:
     code = """
-import sys, warnings; warnings.simplefilter("error", DeprecationWarning)
-import vllm_fl.dispatch, vllm_fl.dispatch.discovery
-from vllm_fl.dispatch import ops, method_dispatch
-warnings.simplefilter("ignore")
+import sys
+from vllm_fl.dispatch.backends.base import Backend
 from vllm_fl.dispatch.builtin_ops import register_builtins
 from vllm_fl.dispatch.discovery import discover_plugins
 from vllm_fl.dispatch.logger_manager import get_logger, set_log_level
-from vllm_fl.dispatch.manager import OpManager, get_default_manager
+from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.method_dispatch import dispatch_method
-from vllm_fl.dispatch.policy import (
-    PREFER_VENDOR, PolicyManager, SelectionPolicy, get_policy, policy_context, policy_from_config,
-    reset_global_policy, set_global_policy, with_strict_mode,
-)
-from vllm_fl.dispatch.registry import OpRegistry, OpRegistrySnapshot
-from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl, match_token
+from vllm_fl.dispatch.ops import VLLMFLBackendBase
+from vllm_fl.dispatch.policy import SelectionPolicy, get_policy, policy_context, policy_from_config
+from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.types import BackendImplKind, BackendPriority, OpImpl
 
-manager = PolicyManager.get_instance()
-with manager.create_policy_context(SelectionPolicy(PREFER_VENDOR)):
-    assert manager.get_policy().prefer == "vendor"
-before, epoch = manager.set_global_policy(SelectionPolicy(strict=True)), manager.get_policy_epoch()
-assert get_policy().strict
-assert manager.set_global_policy(before).strict and manager.bump_policy_epoch() > epoch
-impl = OpImpl("mul", "vendor.a", BackendImplKind.VENDOR, print, "a")
-tokens = "vendor", "vendor:a", "impl:vendor.a", "flagos", "?"
-assert [match_token(impl, t) for t in tokens] == [True, True, True, False, False]
-assert "torch" not in sys.modules
+assert VLLMFLBackendBase is Backend and "torch" not in sys.modules
 """
     env = {**os.environ, "VLLM_FL_PLUGINS": ""}
     subprocess.run([sys.executable, "-c", code], env=env, check=True)
-
-
-def test_a_cached_op_calls_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = managing(silu("reference.torch"))
-    monkeypatch.setattr(dispatch, "call_op", manager.call)
-    with pytest.deprecated_call(match="call_op"):
-        cached = dispatch.CachedOp  # type: ignore[attr-defined]
-    assert cached("silu_and_mul")(X).shape == (2, 4)
-
-
-def test_a_name_that_nobody_had_is_no_name() -> None:
-    with pytest.raises(AttributeError, match="frobnicate"):
-        _ = dispatch.frobnicate  # type: ignore[attr-defined]
-    with pytest.raises(ImportError):
-        importlib.import_module("vllm_fl.dispatch.frobnicate")

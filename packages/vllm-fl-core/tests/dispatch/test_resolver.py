@@ -11,7 +11,9 @@ from builders import kind_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Trace, describe, resolve
+from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Resolver, Trace, describe
+from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import OpOrder, SelectionPolicy
 
@@ -47,6 +49,21 @@ ENGINE_ORDERS = {
     "stock": ["foreign", "stock"],
 }
 THEIRS = {"SiluAndMul": "acme.Silu of vllm-acme 1.0"}
+
+
+def resolve(
+    op: str,
+    impls: Any,
+    policy: SelectionPolicy,
+    *,
+    rejections: Any = (),
+    foreign: Any = None,
+    tokens: int | None = None,
+    **how: Any,
+) -> Trace:
+    registry, theirs = OpRegistry(EMPTY), {op: foreign} if foreign else {}
+    resolver = Resolver(registry=registry, policy=policy, foreign=theirs, **how)
+    return resolver.resolve(op, impls, dict(rejections), tokens=tokens)
 
 
 @dataclass(frozen=True)

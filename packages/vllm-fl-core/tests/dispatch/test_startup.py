@@ -97,7 +97,7 @@ def test_a_start_asks_for_devices_once_at_most_and_only_where_it_must(
     expected: str,
 ) -> None:
     plugin = Acme()
-    made = begin(env, plugin, platform=platform, defer_errors=True)
+    made = begin(env, plugin, platform=platform)
     assert (plugin.asked, plugin.detected) == (asked, detected)
     assert made.settings.platform == expected
     assert (made.problem is not None) == ("VLLM_FL_PREFER" in env)
@@ -134,7 +134,7 @@ def test_over_another_plugins_platform_a_devices_own_file_acts_where_it_is_asked
 def test_a_device_hook_that_fails_is_reported_once_and_costs_itself_only(
     begin: Begin, env: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = begin(env, Broken(), Acme(), defer_errors=True)
+    made = begin(env, Broken(), Acme())
     assert made.settings.platform == "acme"
     (record,) = [each for each in caplog.records if "device hook" in each.getMessage()]
     said = "Plugin 'broken' of fl-test 1.0: its device hook failed: OSError: no driver"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from vllm_fl.integration import exchange
-from vllm_fl.integration.exchange import Process, gathered
+from vllm_fl.integration.exchange import gathered
 from vllm_fl.plugins.breadcrumb import running
 
 SIZE = 3
@@ -119,21 +119,6 @@ def test_a_time_out_says_that_the_late_rank_is_still_running(tmp_path: Path) -> 
     assert " gave up: rank 1 (process " in results[1][0]
 
 
-def test_a_rank_of_another_machine_is_judged_by_its_connection(tmp_path: Path) -> None:
-    def elsewhere(rank: int, world: Any) -> list[int]:
-        exchange._began = lambda _: ""  # type: ignore[assignment]  # no process can be seen
-        exchange.introduce(world)
-        exchanged(rank, world)
-        if rank == 1:
-            time.sleep(1)
-            os._exit(7)
-        return exchanged(rank, world)
-
-    results, lines = run(tmp_path, elsewhere, dies=1)
-    assert all("rank 1 (process " in text and " died." in text for text in results.values())
-    assert lines[0].endswith(" has not arrived, and is still connected")
-
-
 def test_a_group_of_some_ranks_has_its_own_exchanges(tmp_path: Path) -> None:
     def some(rank: int, world: Any) -> tuple[list[int], list[int]]:
         group = dist.new_group([0, 2], backend="gloo")
@@ -155,14 +140,6 @@ def test_the_store_keeps_no_old_keys(tmp_path: Path) -> None:
 
     results, _ = run(tmp_path, many)
     assert max(max(keys[1:]) - min(keys[1:]) for keys in results.values()) <= SIZE
-
-
-def test_another_process_with_the_same_number_is_not_this_one() -> None:
-    mine = Process.of_this_rank()
-    assert mine.is_alive is True
-    assert mine._replace(began="1").is_alive is False
-    assert mine._replace(space="another").is_alive is None
-    assert mine._replace(host="another").is_alive is None
 
 
 def test_one_rank_needs_no_group() -> None:

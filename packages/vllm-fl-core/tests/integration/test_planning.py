@@ -30,9 +30,8 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import PlanEntry
 from vllm_fl.errors import SettingsError, StartError
 from vllm_fl.integration import carried, planning
-from vllm_fl.integration.carried import Carried, configured, note_configured
+from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.compat import hide_our_variables
-from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.planning import (
     apply,
@@ -120,11 +119,8 @@ def test_another_process_has_them_too(send: Any, monkeypatch: pytest.MonkeyPatch
     read = facts_of(config).settings
     for name in VENDOR:
         monkeypatch.delenv(name)
-    note_configured(config, 3.0)
     there = engine_config(send(config.additional_config["vllm_fl"]))
     assert facts_of(there).settings == read
-    assert configured(there) == configured(config)
-    assert configured(config) is not None
     assert there.additional_config == config.additional_config
     entry = config.additional_config["vllm_fl"]
     assert json.loads(json.dumps(entry)) == dict(entry), "vLLM hashes it as JSON"
@@ -333,32 +329,13 @@ def norm() -> OpImpl:
     return OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, rms_norm, "acme")
 
 
-@pytest.mark.parametrize("has_ir", [False, True])
 @pytest.mark.parametrize("name", known_contracts().bindings["rms_norm"].fused_by)
-def test_norms_that_vllm_fuses_are_stock_only_without_the_ir(
-    process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str, has_ir: bool
+def test_norms_that_vllm_fuses_are_ours(
+    process: OpManager, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    """vLLM's fusions come first, and ours are the rest."""
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(ir_patcher, "has_ir", lambda: has_ir)
-    entry = planned_norm(process, pass_config={name: True})
-    if has_ir:
-        assert entry.label == "vendor.acme", "vLLM's fusions come first, and ours are the rest"
-    else:
-        assert (entry.label, entry.reason) == ("stock", f"vLLM's own fusions of it are on ({name})")
-
-
-@pytest.mark.parametrize(
-    ("custom_ops", "label"),
-    [(["none"], "vendor.acme"), (["none", "-rms_norm", "-gemma_rms_norm"], "stock")],
-)
-def test_without_the_ir_a_compiled_norm_that_the_user_turns_off_is_vllms(
-    process: OpManager, monkeypatch: pytest.MonkeyPatch, custom_ops: list[str], label: str
-) -> None:
-    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(ir_patcher, "has_ir", lambda: False)
-    process.registry.register_impl(norm())
-    config = engine_config(mode=CompilationMode.VLLM_COMPILE, custom_ops=custom_ops)
-    assert plan_for(facts_of(config)).entries["rms_norm"].label == label
+    assert planned_norm(process, pass_config={name: True}).label == "vendor.acme"
 
 
 def test_an_op_that_the_model_cannot_have_is_not_planned_unless_the_user_names_it(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +11,7 @@ import pytest
 
 from vllm_fl.errors import StartError
 from vllm_fl.integration import ranks
-from vllm_fl.integration.exchange import gathered
 from vllm_fl.integration.ranks import (
-    Message,
     Opinion,
     differences,
     exchange,
@@ -86,47 +81,10 @@ def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyP
     state = SimpleNamespace(get_world_group=lambda: group)
     for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
         monkeypatch.setitem(sys.modules, name, state)
-    other = Message(0, "a step", "theirs")
-    monkeypatch.setattr(ranks, "gathered", lambda mine, *_: [other, mine])
+    monkeypatch.setattr(ranks, "gathered", lambda mine, *_: [("a step", "", "theirs"), mine])
     assert exchange("a step", "mine") == ["theirs", "mine"]
     with pytest.raises(StartError, match="rank 1: boom") as failed:
         exchange("whatever", None, "boom")
     assert failed.value.failures == ("rank 1: boom",)
     with pytest.raises(StartError, match="rank 0: it is at another step"):
         exchange("another step", "mine")
-
-
-def _of_three(rank: int, folder: Path, begin: Any, told: Any) -> None:
-    """One process of three, of which the last one dies before the others begin."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=3)
-    if rank == 2:
-        os._exit(7)
-    begin.wait(300)
-    try:
-        gathered(rank, dist.group.WORLD, 3, rank, "agree")
-    except RuntimeError as error:
-        told.put((rank, str(error)))
-        told.close()
-        told.join_thread()
-    os._exit(0)
-
-
-def test_a_rank_that_died_before_the_others_came_is_named(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    begin, told = context.Event(), context.Queue()
-    ranks = [context.Process(target=_of_three, args=(n, tmp_path, begin, told)) for n in range(3)]
-    for each in ranks:
-        each.start()
-    ranks[2].join(300)
-    begin.set()
-    said = dict(told.get(timeout=300) for _ in range(2))
-    for each in ranks:
-        each.join(300)
-    assert [each.exitcode for each in ranks] == [0, 0, 7]
-    for rank, text in said.items():
-        assert f"rank {rank} waited for the other ranks to agree, and " in text
-        assert "rank 2 died." in text

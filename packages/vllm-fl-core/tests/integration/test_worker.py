@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from builders import managing, planning, silu
 from children import run_each
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
@@ -225,26 +224,3 @@ def test_the_worker_that_vllm_chose_is_wrapped_once() -> None:
         parallel.worker_cls = path  # type: ignore[assignment]
         worker.wrap_worker(SimpleNamespace(parallel_config=parallel))  # type: ignore[arg-type]
         assert parallel.worker_cls is path
-
-
-def test_the_log_names_what_a_compiler_takes_whole_since_it_is_ordered_by_size(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from vllm_fl.integration import worker
-
-    caplog.set_level("INFO", logger="vllm_fl")
-    impls = silu("vendor.acme", traceable=True), silu("reference.torch", traceable=True)
-    by_size, same = (
-        managing(*impls, per_op_order={"silu_and_mul": {"<=4": "vendor", "rest": rest}})  # type: ignore[dict-item]
-        for rest in ("reference", "vendor")
-    )
-
-    def said(plan: Any, inlined: Any = ()) -> list[str]:
-        caplog.clear()
-        worker._say_what_is_taken_whole(plan, inlined)
-        return [r.getMessage() for r in caplog.records if r.name == worker.log.name]
-
-    assert said(planning(by_size, "eager")) == said(planning(same, "compiled")) == []
-    (line,) = said(planning(by_size, "compiled"))
-    assert "nothing fused into it: silu_and_mul." in line
-    assert said(planning(by_size, "compiled"), {"silu_and_mul"}) == []

@@ -26,7 +26,7 @@ RUN = (
 def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this test's notes; nothing of another's is remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(breadcrumb._notes, "dead", None)
+    monkeypatch.setattr(breadcrumb._note, "dead", None)
     return tmp_path / "vllm-fl" / "running"
 
 
@@ -46,7 +46,7 @@ def test_what_ends_the_process_is_left() -> None:
     first, second = breadcrumb.lost()
     assert (first.what, second.what) == ("the import of acme", "the first run of 'vendor.acme'")
     assert first.when <= second.when <= time.time()
-    assert first.file is not None and str(first.pid) in str(first)
+    assert first.file.exists() and str(first.pid) in str(first)
 
 
 @pytest.mark.parametrize(
@@ -101,50 +101,12 @@ def test_a_file_that_others_wrote_is_no_finding(notes: Path, content: bytes) -> 
     assert breadcrumb.lost() == ()
 
 
-OF = "from vllm_fl.plugins.breadcrumb import running\nimport os, sys\n{first}\n"
-OF += "with running({what!r}, {owner!r}): os._exit(0)"
-
-
-def leave(what: str, owner: str = "", first: str = "") -> None:
-    """A note about code of `owner`, left by a process that ended without a word."""
-    script = OF.format(first=first, what=what, owner=owner)
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_what_is_not_installed_here_is_not_told(notes: Path) -> None:
-    here = f"pytest {pytest.__version__}"
-    for owner in ("mutplug 1.0", "pytest 0.1", here, "no_such_module.plugin", "json", ""):
-        leave(f"something of {owner!r}", owner)
-    assert whats() == [f"something of {owner!r}" for owner in (here, "json", "")]
-    assert len(list(notes.iterdir())) == 6, "who has it installed is told"
-
-
-def started(code: str) -> subprocess.Popen[str]:
-    """A process that runs something, and leads a session of its own."""
-    script = RUN.format(what="the import of acme") + code
-    child = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert child.stdout is not None and child.stdout.readline() == "1\n"
-    return child
-
-
-SLEEPS = "print(1, flush=True); time.sleep(600)"
-IN_A_CHILD = f"""
-    if os.fork() == 0:
-        with running("the import of its child"):
-            {SLEEPS}
-    time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("code", [SLEEPS, IN_A_CHILD.lstrip()], ids=["itself", "its child"])
-def test_what_a_process_ran_that_we_end_is_no_fault(notes: Path, code: str) -> None:
-    with started(code) as child, breadcrumb.ending(child.pid):
-        assert list(notes.iterdir())
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    assert list(notes.iterdir()) == []
+def test_notes_of_a_command_are_kept_apart(tmp_path: Path) -> None:
+    assert run("os.abort()", **{breadcrumb.FOLDER: str(tmp_path)}) == -signal.SIGABRT
+    crumb = breadcrumb.last(tmp_path)
+    assert crumb is not None and (crumb.what, crumb.lives) == ("the import of acme", False)
+    assert run("os.abort()", **{breadcrumb.FOLDER: ""}) == -signal.SIGABRT
+    assert breadcrumb.lost() == ()
 
 
 def test_what_takes_long_is_named_while_it_runs(

@@ -1,14 +1,12 @@
-"""Entry points read in one pass: what importlib.metadata answers, and what it is for."""
+"""Entry points of installed distributions, broken ones included."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,42 +34,10 @@ def install(
     return folder
 
 
-def facts(points: Any) -> list[tuple[Any, ...]]:
-    return [(p.name, p.value, p.dist.name, p.dist.version) for p in points]
-
-
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize("group", ["pytest11", "console_scripts", GROUP, "vllm.general_plugins"])
-def test_the_same_as_importlib_metadata_for_what_is_installed_here(group: str) -> None:
-    ours = facts(entry_points(group))
-    assert sorted(ours) == sorted(facts(importlib.metadata.entry_points(group=group)))
-
-
-def test_odd_files_are_read_as_importlib_metadata_reads_them(site: Path) -> None:
-    install(
-        site,
-        points="# vllm_fl.plugin\n[console_scripts]\nx = a:b\n\n[ vllm_fl.plugin ]\r\n"
-        "  one = fl_acme.plugin : Plugin.register [extra]\n# two = no\ntwo=fl_acme\n\n"
-        "[other]\ny = z\n",
-        metadata="Metadata-Version: 2.1\nSummary: Name: no\nName:   fl-acme  \nVersion: 1.0\n"
-        "\nName: of the description\n",
-    )
-    ours = [p for p in entry_points(GROUP) if p.dist.name == "fl-acme"]
-    assert [(p.name, p.dist.version) for p in ours] == [("one", "1.0"), ("two", "1.0")]
-    (site / "fl_acme").mkdir()
-    (site / "fl_acme" / "__init__.py").write_text("")
-    (site / "fl_acme" / "plugin.py").write_text("class Plugin:\n    register = 'it'\n")
-    try:
-        assert ours[0].load() == "it"
-        assert ours[1].load() is sys.modules["fl_acme"]
-    finally:
-        for name in ("fl_acme", "fl_acme.plugin"):
-            sys.modules.pop(name, None)
 
 
 def test_the_first_folder_on_the_path_counts(
@@ -112,8 +78,8 @@ def test_a_start_imports_none_of_the_heavy_modules() -> None:
     code = (
         "from vllm_fl.dispatch import get_default_manager; "
         "get_default_manager().ensure_initialized(); import sys; "
-        "heavy = 'torch importlib_metadata importlib.metadata email zipfile "
-        "vllm_fl.engine.plan yaml'; print([m for m in heavy.split() if m in sys.modules])"
+        "heavy = 'torch vllm_fl.engine.plan yaml'; "
+        "print([m for m in heavy.split() if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],  # without site: no .pth file imports anything

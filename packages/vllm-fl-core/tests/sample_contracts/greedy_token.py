@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts import BadInput, Exact, ModelSizes, OpSpec, Sample, Variant
-from vllm_fl.contracts.checks import Problem, floating_tensor
+from vllm_fl.contracts.arguments import Problem
 from vllm_fl.contracts.sampling import Source
+
+from . import floating_tensor
 
 if TYPE_CHECKING:
     import torch

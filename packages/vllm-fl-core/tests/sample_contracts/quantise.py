@@ -14,8 +14,10 @@ from vllm_fl.contracts import (
     Tolerance,
     Variant,
 )
-from vllm_fl.contracts.checks import Problem, floating_tensor
+from vllm_fl.contracts.arguments import Problem
 from vllm_fl.contracts.sampling import Source
+
+from . import floating_tensor
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import cache, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -33,7 +33,6 @@ __all__ = [
     "flag_gems_module",
     "loaded",
     "problem",
-    "unsuitable",
 ]
 
 ACCELERATORS = ("cuda", "npu", "musa", "mlu", "gcu")
@@ -50,8 +49,6 @@ VLLM_EXTENSIONS = (
 missing and defines them itself; when the extension is loaded after that, its own definition ends
 the process ("Tried to register an operator with the same name"). In this order nothing is defined
 twice."""
-
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def available() -> Availability:
@@ -129,29 +126,6 @@ def flag_gems_module(name: str) -> Any:
     """
     flag_gems()
     return import_module(f"flag_gems.{name}")
-
-
-def unsuitable(
-    name: str, x: torch.Tensor, dtypes: Collection[torch.dtype] = DTYPES, *, own: bool = False
-) -> str | None:
-    """Why no kernel takes the tensor `x`: FlagGems does not load, or x's device or dtype.
-
-    Args:
-        name: the parameter's.
-        x: the tensor.
-        dtypes: those that there are kernels for.
-        own: whether they are this package's own. FlagGems, whose import takes seconds, is not asked
-            then, and where they run is for the caller to check.
-    """
-    if not own:
-        if reason := problem():
-            return reason
-        device = flag_gems().device
-        if x.device.type != device:
-            return f"{name} is on {x.device}, and FlagGems runs on {device}"
-    if x.dtype not in dtypes:
-        return f"no kernel for {name} of {x.dtype}"
-    return None
 
 
 @cache

@@ -29,7 +29,6 @@ from vllm_fl.contracts.binding import FusionTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.patchers import fusions, layers
-from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.planning import apply, facts_of, note_user_priority, plan_for
 from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
@@ -85,12 +84,6 @@ def test_a_planned_op_has_its_pass_on_and_the_pass_finds_vllms_own_rope() -> Non
     assert getattr(compilation.pass_config, FLAG) is True
     assert compilation.custom_ops == ["none", "+rotary_embedding"]
     assert plan_for(facts_of(config)).entries["rotary_embedding"].note, "and so says the worker"
-
-
-def test_without_the_ir_the_norm_is_vllms_own_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ir_patcher, "has_ir", lambda: False)
-    entry = plan_for(facts_of(configured())).entries["rms_norm"]
-    assert (entry.label, entry.note) == ("stock", f"vLLM's pass for {OP} looks for vLLM's own")
 
 
 def test_the_pass_is_turned_off_again_when_the_op_failed_and_the_rope_is_planned() -> None:
@@ -178,11 +171,6 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda patch: None, {"pass_config": {FLAG: False}}, f"pass_config.{FLAG} is false"),
         (
             lambda patch: on_device(patch, "acme.PassManager"),
-            {},
-            "vLLM has no pass for it on this platform",
-        ),
-        (
-            lambda patch: patch.setattr(ir_patcher, "has_ir", lambda: False),
             {},
             "vLLM has no pass for it on this platform",
         ),

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from vllm_fl.dispatch import reset_default_manager
-from vllm_fl.integration import compat
 from vllm_fl_tools.cli import _engine, _progress, _show, main
 
 HEAD = """
@@ -75,10 +74,8 @@ def clean(
         if name.startswith(LEAKS):
             monkeypatch.delenv(name)
     monkeypatch.setattr(_progress, "QUIET", math.inf)  # a slow machine's tests read stderr
-    compat.obstacle.cache_clear()
     reset_default_manager()
     yield
-    compat.obstacle.cache_clear()
     reset_default_manager()
 
 

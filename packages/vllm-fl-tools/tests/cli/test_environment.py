@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.plugins import breadcrumb
 from vllm_fl_tools.cli import _environment
 from vllm_fl_tools.cli._environment import ProbeFailed, ask
-
-NOTED = (
-    "import os, time\nfrom vllm_fl.plugins.breadcrumb import running\n"
-    "with running('the import of acme'):\n    {}"
-)
 
 
 def test_the_last_line_is_the_answer_and_an_error_is_told() -> None:
@@ -22,13 +16,7 @@ def test_the_last_line_is_the_answer_and_an_error_is_told() -> None:
         ask("import os; os._exit(3)", what="it")
 
 
-def test_one_that_is_given_up_leaves_no_note_and_one_that_dies_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(ProbeFailed, match="ended with signal 6"):
-        ask(NOTED.format("os.abort()"), what="it")
-    (crumb,) = breadcrumb.lost()
-    monkeypatch.setattr(_environment, "PATIENCE", 1.0)
-    with pytest.raises(ProbeFailed, match=r"it took more than 1\.0 s"):
-        ask(NOTED.format("time.sleep(60)"), what="it")
-    assert breadcrumb.lost() == (crumb,)
+def test_one_that_gives_no_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_environment, "PATIENCE", 0.5)
+    with pytest.raises(ProbeFailed, match=r"it took more than 0\.5 s"):
+        ask("import time; time.sleep(60)", what="it")

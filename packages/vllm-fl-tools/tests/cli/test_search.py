@@ -1,120 +1,104 @@
-"""The search for culprits: what it names, and how seldom it asks."""
+"""The search for culprits: what it finds, and with how few trials."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from vllm_fl_tools.cli._search import UnsettledError, culprits
+from vllm_fl_tools.cli._search import Verdict, culprits, search
 
-Asked = list[tuple[str, ...]]
+Tried = list[tuple[str, ...]]
 PARTS = [f"op{n}" for n in range(11)]
 
 
-def wrong_with(*sets: str) -> tuple[Callable[[tuple[str, ...]], bool], Asked]:
-    """Parts are wrong where one of the sets, as `op1 op2`, is whole among them; what was asked."""
-    asked: Asked = []
+def wrong_with(
+    *sets: str, likely: Sequence[str] = ()
+) -> tuple[Callable[[tuple[str, ...]], Verdict], Tried]:
+    """A trial that is wrong with one of the sets, such as `op1 op2`; the trials."""
+    tried: Tried = []
 
-    def is_wrong(parts: tuple[str, ...]) -> bool:
-        assert frozenset(parts) not in map(frozenset, asked), "it was asked before"
-        asked.append(parts)
-        return any({*names.split()} <= {*parts} for names in sets)
+    def trial(parts: tuple[str, ...]) -> Verdict:
+        assert frozenset(parts) not in map(frozenset, tried), "it was tried before"
+        tried.append(parts)
+        is_wrong = any({*names.split()} <= {*parts} for names in sets)
+        return Verdict("wrong" if is_wrong else "", likely=likely)
 
-    return is_wrong, asked
+    return trial, tried
+
+
+def found(parts: Sequence[str], *sets: str, likely: Sequence[str] = ()) -> tuple[set[str], Tried]:
+    """The culprits, each as `op1 op2`, and the trials."""
+    trial, tried = wrong_with(*sets, likely=likely)
+    return {" ".join(sorted(each.parts)) for each in culprits(parts, trial)}, tried
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_a_single_culprit_is_named_wherever_it_stands(count: int) -> None:
+def test_one_culprit_takes_few_trials(count: int) -> None:
     for part in PARTS[:count]:
-        is_wrong, asked = wrong_with(part)
-        assert culprits(PARTS[:count], is_wrong) == [(part,)]
-        assert len(asked) <= math.ceil(math.log2(count)) + 3
+        named, tried = found(PARTS[:count], part)
+        assert named == {part} and len(tried) <= math.ceil(math.log2(count)) + 3
 
 
-def test_the_right_whole_takes_one_question() -> None:
-    is_wrong, asked = wrong_with()
-    assert culprits(PARTS, is_wrong) == [] and asked == [tuple(PARTS)]
-    assert culprits([], lambda _: False) == []
+def test_a_right_whole_takes_one_trial() -> None:
+    named, tried = found(PARTS, "none")
+    assert not named and tried == [tuple(PARTS)]
+    assert search([], lambda _: Verdict()) == ("right", [])
 
 
-def test_two_culprits_are_named_each_by_itself() -> None:
+def test_several_culprits() -> None:
     for one, other in itertools.combinations(PARTS, 2):
-        is_wrong, asked = wrong_with(one, other)
-        assert sorted(culprits(PARTS, is_wrong)) == sorted([(one,), (other,)])
-        assert len(asked) <= 2 * math.ceil(math.log2(len(PARTS))) + 6
+        named, tried = found(PARTS, one, other)
+        assert named == {one, other} and len(tried) <= 2 * math.ceil(math.log2(len(PARTS))) + 6
+    assert found(PARTS, "op3", "op1 op7")[0] == {"op3", "op1 op7"}
 
 
-def test_parts_that_are_wrong_only_together_are_named_together() -> None:
+def test_parts_that_are_wrong_only_together() -> None:
     for names in itertools.combinations(PARTS, 3):
-        is_wrong, _ = wrong_with(" ".join(names))
-        (found,) = culprits(PARTS, is_wrong)
-        assert {*found} == {*names}
+        assert found(PARTS, " ".join(names))[0] == {" ".join(sorted(names))}
 
 
-def test_one_by_itself_and_two_together() -> None:
-    is_wrong, _ = wrong_with("op3", "op1 op7")
-    assert {frozenset(found) for found in culprits(PARTS, is_wrong)} == {
-        frozenset({"op3"}),
-        frozenset({"op1", "op7"}),
-    }
+def test_a_whole_that_is_wrong_without_any_part() -> None:
+    for parts in (PARTS, ["a"], []):
+        status, (culprit,) = search(parts, lambda _: Verdict("wrong"))
+        assert status == "elsewhere" and culprit.parts == ()
 
 
-def test_what_is_wrong_without_any_part_is_none_of_them() -> None:
-    is_wrong, asked = wrong_with("")
-    assert culprits(PARTS, is_wrong) == [()]
-    assert () in asked
-    assert culprits([], lambda _: True) == [()]
-
-
-def test_a_culprit_beside_something_that_is_no_part() -> None:
-    """The one that is wrong by itself is not to hide that the rest is wrong, too."""
-    found = culprits(["a"], lambda parts: True)
-    assert found == [()]
-
-
-def test_what_a_question_raises_ends_the_search() -> None:
-    def is_wrong(parts: tuple[str, ...]) -> bool:
+def test_an_exception_ends_the_search() -> None:
+    def trial(parts: tuple[str, ...]) -> Verdict:
         if len(parts) == 1:
             raise RuntimeError(f"the engine with {parts} does not start")
-        return True
+        return Verdict("wrong")
 
     with pytest.raises(RuntimeError, match="op0"):
-        culprits(PARTS, is_wrong)
+        culprits(PARTS, trial)
 
 
-def test_what_is_likely_is_asked_first() -> None:
-    is_wrong, asked = wrong_with("op7")
-    assert culprits(PARTS, is_wrong, likely=lambda rest: ["op7"]) == [("op7",)]
-    assert asked[1:] == [("op7",), tuple(part for part in PARTS if part != "op7")]
-
-
-def test_what_seemed_likely_and_is_not_costs_one_question() -> None:
+def test_likely_parts_are_tried_first() -> None:
+    named, tried = found(PARTS, "op7", likely=["op7"])
+    assert named == {"op7"}
+    assert tried[1:] == [("op7",), tuple(part for part in PARTS if part != "op7")]
     for part in PARTS[1:]:
-        is_wrong, asked = wrong_with(part)
-        assert culprits(PARTS, is_wrong, likely=lambda rest: ["op0"]) == [(part,)]
-        assert len(asked) <= math.ceil(math.log2(len(PARTS))) + 4
-
-
-def test_what_is_likely_may_be_half_of_what_is_wrong_together() -> None:
-    is_wrong, _ = wrong_with("op2 op9")
-    (found,) = culprits(PARTS, is_wrong, likely=lambda rest: [p for p in ["op9"] if p in rest])
-    assert {*found} == {"op2", "op9"}
+        named, tried = found(PARTS, part, likely=["op0"])
+        assert named == {part} and len(tried) <= math.ceil(math.log2(len(PARTS))) + 4
+    assert found(PARTS, "op2 op9", likely=["op9"])[0] == {"op2 op9"}
 
 
 def test_parts_beneath_a_culprit_go_with_it() -> None:
-    """Whatever of a plugin is on, it is loaded: with each of its parts its own fault is there."""
+    """While any part of a plugin is on, the plugin's own fault is there."""
     of_plugin = {"plugin", "op3", "op4"}
     parts = ["op0", "plugin", "op3", "op4", "op5"]
-    found = culprits(
-        parts, lambda some: bool(of_plugin & {*some}), beneath={"plugin": ["op3", "op4"]}
-    )
-    assert found == [("plugin",)]
+
+    def trial(some: tuple[str, ...]) -> Verdict:
+        return Verdict("wrong" if of_plugin & {*some} else "")
+
+    (culprit,) = culprits(parts, trial, beneath={"plugin": ["op3", "op4"]})
+    assert culprit.parts == ("plugin",)
 
 
-def test_answers_that_contradict_each_other_are_no_culprit() -> None:
-    asked = itertools.count()
-    with pytest.raises(UnsettledError):
-        culprits(PARTS, lambda parts: next(asked) < 1)
+def test_trials_that_contradict_each_other_have_no_culprit() -> None:
+    number = itertools.count()
+    status, (culprit,) = search(PARTS, lambda _: Verdict("wrong" if next(number) in (0, 9) else ""))
+    assert status == "unsteady" and culprit.parts == ()

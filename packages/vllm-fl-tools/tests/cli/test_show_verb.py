@@ -1,4 +1,4 @@
-"""`vllm-fl show`: what an engine has left, whoever wrote the file."""
+"""`vllm-fl show`: files of engines and of the command, by their content."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tables
 from commands import Command
 
 REPORT = {
@@ -51,8 +52,8 @@ def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_p
     assert done.status == 0 and not done.err
     for told in ("f00d", "vendor.cpu", "it is wrong", "boom", "PREFER=vendor", "0.32.0"):
         assert told in done.out
-    (told,) = fl("show", path, "--json").json()["reports"]
-    assert told["report"] == REPORT and told["silent"] is None
+    (told,) = fl("show", path, "--json").json()["files"]
+    assert told["content"]["report"] == REPORT and told["silent"] is None
 
 
 @pytest.mark.parametrize(("state", "ago", "is_silent"), [
@@ -61,7 +62,7 @@ def test_plan_counters_what_was_taken_out_and_what_was_raised(fl: Command, tmp_p
 def test_a_process_that_was_killed_is_silent(
     fl: Command, tmp_path: Path, state: str, ago: float, is_silent: bool
 ) -> None:
-    (told,) = fl("show", left(tmp_path, ago, state=state), "--json").json()["reports"]
+    (told,) = fl("show", left(tmp_path, ago, state=state), "--json").json()["files"]
     assert (told["silent"] is not None) == is_silent
 
 
@@ -81,3 +82,14 @@ def test_a_file_that_is_not_there_or_of_another_release(fl: Command, tmp_path: P
     assert fl("show", str(tmp_path / "missing.json")).status == 2
     assert fl("show", str(tmp_path)).status == 2
     assert "schema 2" in fl("show", left(tmp_path, schema=2)).err
+
+
+def test_the_answers_of_verbs(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text(fl("plan", "--json").out)
+    (tmp_path / "table.json").write_text(tables.table(["relu2"]).text)
+    done = fl("show", "plan.json", "table.json")
+    assert done.status == 0, done.err
+    assert "Any model: compiled" in done.out and "relu2" in done.out
+    files = fl("show", "plan.json", "table.json", "--json").json()["files"]
+    assert [each["kind"] for each in files] == ["plan", "table"]

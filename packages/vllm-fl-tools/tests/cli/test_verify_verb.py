@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -97,7 +96,7 @@ ENDS = """
 import os
 
 def ends(x):
-    return silu_and_mul(x) * FACTOR if x.shape[0] == 1 else os.abort()
+    return silu_and_mul(x) if x.shape[0] == 1 else os.abort()
 
 @hookimpl
 def register_ops():
@@ -227,55 +226,7 @@ def test_the_table(fl: Command, plugin: Plugin, columns: str) -> None:
     assert line.split()[:3] == ["silu_and_mul", "vendor.acme", "float32"]
     assert columns == "80" or re.fullmatch(r"\d+-\d+", line.split()[-1]), "the time's spread"
     assert "times the tolerance" in done.out
-    assert done.err == "", "no progress bar where there is no terminal"
-
-
-class TestReport:
-    def test_it_is_written_whole(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
-        plugin(MANY)
-        report = tmp_path / "report.md"
-        report.write_text("an older one")
-        done = fl("verify", *QUICK, "--report", str(report))
-        assert done.status == 1
-        text = report.read_text()
-        assert "an older one" not in text
-        assert "silu_and_mul  vendor.acme" in text and text.endswith("~~~~\n")
-        for words in ("the device table is missing", "two dimensions only", "no absent card"):
-            assert words in text
-        assert [p.name for p in tmp_path.iterdir() if p.suffix in (".md", ".part")] == ["report.md"]
-        mask = os.umask(0)
-        os.umask(mask)
-        assert report.stat().st_mode & 0o777 == 0o666 & ~mask
-
-    @pytest.mark.parametrize("place", ["absent/report.md", "folder", "/dev/null"])
-    def test_one_that_cannot_be_written_is_said_before_the_run(
-        self, fl: Command, plugin: Plugin, tmp_path: Path, place: str
-    ) -> None:
-        plugin(MANY)
-        (tmp_path / "folder").mkdir()
-        done = fl("verify", *QUICK, "--report", str(tmp_path / place))
-        assert done.status == 2
-        assert place.rpartition("/")[2] in done.err
-        assert "loading the device table" not in done.err, "something was run"
-        assert done.out == ""
-
-    def test_an_interrupted_run_leaves_the_older_one(
-        self, fl: Command, plugin: Plugin, tmp_path: Path
-    ) -> None:
-        plugin(INTERRUPTED)
-        report = tmp_path / "report.md"
-        report.write_text("an older one")
-        assert fl("verify", *QUICK, "--report", str(report)).status == 130
-        assert report.read_text() == "an older one"
-        assert not list(tmp_path.glob(".report.md*"))
-
-    def test_a_link_is_followed(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
-        plugin()
-        link = tmp_path / "link.md"
-        link.symlink_to(tmp_path / "real.md")
-        assert fl("verify", *QUICK, "--report", str(link)).status == 0
-        assert link.is_symlink()
-        assert "vendor.acme" in (tmp_path / "real.md").read_text()
+    assert "silu_and_mul vendor.acme float32" in done.err.splitlines()[0]
 
 
 def test_a_device_that_is_not_there_is_said(fl: Command, plugin: Plugin) -> None:
@@ -488,22 +439,14 @@ class TestALongRun:
         assert answer["complete"] is False and set(by_impl(answer)) == {"vendor.acme"}
         assert b"vendor.slow float32" in done.stderr and b"does not come back" in done.stderr
 
-    @pytest.mark.parametrize(
-        ("end", "factor", "found"),
-        [
-            ("_exit(0)", 1, b""),
-            ("abort()", 2, b"found: silu_and_mul vendor.ends float32, 1 token: the result: "),
-        ],
-    )
-    def test_a_kernel_that_ends_the_process_is_named(
-        self, plugin: Plugin, tmp_path: Path, end: str, factor: int, found: bytes
+    def test_a_kernel_that_ends_the_process_is_in_the_last_line(
+        self, plugin: Plugin, tmp_path: Path
     ) -> None:
-        """And what it did before: a memory fault ends a process some calls later."""
-        plugin(ENDS.replace("abort()", end).replace("FACTOR", str(factor)))
+        plugin(ENDS)
         done = by_itself(tmp_path, *QUICK)
-        assert done.returncode == (-signal.SIGABRT if end == "abort()" else 0)
-        assert b"ended while it ran silu_and_mul vendor.ends float32, 16 tokens. A" in done.stderr
-        assert found in done.stderr and (b"found" in done.stderr) == bool(found)
+        assert done.returncode == -signal.SIGABRT
+        *_, last = [line for line in done.stderr.splitlines() if line.startswith(b"[")]
+        assert last.endswith(b"] silu_and_mul vendor.ends float32")
 
     @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
     def test_a_limit_is_a_number_of_seconds(self, fl: Command, plugin: Plugin, text: str) -> None:
@@ -511,31 +454,8 @@ class TestALongRun:
         done = fl("verify", f"--timeout={text}")
         assert done.status == 2 and text in done.err
 
-    @pytest.mark.slow
-    def test_lines_where_no_terminal_is(self, plugin: Plugin, tmp_path: Path) -> None:
-        plugin(SLOW.replace("slow)", "sleepy)"))
-        done = by_itself(tmp_path, *QUICK, settings="it.QUIET = it.EVERY = 0.05")
-        assert b"] silu_and_mul vendor.slow float32, " in done.stderr
-        assert b"\x1b" not in done.stderr + done.stdout
-        short = by_itself(tmp_path, *QUICK).stderr
-        assert b"silu_and_mul" not in short  # a busy machine may warn there of a slow import
 
-    def test_a_line_for_each_on_a_terminal(self, plugin: Plugin, tmp_path: Path) -> None:
-        plugin(SLOW.replace("HANGS", "-1"))
-        reader, terminal = pty.openpty()
-        quick = ("--json", "--no-times", *QUICK)
-        by_itself(tmp_path, *quick, settings="it.QUIET = 0.0", stderr=terminal)
-        os.close(terminal)
-        shown = os.read(reader, 65536).decode()
-        os.close(reader)
-        assert "[1/2] silu_and_mul vendor.acme float32" in shown
-        assert "[2/2] silu_and_mul vendor.slow float32" in shown
-        assert "ended while" not in shown, "the process ended by itself"
-
-
-def by_itself(
-    path: Path, *args: str, settings: str = "", stderr: int = subprocess.PIPE
-) -> subprocess.CompletedProcess[bytes]:
+def by_itself(path: Path, *args: str, settings: str = "") -> subprocess.CompletedProcess[bytes]:
     """`vllm-fl verify` in a process of its own, with other `settings` of the progress."""
     script = "import sys\nfrom vllm_fl_tools.cli import _progress as it, main\n"
     script += "from vllm_fl_tools.cli import _watch\n"
@@ -545,8 +465,7 @@ def by_itself(
         [sys.executable, "-c", f"{script}sys.exit(main())", "verify", *args],
         env={**os.environ, "PYTHONPATH": f"{path}:{before}", "TERM": "xterm", "COLUMNS": "80"},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
+        capture_output=True,
         check=False,
         timeout=300,
     )

@@ -39,6 +39,8 @@ VLLM = """
 import os, subprocess, sys
 from pathlib import Path
 
+from types import SimpleNamespace as Some
+
 STARTS = Path(__file__).with_name("starts.txt")
 
 class SamplingParams:
@@ -56,9 +58,12 @@ class LLM:
         if SICK(self.ops):
             MISHAP
         core.kill()
+        sizes = Some(get_vocab_size=lambda: 512, max_model_len=256)
+        graphs = Some(compilation_config=Some(cudagraph_capture_sizes=None))
+        self.llm_engine = Some(step=None, model_config=sizes, vllm_config=graphs)
 
     def generate(self, *_, **__):
-        pass
+        return [Some(outputs=[Some(token_ids=[1] * 8)])]
 
     def collective_rpc(self, name):
         return [{"ops": {op: PLANNED for op in self.ops}}]
@@ -124,7 +129,7 @@ def test_where_the_engine_fails_the_op_at_fault_is_named(
     assert result.parseoutcomes()["failed"] == 1
     assert result.parseoutcomes()["passed"] == 1
     result.stdout.fnmatch_lines(["FAILED *test_engine*silu_and_mul*"])
-    result.stdout.fnmatch_lines(["*the engine failed, exit status 1*"])
+    result.stdout.fnmatch_lines(["*the engine failed; *"])
     result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line", "*no kernel image*"])
     assert starts(pytester.path)[0] == "gelu_and_mul silu_and_mul"
     assert sorted(starts(pytester.path)[1:]) == ["gelu_and_mul", "silu_and_mul"]

@@ -209,7 +209,7 @@ def _child(
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
-    breadcrumb.keep_in(nowhere)  # no later start of this user's is told of what ends here
+    os.environ[breadcrumb.FOLDER] = ""
     try:
         answer: Any = judge(names, checks)
     except BaseException as error:

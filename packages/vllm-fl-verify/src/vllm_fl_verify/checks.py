@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import OpSpec, Sample
-from vllm_fl.contracts.batches import Order
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import FAILED, REFUSES, REJECTED, Objection
 
 from . import graphs, launches
+from .batches import Order
 from .budget import Budget
 from .form import Form
 from .guarded import rows_of

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from vllm_fl.contracts import Exact, OpSpec
-from vllm_fl.contracts.batches import POOL
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.types import Impl, OpImpl
 
+from .batches import POOL
 from .budget import Budget, Valve
 from .form import Form
 from .guarded import bits, rows_of

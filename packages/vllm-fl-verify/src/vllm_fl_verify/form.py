@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import OpSpec, Sample
-from vllm_fl.contracts.batches import POOL
 
+from .batches import POOL
 from .budget import as_calls
 from .guarded import Guarded, bits, guarded, handed_over, taken
 from .oracle import each_part, parts, wanted_of, worst

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
-from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.plan import Plan
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins import breadcrumb
@@ -30,6 +29,7 @@ from vllm_fl.text import quote
 from .budget import Budget, Valve, as_calls
 from .guarded import Guarded, in_place, taken
 from .oracle import each_part, magnitudes, wanted_of, worst
+from .replacing import replacing
 from .verification import (
     Failure,
     Outcome,
@@ -202,7 +202,7 @@ class Live:
         whose = owner.name if owner else ""
         where = f"on live tensors in layer {self._layer}{whose and f' of {whose}'}"
         what = f"the verification of {impl.op_name}={impl.impl_id} {where}"
-        with breadcrumb.running(what, whose, named=False), self._watch.over(what):
+        with breadcrumb.running(what, named=False), self._watch.over(what):
             yield
 
     def _call(self, spec: OpSpec, impl: OpImpl, given: tuple[Any, ...]) -> Any:

@@ -154,7 +154,11 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     found = checks.objections(engine.plan)
     counts = engine.gather("say at how many tokens they run the model", checks.counts(engine.plan))
     checks.live_counts = frozenset[int]().union(*counts)
-    engine.remarks[Moment.PLANNED] += checks.limits(engine.plan)
+    sizes, length = engine.facts.sizes, engine.config.model_config.max_model_len
+    remarks = engine.remarks[Moment.PLANNED]
+    remarks += checks.limits(engine.plan)
+    if sizes is not None and length > sizes.max_position:
+        remarks.append(f"made inputs have positions below {sizes.max_position} of {length}")
     return found
 
 

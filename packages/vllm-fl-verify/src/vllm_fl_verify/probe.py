@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config.vllm import set_current_vllm_config
 
-from vllm_fl.contracts import batches
+from vllm_fl.contracts.batches import positions
 from vllm_fl.integration.attending import uncompiled
+
+from .batches import tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -168,12 +170,12 @@ class _Inputs:
         return embedded.to(like) if embedded.shape == like.shape else self._normal(like)
 
     def _tokens(self, count: int) -> torch.Tensor:
-        return batches.tokens(count, self.vocabulary, self._generator)
+        return tokens(count, self.vocabulary, self._generator)
 
     def _positions(self, like: torch.Tensor) -> torch.Tensor:
         """One for each token; of models with several axes, those of each axis."""
         count, axes = like.shape[-1], like.shape[:-1].numel()
-        drawn = [batches.positions(count, self.length, self._generator) for _ in range(axes)]
+        drawn = [positions(count, self.length, self._generator) for _ in range(axes)]
         return torch.stack(drawn).view(like.shape).to(like)
 
     def _normal(self, like: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import Sample
-from vllm_fl.contracts.batches import POOL, Order
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.inspection import FAILED, Objection
 from vllm_fl.plugins.types import OpImpl
 
 from . import process_state
+from .batches import POOL, Order
 from .budget import Budget
 from .form import Form
 from .guarded import Guarded, rows_of

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import OpSpec
-from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.plan import Plan
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
 from .oracle import MEASURED, magnitudes, paired, parts, wanted_here
+from .replacing import replacing
 from .verification import contract_args
 
 CALLS = 48

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
-from vllm_fl.contracts.batches import POOL, STANDING_COUNTS, Order
-from vllm_fl.contracts.batches import rows as drawn_rows
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 
 from . import launches
+from .batches import POOL, STANDING_COUNTS, Order
+from .batches import rows as drawn_rows
 from .budget import Budget, Valve
 from .form import Form
 from .guarded import Guarded, guarded
@@ -84,7 +84,7 @@ class Role:
         """The block runs its code for `what`, which is noted for the next process."""
         whose = self.owner and f" of {self.owner}"
         noted = f"{what} of {self.impl.op_name}={self.impl.impl_id}{whose}"
-        return breadcrumb.running(noted, self.owner, named=False)
+        return breadcrumb.running(noted, named=False)
 
 
 @dataclass(frozen=True)

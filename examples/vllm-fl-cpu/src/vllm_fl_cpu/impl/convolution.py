@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
-from . import VENDOR, kernel, provides, unsuitable
+from . import implementation, kernel
 
 __all__ = [
     "OPS",
     "causal_conv1d",
     "causal_conv1d_update",
-    "supports_causal_conv1d",
-    "supports_causal_conv1d_update",
 ]
 
 BLOCK = 32
@@ -87,31 +83,6 @@ def causal_conv1d(
     return out.T.contiguous(), conv_states
 
 
-def supports_causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cache_indices: torch.Tensor,
-    has_initial_state: torch.Tensor,
-    activation: str | None = "silu",
-) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    if x.dtype != torch.bfloat16 or query_start_loc.is_floating_point():
-        return f"x is {x.dtype} and query_start_loc {query_start_loc.dtype}: no such kernel"
-    if has_initial_state.shape != cache_indices.shape:
-        return f"has_initial_state is {(*has_initial_state.shape,)}, not one flag for each state"
-    if cache_indices.is_floating_point() or activation not in ("silu", None):
-        return f"cache_indices of {cache_indices.dtype}, or activation {activation!r}"
-    if x.shape[-1] % BLOCK or weight.shape[-1] != WIDTH or conv_states.shape[-1] != WIDTH - 1:
-        return f"no kernel but for multiples of {BLOCK} features, {WIDTH} taps and states of 3"
-    return True
-
-
 def causal_conv1d_update(
     x: torch.Tensor,
     conv_state: torch.Tensor,
@@ -160,44 +131,12 @@ def causal_conv1d_update(
     return out, conv_state
 
 
-def supports_causal_conv1d_update(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    conv_state_indices: torch.Tensor,
-) -> Availability:
-    """True, or why the kernel would fail, or take another column for the newest."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    if not x.dtype == weight.dtype == conv_state.dtype or conv_state_indices.is_floating_point():
-        return "x, weight and conv_state are not of one dtype, or the indices no integers"
-    if conv_state.shape[-1] != weight.shape[-1] - 1:
-        return f"states of {conv_state.shape[-1]} for {weight.shape[-1]} taps"
-    if activation not in ("silu", None):
-        return f"no kernel for the activation {activation!r}"
-    return True
-
-
 OPS = (
-    OpImpl(
-        "causal_conv1d",
-        *VENDOR,
+    implementation(
         causal_conv1d,
-        "cpu",
-        available=provides("causal_conv1d_fwd_cpu"),
-        supports=supports_causal_conv1d,
-        consumes=frozenset({"conv_states"}),
+        "causal_conv1d_fwd_cpu",
+        takes=("x.dtype == torch.bfloat16", f"dim % {BLOCK} == 0 and weight.shape[1] == {WIDTH}"),
+        consumes=("conv_states",),
     ),
-    OpImpl(
-        "causal_conv1d_update",
-        *VENDOR,
-        causal_conv1d_update,
-        "cpu",
-        available=provides("causal_conv1d_update_cpu_vec"),
-        supports=supports_causal_conv1d_update,
-        consumes=frozenset({"conv_state"}),
-    ),
+    implementation(causal_conv1d_update, "causal_conv1d_update_cpu_vec", consumes=("conv_state",)),
 )

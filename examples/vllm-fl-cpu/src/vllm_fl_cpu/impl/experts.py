@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from vllm_fl import Availability
 
-from . import VENDOR, cuts_off, kernel, provides, unsuitable
+from . import cuts_off, implementation, kernel
 
-__all__ = ["OPS", "fused_experts", "supports_fused_experts"]
+__all__ = ["OPS", "fused_experts"]
 
 TILE = 32
 """Features of one tile of the kernel, which has no code for a part of one."""
@@ -89,61 +89,24 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def supports_fused_experts(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w13_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or read memory that is not there."""
-    x = hidden_states
-    reason = unsuitable("hidden_states", x) or unsuitable("w13", w13) or _unrounded(x)
-    if reason:
-        return reason
-    if expert_map is not None:
-        return "the kernel knows no expert_map: it would take another rank's expert for its own"
-    experts, inner, hidden = w13.shape
-    if hidden % TILE or inner % (2 * TILE):
-        return f"hidden and intermediate size, {hidden} and {inner // 2}, are not of {TILE}s"
-    if not x.dtype == w13.dtype == w2.dtype or topk_ids.dtype not in (torch.int32, torch.int64):
-        return f"hidden_states are {x.dtype}, w13 {w13.dtype}, w2 {w2.dtype}, ids {topk_ids.dtype}"
-    fitting = (
-        x.shape == (topk_ids.shape[0], hidden)
-        and w2.shape == (experts, hidden, inner // 2)
-        and topk_weights.shape == topk_ids.shape
-        and topk_weights.is_floating_point()
-        and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
-        and global_num_experts in (-1, experts)
-        and (w13_bias is None or w13_bias.shape == (experts, inner))
-        and (w2_bias is None or w2_bias.shape == (experts, hidden))
-    )
-    return True if fitting else "the arguments do not fit each other, which the kernel does not see"
-
-
-def _unrounded(x: torch.Tensor) -> str | None:
-    """Why results in x's dtype would not be rounded; None where they are."""
-    if not cuts_off(x.dtype):
-        return None
+def _is_rounded(hidden_states: torch.Tensor) -> Availability:
+    if not cuts_off(hidden_states.dtype):
+        return True
     return (
-        f"the kernel cuts {x.dtype} off on this processor, where it should round, and copies of "
-        "all weights in float32 would cost more than it"
+        f"the kernel cuts {hidden_states.dtype} off on this processor, where it should round, and "
+        "copies of all weights in float32 would cost more than it"
     )
 
 
 OPS = (
-    OpImpl(
-        "fused_experts",
-        *VENDOR,
+    implementation(
         fused_experts,
-        "cpu",
-        available=provides("cpu_fused_moe", "prepack_moe_weight"),
-        supports=supports_fused_experts,
+        "cpu_fused_moe",
+        "prepack_moe_weight",
+        takes=(
+            "expert_map is None",
+            f"hidden % {TILE} == 0 and intermediate % {TILE} == 0",
+            _is_rounded,
+        ),
     ),
 )

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
-from . import VENDOR, kernel, provides, unsuitable
+from . import implementation, kernel
 
 __all__ = [
     "OPS",
     "chunk_gated_delta_rule",
     "gdn_gating",
     "recurrent_gated_delta_rule",
-    "supports_chunk_gated_delta_rule",
-    "supports_gdn_gating",
-    "supports_recurrent_gated_delta_rule",
 ]
 
-HALF = (torch.float16, torch.bfloat16)
 
 CHUNKED_SIZES = (64, 128)
 """Features of a head for which there is a chunked kernel."""
@@ -47,18 +41,6 @@ def gdn_gating(
         A_log.contiguous(), a.contiguous(), b.contiguous(), dt_bias.contiguous()
     )
     return g[0], beta[0]
-
-
-def supports_gdn_gating(
-    a: torch.Tensor, b: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor
-) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("a", a)
-    if reason:
-        return reason
-    if a.dtype not in HALF or dt_bias.dtype != a.dtype:
-        return f"a is {a.dtype} and dt_bias {dt_bias.dtype}: no kernel but for both in one half"
-    return True
 
 
 def chunk_gated_delta_rule(
@@ -108,32 +90,6 @@ def chunk_gated_delta_rule(
         epsilon or ANY_EPSILON,
     )
     return out[0], states.transpose(2, 3).to(initial_state.dtype).contiguous()
-
-
-def supports_chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    epsilon: float | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or round states or norm in silence."""
-    reason = unsuitable("q", q)
-    if reason:
-        return reason
-    if q.dtype != torch.bfloat16:
-        return f"q is {q.dtype}: no chunked kernel but for bfloat16"
-    if not initial_state.is_floating_point() or cu_seqlens.is_floating_point():
-        return f"initial_state is {initial_state.dtype} and cu_seqlens {cu_seqlens.dtype}"
-    if epsilon is not None and not epsilon > 0:
-        return f"epsilon is {epsilon}, and must be None or above 0"
-    sizes = q.shape[-1], v.shape[-1]
-    if sizes[0] != sizes[1] or sizes[0] not in CHUNKED_SIZES:
-        return f"keys and values of {sizes} features: no chunked kernel but for 64 or 128 of both"
-    return True
 
 
 def recurrent_gated_delta_rule(
@@ -193,55 +149,28 @@ def recurrent_gated_delta_rule(
     return out[:, 0].masked_fill(~real[:, None, None], 0.0), state
 
 
-def supports_recurrent_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    state_indices: torch.Tensor,
-    epsilon: float | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or norm by an epsilon of its own."""
-    reason = unsuitable("q", q)
-    if reason:
-        return reason
-    if q.dtype not in HALF or dt_bias.dtype != q.dtype:
-        return f"q is {q.dtype} and dt_bias {dt_bias.dtype}: no kernel but for both in one half"
-    if not state.is_floating_point() or state_indices.is_floating_point():
-        return f"state is {state.dtype} and state_indices {state_indices.dtype}: no such kernel"
-    if epsilon not in RECURRENT_EPSILONS:
-        return f"epsilon is {epsilon}, and the kernel adds 1e-5"
-    return True
-
-
 OPS = (
-    OpImpl(
-        "gdn_gating",
-        *VENDOR,
+    implementation(
         gdn_gating,
-        "cpu",
-        available=provides("fused_gdn_gating_cpu"),
-        supports=supports_gdn_gating,
+        "fused_gdn_gating_cpu",
+        takes=("a.dtype != torch.float32", "dt_bias.dtype == a.dtype"),
     ),
-    OpImpl(
-        "chunk_gated_delta_rule",
-        *VENDOR,
+    implementation(
         chunk_gated_delta_rule,
-        "cpu",
-        available=provides("chunk_gated_delta_rule_cpu"),
-        supports=supports_chunk_gated_delta_rule,
+        "chunk_gated_delta_rule_cpu",
+        takes=(
+            "q.dtype == torch.bfloat16",
+            f"key_size == value_size and key_size in {CHUNKED_SIZES}",
+        ),
     ),
-    OpImpl(
-        "recurrent_gated_delta_rule",
-        *VENDOR,
+    implementation(
         recurrent_gated_delta_rule,
-        "cpu",
-        available=provides("fused_sigmoid_gating_delta_rule_update_cpu"),
-        supports=supports_recurrent_gated_delta_rule,
-        consumes=frozenset({"state"}),
+        "fused_sigmoid_gating_delta_rule_update_cpu",
+        takes=(
+            "q.dtype != torch.float32",
+            "dt_bias.dtype == q.dtype",
+            f"epsilon in {RECURRENT_EPSILONS}",
+        ),
+        consumes=("state",),
     ),
 )

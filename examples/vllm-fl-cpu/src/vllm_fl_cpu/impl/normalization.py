@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import LANES, implementation, kernel, rounded, writable
 
-from . import LANES, VENDOR, kernel, provides, rounded, unsuitable, writable
-
-__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "rms_norm"]
 
 
 def rms_norm(
@@ -49,45 +47,16 @@ def rms_norm(
     return normed.to(x.dtype), total.to(x.dtype)
 
 
-def supports_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Availability:
-    """True, or why the kernels would fail."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    if variance_size is not None:
-        return "the kernels have no variance_size"
-    if x.ndim == 0 or x.shape[-1] % LANES:
-        return f"the last dimension of x, {tuple(x.shape)[-1:]}, is no multiple of {LANES}"
-    if epsilon < 0:
-        return f"epsilon is negative: {epsilon}"
-    # The kernels check neither of these shapes, and read and write beyond a smaller tensor.
-    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
-        return (
-            f"residual is {residual.dtype} {tuple(residual.shape)} and x {x.dtype} {tuple(x.shape)}"
-        )
-    if weight is None:
-        return True
-    if weight.shape != x.shape[-1:]:
-        return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
-    if weight.dtype != x.dtype:
-        return f"weight is {weight.dtype} and x {x.dtype}"
-    return True if weight.is_contiguous() else "weight is not contiguous"
-
-
 OPS = (
-    OpImpl(
-        "rms_norm",
-        *VENDOR,
+    implementation(
         rms_norm,
-        "cpu",
-        available=provides("rms_norm", "fused_add_rms_norm"),
-        supports=supports_rms_norm,
-        consumes=frozenset({"x", "residual"}),
+        "rms_norm",
+        "fused_add_rms_norm",
+        takes=(
+            "variance_size is None",
+            f"hidden % {LANES} == 0",
+            "weight is None or (weight.dtype == x.dtype and weight.is_contiguous())",
+        ),
+        consumes=("x", "residual"),
     ),
 )

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import implementation, kernel
 
-from . import VENDOR, kernel, provides, unsuitable
-
-__all__ = ["OPS", "concat_and_cache_mla", "supports_concat_and_cache_mla"]
-
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+__all__ = ["OPS", "concat_and_cache_mla"]
 
 
 def concat_and_cache_mla(
@@ -36,34 +32,13 @@ def concat_and_cache_mla(
     return kv_cache
 
 
-def supports_concat_and_cache_mla(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> Availability:
-    """True, or why the kernel would fail, or write where no slot is."""
-    for name, x in (("kv_c", kv_c), ("k_pe", k_pe), ("kv_cache", kv_cache)):
-        reason = unsuitable(name, x)
-        if reason:
-            return reason
-        if x.dtype != kv_c.dtype or x.dtype not in DTYPES:
-            return f"{name} is {x.dtype} and kv_c {kv_c.dtype}"
-    if kv_c.ndim != 2 or k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
-        return f"kv_c is {tuple(kv_c.shape)} and k_pe {tuple(k_pe.shape)}"
-    block, row, inner = kv_cache.stride()  # the kernel sees to the width of rows itself
-    if inner != 1 or block != kv_cache.shape[1] * row:
-        return f"kv_cache has the strides {kv_cache.stride()}: the kernel knows that of rows alone"
-    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != kv_c.shape[:1]:
-        return f"slot_mapping is {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
-    return True
-
-
 OPS = (
-    OpImpl(
-        "concat_and_cache_mla",
-        *VENDOR,
+    implementation(
         concat_and_cache_mla,
-        "cpu",
-        available=provides("concat_and_cache_mla_cpu"),
-        supports=supports_concat_and_cache_mla,
-        consumes=frozenset({"kv_cache"}),
+        "concat_and_cache_mla_cpu",
+        takes=(  # the kernel knows the stride of rows alone
+            "kv_cache.stride(2) == 1 and kv_cache.stride(0) == block_size * kv_cache.stride(1)",
+        ),
+        consumes=("kv_cache",),
     ),
 )

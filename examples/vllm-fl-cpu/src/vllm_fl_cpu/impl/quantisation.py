@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import implementation, kernel
 
-from . import VENDOR, kernel, provides, unsuitable
-
-__all__ = ["OPS", "quant_int8", "supports_quant_int8"]
+__all__ = ["OPS", "quant_int8"]
 
 
 def quant_int8(
@@ -42,29 +40,4 @@ def quant_int8(
     return (value, steps) if zero is None else (value, steps, zero)
 
 
-def supports_quant_int8(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    azp: torch.Tensor | None = None,
-    asymmetric: bool | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, end the process, or quantise otherwise."""
-    if x.ndim != 2 or not x.shape[1]:
-        return f"x is {tuple(x.shape)}: the kernel divides by the features of a row"
-    if scale is None and azp is not None:
-        return "azp without a scale, which the kernel would overwrite"
-    if asymmetric is not None and (scale is not None or asymmetric is not True):
-        return f"asymmetric={asymmetric} with a scale, or neither True nor None"
-    return unsuitable("x", x) or True
-
-
-OPS = (
-    OpImpl(
-        "quant_int8",
-        *VENDOR,
-        quant_int8,
-        "cpu",
-        available=provides("static_scaled_int8_quant", "dynamic_scaled_int8_quant"),
-        supports=supports_quant_int8,
-    ),
-)
+OPS = (implementation(quant_int8, "static_scaled_int8_quant", "dynamic_scaled_int8_quant"),)

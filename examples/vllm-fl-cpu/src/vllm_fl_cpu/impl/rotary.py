@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl, joint_cos_sin
+from vllm_fl_ops.contracts.cos_sin import adjacent, joint_cos_sin
 
-from . import ALIGNMENT, LANES, VENDOR, kernel, provides, unsuitable
+from . import ALIGNMENT, LANES, implementation, kernel
 
-__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding"]
 
 
 def rotary_embedding(
@@ -51,40 +51,6 @@ def rotary_embedding(
     return query, key
 
 
-def supports_rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotary_interleaved: bool = False,
-) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("query", query)
-    if reason:
-        return reason
-    # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
-    if key is not None and key.shape[::2] != query.shape[::2]:
-        return f"key is {tuple(key.shape)} and query {tuple(query.shape)}"
-    if position_ids.is_floating_point() or position_ids.shape != query.shape[:1]:
-        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    if cos.dtype != query.dtype:
-        return f"cos is {cos.dtype} and query {query.dtype}"
-    if joint_cos_sin(cos, sin) is None:
-        return "cos and sin are not the two halves of one cache"
-    half, head_size = cos.shape[-1], query.shape[-1]
-    if 2 * half > head_size:  # it would turn the features of the next head, too
-        return f"cos has {half} pairs and heads {head_size} features"
-    if query.dtype != torch.bfloat16 or rotary_interleaved:
-        return True
-    if half % LANES or head_size % LANES:
-        return (
-            f"bf16 heads of {head_size} features and {half} pairs: the kernel's stores need "
-            f"multiples of {LANES}"
-        )
-    return True
-
-
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(x, rows): x, or a packed copy of it, and a view of that as (tokens, heads * head_size).
 
@@ -107,13 +73,16 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 OPS = (
-    OpImpl(
-        "rotary_embedding",
-        *VENDOR,
+    implementation(
         rotary_embedding,
-        "cpu",
-        available=provides("rotary_embedding"),
-        supports=supports_rotary_embedding,
-        consumes=frozenset({"query", "key"}),
+        "rotary_embedding",
+        takes=(
+            "cos.dtype == query.dtype",
+            adjacent,
+            # The kernel's stores of such heads are aligned.
+            "query.dtype != torch.bfloat16 or rotary_interleaved"
+            f" or (half % {LANES} == 0 and head_size % {LANES} == 0)",
+        ),
+        consumes=("query", "key"),
     ),
 )

@@ -2,48 +2,29 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from vllm_fl import BackendImplKind
+from vllm_fl import Availability, BackendImplKind, OpImpl
 
-__all__ = ["VENDOR", "elsewhere", "mixed", "unsuitable"]
+from ..npu import available
+
+__all__ = ["DIMENSIONS", "VENDOR", "implementation"]
 
 VENDOR = ("vendor.ascend", BackendImplKind.VENDOR)
 """Identity and kind of every implementation here, attention included."""
 
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
-
-DEVICE = "npu"
-"""What torch calls the device whose tensors the kernels take."""
-
-MAX_DIMENSIONS = 8
+DIMENSIONS = "1 <= x.ndim <= 8"
 """Of any tensor on an NPU (CANN's aclTensor)."""
 
 
-def unsuitable(name: str, x: torch.Tensor) -> str | None:
-    """Why no kernel takes the tensor `x`, by its device, dtype or dimensions; None if one may."""
-    if x.device.type != DEVICE:
-        return f"{name} is on {x.device}, not on an NPU"
-    return _no_kernel_for(name, x)
+def implementation(fn: Callable[..., Any], *takes: str | Callable[..., Availability]) -> OpImpl:
+    """The function, named after its op, as `vendor.ascend`.
 
-
-def mixed(name: str, x: torch.Tensor | None, other: str, y: torch.Tensor) -> str | None:
-    """Why no kernel takes `x` beside `y`: another dtype or device. None if one may."""
-    if x is None:
-        return None
-    if x.dtype != y.dtype:
-        return f"{name} is {x.dtype} and {other} {y.dtype}"
-    return elsewhere(name, x, y)
-
-
-def elsewhere(name: str, x: torch.Tensor, y: torch.Tensor) -> str | None:
-    """Why no kernel takes `x` beside `y`: it is on another device. None if one may."""
-    return None if x.device == y.device else f"{name} is on {x.device}, not on {y.device}"
-
-
-def _no_kernel_for(name: str, x: torch.Tensor) -> str | None:
-    if x.dtype not in DTYPES:
-        return f"no kernel for {name} of {x.dtype}"
-    if not 1 <= x.ndim <= MAX_DIMENSIONS:
-        return f"no kernel for {name} of {x.ndim} dimensions"
-    return None
+    Args:
+        fn: its first argument is a tensor, which must be on an NPU.
+        takes: rules beside the contract's, as of `OpImpl`.
+    """
+    device = f"{fn.__code__.co_varnames[0]}.device.type == 'npu'"
+    rules: Sequence[Any] = (device, *takes)
+    return OpImpl(fn.__name__, *VENDOR, fn, "ascend", available=available, takes=rules)

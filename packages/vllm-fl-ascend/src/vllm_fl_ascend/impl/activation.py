@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from vllm_fl import Availability, OpImpl
-
-from ..npu import available
-from . import VENDOR, unsuitable
+from . import DIMENSIONS, implementation
 
 __all__ = [
     "OPS",
@@ -17,11 +12,6 @@ __all__ = [
     "quick_gelu",
     "silu_and_mul",
     "silu_and_mul_with_clamp",
-    "supports_gelu_and_mul",
-    "supports_quick_gelu",
-    "supports_silu_and_mul",
-    "supports_silu_and_mul_with_clamp",
-    "supports_swigluoai_and_mul",
     "swigluoai_and_mul",
 ]
 
@@ -71,19 +61,6 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return out.contiguous()
 
 
-def supports_silu_and_mul(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("x", x) or _no_halves(x)
-    if reason:
-        return reason
-    return True
-
-
-def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_silu_and_mul(x)
-
-
 def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs, by `npu_clipped_swiglu`.
 
@@ -100,15 +77,6 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
         RuntimeError: CANN's kernel fails.
     """
     return _clipped(x, alpha=alpha, limit=limit, bias=1.0, interleaved=True)
-
-
-def supports_swigluoai_and_mul(
-    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0
-) -> Availability:
-    """True, or why the kernel would fail, or compute with a number that means nothing."""
-    if not math.isfinite(alpha) or not 0 < limit < math.inf:
-        return f"alpha={alpha} is not finite, or limit={limit} not finite and above 0"
-    return supports_silu_and_mul(x)
 
 
 def silu_and_mul_with_clamp(
@@ -132,15 +100,6 @@ def silu_and_mul_with_clamp(
     return _clipped(x, alpha=alpha, limit=limit, bias=beta, interleaved=False)
 
 
-def supports_silu_and_mul_with_clamp(
-    x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
-) -> Availability:
-    """True, or why the kernel would fail, or compute with a number that means nothing."""
-    if not 0 < limit < math.inf or not math.isfinite(alpha) or not math.isfinite(beta):
-        return f"limit={limit} is not finite and above 0, or alpha={alpha} or beta={beta} infinite"
-    return supports_silu_and_mul(x)
-
-
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(1.702 * x), by `npu_fast_gelu`.
 
@@ -159,11 +118,6 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return out.contiguous()
 
 
-def supports_quick_gelu(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    return unsuitable("x", x) or True
-
-
 def _clipped(
     x: torch.Tensor, *, alpha: float, limit: float, bias: float, interleaved: bool
 ) -> torch.Tensor:
@@ -178,56 +132,15 @@ def _clipped(
     return out.view((*x.shape[:-1], -1))
 
 
-def _no_halves(x: torch.Tensor) -> str | None:
-    if x.shape[-1] % 2:
-        return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
-    return None
-
-
 def _nothing(x: torch.Tensor) -> torch.Tensor:
     """The result without elements: that the kernels take empty tensors is documented nowhere."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
 OPS = (
-    OpImpl(
-        "silu_and_mul",
-        *VENDOR,
-        silu_and_mul,
-        "ascend",
-        available=available,
-        supports=supports_silu_and_mul,
-    ),
-    OpImpl(
-        "gelu_and_mul",
-        *VENDOR,
-        gelu_and_mul,
-        "ascend",
-        available=available,
-        supports=supports_gelu_and_mul,
-    ),
-    OpImpl(
-        "swigluoai_and_mul",
-        *VENDOR,
-        swigluoai_and_mul,
-        "ascend",
-        available=available,
-        supports=supports_swigluoai_and_mul,
-    ),
-    OpImpl(
-        "silu_and_mul_with_clamp",
-        *VENDOR,
-        silu_and_mul_with_clamp,
-        "ascend",
-        available=available,
-        supports=supports_silu_and_mul_with_clamp,
-    ),
-    OpImpl(
-        "quick_gelu",
-        *VENDOR,
-        quick_gelu,
-        "ascend",
-        available=available,
-        supports=supports_quick_gelu,
-    ),
+    implementation(silu_and_mul, DIMENSIONS),
+    implementation(gelu_and_mul, DIMENSIONS),
+    implementation(swigluoai_and_mul, DIMENSIONS),
+    implementation(silu_and_mul_with_clamp, DIMENSIONS),
+    implementation(quick_gelu, DIMENSIONS),
 )

@@ -6,13 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
-from ..npu import available
-from . import VENDOR, elsewhere, unsuitable
+from . import implementation
 from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
 
-__all__ = ["OPS", "fused_experts", "supports_fused_experts"]
+__all__ = ["OPS", "fused_experts"]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_and_mul,
@@ -105,56 +102,11 @@ def _multiplied(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     return result
 
 
-def supports_fused_experts(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w13_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernels would fail, or give something else."""
-    x = hidden_states
-    if not x.dtype == w13.dtype == w2.dtype == torch.bfloat16:
-        return f"npu_moe_token_unpermute takes bfloat16 alone, not {x.dtype} and {w13.dtype}"
-    if expert_map is not None:
-        return "experts of other ranks (an expert_map) are not left out here"
-    if w13_bias is not None or w2_bias is not None:
-        return "biases are not added here"
-    reason = (
-        unsuitable("hidden_states", x)
-        or elsewhere("w13", w13, x)
-        or elsewhere("w2", w2, x)
-        or elsewhere("topk_weights", topk_weights, x)
-        or elsewhere("topk_ids", topk_ids, x)
-    )
-    if reason:
-        return reason
-    experts, inner, hidden = w13.shape
-    fitting = (
-        x.shape == (topk_ids.shape[0], hidden)
-        and w2.shape == (experts, hidden, inner // 2)
-        and topk_weights.is_floating_point()
-        and topk_weights.shape == topk_ids.shape
-        and topk_ids.dtype in (torch.int32, torch.int64)
-        and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
-        and global_num_experts in (-1, experts)
-    )
-    return True if fitting else "the arguments do not fit each other, which the kernels do not see"
-
-
 OPS = (
-    OpImpl(
-        "fused_experts",
-        *VENDOR,
+    implementation(
         fused_experts,
-        "ascend",
-        available=available,
-        supports=supports_fused_experts,
+        "hidden_states.dtype == torch.bfloat16",
+        "expert_map is None",
+        "w13_bias is None and w2_bias is None",
     ),
 )

@@ -7,12 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from vllm_fl import Availability, OpImpl
+from . import DIMENSIONS, implementation
 
-from ..npu import available
-from . import VENDOR, elsewhere, mixed, unsuitable
-
-__all__ = ["OPS", "rms_norm_gated", "supports_rms_norm_gated"]
+__all__ = ["OPS", "rms_norm_gated"]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -69,43 +66,4 @@ def rms_norm_gated(
     return normed.to(x.dtype).contiguous()
 
 
-def supports_rms_norm_gated(
-    x: torch.Tensor,
-    z: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-    activation: str = "swish",
-) -> Availability:
-    """True, or why the kernel would fail, or compute with an argument that means nothing."""
-    reason = unsuitable("x", x) or mixed("z", z, "x", x)
-    if reason:
-        return reason
-    if z is not None and z.shape != x.shape:
-        return f"z is {tuple(z.shape)} and x {tuple(x.shape)}"
-    if weight.dtype not in (x.dtype, torch.float32):
-        return f"weight is {weight.dtype}, neither {x.dtype} nor torch.float32"
-    if reason := elsewhere("weight", weight, x):
-        return reason
-    if weight.shape != x.shape[-1:]:
-        return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
-    if epsilon <= 0:
-        return f"epsilon is not above 0: {epsilon}"
-    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
-        return f"groups of {group_size} do not divide {x.shape[-1]} features"
-    if activation not in ACTIVATIONS or norm_before_gate not in (True, False):
-        return f"no gate of {activation!r} with norm_before_gate={norm_before_gate!r}"
-    return True
-
-
-OPS = (
-    OpImpl(
-        "rms_norm_gated",
-        *VENDOR,
-        rms_norm_gated,
-        "ascend",
-        available=available,
-        supports=supports_rms_norm_gated,
-    ),
-)
+OPS = (implementation(rms_norm_gated, DIMENSIONS),)

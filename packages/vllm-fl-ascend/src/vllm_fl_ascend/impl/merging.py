@@ -6,12 +6,9 @@ import math
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import implementation
 
-from ..npu import available
-from . import VENDOR, mixed, unsuitable
-
-__all__ = ["OPS", "merge_attn_states", "supports_merge_attn_states"]
+__all__ = ["OPS", "merge_attn_states"]
 
 MULTIPLE, LARGEST = 8, 512
 """Of a head's features (CANN, aclnnAttentionUpdate)."""
@@ -61,36 +58,8 @@ def merge_attn_states(
     return output, (lse.view(most.shape) + most).masked_fill(no_keys, -math.inf)
 
 
-def supports_merge_attn_states(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("prefix_output", prefix_output) or mixed(
-        "suffix_output", suffix_output, "prefix_output", prefix_output
-    )
-    if reason:
-        return reason
-    shape = prefix_output.shape
-    if prefix_output.ndim != 3 or suffix_output.shape != shape:
-        return f"outputs of {tuple(shape)} and {tuple(suffix_output.shape)}"
-    if shape[2] % MULTIPLE or not MULTIPLE <= shape[2] <= LARGEST:
-        return f"head_size {shape[2]} is no multiple of {MULTIPLE} up to {LARGEST}"
-    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
-        if lse.dtype != torch.float32 or lse.shape != shape[:2]:
-            return f"{name} is {lse.dtype} {tuple(lse.shape)}"
-    return True
-
-
 OPS = (
-    OpImpl(
-        "merge_attn_states",
-        *VENDOR,
-        merge_attn_states,
-        "ascend",
-        available=available,
-        supports=supports_merge_attn_states,
+    implementation(
+        merge_attn_states, f"head_size % {MULTIPLE} == 0 and {MULTIPLE} <= head_size <= {LARGEST}"
     ),
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl, joint_cos_sin
+from vllm_fl_ops.contracts.cos_sin import joint_cos_sin
 
-from ..npu import available
-from . import VENDOR
-from .rotary import unturnable
+from . import implementation
+from .rotary import TURNABLE
 
-__all__ = ["OPS", "multimodal_rotary_embedding", "supports_multimodal_rotary_embedding"]
+__all__ = ["OPS", "multimodal_rotary_embedding"]
 
 
 def multimodal_rotary_embedding(
@@ -56,34 +55,12 @@ def multimodal_rotary_embedding(
     return turned.view(query.shape), other.view(key.shape)
 
 
-def supports_multimodal_rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    mrope_section: list[int],
-    mrope_interleaved: bool = False,
-    rotary_interleaved: bool = False,
-) -> Availability:
-    """True, or why the kernel would fail."""
-    if mrope_interleaved:
-        return "the kernel deals the axes out in sections, not in turns"
-    if position_ids.shape != (len(query), 3) or position_ids.is_floating_point():
-        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    # Without a first part CANN turns by one position alone (aclnnRopeWithSinCosCache).
-    if len(mrope_section) != 3 or sum(mrope_section) != cos.shape[-1] or min(mrope_section) < 1:
-        return f"the sections {mrope_section} are no three parts of {cos.shape[-1]} pairs"
-    return unturnable(query, key, cos, sin, position_ids) or True
-
-
 OPS = (
-    OpImpl(
-        "multimodal_rotary_embedding",
-        *VENDOR,
+    implementation(
         multimodal_rotary_embedding,
-        "ascend",
-        available=available,
-        supports=supports_multimodal_rotary_embedding,
+        "not mrope_interleaved",
+        # Without a first part CANN turns by one position alone (aclnnRopeWithSinCosCache).
+        "min(mrope_section) >= 1",
+        *TURNABLE,
     ),
 )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import DIMENSIONS, implementation
 
-from ..npu import available
-from . import VENDOR, mixed, unsuitable
-
-__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "rms_norm"]
 
 
 def rms_norm(
@@ -52,38 +49,16 @@ def rms_norm(
     return normed.contiguous().view(x.shape), total.contiguous().view(x.shape)
 
 
-def supports_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Availability:
-    """True, or why the kernels would fail."""
-    reason = (
-        unsuitable("x", x) or mixed("residual", residual, "x", x) or mixed("weight", weight, "x", x)
-    )
-    if reason:
-        return reason
-    if variance_size is not None:
-        return "the kernels have no variance_size"
-    if epsilon < 0:
-        return f"epsilon is negative: {epsilon}"
-    return True
-
-
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """`x` as two dimensions or more, which the kernels want."""
     return x[None] if x.ndim == 1 else x
 
 
 OPS = (
-    OpImpl(
-        "rms_norm",
-        *VENDOR,
+    implementation(
         rms_norm,
-        "ascend",
-        available=available,
-        supports=supports_rms_norm,
+        DIMENSIONS,
+        "variance_size is None",
+        "weight is None or weight.dtype == x.dtype",
     ),
 )

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import implementation
 
-from ..npu import available
-from . import VENDOR, unsuitable
-
-__all__ = ["OPS", "quant_int8", "supports_quant_int8"]
+__all__ = ["OPS", "quant_int8"]
 
 
 def quant_int8(
@@ -37,35 +34,8 @@ def quant_int8(
     return value.contiguous(), steps.unsqueeze(-1)
 
 
-def supports_quant_int8(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    azp: torch.Tensor | None = None,
-    asymmetric: bool | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or quantise otherwise.
-
-    `npu_quantize` takes a given scale, but its documentation does not say which shapes and dtypes
-    may be mixed, nor how it rounds; zero points of `npu_dynamic_quant_asymmetric` are fractions.
-    """
-    if x.dtype == torch.float32:
-        return "the kernel takes float16 and bfloat16, and x is torch.float32"
-    if x.ndim != 2 or not x.shape[1]:
-        return f"x is {tuple(x.shape)}, not (tokens, hidden) with a feature"
-    if scale is not None or azp is not None:
-        return "a given scale: only each token's own"
-    if asymmetric is not None:
-        return "asymmetric: the kernel's zero points are no whole numbers"
-    return unsuitable("x", x) or True
-
-
+# `npu_quantize` takes a given scale, but its documentation does not say which shapes and dtypes may
+# be mixed, nor how it rounds; zero points of `npu_dynamic_quant_asymmetric` are fractions.
 OPS = (
-    OpImpl(
-        "quant_int8",
-        *VENDOR,
-        quant_int8,
-        "ascend",
-        available=available,
-        supports=supports_quant_int8,
-    ),
+    implementation(quant_int8, "x.dtype != torch.float32", "scale is None and asymmetric is None"),
 )

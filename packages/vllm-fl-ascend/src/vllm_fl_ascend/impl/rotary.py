@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl, joint_cos_sin
+from vllm_fl_ops.contracts.cos_sin import adjacent, joint_cos_sin
 
-from ..npu import available
-from . import VENDOR, elsewhere, mixed, unsuitable
+from . import implementation
 
-__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding", "unturnable"]
-
-MULTIPLE = 64
-"""Bytes of which a head and its rotating part are a multiple (CANN's aclnnRopeWithSinCosCache)."""
+__all__ = ["OPS", "TURNABLE", "rotary_embedding"]
 
 
 def rotary_embedding(
@@ -54,58 +50,12 @@ def rotary_embedding(
     return turned.view(query.shape), None if key is None else other.view(key.shape)
 
 
-def supports_rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotary_interleaved: bool = False,
-) -> Availability:
-    """True, or why the kernel would fail."""
-    if position_ids.shape != query.shape[:1] or position_ids.is_floating_point():
-        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    return unturnable(query, key, cos, sin, position_ids) or True
-
-
-def unturnable(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-) -> str | None:
-    """Why the kernel would fail, or take other heads; None if it does neither.
-
-    The shape of position_ids is left to the caller.
-    """
-    reason = (
-        unsuitable("query", query)
-        or mixed("key", key, "query", query)
-        or mixed("cos", cos, "query", query)
-        or mixed("sin", sin, "query", query)
-        or elsewhere("position_ids", position_ids, query)
-    )
-    if reason:
-        return reason
-    tokens, _heads, head_size = query.shape
-    if key is not None and key.shape != (tokens, key.shape[1], head_size):  # it would be cut anew
-        return f"key is {tuple(key.shape)} and query {tuple(query.shape)}"
-    step = MULTIPLE // query.itemsize
-    for what, features in (("head_size", head_size), ("rotary size", 2 * cos.shape[-1])):
-        if features % step or features > head_size:
-            return f"the {what} {features} is no multiple of {step} up to {head_size}"
-    joint = joint_cos_sin(cos, sin) is not None
-    return None if joint else "cos and sin are not the two halves of one cache"
-
-
-OPS = (
-    OpImpl(
-        "rotary_embedding",
-        *VENDOR,
-        rotary_embedding,
-        "ascend",
-        available=available,
-        supports=supports_rotary_embedding,
-    ),
+TURNABLE = (
+    "cos.dtype == query.dtype and sin.dtype == query.dtype",
+    # CANN's aclnnRopeWithSinCosCache takes heads and rotating parts of whole 64 bytes.
+    "head_size * query.itemsize % 64 == 0 and 2 * half * query.itemsize % 64 == 0",
+    adjacent,
 )
+"""What `npu_mrope` takes."""
+
+OPS = (implementation(rotary_embedding, *TURNABLE),)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import implementation
 
-from ..npu import available
-from . import VENDOR, unsuitable
-
-__all__ = ["OPS", "grouped_topk", "moe_topk", "supports_grouped_topk", "supports_moe_topk"]
+__all__ = ["OPS", "grouped_topk", "moe_topk"]
 
 SCORING = {"softmax": 0, "sigmoid": 1}
 """How `npu_moe_gating_top_k` numbers the functions."""
-
-MOST_EXPERTS = 2048
-"""That the kernel takes, each group counted as a multiple of 32."""
 
 
 def moe_topk(
@@ -50,19 +42,6 @@ def moe_topk(
     groups = (1, 1, 0)
     scale = (renormalize, scoring_func, routed_scaling_factor)
     return _route(gating_output, topk, groups, *scale, e_score_correction_bias)
-
-
-def supports_moe_topk(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or renormalise unasked."""
-    scale = (renormalize, scoring_func, routed_scaling_factor)
-    return _unfit(gating_output, 1, *scale, e_score_correction_bias) or True
 
 
 def grouped_topk(
@@ -102,21 +81,6 @@ def grouped_topk(
     return _route(gating_output, topk, groups, *scale, e_score_correction_bias)
 
 
-def supports_grouped_topk(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or renormalise unasked."""
-    scale = (renormalize, scoring_func, routed_scaling_factor)
-    return _unfit(gating_output, num_expert_group, *scale, e_score_correction_bias) or True
-
-
 def _route(
     gating_output: torch.Tensor,
     topk: int,
@@ -148,40 +112,16 @@ def _route(
     return weights * factor if of_softmax and factor != 1.0 else weights, ids
 
 
-def _unfit(
-    logits: torch.Tensor,
-    groups: int,
-    renormalize: bool,
-    scoring_func: str,
-    factor: float,
-    bias: torch.Tensor | None,
-) -> str | None:
-    if logits.ndim != 2:
-        return f"gating_output has {logits.ndim} dimensions"
-    if scoring_func == "sigmoid" and not renormalize:
-        return "the kernel always renormalises a sigmoid's weights"
-    if not math.isfinite(factor):
-        return f"routed_scaling_factor={factor} is not finite"
-    experts = logits.shape[1]
-    if groups < 1 or experts % groups or experts < 3 * groups:
-        return f"no kernel for {experts} experts in {groups} groups"
-    if -(-experts // groups // 32) * 32 * groups > MOST_EXPERTS:
-        return f"no kernel for as many as {experts} experts in {groups} groups"
-    if bias is None:
-        return unsuitable("gating_output", logits)
-    return unsuitable("gating_output", logits) or unsuitable("e_score_correction_bias", bias)
+SCALED = "scoring_func == 'softmax' or renormalize"
+"""The kernel always renormalises a sigmoid's weights."""
 
-
+# The kernel counts each group as a multiple of 32 experts.
 OPS = (
-    OpImpl(
-        "moe_topk", *VENDOR, moe_topk, "ascend", available=available, supports=supports_moe_topk
-    ),
-    OpImpl(
-        "grouped_topk",
-        *VENDOR,
+    implementation(moe_topk, SCALED, "3 <= experts <= 2048"),
+    implementation(
         grouped_topk,
-        "ascend",
-        available=available,
-        supports=supports_grouped_topk,
+        SCALED,
+        "experts >= 3 * num_expert_group",
+        "-(-experts // num_expert_group // 32) * 32 * num_expert_group <= 2048",
     ),
 )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 from .outputs import Exact, ExpertBlocks, QuantisedPair, Routing, Within
 from .spec import BadInput, ModelSizes, OpSpec, Sample, Tolerance, Variant
@@ -29,44 +25,17 @@ __all__ = [
 ]
 
 OPS = "vllm-fl-ops"
-PACKAGE = "vllm_fl_ops"
-"""The distribution that brings the ops of this project, and its package."""
-
-
-class _Former:
-    """Finds the modules that ops had here until 0.3, for code that imports them as before.
-
-    That distribution has them, under the same names; this goes with 0.4.
-    """
-
-    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
-        if name.rpartition(".")[0] != __name__ or find_spec(PACKAGE) is None:
-            return None
-        there = find_spec(f"{PACKAGE}.contracts.{name.rpartition('.')[2]}")
-        return ModuleSpec(name, self) if there else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """A new one, which makes place for the one that is there."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        here = module.__name__
-        sys.modules[here] = import_module(f"{PACKAGE}.contracts.{here.rpartition('.')[2]}")
-
-
-sys.meta_path.append(_Former())
+"""The distribution of this project's ops."""
 
 
 @cache
 def contracts() -> Mapping[str, OpSpec]:
-    """The contracts of vllm-fl-ops by op name, read-only; none where it is not installed.
+    """The contracts of vllm-fl-ops by op name, read-only; empty if it is not installed.
 
     Imports no torch. `vllm_fl.plugins.registry.known_contracts` has other distributions' ops, too.
     """
-    from importlib.metadata import PackageNotFoundError, distribution  # slow to import
+    from importlib_metadata import entry_points  # slow to import
 
-    try:
-        found = distribution(OPS).entry_points.select(group="vllm_fl.contracts")
-    except PackageNotFoundError:
-        return MappingProxyType({})
-    brought = [contract.spec for plugin in found for contract in plugin.load().contracts()]
-    return MappingProxyType({spec.name: spec for spec in brought})
+    found = entry_points(group="vllm_fl.contracts", module="vllm_fl_ops.plugin")
+    specs = [contract.spec for plugin in found for contract in plugin.load().contracts()]
+    return MappingProxyType({spec.name: spec for spec in specs})

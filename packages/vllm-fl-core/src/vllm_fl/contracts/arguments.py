@@ -33,7 +33,7 @@ Call = dict[str, Any]
 """The arguments of a call by name, and beside them the sizes that were met, as far as it was read.
 The size `...` is that of the leading dimensions, a tuple."""
 
-_named = cache(re.compile(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)").fullmatch)
+DIMENSION = cache(re.compile(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)").fullmatch)
 """A dimension that is a size, or a multiple of one."""
 
 _compiled = cache(lambda expression: compile(expression, f"<{expression}>", "eval"))
@@ -42,7 +42,7 @@ _compiled = cache(lambda expression: compile(expression, f"<{expression}>", "eva
 def _value(expression: str, call: Mapping[str, Any]) -> Any:
     if expression in call:
         return call[expression]
-    return eval(_compiled(expression), {"__builtins__": {}}, call)
+    return eval(_compiled(expression), {}, call)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class Tensor(Argument):
             sizes = (sizes[:lead], *sizes[lead:])
         found = [*zip(names, sizes, strict=False)] if len(names) == len(sizes) else []
         for text, size in found:
-            if text not in call and (match := _named(text)):
+            if text not in call and (match := DIMENSION(text)):
                 call.setdefault(match[2], size // int(match[1]) if match[1] else size)
         return found
 
@@ -192,9 +192,9 @@ def word(*words: str) -> Argument:
     return Argument(kind="str", classes=(str,), where=f"value in {words}")
 
 
-def flag() -> Argument:
+def flag(where: str = "") -> Argument:
     """True or False."""
-    return Argument(kind="bool", classes=(bool,))
+    return Argument(kind="bool", classes=(bool,), where=where)
 
 
 def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tensor:

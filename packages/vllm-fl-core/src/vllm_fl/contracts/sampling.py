@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -73,10 +72,3 @@ class Source:
 def peak(dtype: torch.dtype) -> float:
     """The largest activation that samples have: beyond fp16's range where `dtype` goes farther."""
     return 3e4 if str(dtype) == "torch.float16" else 1e5
-
-
-def __getattr__(name: str) -> Any:
-    """Of release 0.2, for code that looks here: the ops have it now. It goes with 0.4."""
-    if not name.endswith(("activation_inputs", "gated_inputs")):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module(".activations", __package__), name)

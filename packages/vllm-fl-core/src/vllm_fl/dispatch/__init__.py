@@ -10,11 +10,9 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..logs import get_logger, set_log_level
-from ..older import lookup, serve_modules
 from ..plugins import discovery as _discovery
 from ..plugins import loading as _plugins
 from ..plugins.plugin import Plugin
@@ -35,9 +33,7 @@ from . import manager as _manager
 from .context import chosen, override, policy_context
 from .default import get_default_manager
 from .manager import OpManager
-
-if TYPE_CHECKING:
-    from .method import dispatch_method
+from .method import dispatch_method
 
 __all__ = [
     "AttentionImpl",
@@ -70,8 +66,6 @@ __all__ = [
     "with_preference",
     "with_strict_mode",
 ]
-
-serve_modules()
 
 # The call path is the manager's own method: one function call less than a wrapper around it.
 call_op = _default.manager.call
@@ -192,11 +186,3 @@ class _Found:
 
     hidden = False
     by_hand: tuple[Plugin, ...] = ()
-
-
-if not TYPE_CHECKING:  # a checker sees what is written here alone
-
-    def __getattr__(name: str) -> Any:
-        if name == "dispatch_method":  # with an engine's plan, which a script starts without
-            return import_module(".method", __name__).dispatch_method
-        return lookup(name, stacklevel=4)

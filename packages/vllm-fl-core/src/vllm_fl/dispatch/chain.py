@@ -14,10 +14,7 @@ from ..plugins.types import OpImpl
 from ..settings.policy import Rows
 from ..text import spelt
 from .record import Record, Skipped
-
-NEEDS_LAYER = (
-    "it takes the calling layer first (self), which only call_method_op and eager layers pass"
-)
+from .resolver import NEEDS_LAYER
 
 
 class Left(Exception):

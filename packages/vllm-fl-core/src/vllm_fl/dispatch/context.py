@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ..settings.policy import SelectionPolicy
-
-if TYPE_CHECKING:
-    from ..plugins.types import OpImpl
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 override: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", default=None)
 """The policy of the running block, or None where the global one holds."""
@@ -29,7 +22,7 @@ class _Global:
 chosen = _Global()
 
 
-class policy_context:
+class policy_context(ContextDecorator):
     """Resolve under `policy` inside the block, in this task and thread only.
 
     Layers that an engine has bound keep what they are bound to. It also decorates a function.
@@ -37,8 +30,6 @@ class policy_context:
     Raises:
         TypeError: `policy` is no SelectionPolicy.
     """
-
-    __slots__ = ("_tokens", "policy")
 
     # A generator with `contextlib.contextmanager` would take three times as long.
 
@@ -48,22 +39,16 @@ class policy_context:
         self.policy = policy
         self._tokens: list[Token[SelectionPolicy | None]] = []
 
+    def _recreate_cm(self) -> policy_context:
+        """Another one for each call of a decorated function."""
+        return policy_context(self.policy)
+
     def __enter__(self) -> SelectionPolicy:
         self._tokens.append(override.set(self.policy))
         return self.policy
 
     def __exit__(self, *_: object) -> None:
         override.reset(self._tokens.pop())
-
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """`function`, each call of which runs inside a block of its own."""
-
-        @functools.wraps(function)
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-            with policy_context(self.policy):
-                return function(*args, **kwargs)
-
-        return inside
 
 
 class Binder(Protocol):
@@ -83,17 +68,8 @@ class Binder(Protocol):
     def is_partly_stock(self, op: str) -> bool:
         """Whether the op is left to vLLM at some sizes, and at others not."""
 
-    def bind(
-        self,
-        op: str,
-        layer: object,
-        grants: frozenset[str],
-        *,
-        last: OpImpl | None = None,
-        own: OpImpl | None = None,
-        traced: bool = True,
-    ) -> Callable[..., Any]:
-        """`op` as a method of `layer`."""
+    def bind(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """`op` as a method of `layer`: `engine.plan.Plan.bind`."""
 
 
 class _Building:

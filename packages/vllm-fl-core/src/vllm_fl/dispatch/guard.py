@@ -7,11 +7,8 @@ after an exception or a refusal, in `Chain`.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, cast
 
@@ -21,21 +18,12 @@ from ..plugins.forms import asked_for
 from ..plugins.types import OpImpl, parameters_of
 from ..settings.policy import Rows
 from .chain import Call, Chain, copied
-from .record import Record, Skipped
+from .record import Skipped
 from .resolver import FOREIGN, STOCK
 
 
 def _skipped(*_: Any, **__: Any) -> Any:
     raise Skipped
-
-
-def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] | None) -> OpImpl:
-    """`impl` with other functions, its own under its signature, which tells whether a layer is
-    taken."""
-    if fn is impl.fn and supports is impl.supports:
-        return impl
-    fn = fn if fn is impl.fn else functools.wraps(impl.fn)(fn)
-    return replace(impl, fn=fn, supports=supports)
 
 
 class Guard:
@@ -65,38 +53,6 @@ class Guard:
         self._scope["_chain"] = chain
         self._scope["_fn"] = _skipped if skips else first.fn
         self._scope["_supports"] = _skipped if skips else asked_for(first, chain.spec)
-
-
-@contextmanager
-def replacing(
-    record: Record,
-    instead: Callable[[OpImpl], Callable[..., Any]],
-    asking: Callable[[OpImpl], Callable[..., Any] | None] = lambda impl: impl.supports,
-    *,
-    at_most: int | None = None,
-) -> Iterator[None]:
-    """Let every guard of a record call `instead(impl)` for each candidate inside the block.
-
-    Afterwards the guards are what they were. Inside, nothing may be demoted, and no other
-    thread may call them.
-
-    Args:
-        record: the record of a plan, or of a manager.
-        instead: a candidate -> a function of the parameters that the candidate's has.
-        asking: a candidate -> the function that replaces its `supports`.
-        at_most: how many of the first candidates are replaced; None: all.
-    """
-    guards = [guard for guard in list(record.guards) if isinstance(guard, Guard)]
-    try:
-        for guard in guards:
-            own = guard.chain.impls
-            others = (_calling(i, instead(i), asking(i)) for i in own[:at_most])
-            impls = *others, *(() if at_most is None else own[at_most:])
-            guard.run(guard.chain.of(*impls, bare=guard.chain.bare))
-        yield
-    finally:
-        for guard in guards:
-            guard.switch()
 
 
 def uncontracted(op: str, impl: OpImpl) -> OpSpec:

@@ -12,26 +12,20 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import CallError, NoImplementationError, PolicySealedError, SettingsError
+from ..errors import CallError, NoImplementationError, PolicySealedError
 from ..logs import get_logger
-from ..older import OlderManager, lookup
-from ..plugins.calling import rejections
-from ..plugins.communicator import NAMED_CLASSES
-from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
 from ..plugins.types import BackendImplKind, OpImpl
 from ..settings.loading import Settings
-from ..settings.policy import DEFAULT_ORDERS, Mode, Rows, SelectionPolicy
-from ..settings.values import ORDER_PREFIX, wrong
-from .absent import check_contract, check_named, nothing_for, unknown
-from .chain import NEEDS_LAYER, Chain
+from ..settings.policy import DEFAULT_ORDERS, Rows, SelectionPolicy
+from .chain import Chain
 from .context import chosen, override
 from .guard import call_guard, method_guard, uncontracted
 from .record import Record
-from .resolver import STOCK, Trace, resolve
+from .resolver import STOCK, Resolver, Trace
 from .startup import Startup, read_settings, start, try_settings
 
 log = get_logger("dispatch")
@@ -48,13 +42,14 @@ POLICIES_AT_MOST = 64
 """Policies of contexts whose functions are kept: a program may make a new one for every call."""
 
 
-class OpManager(OlderManager):
+class OpManager:
     """Resolves ops and calls them. One per process is enough: `get_default_manager()`.
 
     Args:
-        registry: what is installed; by default the installed plugins, found at the first use.
-        policy: this manager's policy; by default the one that `set_global_policy` gave, or that
-            the settings give. A registry with a policy of its own reads no settings.
+        registry: the implementations; by default those of the installed plugins, which are loaded
+            at the first use.
+        policy: this manager's policy; by default the one of `set_global_policy`, or of the
+            settings. A manager that is given both reads no settings.
     """
 
     def __init__(
@@ -62,17 +57,14 @@ class OpManager(OlderManager):
     ) -> None:
         self._given = (registry, policy)
         self._lock = threading.RLock()
-        self.epoch = 0
-        """How often what was resolved has been forgotten."""
         self._reset()
         _managers.add(self)
 
     def _reset(self) -> None:
-        registry, policy = self._given
+        registry, self._policy = self._given
         self._registry = registry if registry is not None else OpRegistry(EMPTY)
-        self._policy = policy
         self._startup: Startup | None = None
-        self._ready = registry is not None and policy is not None
+        self._ready = registry is not None and self._policy is not None
         self._seals: dict[object, str] = {}
         """Who relies on the policy; each has a key of its own."""
         self._record = Record(log, self._demote)
@@ -80,43 +72,43 @@ class OpManager(OlderManager):
         self._forget()
 
     def _forget(self) -> None:
-        """Drop what was resolved; the next call of each op resolves anew."""
+        """Drop the bound functions; the next call of each op resolves it again."""
         # Tables are replaced, never emptied: a thread that reads one meanwhile sees a whole table.
         self._tables: dict[SelectionPolicy | None, dict[object, Bound]] = {None: {}}
         self._record.counts = "calls" if self._startup and self._startup.settings.debug else ""
-        self.epoch += 1
-
-    # What there is.
 
     @property
     def registry(self) -> OpRegistry:
-        """What is installed. Reading it starts the plugins."""
+        """The implementations. Reading it loads the plugins."""
         self.ensure_initialized()
         return self._registry
 
     @property
     def startup(self) -> Startup | None:
-        """The plugins and settings found at start; None for a registry with its own policy."""
+        """The plugins and settings; None if the manager was given a registry and a policy."""
         self.ensure_initialized()
         return self._startup
 
     @property
     def settings(self) -> Settings | None:
-        """The effective settings; None for a registry with its own policy."""
+        """The effective settings; None if the manager was given a registry and a policy."""
         return self.startup.settings if self.startup else None
 
     @property
     def policy(self) -> SelectionPolicy:
-        """The global policy.
+        """The policy of calls outside of any block.
 
         Raises:
-            SettingsError: the settings cannot be read, and no engine has brought its own.
+            SettingsError: the settings cannot be read.
         """
-        self.ensure_initialized()
-        if self._startup is not None and self._startup.problem is not None:
-            raise self._startup.problem
-        assert self._policy is not None
-        return self._policy
+        startup = self.startup
+        policy = self._policy or chosen.policy
+        if policy is None and startup is not None:
+            if startup.problem is not None:
+                raise startup.problem
+            policy = startup.settings.policy
+        assert policy is not None
+        return policy
 
     @property
     def demotions(self) -> Mapping[tuple[str, str], str]:
@@ -140,13 +132,13 @@ class OpManager(OlderManager):
         defer_errors: bool = False,
         engine: Settings | None = None,
     ) -> None:
-        """Find and load the plugins and read the settings, once per process.
+        """Load the plugins and read the settings, once per process.
 
         Args:
-            platform: whose settings files count, where the caller knows it.
-            defer_errors: raise what is wrong with the settings when the policy is needed, not here.
-            engine: the settings of the engine whose worker this is, which say what is loaded; with
-                a registry that was given nothing is.
+            platform: the name of the settings files' platform, if the caller knows it.
+            defer_errors: raise errors of the settings when the policy is needed, not here.
+            engine: the settings of the engine whose worker this is: they decide which plugins are
+                loaded. A manager with a given registry loads none.
 
         Raises:
             SettingsError: a setting is wrong. The next use tries again.
@@ -157,188 +149,70 @@ class OpManager(OlderManager):
         with self._lock:
             if self._ready:
                 return
-            if self._given[0] is not None:  # the settings hold, and nothing is looked for
-                settings, problem = try_settings(self._registry, (), platform=platform)
-                if problem is not None and not defer_errors:
-                    raise problem
-                self._startup = Startup((), settings, problem)
-            else:
+            registry, _ = self._given
+            if registry is None:
                 registry = OpRegistry(EMPTY)
-                startup = start(
-                    registry, platform=platform, defer_errors=defer_errors, engine=engine
-                )
-                self._registry, self._startup = registry, startup
-                registry.on_change(self._forget)
-            if self._policy is None:  # one that was set before the first use stands
-                self._policy = chosen.policy or self._startup.settings.policy
-            self._forget()
-            self._ready = True
+                startup = start(registry, platform=platform, engine=engine)
+            else:
+                startup = Startup((), *try_settings(registry, platform=platform))
+            if startup.problem is not None and not defer_errors:
+                raise startup.problem
+            self.use_startup(startup, registry)
 
     def use_startup(self, startup: Startup, registry: OpRegistry) -> None:
-        """Use plugins and settings that the caller has found. A policy that was set stands."""
+        """Use plugins and settings that the caller has found. A policy that was set stays."""
         with self._lock:
             self._registry, self._startup = registry, startup
-            self._policy = self._given[1] or chosen.policy or startup.settings.policy
             registry.on_change(self._forget)
             self._forget()
             self._ready = True
 
-    # Resolving.
-
-    def trace(
+    def resolver(
         self,
-        op: str,
         *,
-        mode: Mode = "eager",
-        engine: bool = False,
-        settings: Settings | None = None,
-        demoted: Mapping[str, str] | None = None,
-        policy: SelectionPolicy | None = None,
-        without_layer: bool = False,
-        foreign: Mapping[str, str] | None = None,
-        tokens: int | None = None,
-        facts: Any = None,
-    ) -> Trace:
-        """Every candidate of `op` with what was decided about it.
-
-        Args:
-            op: the op's name.
-            mode: the engine's mode.
-            engine: whether vLLM's own path is a candidate.
-            settings: an engine's settings, policy included; by default the process's.
-            demoted: impl id -> why an engine demoted it; by default the process's demotions.
-            policy: the policy; by default the one in force.
-            without_layer: reject implementations that need a layer, since there is none.
-            foreign: the op's layers that another plugin has replaced -> whose they are.
-            tokens: how many tokens a call has, where the op is ordered by size (`ceilings`); None
-                is more than every ceiling.
-            facts: the engine's (`EngineFacts`), for what plugins reject.
-
-        Raises:
-            UnknownOpError: neither a contract nor a plugin names `op`.
-            PluginError: the policy names an implementation whose plugin failed, or the op has no
-                contract and a plugin failed that may have brought it.
-        """
-        policy = self.effective_policy(settings, policy)
-        snapshot = self._registry.snapshot()
-        impls = snapshot.impls_by_op.get(op, ())
-        if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
-            raise unknown(op, snapshot, self._plugins)
-        rejected = rejections(
-            self._registry.plugins,
-            settings or self.settings,
-            op,
-            impls,
-            facts,
-            snapshot.contracts.get(op),
-        )
-        rejected |= self._record.demoted(op) if demoted is None else demoted
-        if without_layer:
-            rejected |= {
-                i.impl_id: NEEDS_LAYER for i in impls if isinstance(i, OpImpl) and i.needs_layer
-            }
-        trace = resolve(
-            op,
-            impls,
-            policy,
-            mode=mode,
-            rejections=rejected,
-            engine=engine,
-            foreign=foreign,
-            tokens=tokens,
-        )
-        check_named(trace, impls, self._plugins)
-        check_contract(op, snapshot, self._plugins)
-        return trace
-
-    def rows(
-        self,
-        op: str,
-        *,
-        mode: Mode = "eager",
         settings: Settings | None = None,
         policy: SelectionPolicy | None = None,
+        disabled: Mapping[tuple[str, str], str] | None = None,
         **more: Any,
-    ) -> Rows[Trace]:
-        """The traces of `op` by the size of a call: (ceiling, trace), the last for all larger ones.
+    ) -> Resolver:
+        """What decides between the implementations of ops now.
 
         Args:
-            op: the op's name.
-            mode, settings, policy, more: as for `trace`, whose errors and those of `ceilings` it
-                raises.
-        """
-        ceilings = self.ceilings(op, mode=mode, settings=settings, policy=policy)
-        given = {"mode": mode, "settings": settings, "policy": policy, **more}
-        return tuple((n, self.trace(op, tokens=n, **given)) for n in (*ceilings, None))
-
-    def check_contracts(self) -> None:
-        """Check that every implementation that an engine could run has a contract.
+            settings: an engine's settings, which include its policy; by default this process's.
+            policy: the policy; by default that of the running block, or else `policy`.
+            disabled: as of `Resolver`; by default the demotions of this manager.
+            more: as of `Resolver`.
 
         Raises:
-            PluginError: one has none, and the plugin failed, or is not there, that brings it.
-        """
-        snapshot = self.registry.snapshot()
-        for op in snapshot.impls_by_op:
-            check_contract(op, snapshot, self._plugins)
-
-    def ceilings(
-        self,
-        op: str,
-        *,
-        mode: Mode = "eager",
-        settings: Settings | None = None,
-        policy: SelectionPolicy | None = None,
-    ) -> tuple[int, ...]:
-        """The token counts up to which calls of `op` have an order of their own, ascending.
-
-        Args:
-            op: the op's name.
-            mode, settings, policy: as for `trace`.
-
-        Raises:
-            SettingsError: the op has no calls with tokens, or nobody says which argument has them.
-        """
-        policy = self.effective_policy(settings, policy)
-        ceilings = policy.ceilings(op, mode)
-        spec = self._registry.snapshot().contracts.get(op)
-        if ceilings and (spec is None or not spec.by_token):
-            known = settings if settings is not None else self.settings
-            listed = known.get(f"{ORDER_PREFIX}{op}") if known is not None else None
-            raise wrong(
-                f"{ORDER_PREFIX}{op}",
-                listed.origin if listed else "SelectionPolicy",
-                "orders by size hold for ops with a contract that says which arguments have a row "
-                f"per token; {op} has none, and is resolved once for all calls. Write one list",
-                kind=SettingsError,
-            )
-        return ceilings
-
-    def effective_policy(
-        self, settings: Settings | None = None, policy: SelectionPolicy | None = None
-    ) -> SelectionPolicy:
-        """The policy that decides: an engine's, else a given one, else the running block's, else
-        this manager's.
-
-        Args:
-            settings: an engine's.
-            policy: the given one.
-
-        Raises:
-            SettingsError: the settings cannot be read, and no engine has brought its own.
+            SettingsError: the settings cannot be read.
         """
         self.ensure_initialized()
         if settings is not None:
-            return settings.policy
-        return policy or override.get() or self.policy
+            policy = settings.policy
+        return Resolver(
+            registry=self._registry,
+            policy=policy or override.get() or self.policy,
+            settings=settings or self.settings,
+            disabled=self._record.demotions if disabled is None else disabled,
+            **more,
+        )
 
-    @property
-    def _plugins(self) -> tuple[Plugin, ...]:
-        return self._startup.plugins if self._startup else ()
+    def rows(self, op: str, **how: Any) -> Rows[Trace]:
+        """The traces of `op` by the size of a call, as `Resolver.rows`; `how`: as of `resolver`."""
+        return self.resolver(**how).rows(op)
+
+    def trace(self, op: str, **how: Any) -> Trace:
+        """The trace of the largest calls of `op`; arguments and errors as of `rows`."""
+        return self.rows(op, **how)[-1][1]
 
     def resolve_candidates(self, op: str) -> list[OpImpl]:
-        """The implementations of `op` that `call` would try, in order; ordered by size, those of
-        the largest calls."""
-        return self._candidates(self.trace(op, without_layer=True))
+        """The implementations that the largest calls of `op` would try, in order."""
+        resolver = self.resolver(without_layer=True)
+        return _candidates(resolver, resolver.rows(op)[-1][1])
+
+    def get_selected_impl_id(self, op: str) -> str:
+        """The id of the implementation that the largest calls of `op` try first."""
+        return self.resolve_candidates(op)[0].impl_id
 
     def resolve(self, op: str) -> Bound:
         """The function that a call of `op` runs, with the rules of fallback around it.
@@ -346,45 +220,34 @@ class OpManager(OlderManager):
         It stays what it is: after a change of policy, resolve again.
 
         Raises:
-            UnknownOpError: nobody names `op`.
+            UnknownOpError: neither a contract nor a plugin has `op`.
             NoImplementationError: no candidate may run.
         """
         return self._bound(op)
 
-    def get_selected_impl_id(self, op: str) -> str:
-        """The id of the implementation that a call of `op` tries first; ordered by size, the
-        largest calls."""
-        return self._candidates(self.trace(op, without_layer=True))[0].impl_id
-
-    def _candidates(self, trace: Trace) -> list[OpImpl]:
-        impls = [i for i in trace.admitted if isinstance(i, OpImpl)]
-        if not impls:
-            raise nothing_for(trace, self._registry.snapshot(), self._plugins)
-        return impls
-
     def _chain(
         self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
     ) -> Chain:
-        policy = self.effective_policy()
+        resolver = self.resolver(without_layer=without_layer)
+        policy = resolver.policy
         if policy.prefer == "stock" and policy.listed(op) is None:
             self._record.without_stock(DEFAULT_ORDERS[policy.prefer])
         rows: list[tuple[int | None, tuple[OpImpl, ...]]] = []
-        for ceiling, trace in self.rows(op, policy=policy, without_layer=without_layer):
+        for ceiling, trace in resolver.rows(op):
             log.debug("%s", trace)
             try:
-                impls = tuple(self._candidates(trace))
+                impls = tuple(_candidates(resolver, trace))
             except NoImplementationError as error:
                 if ceiling is None:
                     raise
-                # A row that engines leave to vLLM: it is no obstacle to calls of other sizes.
-                impls = (_raising(op, error),)
+                impls = (_raising(op, error),)  # calls of other sizes are not concerned
             rows.append((ceiling, impls))
         self._record.announce(op, impls[0])
         spec = self._registry.snapshot().contracts.get(op) or uncontracted(op, impls[0])
         return Chain(op, tuple(rows), spec, policy.strict, self._record, grants)
 
     def _bound(self, op: str, grants: frozenset[str] | None = None) -> Bound:
-        """`op` as a function; as a method of layers that own `grants`, where these are given."""
+        """`op` as a function; as a method of layers that own `grants` if these are given."""
         policy, key = override.get(), op if grants is None else (op, grants)
         with self._lock:
             self.ensure_initialized()
@@ -447,33 +310,27 @@ class OpManager(OlderManager):
 
     # Changing.
 
-    def set_policy(self, policy: SelectionPolicy | None) -> SelectionPolicy | None:
-        """Make `policy` this manager's; None reads the settings again. Ends every demotion.
+    def set_policy(self, policy: SelectionPolicy | None) -> None:
+        """Make `policy` this manager's own; ends every demotion.
 
-        Returns:
-            The policy before; None where there was none yet.
+        Args:
+            policy: the policy; None: the one that the manager was given, else the global one, else
+                that of the settings, which are read again.
 
         Raises:
             PolicySealedError: an engine's layers are bound to a plan.
         """
-        if policy is not None and not isinstance(policy, SelectionPolicy):
-            raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
+        _check_policy(policy)
         with self._lock:
             self._refuse_if_sealed("the policy")
-            before = self._policy
-            if policy is None and self._startup is not None:
-                platform = self._startup.settings["platform"]
-                settings = read_settings(
-                    self._registry,
-                    self._startup.plugins,
-                    platform=str(platform.value) if platform.origin == "detected" else None,
-                )
-                self._startup = dataclasses.replace(self._startup, settings=settings, problem=None)
-                policy = settings.policy
-            self._policy = policy if policy is not None else self._given[1]
-            self._record.end_demotions()
-            self._forget()
-            return before
+            self._policy = policy or self._given[1]
+            startup = self._startup
+            if self._policy is None and chosen.policy is None and startup is not None:
+                platform = startup.settings["platform"]
+                detected = str(platform.value) if platform.origin == "detected" else None
+                settings = read_settings(self._registry, platform=detected)
+                self._startup = dataclasses.replace(startup, settings=settings, problem=None)
+            self.clear_failed_impls()
 
     def clear_failed_impls(self, op: str | None = None) -> None:
         """End the demotions of `op`, or of every op.
@@ -525,29 +382,45 @@ class OpManager(OlderManager):
             self._reset()
 
 
+def _candidates(resolver: Resolver, trace: Trace) -> list[OpImpl]:
+    """The implementations that calls without an engine try, in order.
+
+    Raises:
+        NoImplementationError: there is none.
+    """
+    impls = [impl for impl in trace.admitted if isinstance(impl, OpImpl)]
+    if not impls:
+        raise resolver.nothing_for(trace)
+    return impls
+
+
 def _raising(op: str, error: NoImplementationError) -> OpImpl:
-    """What stands for a row in which nothing may run: calls of its sizes raise `error`."""
+    """The candidate of sizes at which nothing may run: a call of it raises `error`."""
 
     def nothing(*args: Any) -> Any:
-        raise NoImplementationError(error.message, op=op, rejected=error.rejected)
+        raise error.with_traceback(None)
 
     return OpImpl(op, STOCK.impl_id, BackendImplKind.REFERENCE, nothing)
 
 
+def _check_policy(policy: object) -> None:
+    if not isinstance(policy, SelectionPolicy | None):
+        raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
+
+
 def set_global_policy(policy: SelectionPolicy | None) -> None:
-    """Let every manager without a policy of its own go by `policy`; None: by the settings.
+    """Make `policy` that of every manager that was given none; None: that of the settings.
 
     Raises:
         PolicySealedError: an engine's layers are bound to a plan. Nothing has changed.
     """
-    if policy is not None and not isinstance(policy, SelectionPolicy):
-        raise TypeError(f"expected a SelectionPolicy, got {policy!r}")
+    _check_policy(policy)
     following = [manager for manager in _managers if manager._given[1] is None]
     for manager in following:
         manager._refuse_if_sealed("the policy")
     chosen.policy = policy
     for manager in following:
-        manager.set_policy(policy)
+        manager.set_policy(None)
 
 
 def _blame_signature(
@@ -591,6 +464,3 @@ os.register_at_fork(
     after_in_parent=lambda: _held.pop_all().close(),
     after_in_child=_start_clean_in_child,
 )
-
-if not TYPE_CHECKING:  # a checker sees what is written here alone
-    __getattr__ = partial(lookup, module=__name__)

@@ -176,7 +176,7 @@ def _answer(entry: Any, release: str) -> object:
             return None
         answer = None
         try:
-            with running(f"the answer of {whose}", release), silence():
+            with running(f"the answer of {whose}"), silence():
                 answer = entry.load()()
         except KeyboardInterrupt:
             raise

@@ -1,10 +1,4 @@
-"""Kept for programs that import from here: `vllm_fl.dispatch` has the policy's names."""
+"""Kept for programs that import from here: `vllm_fl.dispatch` has these names."""
 
-from functools import partial
-from typing import TYPE_CHECKING
-
-from ..older import lookup
 from ..settings.policy import *  # noqa: F403
-
-if not TYPE_CHECKING:  # a checker sees what is written here alone
-    __getattr__ = partial(lookup, module=__name__)
+from . import *  # noqa: F403

@@ -1,18 +1,26 @@
 """Resolving: (what is installed, policy, rejections) -> the candidates in order, with reasons.
 
-One pure function. Log lines, errors, the command line and the engine's plan all render its trace.
+Log lines, errors, the command line and the engine's plan all render the trace of a `Resolver`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import itemgetter
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
-from ..plugins.types import Impl
-from ..settings.policy import Mode, SelectionPolicy, Token
+from ..errors import NoImplementationError, PluginError, SettingsError, UnknownOpError
+from ..plugins.calling import rejections
+from ..plugins.communicator import NAMED_CLASSES
+from ..plugins.registry import OpRegistry
+from ..plugins.reserved import OPS, ops_missing
+from ..plugins.types import Impl, OpImpl
+from ..settings.loading import Settings
+from ..settings.policy import Mode, Rows, SelectionPolicy, Token, closest
+from ..settings.unmatched import meant
+from ..settings.values import ORDER_PREFIX, wrong
 
 
 @dataclass(frozen=True)
@@ -108,82 +116,245 @@ class Trace:
         return "\n".join(lines)
 
 
-def resolve(
-    op: str,
-    impls: Iterable[Impl],
-    policy: SelectionPolicy,
-    *,
-    mode: Mode = "eager",
-    rejections: Mapping[str, str] | None = None,
-    engine: bool = False,
-    foreign: Mapping[str, str] | None = None,
-    tokens: int | None = None,
-) -> Trace:
-    """Order the candidates of one op.
-
-    A vendor filter or a given rejection comes first, then a list that does not name the candidate,
-    then the machine. Only listed tokens count; inside a token the higher priority comes first, then
-    the impl id; priority never crosses tokens.
-
-    Args:
-        op: the op's name.
-        impls: what is installed for it.
-        policy: what decides.
-        mode: the engine's mode; lists may differ by it.
-        rejections: impl id -> why it is rejected whatever the policy says (demoted, blacklisted).
-        engine: whether `stock` is a candidate: where the order names it, else at the end. In strict
-            mode a list of the user's that names neither it nor `foreign` leaves it out.
-        foreign: the layers of the op that another plugin has replaced -> whose they are. That is a
-            candidate then: where the order names `foreign`, else the first one. If other sizes
-            name it, it is the last one.
-        tokens: how many tokens a call has, where the policy orders the op by size; None is more
-            than every ceiling.
-    """
-    order = policy.order(op, mode, engine=engine, tokens=tokens)
-    listed = policy.listed(op, mode)
-    whose = "your" if listed is not None and listed.pinned else "the"
-    rejections = rejections or {}
-    ranked: list[tuple[tuple[int, int, str], Impl | Stock, str]] = []
-    rejected: list[Candidate] = []
-    for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
-        place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
-        rejection = policy.refuses(impl) or rejections.get(impl.impl_id)
-        if rejection is None and place is None:
-            rejection = f"not listed: {'|'.join(map(str, order))}"
-        if rejection is None:
-            verdict = impl.availability()
-            rejection = None if verdict is True else f"{UNAVAILABLE}{verdict}"
-        if rejection is not None or place is None:
-            rejected.append(Candidate(impl, "rejected", rejection or ""))
-        else:
-            rank = (place, -(impl.priority or 0), impl.impl_id)
-            ranked.append((rank, impl, f"{whose} order says {order[place]}"))
-    named = {token.kind: n for n, token in enumerate(order)}
-    forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
-    if engine and foreign:
-        rows = listed.rows(mode) if listed else ()
-        elsewhere = any(token.kind == "foreign" for _, tokens in rows for token in tokens)
-        place = named.get("foreign", len(order) if elsewhere else -1)
-        (layer, owner), *others = foreign.items()
-        more = f", and so {len(others)} more" * bool(others)
-        reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
-        if place < 0:
-            reason += ": to take it, name foreign behind yours"
-        ranked.append(((place, 0, ""), FOREIGN, reason))
-    if engine and "stock" in named:
-        ordered = listed or policy.prefer == "stock"
-        reason = f"{whose} order says stock" if ordered else UNORDERED
-        ranked.append(((named["stock"], 0, ""), STOCK, reason))
-    elif engine and not forced:
-        ranked.append(((len(order), 0, ""), STOCK, "vLLM's own code comes last"))
-    candidates = [
-        Candidate(impl, "selected" if n == 0 else "eligible", reason)
-        for n, (_, impl, reason) in enumerate(sorted(ranked, key=itemgetter(0)))
-    ]
-    return Trace(op, mode, order, (*candidates, *rejected))
-
-
 def describe(impl: Impl | Stock) -> str:
     """`'vendor.cpu' (kind=vendor, vendor=cpu)`: an implementation in a log line."""
     kind = impl.token if isinstance(impl, Stock) else impl.kind.value
     return f"'{impl.impl_id}' (kind={kind}, vendor={impl.vendor})"
+
+
+NEEDS_LAYER = (
+    "it takes the calling layer first (self), which only call_method_op and eager layers pass"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolver:
+    """Everything that decides between the implementations of ops.
+
+    Args:
+        registry: the implementations, contracts and plugins.
+        policy: the policy.
+        settings: the settings, for the rejections of plugins; None: they reject nothing.
+        mode: the engine's mode; orders may differ by it.
+        engine: whether vLLM's own code is a candidate.
+        disabled: (op, impl id) -> why it is disabled or demoted.
+        without_layer: reject implementations that take the calling layer.
+        foreign: op -> its layers that another plugin has replaced -> the name of that plugin.
+        facts: the engine's facts (`EngineFacts`), for the rejections of plugins.
+    """
+
+    registry: OpRegistry
+    policy: SelectionPolicy
+    settings: Settings | None = None
+    mode: Mode = "eager"
+    engine: bool = False
+    disabled: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    without_layer: bool = False
+    foreign: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    facts: Any = None
+
+    def rows(self, op: str) -> Rows[Trace]:
+        """The traces of `op` by the size of a call: (ceiling, trace), the last for larger calls.
+
+        Raises:
+            UnknownOpError: neither a contract nor a plugin has `op`.
+            PluginError: the policy names an implementation of a plugin that failed, or the contract
+                of `op` is missing.
+            SettingsError: `op` is ordered by size, and calls of it have none.
+        """
+        snapshot = self.registry.snapshot()
+        impls = snapshot.impls_by_op.get(op, ())
+        if not impls and op not in snapshot.contracts and op not in NAMED_CLASSES:
+            raise self._unknown(op)
+        contract = snapshot.contracts.get(op)
+        rejected = rejections(
+            self.registry.plugins, self.settings, op, impls, self.facts, contract
+        ) | {impl_id: why for (name, impl_id), why in self.disabled.items() if name == op}
+        if self.without_layer:
+            layered = (i for i in impls if isinstance(i, OpImpl) and i.needs_layer)
+            rejected |= dict.fromkeys((i.impl_id for i in layered), NEEDS_LAYER)
+        sizes = (*self.ceilings(op), None)
+        rows = tuple((n, self.resolve(op, impls, rejected, tokens=n)) for n in sizes)
+        for _, trace in rows:
+            self._check_named(trace, impls)
+        self.check_contract(op)
+        return rows
+
+    def resolve(
+        self,
+        op: str,
+        impls: Iterable[Impl],
+        rejected: Mapping[str, str],
+        *,
+        tokens: int | None = None,
+    ) -> Trace:
+        """Order the candidates of one op for calls of one size.
+
+        An implementation is rejected by a vendor filter, then by `rejected`, then because the order
+        does not list it, then by the machine. Inside a token of the order the higher priority comes
+        first, then the impl id; priority never crosses tokens.
+
+        In an engine, `stock` is where the order names it, or else the last one. In strict mode a
+        user's list that names neither `stock` nor `foreign` excludes it. The layers that another
+        plugin has replaced are a candidate, too: where the order names `foreign`, or else the first
+        one; the last one if the orders of other sizes name it.
+
+        Args:
+            op: the op's name.
+            impls: its implementations.
+            rejected: impl id -> why it is rejected, whatever the policy says.
+            tokens: the number of tokens of the calls; None: more than every ceiling.
+        """
+        policy, engine, mode = self.policy, self.engine, self.mode
+        order = policy.order(op, mode, engine=engine, tokens=tokens)
+        listed = policy.listed(op, mode)
+        whose = "your" if listed is not None and listed.pinned else "the"
+        ranked: list[tuple[tuple[int, int, str], Impl | Stock, str]] = []
+        excluded: list[Candidate] = []
+        for impl in sorted(impls, key=lambda i: (i.kind.value, i.impl_id)):
+            place = next((n for n, token in enumerate(order) if token.matches(impl)), None)
+            rejection = policy.refuses(impl) or rejected.get(impl.impl_id)
+            if rejection is None and place is None:
+                rejection = f"not listed: {'|'.join(map(str, order))}"
+            if rejection is None:
+                verdict = impl.availability()
+                rejection = None if verdict is True else f"{UNAVAILABLE}{verdict}"
+            if rejection is not None or place is None:
+                excluded.append(Candidate(impl, "rejected", rejection or ""))
+            else:
+                rank = (place, -(impl.priority or 0), impl.impl_id)
+                ranked.append((rank, impl, f"{whose} order says {order[place]}"))
+        named = {token.kind: n for n, token in enumerate(order)}
+        forced = policy.strict and listed is not None and listed.pinned and "foreign" not in named
+        foreign = self.foreign.get(op)
+        if engine and foreign:
+            rows = listed.rows(mode) if listed else ()
+            elsewhere = any(token.kind == "foreign" for _, tokens in rows for token in tokens)
+            place = named.get("foreign", len(order) if elsewhere else -1)
+            (layer, owner), *others = foreign.items()
+            more = f", and so {len(others)} more" * bool(others)
+            reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
+            if place < 0:
+                reason += ": to take it, name foreign behind yours"
+            ranked.append(((place, 0, ""), FOREIGN, reason))
+        if engine and "stock" in named:
+            ordered = listed or policy.prefer == "stock"
+            reason = f"{whose} order says stock" if ordered else UNORDERED
+            ranked.append(((named["stock"], 0, ""), STOCK, reason))
+        elif engine and not forced:
+            ranked.append(((len(order), 0, ""), STOCK, "vLLM's own code comes last"))
+        candidates = [
+            Candidate(impl, "selected" if n == 0 else "eligible", reason)
+            for n, (_, impl, reason) in enumerate(sorted(ranked, key=itemgetter(0)))
+        ]
+        return Trace(op, mode, order, (*candidates, *excluded))
+
+    def ceilings(self, op: str) -> tuple[int, ...]:
+        """The token counts up to which calls of `op` have their own order, ascending.
+
+        Raises:
+            SettingsError: the contract of `op` does not say which arguments have a row per token.
+        """
+        ceilings = self.policy.ceilings(op, self.mode)
+        spec = self.registry.snapshot().contracts.get(op)
+        if ceilings and (spec is None or not spec.by_token):
+            key = f"{ORDER_PREFIX}{op}"
+            listed = self.settings.get(key) if self.settings is not None else None
+            raise wrong(
+                key,
+                listed.origin if listed else "SelectionPolicy",
+                "orders by size hold for ops with a contract that says which arguments have a row "
+                f"per token; {op} has none, and is resolved once for all calls. Write one list",
+                kind=SettingsError,
+            )
+        return ceilings
+
+    def check_contract(self, op: str) -> None:
+        """Check that an op with implementations has the contract that they are verified by.
+
+        Raises:
+            PluginError: it has none, and the plugin of the contract failed or is missing.
+        """
+        snapshot, plugins = self.registry.snapshot(), self.registry.plugins
+        impls = snapshot.impls_by_op.get(op, ())
+        first = next((impl for impl in impls if isinstance(impl, OpImpl)), None)
+        if first is None or op in snapshot.contracts:
+            return
+        owner = snapshot.owners.get((op, first.impl_id))
+        whose = f" of {owner.name}" if owner is not None else ""
+        lost = f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be verified"
+        for plugin in plugins:
+            if plugin.error is not None and plugin.lost_contracts:
+                told = f"{lost}, and a plugin failed that may have brought it."
+                raise _failed(told, plugin.error, op, first.impl_id)
+        why = ops_missing(plugins)
+        if why and owner in {plugin.owner for plugin in plugins}:
+            raise PluginError(f"{lost}: {why}.", op=op, impl=first.impl_id, distribution=OPS)
+
+    def _check_named(self, trace: Trace, impls: tuple[Impl, ...]) -> None:
+        """Raise PluginError if the order names an implementation of a plugin that failed."""
+        for token in trace.order:
+            if token.name is None or any(token.matches(impl) for impl in impls):
+                continue
+            for plugin in self.registry.plugins:
+                if plugin.error is not None and plugin.may_bring(token.name, trace.op):
+                    told = (
+                        f"The settings ask for '{token}' for op '{trace.op}', but the plugin that "
+                        "would bring it failed."
+                    )
+                    raise _failed(told, plugin.error, trace.op, token.name)
+
+    def _unknown(self, op: str) -> UnknownOpError:
+        snapshot, plugins = self.registry.snapshot(), self.registry.plugins
+        known = snapshot.ops
+        left_out = [plugin.owner.label for plugin in plugins if plugin.status == "disabled"]
+        more = f" VLLM_FL_PLUGINS leaves out {', '.join(left_out)}." if left_out else ""
+        if (why := ops_missing(plugins)) and not snapshot.contracts:
+            more = f" Contracts are missing here: {why}."
+        return UnknownOpError(
+            f"No contract and no installed plugin names the op '{op}'.{closest(op, known)} "
+            f"Known: {', '.join(known) or 'none'}.{more}",
+            op=op,
+        )
+
+    def nothing_for(self, trace: Trace) -> NoImplementationError:
+        """The error of a call for which every candidate was rejected, or none is installed."""
+        snapshot, rejected = self.registry.snapshot(), trace.rejected
+        if rejected:
+            why = "every candidate was rejected: " + "; ".join(f"{i}: {r}" for i, r in rejected)
+            impls = snapshot.impls_by_op.get(trace.op, ())
+            for token in trace.order:
+                if token.name and not any(token.matches(impl) for impl in impls):
+                    why += f". {str(token)!r} matches nothing installed.{meant(token, impls)}"
+                    why = why.removesuffix(".")
+            todo = f"`vllm-fl explain {trace.op} --script` shows where each setting comes from."
+        else:
+            brought = sorted({owner.label for owner in snapshot.owners.values()})
+            why = f"no installed plugin has one (installed: {', '.join(brought) or 'none'})"
+            todo = (
+                "Install a backend: pip install vllm-fl-reference (plain PyTorch), or your "
+                "hardware vendor's."
+            )
+        failed = [p.owner.label for p in self.registry.plugins if p.error is not None]
+        if failed:
+            todo += (
+                f" These plugins failed to load, or not whole: {', '.join(failed)}; see "
+                "`vllm-fl plugins`."
+            )
+        return NoImplementationError(
+            f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",
+            op=trace.op,
+            rejected=rejected,
+        )
+
+
+def _failed(told: str, error: PluginError, op: str, impl: str) -> PluginError:
+    """The error of an implementation or contract whose plugin failed with `error`."""
+    return PluginError(
+        f"{told} {error.message}",
+        op=op,
+        impl=impl,
+        plugin=error.plugin,
+        distribution=error.distribution,
+        cause=error,
+    )

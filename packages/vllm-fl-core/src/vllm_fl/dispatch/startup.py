@@ -118,21 +118,19 @@ def start(
     env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
-    defer_errors: bool = False,
     engine: Settings | None = None,
 ) -> Startup:
     """Load the plugins into `registry` and read the settings.
 
     Args:
-        registry: what plugins register into.
+        registry: the registry.
         env: the environment; by default the process's own.
-        platform: the platform, where the caller knows it; VLLM_FL_PLATFORM beats it.
-        defer_errors: keep what is wrong with the settings instead of raising it.
-        engine: the settings of the engine whose worker this is: they say which plugins are
+        platform: the platform, if the caller knows it; VLLM_FL_PLATFORM overrides it.
+        engine: the settings of the engine whose worker this is: they decide which plugins are
             loaded, whatever the environment of this process says.
 
     Raises:
-        SettingsError: a setting is wrong.
+        SettingsError: a variable that decides how to start is wrong.
         PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
     """
     early = load_startup(env)
@@ -144,17 +142,13 @@ def start(
     _warn(warnings, "FL110")
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
-    _warn(discovery.named_twice(plugins, asked.plugin_modules), "FL110")
     for plugin in plugins:
-        for remark in plugin.remarks:
-            log.warning("%s [FL214]", remark)
         _report(plugin.error, strict=early.strict_plugins)
-    # Only who says the warnings asks for them; a worker has not opened its device yet, either.
+    # Only the process that logs the warnings needs them; a worker has not opened its device yet.
     asks = engine is None and speaks_for_all()
-    settings, problem = try_settings(registry, plugins, env, platform=platform, asks=asks)
-    if problem is not None and not defer_errors:
-        raise problem
-    _warn(settings.warnings, "FL110")
+    settings, problem = try_settings(registry, env, platform=platform, asks=asks)
+    if problem is None:
+        _warn(settings.warnings, "FL110")
     return Startup(plugins, settings, problem, asked.plugins, asked.plugin_modules)
 
 
@@ -186,65 +180,58 @@ def _warn(warnings: Sequence[str], code: str) -> None:
 
 def try_settings(
     registry: OpRegistry,
-    plugins: Sequence[Plugin],
     env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
     asks: bool = True,
 ) -> tuple[Settings, SettingsError | None]:
-    """The effective settings, or the defaults and what is wrong. Arguments as for `read_settings`.
+    """The effective settings, or the defaults and the error. Arguments as for `read_settings`.
 
     Raises:
-        SettingsError: a variable that says how to start is wrong.
+        SettingsError: a variable that decides how to start is wrong.
         PluginError: as for `start`.
     """
     early = load_startup(env)
-    platform = platform or _detected(early, plugins)
+    platform = platform or _detected(early, registry.plugins)
     try:
-        return read_settings(registry, plugins, env, platform=platform, asks=asks), None
+        return read_settings(registry, env, platform=platform, asks=asks), None
     except SettingsError as error:
         only = {"VLLM_FL_PLATFORM": early.platform} if early.platform else {}
         return load_settings(only, platform=platform), error
 
 
 def _detected(early: Settings, plugins: Sequence[Plugin]) -> str | None:
-    """The platform that was detected; None where the user forces one and nothing is looked for."""
+    """The platform that was detected; None if the user forces one."""
     return None if early.platform else detect_platform(plugins, strict=early.strict_plugins)
 
 
 def read_settings(
     registry: OpRegistry,
-    plugins: Sequence[Plugin],
     env: Mapping[str, str] = os.environ,
     *,
     platform: str | None = None,
     asks: bool = True,
 ) -> Settings:
-    """The effective settings, given what is installed. Other arguments and errors as for `start`.
+    """The effective settings with the installed plugins. Other arguments and errors as for `start`.
 
-    Over another distribution's platform, the file of a device of ours that has its name acts only
-    where VLLM_FL_PLATFORM asks for it.
+    On another distribution's platform, the file of a device of the same name is read only if
+    VLLM_FL_PLATFORM asks for it: it is for that device's own engines.
 
     Args:
-        asks: whether what the user's lists name is asked whether it can run here, for a warning.
+        asks: whether a warning says which listed implementations cannot run here.
     """
-    early = load_startup(env)
+    early, plugins = load_startup(env), registry.plugins
     platform = platform or _detected(early, plugins)
     where = early.platform or platform
     assert where is not None  # what is not forced is detected
     files, errors = policy_files(plugins, where)
     foreign = is_foreign(where)
-    if foreign and not early.platform:  # it is for that device's own engines
+    if foreign and not early.platform:
         owners = {owner.name for owner, profile in devices(plugins)[0] if profile.name == where}
         files = [(name, path) for name, path in files if name not in owners]
     for error in errors.values():
         _report(error, strict=early.strict_plugins)
     snapshot = registry.snapshot()
-    brought = {
-        op: [(snapshot.owners[op, impl.impl_id].name, impl) for impl in impls]
-        for op, impls in snapshot.impls_by_op.items()
-    }
-    declared = [spec for plugin in registry.plugins for spec in plugin.settings]
     known: Sequence[str] = PLATFORMS
     if not files and early.platform and early.platform not in known:  # or is it a slip?
         known = known_platforms(plugins, strict=early.strict_plugins)
@@ -252,9 +239,12 @@ def read_settings(
         env,
         platform=platform,
         platform_files=files,
-        brought=brought,
+        brought={
+            op: [(snapshot.owners[op, impl.impl_id].name, impl) for impl in impls]
+            for op, impls in snapshot.impls_by_op.items()
+        },
         groups=snapshot.groups,
-        plugins=declared,
+        plugins=[spec for plugin in plugins for spec in plugin.settings],
         platforms=known,
         foreign=foreign,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 from bisect import bisect_left
@@ -37,10 +38,7 @@ log = get_logger("engine")
 
 
 def _callable(impls: Iterable[Impl | Stock], *, with_layer: bool = True) -> tuple[OpImpl, ...]:
-    """Those that can be called: those that neither name a class nor stand for vLLM's own path.
-
-    Without `with_layer`, by a caller that has no layer.
-    """
+    """Return the functions; without `with_layer`, those that do not take the calling layer."""
     called = (impl for impl in impls if isinstance(impl, OpImpl))
     return tuple(impl for impl in called if with_layer or not impl.needs_layer)
 
@@ -70,22 +68,20 @@ class PlanEntry:
 
     @property
     def left_to(self) -> Stock:
-        """Whose own class stands in such a layer where no candidate of ours does, of the other
-        plugin's and vLLM's."""
+        """What computes the op if no candidate of ours does: another plugin, or vLLM."""
         own = (impl for impl in self.rows[-1][1].admitted if isinstance(impl, Stock))
         return FOREIGN if self.note and self.is_foreign else next(own, STOCK)
 
     @property
     def candidates(self) -> Rows[tuple[Impl, ...]]:
-        """Our candidates by the size of a call: those before `left_to`; none under a note."""
+        """Our candidates by the size of a call; none if there is a note."""
         if self.note:
             return ((None, ()),)
         return tuple((ceiling, trace.before_stock) for ceiling, trace in self.rows)
 
     @property
     def ceilings(self) -> tuple[int, ...]:
-        """The sizes up to which calls have candidates of their own; none where size does not
-        matter."""
+        """The sizes up to which calls have candidates of their own."""
         return tuple(ceiling for ceiling, _ in self.candidates if ceiling is not None)
 
     @property
@@ -96,16 +92,16 @@ class PlanEntry:
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """Every candidate that can be called, of whatever row: those that do not name a class."""
+        """Every candidate that is a function, of all rows."""
         return _once(i for impls in self._largest_first for i in _callable(impls))
 
     @property
     def firsts(self) -> tuple[OpImpl, ...]:
-        """The first choice to be called of each row, each once."""
+        """The first function of each row, each once."""
         return _once(i for impls in self._largest_first for i in _callable(impls)[:1])
 
     def classes(self, kind: type[Named]) -> tuple[Named, ...]:
-        """The candidates that name a class, as attention backends, communicators and layers do."""
+        """Return the candidates that name a class of a kind, such as attention backends."""
         return tuple(i for _, impls in self.candidates for i in impls if isinstance(i, kind))
 
     @property
@@ -120,7 +116,7 @@ class PlanEntry:
 
     @property
     def unmet(self) -> str:
-        """Why nothing may run, vLLM's own path included: strict mode and a list of the user's."""
+        """Why nothing may run, in strict mode with a list of the user that excludes vLLM's code."""
         trace = next((trace for _, trace in self.rows if not trace.admitted), None)
         if trace is None or self.note:
             return ""
@@ -139,8 +135,7 @@ class PlanEntry:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What runs and why, JSON-able: `impl` and `reason`, and where the op is ordered by size
-        `rows`, a list of {up_to, impl, reason} by ascending ceilings."""
+        """`impl` and `reason`, JSON-able; by size also `rows`, a list of {up_to, impl, reason}."""
         told: dict[str, Any] = {"impl": self._label(self.candidates[-1][1]), "reason": self.reason}
         if self.ceilings:
             told["rows"] = [
@@ -224,11 +219,9 @@ class Plan:
         return bool(entry.ceilings) and not all(impls for _, impls in entry.candidates)
 
     def stock_at(self, op: str) -> Callable[[int], bool] | None:
-        """Which calls of who has no layer are left to vLLM, by their size.
+        """Return a function: the tokens of a call without a layer -> whether vLLM computes it.
 
-        Returns:
-            The tokens of a call -> whether vLLM's own form is all that `without_layer` would run;
-            None where that is so at no size, or at every one.
+        None if the size does not matter.
         """
         entry = self.entries.get(op)
         if entry is None:
@@ -242,15 +235,13 @@ class Plan:
     def without_layer(
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
     ) -> Callable[..., Any] | None:
-        """The op by the contract's parameters, as somebody who has no layer calls it, uncompiled.
+        """Return the op by the contract's parameters, for uncompiled callers without a layer.
 
         Args:
-            op: the op's name.
-            grants: arguments that the caller owns.
-            last: vLLM's own form of the op, tried when every candidate refused.
+            op, grants, last: as for `chain`.
 
         Returns:
-            None where the op is stock, or all of its candidates take the calling layer.
+            None if the op is stock, or all of its candidates take the calling layer.
         """
         if not self.callable(op):
             return None
@@ -276,14 +267,14 @@ class Plan:
         own: OpImpl | None = None,
         without_layer: bool = False,
     ) -> Chain:
-        """The op's candidates, with what happens when one refuses a call; by size, in rows.
+        """Return the op's candidates by the size of a call, with the fallback of each.
 
         Args:
             op: the op's name; it must not be stock.
             grants: arguments that the caller owns.
-            last: vLLM's own form of the op, tried when every candidate refused. It is what runs at
-                the sizes that are stock.
-            own: what runs at those sizes in place of `last`: the code that would run without us.
+            last: vLLM's implementation, for calls that every candidate refused, and for sizes that
+                are stock.
+            own: runs at those sizes instead of `last`: the code that would run without us.
             without_layer: leave out the candidates that take the calling layer.
         """
         entry, with_layer = self.entries[op], not without_layer
@@ -293,9 +284,8 @@ class Plan:
             impls = _callable(trace.before_stock, with_layer=with_layer)
             if impls and last is not None:
                 return (*impls, last)
-            if impls:  # a place that has no form of vLLM's own: what stands behind that is next
+            if impls:  # without vLLM's implementation the candidates after it are next
                 return _callable(trace.admitted, with_layer=with_layer)
-            # vLLM's own; in a place that has no form of it to call, what stands next.
             impls = vllms or _callable(trace.admitted, with_layer=with_layer)
             impls = impls or _callable(entry.impls, with_layer=with_layer)
             if not vllms:
@@ -315,16 +305,14 @@ class Plan:
         own: OpImpl | None = None,
         traced: bool = True,
     ) -> Callable[..., Any]:
-        """`op` as a method of `layer`: what the layer calls at every step.
+        """Return `op` as a method of `layer`, which calls it at every step.
 
         Args:
-            op: the op's name; it must not be stock.
-            layer: what provides the parameters that the contract takes from a layer.
-            grants: arguments that the layer owns.
-            last: vLLM's own form of the op, tried when every candidate refused.
-            own: the layer's own method, or what leaves a call to it: what runs, uncompiled, at
-                sizes that are stock.
-            traced: False where no compiler ever sees the calls, whatever the plan's mode is.
+            op, grants, last: as for `chain`.
+            layer: provides the parameters that the contract takes from a layer.
+            own: the layer's own method, or a function that calls it: runs at sizes that are stock,
+                if the layer is not compiled.
+            traced: False if no compiler sees the calls, in any mode.
         """
         compiled = traced and self.mode == "compiled"
         if compiled or not self.entries[op].ceilings:
@@ -338,7 +326,7 @@ class Plan:
             bound = self._guard(chain, asks_layer, compiled), asks_layer
             self._bound[key] = bound
         function, asks_layer = bound
-        # A layer that provides nothing is not handed over: an argument less at every call.
+        # Without the layer if it provides nothing: an argument less at every call.
         return MethodType(function, layer) if asks_layer else function
 
     def _guard(
@@ -365,7 +353,7 @@ class Plan:
     def computes(self, impl: OpImpl) -> bool:
         """Return whether a guard's candidate computes its op for this plan in the call itself.
 
-        vLLM's own form does not belong to the plan, and inside an operator another guard computes.
+        vLLM's implementation is not of the plan, and inside an operator another guard computes.
         """
         from .opaque import is_opaque
 
@@ -376,15 +364,13 @@ class Plan:
         return impl.fn is own.fn or not (entry.ceilings or is_opaque(own))
 
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
-        """The op as a compiled layer's code calls it, by the contract's parameters.
-
-        For verification: it counts nothing, and its operators are those of no engine (place 0).
+        """Return the op as compiled code calls it, for verification: without counters, in place 0.
 
         Args:
             op: the op's name.
-            first: the first choice of the row that is verified; one of the entry's `firsts`.
-            inlined: whether the code of a traceable one is inlined, though the op is ordered by
-                size, as in graphs that are compiled by range.
+            first: one of the entry's `firsts`, whose row is verified.
+            inlined: whether its code is inlined though the op is ordered by size, as in graphs that
+                are compiled by range.
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
@@ -394,14 +380,14 @@ class Plan:
         return plan._guard(chain, asks_layer=False, compiled=True, inlined=inlined)
 
     def line(self, *facts: str, not_reached: Collection[str] = ()) -> str:
-        """The plan in one line, for the log at start, of at most `LONGEST` characters.
+        """Return the plan in one line of at most `LONGEST` characters, for the log of a startup.
 
-        It counts the ops that are not vLLM's own code, and names the first of them: classes that
-        the plan names, what it computes, then ops that another plugin's class does.
+        It has the number of the ops that vLLM does not compute, and the first of them: classes,
+        functions, then ops of another plugin of vLLM.
 
         Args:
-            facts: what stands behind the mode, a few words each.
-            not_reached: the planned ops that this engine is not seen to call: they do not count.
+            facts: phrases that follow the mode.
+            not_reached: the planned ops that this engine does not call: they do not count.
         """
         named = sorted(self.entries, key=lambda op: op in self.contracts)
         ours = [op for op in named if any(impls for _, impls in self.entries[op].candidates)]
@@ -420,11 +406,7 @@ class Plan:
         return f"{head}{told and ':'}{told}{more}{tail}"
 
     def notes(self, not_reached: Collection[str] = ()) -> list[str]:
-        """Why ops are left as they are against the policy, and what is not verified, in phrases.
-
-        Args:
-            not_reached: as for `line`.
-        """
+        """Return phrases: why vLLM keeps ops against the policy, and what is not verified."""
         unseen = sorted(op for op in not_reached if op in self.entries)
         notes = [
             f"{op}: {entry.reason}"
@@ -452,38 +434,39 @@ def make_plan(
     has no communicator.
 
     Args:
-        manager: what is installed.
-        facts: what the engine's configuration says.
-        demoted: (op, impl id) -> why it is demoted for this engine.
-        notes: op -> why it is left to vLLM whatever the policy says.
-        kept_layers: classes of vLLM's that the user leaves alone.
+        manager: has the installed implementations.
+        facts: the facts of the engine.
+        demoted: (op, impl id) -> why it must not serve in this engine.
+        notes: op -> why vLLM keeps it with any policy.
+        kept_layers: the classes of vLLM that settings exclude.
 
     Raises:
         PluginError: an implementation has no contract, and a plugin failed that may have had it.
     """
     demoted, notes = demoted or {}, notes or {}
     entries = {}
-    manager.check_contracts()
     snapshot = manager.registry.snapshot()
     specs = snapshot.contracts
     policy = facts.settings.policy
     absent = {op for op in facts.absent if not policy.names(op, itself=True)}
     largest = facts.sizes.tokens[-1] if facts.sizes else math.inf
     classes = (ATTENTION, COMMUNICATOR) if facts.communicator else (ATTENTION,)
+    resolver = manager.resolver(
+        mode=facts.mode,
+        engine=True,
+        settings=facts.settings,
+        disabled=demoted,
+        # An operator in a graph cannot be handed a layer.
+        without_layer=facts.mode == "compiled",
+        foreign=facts.foreign,
+        facts=facts,
+    )
+    for op in snapshot.impls_by_op:
+        resolver.check_contract(op)
     for op in (*specs, *classes, *snapshot.layers):
         if op in absent:
             continue
-        traces = manager.rows(
-            op,
-            mode=facts.mode,
-            engine=True,
-            settings=facts.settings,
-            demoted={impl_id: why for (name, impl_id), why in demoted.items() if name == op},
-            # An operator in a graph cannot be handed a layer.
-            without_layer=facts.mode == "compiled",
-            foreign=facts.foreign.get(op),
-            facts=facts,
-        )
+        traces = resolver.rows(op)
         if facts.wants_invariance:  # two implementations are two sets of bits
             traces = traces[-1:]
         # A row for more tokens than the largest batch has never runs, and is no size of its own.
@@ -506,28 +489,27 @@ def _run_the_same(one: Trace, other: Trace) -> bool:
     return one.before_stock == other.before_stock and admits[0] == admits[1]
 
 
-_taken: dict[int, Plan] = {}
-_taking = threading.Lock()
+_places: set[int] = set()
+_choosing = threading.Lock()
 
 
 def take_place(plan: Plan) -> Plan:
-    """`plan` in the first place that no plan of another compiled engine of this process has.
+    """Return `plan` in the first place that no other compiled plan of this process has.
 
-    An eager plan needs none, since nothing of it is named in torch.
+    An eager plan needs none: it names nothing in torch.
     """
     if plan.mode == "eager":
         return plan
-    with _taking:
-        place = next(n for n in range(1, len(_taken) + 2) if n not in _taken)
-        _taken[place] = plan = dataclasses.replace(plan, place=place)
-    return plan
+    with _choosing:
+        place = next(n for n in itertools.count(1) if n not in _places)
+        _places.add(place)
+    return dataclasses.replace(plan, place=place)
 
 
 def leave_place(plan: Plan) -> None:
-    """The engine of `plan` has ended: the next one may have its place."""
-    with _taking:
-        if _taken.get(plan.place) is plan:
-            del _taken[plan.place]
+    """Give the place of a plan to the next one: its engine has ended."""
+    if plan.mode == "compiled":
+        _places.discard(plan.place)
 
 
 def active_plan() -> Plan | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +24,14 @@ class Carried(dict[str, Any]):
         settings: the engine's; None where nobody has read them yet, or the plan is sealed. They
             travel along, and vLLM hashes the entries alone.
         entries: what is under `KEY`.
-
-    Attributes:
-        configured: when vLLM began to make this configuration and when it had made it, as
-            `time.time` tells it; None where that is not known. It travels along, too.
     """
 
     def __init__(self, settings: Settings | None = None, **entries: Any) -> None:
         super().__init__(entries)
         self.settings = settings
-        self.configured: tuple[float, float] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {"configured": self.configured}
-        return Carried, (self.settings,), state, None, iter(self.items())
+        return Carried, (self.settings,), None, None, iter(self.items())
 
 
 def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
@@ -64,17 +57,6 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
             extra[KEY] = before
 
     return unseal
-
-
-def configured(vllm_config: VllmConfig) -> tuple[float, float] | None:
-    """When vLLM began to make this configuration, and had made it; None where nobody noted that."""
-    return entry_of(vllm_config).configured
-
-
-def note_configured(vllm_config: VllmConfig, began: float) -> None:
-    """Note that vLLM has made this configuration, which it began at `began` of `time.time`."""
-    entry = entry_of(vllm_config)
-    entry.configured = entry.configured or (began, time.time())
 
 
 def is_sealed(vllm_config: VllmConfig) -> bool:

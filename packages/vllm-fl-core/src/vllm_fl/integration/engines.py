@@ -22,7 +22,6 @@ from ..engine.phases import phases_of
 from ..engine.plan import Plan
 from ..logs import get_logger
 from ..plugins.inspection import Key, Moment
-from ..plugins.overrides import noted
 from ..text import quote, scrub
 from .ranks import Disabled, exchange
 
@@ -66,7 +65,6 @@ class Engine:
         wrong: (op, impl id) -> why, of what the last check found wrong and serves all the same.
         unused: planned op -> why this engine is not seen to call it.
         remarks: moment -> phrases for the report.
-        seconds: how long the ranks have taken to settle on a plan.
         state: what plugins and patchers keep of this engine, by owner.
         status: `starting`, `serving`, `ended` or `failed`: its startup did.
         error: what a method of its worker raised last: `method`, `why`, `time`.
@@ -89,7 +87,6 @@ class Engine:
     wrong: dict[Key, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     remarks: dict[Moment, list[str]] = field(default_factory=lambda: {each: [] for each in Moment})
-    seconds: float = 0.0
     state: dict[object, Any] = field(default_factory=dict)
     status: str = "starting"
     error: dict[str, str] | None = None
@@ -257,15 +254,13 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
     One of `STARTS` that fails ends the engine: vLLM shuts no worker down that shares its process.
     """
     name = method.__name__
-    is_of_start, what = name in STARTS, f"the start of an engine ({name})"
-    is_last = name == [*STARTS][-1]
+    is_of_start = name in STARTS
 
     @functools.wraps(method)
     def called(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        noting = noted(what, is_last=is_last) if is_of_start else nullcontext()
         timing = phases_of(worker).during(STARTS[name]) if is_of_start else nullcontext()
         try:
-            with noting, timing, calling(worker.vllm_fl_engine):
+            with timing, calling(worker.vllm_fl_engine):
                 return method(worker, *args, **kwargs)
         except BaseException as error:
             engine: Engine | None = worker.vllm_fl_engine

@@ -11,9 +11,7 @@ import json
 import os
 import time
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ..logs import get_logger
 from ..plugins import breadcrumb
@@ -40,63 +38,13 @@ UNUSED = 48
 """A tag of messages that no message has."""
 
 
-class Process(NamedTuple):
-    """The process of a rank.
-
-    Attributes:
-        host: the name of its machine.
-        pid: its number.
-        space: the boot and the namespace that `pid` belongs to; empty if unknown.
-        began: the time at which it began, in clock ticks since the boot; empty if unknown.
-        published: seconds since the epoch.
-    """
-
-    host: str
-    pid: int
-    space: str
-    began: str
-    published: float
-
-    @classmethod
-    def of_this_rank(cls) -> Process:
-        pid = os.getpid()
-        return cls(os.uname().nodename, pid, _space(), _began(pid), time.time())
-
-    @property
-    def is_alive(self) -> bool | None:
-        """Whether it still runs; None if that cannot be seen from here."""
-        is_here = (self.host, self.space) == (os.uname().nodename, _space())
-        if not (is_here and self.space and self.began):
-            return None
-        return _began(self.pid) == self.began
-
-
-@cache
-def _space() -> str:
-    """The boot and the namespace of this process; empty if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _began(pid: int) -> str:
-    """When a process of this namespace began; empty if it has ended, or that is unknown."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
-
-
 def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T]:
-    """What every rank of a group gives, in the order of the ranks.
+    """Return the values of a group's ranks, in their order.
 
     Args:
-        mine: what this rank gives; it is pickled.
+        mine: this rank's value; it is pickled.
         cpu_group: torch.distributed's group, of its backend gloo.
-        size: how many ranks it has.
+        size: the number of its ranks.
         rank: this rank's number among all.
         what: the purpose of the exchange, for the log and the error: `verify their kernels`.
 
@@ -107,133 +55,82 @@ def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T
 
     if size == 1:
         return [mine]
-    waited = f"vllm-fl: rank {rank} waited for the other ranks to {what}, and"
-    store = _store(cpu_group)
-    failure = _Arrivals(store, cpu_group, size, what).wait() if store is not None else ""
-    if failure:
-        raise RuntimeError(f"{waited} {failure}")
-    told: list[Any] = [None] * size
+    others = _Others(cpu_group, size, what)
+    found: list[Any] = [None] * size
     try:
-        dist.monitored_barrier(cpu_group, timeout=TIMEOUT, wait_all_ranks=True)
-        dist.all_gather_object(told, mine, group=cpu_group)
-    except RuntimeError as error:
-        names = _names(cpu_group, size)
-        gone = [names[n] for n in range(size) if not _is_connected(cpu_group, n)]
-        named = f" ({', '.join(gone)})" if gone else ""
+        failure = others.wait()
+        if not failure:
+            dist.all_gather_object(found, mine, group=cpu_group)
+    except RuntimeError as error:  # a process that ended may have served the store
+        failure = others.dead() or f"cannot reach them: {quote(error)}"
+    if failure:
         raise RuntimeError(
-            f"{waited} one of them is gone{named}: {error}. Its own log, above, may say why."
-        ) from error
-    return told
+            f"vllm-fl: rank {rank} waited for the other ranks to {what}, and {failure}"
+        )
+    return found
 
 
 def introduce(cpu_group: Any) -> None:
-    """Publish the process of this rank, which the other ranks check when this rank is late.
+    """Publish the process of this rank, which the other ranks name when this rank is late.
 
     The first exchange does so too; a rank that may be late for that one calls this before.
     """
-    store = _store(cpu_group)
-    if store is not None:
-        store.set(f"process/{cpu_group.rank()}", json.dumps(Process.of_this_rank()))
+    if (store := _store(cpu_group)) is not None:
+        process = os.uname().nodename, os.getpid(), time.time()
+        store.set(f"process/{cpu_group.rank()}", json.dumps(process))
 
 
 def _store(cpu_group: Any) -> Any:
-    """The store of a group, for our keys only; None if the group has no store."""
+    """Return the store of a group, for our keys only; None if the group has no store."""
     import torch.distributed as dist
 
     try:
         store = cpu_group.get_group_store()
-    except (AttributeError, RuntimeError):  # another kind of group, or an older torch
+    except RuntimeError:  # another kind of group
         return None
-    if store is None:
-        return None
-    return dist.PrefixStore("vllm-fl", store)  # type: ignore[attr-defined]
+    return store and dist.PrefixStore("vllm-fl", store)  # type: ignore[attr-defined]
 
 
-def _names(cpu_group: Any, size: int) -> list[str]:
-    """The ranks of a group, each with its number among all."""
-    import torch.distributed as dist
-
-    try:
-        numbers = dist.get_process_group_ranks(cpu_group)
-    except (KeyError, RuntimeError, ValueError):  # a group that torch does not list
-        numbers = list(range(size))
-    return [f"rank {number}" for number in numbers]
-
-
-def _is_connected(cpu_group: Any, n: int) -> bool:
-    """Whether the connection with a rank of the group is open; true for this rank.
-
-    To receive over a closed connection raises an error. Over an open one it returns at once.
-    """
-    import torch
-
-    try:
-        if n != cpu_group.rank():
-            cpu_group.recv([torch.empty(1)], n, UNUSED)
-    except RuntimeError:
-        return False
-    return True
-
-
-class _Arrivals:
-    """The arrivals of a group's ranks at one exchange. Keys have the number of a rank in the group.
+class _Others:
+    """The other ranks of a group at one exchange, by their numbers in the group.
 
     Args:
-        store: the store of the group, from `_store`.
         group, size, what: as for `gathered`.
     """
 
-    def __init__(self, store: Any, group: Any, size: int, what: str) -> None:
-        self.store, self.group, self.what = store, group, what
+    def __init__(self, group: Any, size: int, what: str) -> None:
+        self.group, self.what, self.store = group, what, _store(group)
         self.here = group.rank()
-        self.others = [n for n in range(size) if n != self.here]
-        self.names = _names(group, size)
-        self.turn = 0
-        """The number of this exchange, counted for each group."""
-        self.processes: dict[int, Process] = {}
+        self.numbers = [n for n in range(size) if n != self.here]
 
     def wait(self) -> str:
-        """Wait for all ranks to arrive.
-
-        Returns:
-            The reason if the wait ended before that, or empty.
-        """
-        try:
-            self._arrive()
-            return self._wait()
-        except RuntimeError as error:  # a process that ended may have served the store
-            dead = self._dead()
-            return dead or f"the group's store cannot be reached: {quote(error)}"
-
-    def _arrive(self) -> None:
-        self.turn = self.store.add(f"turn/{self.here}", 1)
-        if self.turn == 1:
+        """Wait for all ranks to arrive; return the reason if the wait ended before that."""
+        store, here = self.store, self.here
+        if store is None:
+            return ""
+        turn = store.add(f"turn/{here}", 1)
+        if turn == 1:
             introduce(self.group)
         else:  # all ranks have completed the last exchange, or given it up
-            self.store.delete_key(f"{self.turn - 1}/{self.here}")
-        self.store.set(self._key(self.here), "")
-
-    def _key(self, n: int) -> str:
-        return f"{self.turn}/{n}"
-
-    def _wait(self) -> str:
-        given_up, arrivals = f"{self.turn}/given up", [self._key(n) for n in self.others]
+            store.delete_key(f"{turn - 1}/{here}")
+        store.set(f"{turn}/{here}", "")
+        given_up, arrivals = f"{turn}/given up", {n: f"{turn}/{n}" for n in self.numbers}
         began, pause = time.monotonic(), 1e-4
         check_at, log_at = CHECKED_EVERY, list(LOGGED_AFTER)
         while True:
-            if self.store.check([given_up]):
-                return str(self.store.get(given_up), "utf-8")
-            if self.store.check(arrivals):
+            if store.check([given_up]):
+                return str(store.get(given_up), "utf-8")
+            if store.check([*arrivals.values()]):
                 return ""
             seconds = time.monotonic() - began
             if seconds >= check_at:
                 check_at = seconds + CHECKED_EVERY
-                late = [n for n in self.others if not self.store.check([self._key(n)])]
-                failure = self._dead()
+                late = [n for n, key in arrivals.items() if not store.check([key])]
+                failure = self.dead()
                 if late and not failure and seconds >= TIMEOUT.total_seconds():
                     failure = f"{self._states(late)} after {seconds:.0f} s"
                 if failure:
-                    self.store.set(given_up, f"{self.names[self.here]} gave up: {failure}")
+                    store.set(given_up, f"{self._rank(here)} gave up: {failure}")
                     return failure
                 if log_at and seconds >= log_at[0]:
                     log_at.pop(0)
@@ -241,47 +138,57 @@ class _Arrivals:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    def dead(self) -> str:
+        """Return the ranks that died, as a sentence; empty if all may still arrive."""
+        dead = ", ".join(self._name(n) for n in self.numbers if not self._is_connected(n))
+        return f"{dead} died. Its own log, above, may say why" if dead else ""
+
+    def _is_connected(self, n: int) -> bool:
+        """Return whether the connection with a rank is open, which the end of its process closes.
+
+        To receive over a closed connection raises an error. Over an open one it returns at once.
+        """
+        import torch
+
+        try:
+            self.group.recv([torch.empty(1)], n, UNUSED)
+        except RuntimeError:
+            return False
+        return True
+
     def _log(self, late: list[int], seconds: float) -> None:
         """Log the late ranks, on the first rank that has arrived."""
-        if late and all(n > self.here or n in late for n in self.others):
-            name, states = self.names[self.here].capitalize(), self._states(late)
+        if late and all(n > self.here or n in late for n in self.numbers):
+            name, states = self._rank(self.here).capitalize(), self._states(late)
             waited = "%s has waited %.0f s for the other ranks to %s: %s"
             log.info(waited, name, seconds, self.what, states)
 
-    def _dead(self) -> str:
-        """The other ranks that died, as a sentence; empty if all may still arrive."""
-        dead = ", ".join(self._name(n) for n in self.others if not self._may_arrive(n))
-        return f"{dead} died. Its own log, above, may say why" if dead else ""
-
-    def _may_arrive(self, n: int) -> bool:
-        lives = self._lives(n)
-        return _is_connected(self.group, n) if lives is None else lives
-
     def _states(self, late: list[int]) -> str:
-        return "; ".join(map(self._state, late))
-
-    def _state(self, n: int) -> str:
-        """The state of a late rank, with the foreign code that it runs."""
-        process = self._process(n)
-        runs = breadcrumb.run_by(process.host, process.pid, process.published) if process else ""
-        if runs or self._lives(n):
-            return f"{self._name(n)} is still running{runs and f' {runs}'}"
-        return f"{self._name(n)} has not arrived, and is still connected"
+        """Describe late ranks that are connected, with the foreign code that they run."""
+        processes = {n: self._process(n) for n in late}
+        runs = {n: breadcrumb.run_by(*each) if each else "" for n, each in processes.items()}
+        return "; ".join(f"{self._name(n)} is still running {runs[n]}".rstrip() for n in late)
 
     def _name(self, n: int) -> str:
         process = self._process(n)
-        return self.names[n] + (f" (process {process.pid} on {process.host})" if process else "")
+        return self._rank(n) + (f" (process {process[1]} on {process[0]})" if process else "")
 
-    def _lives(self, n: int) -> bool | None:
-        process = self._process(n)
-        return process.is_alive if process else None
+    def _rank(self, n: int) -> str:
+        """Return `rank 3`, by its number among all ranks."""
+        import torch.distributed as dist
 
-    def _process(self, n: int) -> Process | None:
-        """The process of a rank; None if it has not been introduced."""
+        try:
+            return f"rank {dist.get_process_group_ranks(self.group)[n]}"
+        except (KeyError, RuntimeError, ValueError):  # a group that torch does not list
+            return f"rank {n}"
+
+    def _process(self, n: int) -> tuple[str, int, float] | None:
+        """Return a rank's host, process and time of its introduction, if it was introduced."""
         key = f"process/{n}"
         try:
-            if n not in self.processes and self.store.check([key]):
-                self.processes[n] = Process(*json.loads(self.store.get(key)))
-        except RuntimeError:  # `wait` handles a store that cannot be reached
+            if self.store is not None and self.store.check([key]):
+                host, pid, published = json.loads(self.store.get(key))
+                return host, pid, published
+        except RuntimeError:  # a store that cannot be reached
             pass
-        return self.processes.get(n)
+        return None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..contracts import OpSpec
@@ -19,7 +18,7 @@ from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..text import quote
-from .patchers.layers import Layer, custom_op_of, layer_table
+from .patchers.layers import Layer, custom_op_of, forget_shared_layers, layer_table
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -29,101 +28,68 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 
-@dataclass(frozen=True)
-class Skeleton:
-    """What a model is made of, known without its weights.
+def completed(
+    facts: EngineFacts, vllm_config: VllmConfig
+) -> tuple[EngineFacts, Mapping[str, Mapping[str, int]]]:
+    """Complete the facts of a configuration by the layers of the model.
 
-    Args:
-        layers: op -> class of vLLM's -> how many layers of it the model makes.
-        absent: the ops that only layers run, or that begin with one, where the model makes none.
-        provided: as `EngineFacts.provided`.
-    """
-
-    layers: Mapping[str, Mapping[str, int]]
-    absent: frozenset[str]
-    provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]]
-
-
-def completed(facts: EngineFacts, vllm_config: VllmConfig) -> tuple[EngineFacts, Skeleton | None]:
-    """Complete the facts of a configuration by what the model is made of, as far as it is known."""
-    skeleton = skeleton_of(vllm_config) if vllm_config.model_config is not None else None
-    if skeleton is None:
-        return facts, None
-    log.debug("The model's layers: %s", skeleton.layers)
-    # What its configuration rules out, it has all the same where it makes layers of it.
-    absent = (facts.absent | skeleton.absent).difference(skeleton.layers)
-    foreign = {  # whole layers stand under their own names, and are not counted
-        op: {c: owner for c, owner in owners.items() if c in skeleton.layers.get(op, (op,))}
-        for op, owners in facts.foreign.items()
-    }
-    facts = replace(facts, absent=absent, provided=skeleton.provided, foreign=foreign)
-    return facts, skeleton
-
-
-def skeleton_of(vllm_config: VllmConfig) -> Skeleton | None:
-    """Build the whole model, without memory, as a single rank would: about a tenth of a second.
-
-    Nothing of the configuration is changed. What it builds is the same on all ranks.
+    The whole model is built without memory, as a single rank would: about a tenth of a second. It
+    is the same on all ranks, and nothing of the configuration is changed.
 
     Returns:
-        None where that is not known: the model cannot be built so, or another one drafts for it.
-        Also where no op has a layer, and nobody would ask.
+        The facts, and op -> class of vLLM -> the number of its layers. The facts as they are and no
+        layers if the model cannot be built so, another one drafts for it, or no op has layers.
     """
     made: list[Any] = []
     try:
-        if vllm_config.speculative_config is not None or not layer_table():
-            return None
+        if vllm_config.model_config is None or vllm_config.speculative_config is not None:
+            return facts, {}
+        if not layer_table():
+            return facts, {}
+        forget_shared_layers()
         with _noting(made):
             _build(vllm_config)
-        return _skeleton(made, vllm_config)
-    except Exception as error:  # models are anybody's
+        return _with_layers(facts, made, vllm_config)
+    except Exception as error:  # models may raise anything
         log.debug("The model cannot be built without memory: %s", quote(error))
-        return None
+        return facts, {}
     finally:
-        _forget(made)
+        if made:
+            forget_shared_layers()
 
 
-def _skeleton(made: Sequence[Any], vllm_config: VllmConfig) -> Skeleton:
+def _with_layers(
+    facts: EngineFacts, made: Sequence[Any], vllm_config: VllmConfig
+) -> tuple[EngineFacts, Mapping[str, Mapping[str, int]]]:
     specs = get_default_manager().registry.snapshot().contracts
-    table = layer_table()
+    table = {layer.base: layer for layer in layer_table()}
     layers: dict[str, Counter[str]] = {}
-    ops: dict[str, list[Mapping[str, torch.dtype]]] = {}
+    provided: dict[str, list[Mapping[str, torch.dtype]]] = {}
     for instance in made:
-        for cls in type(instance).__mro__:
-            layer = next((layer for layer in table if layer.base is cls), None)
-            if layer is not None:
-                layers.setdefault(layer.op, Counter())[layer.cls] += 1
-                dtypes = _provided(specs.get(layer.op), layer, instance)
-                known = ops.setdefault(layer.op, [])
-                known += [] if dtypes in known else [dtypes]
-                break
-    absent = frozenset(
+        layer = next((table[cls] for cls in type(instance).__mro__ if cls in table), None)
+        if layer is not None:
+            layers.setdefault(layer.op, Counter())[layer.cls] += 1
+            dtypes = _provided(specs.get(layer.op), layer, instance)
+            known = provided.setdefault(layer.op, [])
+            known += [] if dtypes in known else [dtypes]
+    log.debug("The model's layers: %s", layers)
+    absent = {
         op
         for op, binding in installed_bindings().items()
-        if binding.targets
-        and all(target.needs_layer for target in binding.targets)
-        and op not in ops
-    )
-    absent |= {
-        op
-        for op, binding in installed_bindings().items()
-        if not all(target.may_begin(made, vllm_config) for target in binding.targets)
+        if (binding.targets and all(target.needs_layer for target in binding.targets))
+        or not all(target.may_begin(made, vllm_config) for target in binding.targets)
     }
-    counts = {op: dict(classes) for op, classes in layers.items()}
-    return Skeleton(counts, absent, {op: tuple(kinds) for op, kinds in ops.items()})
-
-
-def _forget(made: Iterable[Any]) -> None:
-    """Take layers out of vLLM's own tables (as of its ropes), by which all models share them."""
-    built = {id(layer) for layer in made}
-    # None stands for a module that must not be imported.
-    of_vllm = [
-        module for name, module in sys.modules.items() if module and name.startswith("vllm.")
-    ]
-    for table in (value for module in of_vllm for value in vars(module).values()):
-        if isinstance(table, dict):
-            for key in [key for key, value in table.items() if id(value) in built]:
-                del table[key]
+    foreign = {  # whole layers have their own names, and are not counted
+        op: {c: owner for c, owner in owners.items() if c in layers.get(op, (op,))}
+        for op, owners in facts.foreign.items()
+    }
+    facts = replace(
+        facts,
+        absent=(facts.absent | absent).difference(layers),  # a model has the ops of its layers
+        provided={op: tuple(kinds) for op, kinds in provided.items()},
+        foreign=foreign,
+    )
+    return facts, layers
 
 
 def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, torch.dtype]:
@@ -145,22 +111,21 @@ def _provided(spec: OpSpec | None, layer: Layer, instance: Any) -> dict[str, tor
 
 @contextmanager
 def _noting(made: list[Any]) -> Iterator[None]:
-    """Inside the block, vLLM's layers that are made are kept in `made`, whoever holds them."""
+    """Inside the block, each layer of vLLM that is made is kept in `made`."""
+
+    def noting(own: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+            own(self, *args, **kwargs)
+
+        return init
+
     with ExitStack() as back:
         for base in {custom_op_of(layer.base) for layer in layer_table()}:
-            _note_in(made, base, back)
+            own = base.__init__  # type: ignore[misc]
+            back.callback(setattr, base, "__init__", own)
+            base.__init__ = noting(own)  # type: ignore[misc, union-attr]
         yield
-
-
-def _note_in(made: list[Any], base: Any, back: ExitStack) -> None:
-    own = base.__init__
-
-    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
-        made.append(self)
-        own(self, *args, **kwargs)
-
-    back.callback(setattr, base, "__init__", own)
-    base.__init__ = noting
 
 
 def _build(vllm_config: VllmConfig) -> None:

@@ -206,10 +206,8 @@ def _check_loaded(settings: Settings) -> None:
 
 def _read_settings(platform: str) -> Settings:
     """The settings of an engine that is being configured, its layers' names checked too."""
-    manager = get_default_manager()
-    registry, startup = manager.registry, manager.startup
-    assert startup is not None
-    settings = read_settings(registry, startup.plugins, platform=platform)
+    registry = get_default_manager().registry
+    settings = read_settings(registry, platform=platform)
     if not settings.oot_enabled:
         log.info("vllm-fl is off for layers: %s (environment)", settings["oot_enabled"].named)
     listed = {*(settings.oot_whitelist or ()), *settings.oot_blacklist}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
@@ -54,9 +53,6 @@ class PlatformOverlay:
     vllm_fl_foreign: bool = False
     """Whether it lies in place over the class of another distribution's platform plugin."""
 
-    vllm_fl_began: float | None = None
-    """When vLLM last began to make a configuration from arguments, as `time.time` tells it."""
-
     def __init_subclass__(cls) -> None:
         """Nothing: a class below that counts or refuses its subclasses is not asked about ours."""
 
@@ -64,12 +60,10 @@ class PlatformOverlay:
     def pre_register_and_update(cls, *args: Any, **kwargs: Any) -> None:
         """Say where a general plugin has replaced vLLM's platform after ours was called.
 
-        vLLM asks for this when all of them were, and asks the object that it held before. A
-        configuration is begun with it.
+        vLLM asks for this when all of them were, and asks the object that it held before.
         """
         from vllm.platforms import current_platform
 
-        cls.vllm_fl_began = time.time()
         if not is_overlay(current_platform) and speaks_for_all():
             log.warning(
                 "vllm-fl steps aside, vLLM runs as stock: another plugin has replaced vLLM's "
@@ -121,7 +115,7 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        from .carried import is_sealed, note_configured
+        from .carried import is_sealed
         from .nodes import carry_startup
         from .planning import apply, facts_of, plan_for, refuse_batch_invariance, refuse_unverified
         from .worker import wrap_worker
@@ -139,8 +133,6 @@ class PlatformOverlay:
         refuse_unverified(facts)
         apply(plan_for(facts), vllm_config)
         carry_startup(vllm_config.parallel_config)
-        if cls.vllm_fl_began is not None:
-            note_configured(vllm_config, cls.vllm_fl_began)
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, *request: Any, **more: Any) -> Any:

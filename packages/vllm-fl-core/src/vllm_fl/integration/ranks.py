@@ -67,23 +67,6 @@ class Disabled(NamedTuple):
         log.warning("%s [%s]", told, self.code)
 
 
-@dataclass(frozen=True)
-class Message:
-    """What one rank gives in an exchange.
-
-    Args:
-        rank: its number among all ranks, those of other data-parallel engines too.
-        what: the purpose of the exchange.
-        value: its value.
-        failure: why it cannot go on, or empty.
-    """
-
-    rank: int
-    what: str
-    value: Any
-    failure: str = ""
-
-
 def publish_process() -> None:
     """Let the other ranks check this one if it is late for their first exchange."""
     from torch.distributed import is_initialized
@@ -97,7 +80,7 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     """Return every rank's value, in the order of the ranks.
 
     A worker knows its number within its own engine. vLLM joins the data-parallel engines of a
-    mixture of experts into one world, whose numbers the messages have.
+    mixture of experts into one world, whose numbers the errors have.
 
     Args:
         what: the purpose, as `settle on a plan`; all ranks exchange the same in the same order.
@@ -111,20 +94,18 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
-    message = Message(group.rank, what, mine, failure)
+    message = what, failure, mine
     try:
-        messages = gathered(message, group.cpu_group, group.world_size, group.rank, what)
+        found = gathered(message, group.cpu_group, group.world_size, group.rank, what)
     except RuntimeError as error:  # all ranks that live know it
         raise StartError(str(error), failures=[str(error)]) from error
-    if failures := [f"rank {m.rank}: {m.failure}" for m in messages if m.failure]:
-        raise _failed(failures)
-    if len({m.what for m in messages}) > 1:
-        raise _failed([f"rank {m.rank}: it is at another step ({m.what})" for m in messages])
-    return [m.value for m in messages]
-
-
-def _failed(failures: Sequence[str]) -> StartError:
-    return StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=failures)
+    steps = [step for step, _, _ in found]
+    failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
+    if not failures and len({*steps}) > 1:
+        failures = [f"rank {n}: it is at another step ({step})" for n, step in enumerate(steps)]
+    if failures:
+        raise StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=failures)
+    return [value for _, _, value in found]
 
 
 @dataclass(frozen=True)

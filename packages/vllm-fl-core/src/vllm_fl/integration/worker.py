@@ -3,8 +3,6 @@ built, and verified once more on the tensors of the model that was loaded."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Container
 from inspect import getattr_static
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -13,8 +11,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine.digest import code_facts
 from ..engine.facts import EngineFacts
-from ..engine.phases import before_worker, phases_of
-from ..engine.plan import Plan
+from ..engine.phases import phases_of
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
@@ -23,7 +20,6 @@ from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
 from . import attending, patching, updates
 from .binding import bind
-from .carried import configured
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
 from .hooks import reports, start_sessions
@@ -33,13 +29,19 @@ from .patching import PATCHERS, by_range
 from .planning import facts_of, load_plugins, refusals, refuse_unverified
 from .ranks import publish_process
 from .settling import make_plan, settle
-from .targets import installed_bindings, meets_a_compiler
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
 PREFIX = "Planned:"
+
+BEGIN, VERIFY, LIVE = (
+    "what the plan goes by",
+    "plan and verification",
+    "verification on live tensors",
+)
+"""The phases of a startup in which the ranks settle on a plan."""
 
 log = get_logger("engine")
 
@@ -66,9 +68,7 @@ class PlannedWorker:
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         """Load the plugins that the engine's settings allow: vLLM's own start asks for norms."""
-        phases = phases_of(self)
-        phases.seconds |= before_worker(configured(vllm_config))
-        with phases.during("plugins and settings"):
+        with phases_of(self).during("plugins and settings"):
             load_plugins(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
@@ -93,24 +93,20 @@ class PlannedWorker:
         assert engine is not None  # vLLM opens the device first
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         engine.joins = bool(kwargs.get("load_dummy_weights"))
-        began = time.monotonic()
-        with phases.during("what the plan goes by"):
+        with phases.during(BEGIN):
             lines = _begin(engine)
-        with phases.during("plan and verification"):
+        with phases.during(VERIFY):
             settle(engine, Moment.PLANNED)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
         bind(engine)
         start_sessions(engine)
-        engine.seconds = time.monotonic() - began
         try:
             with patching.building(engine), building(engine.plan), calling(engine):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if not engine.joins:
-                began = time.monotonic()
-                with phases.during("verification on live tensors"):
+                with phases.during(LIVE):
                     settle(engine, Moment.LOADED)
-                engine.seconds += time.monotonic() - began
         finally:
             _say_plan(engine)
         for patcher in PATCHERS:
@@ -163,36 +159,10 @@ class PlannedWorker:
         return updates.check(engine, "it was asked for")
 
     def vllm_fl_report(self) -> dict[str, Any]:
-        """What this worker runs with, and what it counted: for `collective_rpc`.
+        """Return this worker's plan and counters, for `collective_rpc`.
 
-        Returns:
-            JSON-able: `rank`, `mode`, `digest`, `ops` {op: {impl, reason}}, with `rows` [{up_to,
-            impl, reason}] for an op that is ordered by size, `layers` {class of
-            vLLM's: how many layers of the model are the plan's class}, `calls`, `fallbacks` and
-            `refusals` {op: {impl id: count}}, `demotions` and `rejections` {op: {impl id: why}}:
-            what the start took out since it failed, and since it refuses all calls of this model
-            or lacks a property that is asked for. `not_reached` {op: why}: what is planned and this
-            engine is not seen to call. `remarks` [what else there is to say of the start].
-            Counters begin when the engine is about to serve; a call is counted to who computed it,
-            under VLLM_FL_DISPATCH_DEBUG=1. `operators` {op: {operator:
-            what became of it}}, as `patchers.taking.report` says; `functions` {op: {function: the
-            same}}. `fusions` {op: {graphs, found}}: how many graphs the pass for the op went
-            through, and in how many places it found the op. `ranges` {op: [{first, last, impl,
-            places}]}: of an op that is
-            ordered by size, whose code is inlined in the graphs of so many tokens, and in how many
-            places (0 where vLLM had them in its cache); impl None where an operator looks its row
-            up. `defined` {operator: schema}: what this vLLM, an empty build,
-            lacks, and is there while the engine is. `smaller` {op: [what of its calls the start
-            tried in a smaller size than the model's]}. `groups` {a group of ranks: the id of its
-            communicator}; empty where the plan leaves them to vLLM. `table` {file, acts, reason}:
-            the table that the settings name, whether it has an effect, and why not; None if they
-            name none. `device`: the class of
-            the device, where a setting is for one; `ordered_for_device` {op: where that stands, and
-            the figure}: what is in force. `start` {phase: seconds}: what the start took, from where
-            vLLM makes the configuration, without what it does between its worker's methods; `of
-            them: compiling` is in vLLM's phases already. `shadow`: what was compared while it
-            served, as `Shadow.report` says; None where no step is sampled. `wrong` {op: {impl id:
-            why}}: what serves and was found wrong when the weights had been updated.
+        Counters begin when the engine is about to serve. The result is JSON-able;
+        docs/worker-report.md describes its keys.
         """
         engine = self.vllm_fl_engine
         assert engine is not None  # vLLM answers no call before it has loaded its model
@@ -277,7 +247,9 @@ def _attend_once(engine: Engine) -> None:
 def _took(engine: Engine) -> str:
     """How long the ranks have taken to settle on the plan, and by which means."""
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
-    return f"{how} {engine.seconds:.1f} s" if how else "not verified"
+    seconds = phases_of(engine.worker).seconds
+    total = sum(seconds.get(phase, 0.0) for phase in (BEGIN, VERIFY, LIVE))
+    return f"{how} {total:.1f} s" if how else "not verified"
 
 
 def _say_plan(engine: Engine) -> None:
@@ -285,7 +257,7 @@ def _say_plan(engine: Engine) -> None:
     plan, facts = engine.plan, engine.facts
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
     remarks = [*_of_table(facts), *_of_device(engine)]
-    remarks += [*_of_invariance(engine, plan), *_of_length(engine), *said]
+    remarks += [*_of_invariance(facts), *said]
     inlined = ranges.planned(by_range(plan), engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
@@ -298,7 +270,6 @@ def _say_plan(engine: Engine) -> None:
         phrases = [line for lines in engine.remarks.values() for line in lines]
         log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *phrases]))
         log.info("%s", plan.line(took, digested, not_reached=engine.unused))
-        _say_what_is_taken_whole(plan, inlined)
 
 
 def _of_table(facts: EngineFacts) -> list[str]:
@@ -320,28 +291,11 @@ def _orders_by_device(engine: Engine) -> dict[str, str]:
     return engine.facts.ordered.settings.held_by_device
 
 
-def _of_invariance(engine: Engine, plan: Plan) -> list[str]:
-    """What there is to say where only batch-invariant implementations may serve."""
-    facts = engine.facts
+def _of_invariance(facts: EngineFacts) -> list[str]:
+    """Return the remark if only batch-invariant implementations may serve."""
     if not facts.wants_invariance:
         return []
-    told = [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
-    settings, manager = facts.ordered.settings, get_default_manager()
-    by_size = [
-        op for op in plan.entries if manager.ceilings(op, mode=facts.mode, settings=settings)
-    ]
-    if by_size:
-        told.append(f"one order for all sizes, so that rows have no effect: {', '.join(by_size)}")
-    return told
-
-
-def _of_length(engine: Engine) -> list[str]:
-    """What there is to say where an engine is longer than the tables that are made for it."""
-    sizes = engine.facts.sizes
-    length = engine.config.model_config.max_model_len
-    if sizes is None or length <= sizes.max_position:
-        return []
-    return [f"made inputs have positions below {sizes.max_position} of {length}"]
+    return [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
 
 
 def _table_report(facts: EngineFacts) -> dict[str, Any] | None:
@@ -349,28 +303,6 @@ def _table_report(facts: EngineFacts) -> dict[str, Any] | None:
     if table is None:
         return None
     return {"file": table.file, "acts": not table.unused, "reason": table.reason}
-
-
-def _say_what_is_taken_whole(plan: Plan, inlined: Container[str]) -> None:
-    """Name the ops that a compiler takes whole since they are ordered by size.
-
-    Args:
-        plan: the plan.
-        inlined: the ops whose code is inlined in some range.
-    """
-    table = installed_bindings()
-    ops = [
-        op
-        for op, entry in plan.entries.items()
-        if plan.mode == "compiled" and entry.ceilings and meets_a_compiler(table.get(op))
-        if op not in inlined
-    ]
-    if ops:
-        log.info(
-            "Ordered by size, and so one operator each that the compiler takes whole, with nothing "
-            "fused into it: %s. At sizes that are stock it runs vLLM's plain form",
-            ", ".join(ops),
-        )
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

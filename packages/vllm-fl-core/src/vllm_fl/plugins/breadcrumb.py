@@ -1,23 +1,15 @@
-"""Note which foreign code is running: in a file, for a process that dies, and in the log, when it
-takes long.
+"""Note which foreign code is running: in a file, and in the log if it is slow.
 
-An import that calls `os._exit`, or a kernel that aborts, ends the process before anything can be
-reported. Whatever is about to run is therefore noted in a small file in the user's cache, which the
-next process and `vllm-fl doctor` read. A process locks its file for as long as it lives, so a file
-that can be locked belongs to a dead process. Where no file can be written (no home, a full disk),
-nothing is noted.
-
-Environments and containers share a home. So a note says in which environment it was left and whose
-code it is about; where that code is not installed, there is nothing to do, and nothing is told.
-
-A note has two parts. What runs begins it. From `TRAIL` on it says which calls of short code were
-the last ones, so that each of them costs one write: a device reports a fault some calls late.
+An import that calls `os._exit`, or a kernel that aborts, ends the process without an error message.
+So a process writes what it is about to run to a small file in the user's cache, and removes the
+file afterwards. It locks the file for as long as it lives: a file without a lock is from a dead
+process. The next process of the same environment and `vllm-fl doctor` report it. If the file cannot
+be written (no home, a full disk), nothing is noted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import logging
@@ -25,300 +17,188 @@ import os
 import sys
 import threading
 import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from ..text import clean, quote
-from .installed import is_installed
+from ..text import clean
 
 log = logging.getLogger("vllm_fl.plugins")
 
+FOLDER = "_VLLM_FL_RUNNING"
+"""The variable with the folder of the notes, for processes that a command starts and may end. Empty
+if they write no notes."""
+
 SLOW = 10.0
-"""Seconds after which what runs is named in the log."""
+"""Seconds after which running code is named in the log."""
 
-TRAIL = 16384
-"""Where the calls begin in a file, in bytes: what runs is shorter."""
-
-LARGEST = 2 * TRAIL
-"""Bytes of a file that is read; nobody but us should write there."""
-
-CALLS = 8
-"""Of how much different short code the last calls are noted."""
-
-NOTHING = b'""'
-"""No call, as the file has it."""
+LARGEST = 16384
+"""Bytes of a file that are read."""
 
 FORGOTTEN = 30 * 24 * 3600
-"""Seconds after which a file is removed unread."""
+"""Seconds after which a dead process's file is removed."""
 
 
 @dataclass(frozen=True)
 class Crumb:
-    """What a process was running when it died without an error.
+    """A note of one process.
 
     Args:
-        what: what ran, with the distribution at fault.
-        pid: the process's number.
-        when: seconds since the epoch at which it began.
-        owner: the distribution and its version, or a module of its; empty where it is not known.
-        prefix: the environment; empty where it is not known.
-        session: the number of the process that leads the session.
-        file: where it was noted.
-        error: what it has raised, where it left the note and lived on; or nothing.
-        inside: the call of short code that had not come back; or nothing.
-        calls: what was called last of such code, the latest first.
+        what: the innermost code that ran, with its distribution.
+        host: the name of the machine.
+        pid: the number of the process.
+        when: when the code began, in seconds since the epoch.
+        prefix: the environment.
+        file: the file of the note.
+        lives: whether the process lives.
     """
 
     what: str
+    host: str
     pid: int
     when: float
-    owner: str = ""
-    prefix: str = ""
-    session: int = 0
-    file: Path | None = None
-    error: str = ""
-    inside: str = ""
-    calls: tuple[str, ...] = ()
+    prefix: str
+    file: Path
+    lives: bool
 
     def __str__(self) -> str:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.when))
-        how = f"failed on {at} ({self.error})" if self.error else f"ended on {at}"
-        return f"process {self.pid} {how} while it ran {self.what}{self.where}"
+        return f"process {self.pid} ended on {at} while it ran {self.what}"
 
-    @property
-    def where(self) -> str:
-        """In which call of short code that was, or behind which: `, inside …`; or nothing."""
-        before = [call for call in self.calls if call != self.inside]
-        inside = f", inside {self.inside}" if self.inside else ""
-        return inside + f"; before, the latest first: {', '.join(before)}" * bool(before)
-
-    @property
-    def is_of_here(self) -> bool:
-        """Whether it was left in this environment, by code that is installed here now."""
-        return self.prefix in ("", sys.prefix) and _is_here(self.owner)
+    def remove(self) -> None:
+        """Remove the file."""
+        with contextlib.suppress(OSError):
+            self.file.unlink()
 
 
-def _is_here(owner: str) -> bool:
-    name, _, version = owner.partition(" ")
-    if version:
-        return is_installed(name, version)
-    try:
-        return not name or find_spec(name.partition(".")[0]) is not None
-    except (ImportError, ValueError):  # a script's own module, which has no spec
-        return True
-
-
-def _host() -> str:
-    """What the names of this machine's files begin with."""
-    return f"{os.uname().nodename}-"
-
-
-class _Notes:
-    """This process's file, open and locked while something runs."""
+class _Note:
+    """The note of this process: a file that is open and locked while something runs."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.stack: list[Crumb] = []
-        self.fd: int | None = None
-        self.path: Path | None = None
-        self.kept = False
-        """Whether the file is a caller's, which is not removed."""
+        self.stack: list[tuple[str, float]] = []
+        self.file: tuple[int, Path] | None = None
         self.dead: dict[str, Crumb] | None = None
-        self.calls: deque[bytes] = deque(maxlen=CALLS)
-        self.inside: list[bytes] = []
-        self.longest = 0
-        """Bytes of the calls that the file has."""
 
-    def push(self, crumb: Crumb, *, beneath: bool) -> None:
+    def push(self, entry: tuple[str, float]) -> None:
         with self.lock:
-            self.stack.insert(0 if beneath else len(self.stack), crumb)
-            if self.fd is None:
+            self.stack.append(entry)
+            if self.file is None:
                 self._open()
             self._write()
 
-    def pop(self, crumb: Crumb) -> None:
+    def pop(self, entry: tuple[str, float]) -> None:
         with self.lock:
-            if crumb in self.stack:
-                self.stack.remove(crumb)
-            if self.stack or self.kept:
+            if entry in self.stack:
+                self.stack.remove(entry)
+            if self.stack:
                 self._write()
-            else:
-                self._close()
-
-    def begin_call(self, label: bytes) -> int:
-        """Note a call of short code; how many it is inside of."""
-        with self.lock:
-            depth = len(self.inside)
-            self.inside.append(label)
-            if label in self.calls:
-                self.calls.remove(label)
-            self.calls.appendleft(label)
-            self._write_calls()
-        return depth
-
-    def end_call(self, depth: int) -> None:
-        with self.lock:
-            del self.inside[depth:]
-            self._write_calls()
-
-    def leave(self, crumb: Crumb, inside: bytes) -> None:
-        """Let the next process find this, whatever becomes of this one."""
-        with self.lock:
-            if self.kept:  # the parent sees the error
-                return
-            self.stack.append(crumb)
-            self.inside.append(inside)
-            if self.fd is None:
-                self._open()
-            self._write()
-            self.stack.remove(crumb)
-            self.inside.remove(inside)
-            self.path = self.dead = None
-            self._close()
+            elif self.file is not None:
+                fd, path = self.file
+                self.file = None
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                os.close(fd)
 
     def heal(self, what: str) -> None:
-        """Delete other processes' notes about what has just run to its end here."""
-        if self.kept:  # `doctor` looks, and leaves what it finds
-            return
+        """Remove the note of a dead process about code that has now run to its end."""
         if self.dead is None:
             self.dead = {crumb.what: crumb for crumb in lost()}
-        crumb = self.dead.pop(what, None)
-        if crumb is not None:
-            _remove(crumb.file)
+        if crumb := self.dead.pop(what, None):
+            crumb.remove()
 
     def _open(self) -> None:
         where = folder()
         if where is None:
             return
-        path = where / f"{_host()}{os.getpid()}-{time.time_ns()}.json"
+        path = where / f"{os.uname().nodename}-{os.getpid()}-{time.time_ns()}.json"
         fd = -1
         try:
             where.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(path, flags, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError:
             if fd >= 0:
                 os.close(fd)
             return
-        self.fd, self.path = fd, path
+        self.file = fd, path
 
     def _write(self) -> None:
-        if self.fd is None:
+        if self.file is None:
             return
-        noted = ("what", "pid", "when", "owner", "prefix", "session", "error")
-        latest = [{name: getattr(crumb, name) for name in noted} for crumb in self.stack[-1:]]
-        data = json.dumps(latest, ensure_ascii=False).encode(errors="replace")
+        what, when = self.stack[-1]
+        host, pid = os.uname().nodename, os.getpid()
+        noted = {"what": what, "host": host, "pid": pid, "when": when, "prefix": sys.prefix}
+        data = json.dumps(noted, ensure_ascii=False).encode(errors="replace")
         with contextlib.suppress(OSError):  # a full disk
-            os.ftruncate(self.fd, 0)
-            os.pwrite(self.fd, data[:TRAIL], 0)
-        if self.calls:
-            self._write_calls()
+            os.ftruncate(self.file[0], 0)
+            os.pwrite(self.file[0], data, 0)
 
-    def _write_calls(self) -> None:
-        if self.fd is None:
-            return
-        told = self.told(self.inside[-1] if self.inside else NOTHING)
-        with contextlib.suppress(OSError):
-            os.pwrite(self.fd, told.ljust(self.longest), TRAIL)
-        self.longest = len(told)
-
-    def told(self, inside: bytes) -> bytes:
-        """The calls as JSON: the one that has not come back, and the last ones that began."""
-        return b"[" + b",".join((inside, *self.calls)) + b"]"
-
-    def _close(self) -> None:
-        fd, path, self.fd, self.path = self.fd, self.path, None, None
-        _remove(path)
-        if fd is not None:
-            os.close(fd)
-
-    def start_clean_in_child(self) -> None:
-        """The file is the parent's: a child that held it would keep its lock alive."""
-        if self.fd is not None:
-            os.close(self.fd)
+    def start_in_child(self) -> None:
+        """Close the parent's file: an open file would keep its lock after the parent's death."""
+        if self.file is not None:
+            os.close(self.file[0])
         self.__init__()  # type: ignore[misc]
 
 
-_notes = _Notes()
-os.register_at_fork(after_in_child=_notes.start_clean_in_child)
+_note = _Note()
+os.register_at_fork(after_in_child=_note.start_in_child)
 
 
 def now() -> str:
-    """What foreign code this process is running at this moment; empty where it is none."""
-    return _notes.stack[-1].what if _notes.stack else ""
-
-
-def owner_now() -> str:
-    """Whose that code is, as for `running`."""
-    return _notes.stack[-1].owner if _notes.stack else ""
+    """The foreign code that this process is running; empty if there is none."""
+    return _note.stack[-1][0] if _note.stack else ""
 
 
 def folder() -> Path | None:
     """The folder of the notes, `~/.cache/vllm-fl/running`; None without a home."""
+    if (given := os.environ.get(FOLDER)) is not None:
+        return Path(given) if given else None
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # by the rules of XDG a relative one is none
-        home = os.path.expanduser("~")
-        if not os.path.isabs(home):
-            return None
-        cache = os.path.join(home, ".cache")
-    return Path(cache, "vllm-fl", "running")
+    if not os.path.isabs(cache):  # XDG: a relative path is ignored
+        cache = os.path.expanduser("~/.cache")
+    return Path(cache, "vllm-fl", "running") if os.path.isabs(cache) else None
 
 
 @contextlib.contextmanager
-def running(
-    what: str, owner: str = "", *, named: bool = True, beneath: bool = False
-) -> Iterator[None]:
+def running(what: str, *, named: bool = True) -> Iterator[None]:
     """While the block runs, `what` is noted for the next process, and named after 10 seconds.
 
     Args:
-        what: what runs and whose it is: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
-        owner: the distribution with its version, or the module, without which nobody shall be told
-            of it: `vllm-fl-acme 1.0`, `acme_plugin`.
-        named: False where the caller itself names what takes long.
-        beneath: whether what runs already is inside of it.
+        what: the code and its distribution: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
+        named: False if the caller itself names slow code, or a command that reads the notes does.
     """
-    crumb = _crumb(what, owner)
-    what = crumb.what
-    _notes.push(crumb, beneath=beneath)
+    what = clean(what)[:1000]
+    entry = what, time.time()
+    _note.push(entry)
     try:
-        if not named or _notes.kept:  # a parent that keeps the notes says it itself
-            yield
-        else:
+        if named and FOLDER not in os.environ:
             with Watchdog(log) as watchdog, watchdog.over(what):
                 yield
-        _notes.heal(what)
+        else:
+            yield
+        _note.heal(what)
     finally:
-        _notes.pop(crumb)
-
-
-def _crumb(what: str, owner: str, error: str = "") -> Crumb:
-    here = os.getpid(), time.time(), clean(owner)[:200], sys.prefix, os.getsid(0)
-    return Crumb(clean(what)[:1000], *here, error=clean(error)[:1000])
+        _note.pop(entry)
 
 
 class Watchdog:
-    """Names in the log what has been running for longer than `SLOW` seconds, from a thread.
+    """A thread that logs which call has been running for longer than `SLOW` seconds.
 
     Args:
-        log: where it is said.
+        log: the logger.
     """
 
     def __init__(self, log: logging.Logger) -> None:
         self.seconds = 0.0
-        """What the last call took."""
+        """The time of the last call."""
         self._log = log
         self._call: tuple[float, str] | None = None
         self._ended = threading.Event()
 
     def __enter__(self) -> Watchdog:
         thread = threading.Thread(target=self._name_slow_calls, name="vllm-fl watch", daemon=True)
-        with contextlib.suppress(RuntimeError):  # as while the interpreter ends
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
             thread.start()
         return self
 
@@ -327,22 +207,14 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """The block is one call, or whatever `what` says."""
-        self.begin(what)
+        """Time the block as one call, which the log names `what`."""
+        self._call = time.monotonic(), what
         try:
             yield
         finally:
-            self.end()
-
-    def begin(self, what: str) -> None:
-        """As `over`, for calls that are too short for a block."""
-        self._call = time.monotonic(), what
-
-    def end(self) -> None:
-        """The call has come back."""
-        if self._call is not None:
-            self.seconds = time.monotonic() - self._call[0]
-            self._call = None
+            if self._call is not None:
+                self.seconds = time.monotonic() - self._call[0]
+                self._call = None
 
     def _name_slow_calls(self) -> None:
         named = None
@@ -350,218 +222,76 @@ class Watchdog:
             call = self._call
             if call is not None and call is not named and time.monotonic() - call[0] >= SLOW:
                 named = call
-                told = "%s has been running for %.0f s and has not come back yet"
-                self._log.warning(told, call[1], SLOW)
-
-
-def noting(label: str, fn: Callable[..., Any], watchdog: Watchdog) -> Callable[..., Any]:
-    """`fn`, each call of which is noted, for code that is too short to be noted as `running`.
-
-    Args:
-        label: which code, and whose.
-        fn: the code.
-        watchdog: what names a call that takes long.
-    """
-    noted = json.dumps(clean(label)[:200], ensure_ascii=False).encode(errors="replace")
-
-    def called(*args: Any, **named: Any) -> Any:
-        depth = _notes.begin_call(noted)
-        if not depth:
-            watchdog.begin(label)
-        try:
-            return fn(*args, **named)
-        finally:
-            if not depth:
-                watchdog.end()
-            _notes.end_call(depth)
-
-    return called
-
-
-_CALLED = noting("", print, Watchdog(log)).__code__
-
-
-def _raised_in(error: BaseException | None) -> bytes | None:
-    """The innermost noted call that this error, or what led to it, was raised in."""
-    found = None
-    while error is not None and found is None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_code is _CALLED:
-                found = frame.f_locals["noted"]
-        error = error.__cause__ or error.__context__
-    return found
-
-
-def forget_calls() -> None:
-    """What ran is past, and no error that comes is its."""
-    _notes.calls.clear()
-
-
-def outlive(what: str, owner: str, error: BaseException) -> Crumb | None:
-    """Leave a note although this process lives on: `what` has failed, in or behind a noted call.
-
-    A device's error is told by what runs when it is seen, some calls behind the one at fault.
-
-    Args:
-        what, owner: as for `running`.
-        error: what it has raised.
-
-    Returns:
-        The note; None where the error is no noted call's, and no device's behind one, or says that
-        memory has run out.
-    """
-    kind, call = type(error), _raised_in(error)
-    # A device's is a plain RuntimeError, or torch's AcceleratorError.
-    may_be_late = _notes.calls and (kind is RuntimeError or kind.__name__ == "AcceleratorError")
-    lacks_memory = isinstance(error, MemoryError) or kind.__name__ == "OutOfMemoryError"
-    if lacks_memory or not (call or may_be_late):
-        return None
-    crumb = _crumb(what, owner, quote(error))
-    _notes.leave(crumb, call or NOTHING)
-    inside, *calls = json.loads(_notes.told(call or NOTHING))
-    return dataclasses.replace(crumb, inside=inside, calls=tuple(calls))
-
-
-def top_module(code: object) -> str:
-    """The top package or module that a function or class comes from; empty where it has none."""
-    return str(getattr(code, "__module__", None) or "").partition(".")[0]
-
-
-@contextlib.contextmanager
-def ending(pid: int) -> Iterator[None]:
-    """The block ends a process, and the session that it leads: that is no fault of what they run.
-
-    Their notes are removed. One of a process that had died before the block is kept.
-    """
-    before = {path for path in _paths() if _dead(path) is not None}
-    try:
-        yield
-    finally:
-        for path in _paths():
-            if path in before or not path.name.startswith(_host()):
-                continue
-            crumb = _looked_into(path, _content)
-            if crumb is not None and pid in (crumb.pid, crumb.session):
-                _remove(path)
-
-
-def keep_in(fd: int) -> None:
-    """Note in this open file from now on: for a child whose parent looks there when it is gone."""
-    _notes.fd, _notes.path, _notes.kept = fd, None, True
-
-
-def read(data: bytes) -> Crumb | None:
-    """What a file says was running, the innermost; None where it says nothing that we wrote."""
-    try:
-        entry: Any = json.loads(data[:TRAIL].rstrip(b"\0"))[-1]
-        inside, *calls = (clean(str(call)) for call in json.loads(data[TRAIL:] or b'[""]'))
-        return Crumb(
-            clean(str(entry["what"])),
-            int(entry["pid"]),
-            float(entry["when"]),
-            clean(str(entry.get("owner", ""))),
-            str(entry.get("prefix", "")),
-            int(entry.get("session", 0)),
-            error=clean(str(entry.get("error", ""))),
-            inside=inside,
-            calls=tuple(calls),
-        )
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None
+                text = "%s has been running for %.0f s and has not come back yet"
+                self._log.warning(text, call[1], SLOW)
 
 
 def lost() -> tuple[Crumb, ...]:
-    """What processes of this user were running when they ended, one for each `what`, by time.
+    """The notes that dead processes of this environment left, the oldest first.
 
-    A process that lives is none of them, nor one of another environment, nor one that ran code
-    which is not installed here. What has run to its end since is forgotten.
+    There is one for each `what`. Code that has run to its end in the meantime has no note.
     """
     found: dict[str, Crumb] = {}
-    dead = (crumb for path in _paths() if (crumb := _dead(path)) is not None and crumb.is_of_here)
-    for crumb in sorted(dead, key=lambda crumb: crumb.when):
-        # A server that is started again and again leaves one, not a thousand.
-        if (older := found.pop(crumb.what, None)) is not None:
-            _remove(older.file)
+    for crumb in _crumbs(folder()):
+        if crumb.lives or crumb.prefix != sys.prefix:
+            continue
+        # A server that restarts again and again leaves one file, not a thousand.
+        older = found.pop(crumb.what, None)
+        if older is not None:
+            older.remove()
         found[crumb.what] = crumb
     return tuple(found.values())
 
 
-def last(session: int) -> Crumb | None:
-    """What a process of this session noted last, whether it lives or not.
-
-    Args:
-        session: the number of the process that leads it.
-    """
-    found = []
-    for path in _paths():
-        crumb = _looked_into(path, _content)
-        if crumb is not None and crumb.session == session and crumb.is_of_here:
-            found.append(dataclasses.replace(crumb, file=path))
-    return max(found, key=lambda crumb: crumb.when, default=None)
+def last(where: Path) -> Crumb | None:
+    """The latest note in a folder, of a living or a dead process; None if there is none."""
+    return next(reversed(_crumbs(where)), None)
 
 
 def run_by(host: str, pid: int, since: float) -> str:
-    """The foreign code that a process runs at this moment; empty if no note is found.
+    """The foreign code that a process is running; empty if there is no note.
 
     Args:
         host: the name of its machine. Another machine may share the home of this one.
         pid: its number.
         since: a time after its start. Older notes are from another process with this number.
     """
-    of_it = [path for path in _paths() if path.stem.rpartition("-")[0] == f"{host}-{pid}"]
-    crumbs = [crumb for path in of_it if (crumb := _looked_into(path, _content)) is not None]
-    for crumb in crumbs:
-        if crumb.when >= since and not crumb.error:
-            return crumb.what + (f", inside {crumb.inside}" if crumb.inside else "")
+    for crumb in _crumbs(folder()):
+        if (crumb.host, crumb.pid) == (host, pid) and crumb.when >= since:
+            return crumb.what
     return ""
 
 
-def _paths() -> list[Path]:
-    """The files of other processes."""
-    where = folder()
+def _crumbs(where: Path | None) -> list[Crumb]:
+    """The notes of other processes in a folder, the oldest first."""
     try:
-        paths = sorted(where.iterdir()) if where is not None else []
+        paths = [*where.iterdir()] if where is not None else []
     except OSError:
         return []
-    return [path for path in paths if path.suffix == ".json" and path != _notes.path]
+    own = _note.file[1] if _note.file else None
+    found = [_read(path) for path in paths if path.suffix == ".json" and path != own]
+    return sorted(filter(None, found), key=lambda crumb: crumb.when)
 
 
-def _dead(path: Path) -> Crumb | None:
-    """What the file of a process that is gone says; None where it lives, or left nothing."""
-
-    def locked(fd: int) -> Crumb | None:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        crumb = _content(fd)
-        age = time.time() - os.fstat(fd).st_mtime
-        # An empty one may be that of a process which is about to lock it.
-        if age > (FORGOTTEN if crumb is not None else 60):
-            path.unlink()
-            return None
-        return crumb
-
-    crumb = _looked_into(path, locked)
-    return None if crumb is None else dataclasses.replace(crumb, file=path)
-
-
-def _remove(path: Path | None) -> None:
-    if path is not None:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def _content(fd: int) -> Crumb | None:
-    return read(os.read(fd, LARGEST))
-
-
-def _looked_into(path: Path, look: Callable[[int], Crumb | None]) -> Crumb | None:
-    """What `look` finds in a file; None where it cannot be opened, or not be read."""
+def _read(path: Path) -> Crumb | None:
+    """The note in a file; None if the file has none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
-        return look(fd)
-    except OSError:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lives = False
+        except BlockingIOError:
+            lives = True
+        if not lives and time.time() - os.fstat(fd).st_mtime > FORGOTTEN:
+            path.unlink()
+            return None
+        noted = json.loads(os.read(fd, LARGEST))
+        what, host, prefix = (clean(str(noted[key])) for key in ("what", "host", "prefix"))
+        return Crumb(what, host, int(noted["pid"]), float(noted["when"]), prefix, path, lives)
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
     finally:
         os.close(fd)

@@ -11,7 +11,6 @@ from ..errors import DeviceError, PluginError, VllmFLError
 from ..logs import get_logger
 from ..text import clean, quote
 from .breadcrumb import running
-from .overrides import watched
 from .plugin import Owner, Plugin
 from .reserved import may_extend
 from .types import (
@@ -53,8 +52,7 @@ def leave_out(distribution: str | None) -> str:
 class contained:
     """Run a plugin's code: whatever it raises becomes one `PluginError` that says whose it is.
 
-    Only an interrupt is the user's. While the code runs it is noted (`breadcrumb.running`), and so
-    is what it overrides of ATen's (`overrides.watched`).
+    Only an interrupt is the user's. While the code runs it is noted (`breadcrumb.running`).
 
     Args:
         owner: whose code runs.
@@ -79,14 +77,12 @@ class contained:
         self.owner, self.what, self.consequence, self.own = owner, what, consequence, own
         self.passing = passing
         noted = f"{what.replace('its', 'the')} of {whose(owner)}"
-        self.running = running(noted, owner.name, named=named)
+        self.running = running(noted, named=named)
 
     def __enter__(self) -> None:
         self.running.__enter__()
-        watched.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> Literal[False]:
-        watched.__exit__()
         self.running.__exit__(None, None, None)
         owner = self.owner
         if error is None or isinstance(error, KeyboardInterrupt):

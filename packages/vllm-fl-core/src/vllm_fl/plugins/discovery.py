@@ -12,7 +12,7 @@ from typing import NoReturn
 from ..errors import PluginError
 from ..text import clean, nearest
 from .installed import canonical, entry_points, identity, required_by
-from .plugin import Kind, Owner, Plugin
+from .plugin import Kind, Owner
 from .reserved import EXTENDERS, brings_ops, may_extend
 
 GROUP = "vllm_fl.plugin"
@@ -147,19 +147,6 @@ def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[st
             f"{', '.join(sorted(known)) or 'none'}."
         )
     return tuple(told)
-
-
-def named_twice(plugins: Iterable[Plugin], modules: Collection[str]) -> tuple[str, ...]:
-    """One sentence for each of VLLM_FL_PLUGIN_MODULES that is loaded by an entry point anyhow."""
-    return tuple(
-        f"VLLM_FL_PLUGIN_MODULES names {module_of(plugin.target)!r}, to which the entry point "
-        f"{clean(plugin.owner.plugin)!r} of {clean(plugin.owner.name)} leads already: it is one "
-        "plugin, loaded once, by the entry point."
-        for plugin in plugins
-        if plugin.owner.distribution is not None
-        and plugin.status != "disabled"
-        and module_of(plugin.target) in modules
-    )
 
 
 def _fail(problem: str) -> NoReturn:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..contracts import OpSpec
 from ..contracts.spec import differs
+from ..contracts.takes import supports_of
 from .types import OpImpl, older_probe, parameters_of
 
 Parameters = Sequence[inspect.Parameter]
@@ -51,6 +52,8 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     way to say so: it counts as consuming whatever the contract lets it.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
+    if impl.takes is not None and not impl.needs_layer:
+        supports = supports_of(spec, impl.takes)
     traced = _spread_out(impl.traced, tuple(spec.signature.parameters.values()))
     consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())
     told = parameters_of(fn)
@@ -73,7 +76,13 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     if made == (impl.fn, impl.supports, impl.traced, impl.consumes):
         return impl
     return dataclasses.replace(
-        impl, fn=fn, supports=supports, traced=traced, available=available, consumes=consumes
+        impl,
+        fn=fn,
+        supports=supports,
+        takes=None,
+        traced=traced,
+        available=available,
+        consumes=consumes,
     )
 
 

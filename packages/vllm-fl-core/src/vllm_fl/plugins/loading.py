@@ -26,7 +26,7 @@ from .discovery import Found, module_of, remedy_for, select_allowed
 from .hookspecs import PROJECT
 from .installed import CORE
 from .plugin import Owner, Plugin, Status
-from .reserved import brings_ops, op_holder, reservation
+from .reserved import OPS, brings_ops, reservation
 from .snapshot import RegistrySnapshot
 from .types import (
     AttentionImpl,
@@ -117,10 +117,12 @@ def load(
             left_out = Plugin(owner, candidate.target, status, error=refusal, kind=candidate.kind)
             brought.append((left_out, []))
             continue
-        before = dict(os.environ)
+        before = _variables()
         plugin, impls = _bring(candidate, registry, todos[owner])
-        remarks = _undo(before, owner)
-        brought.append((replace(plugin, remarks=remarks, kind=candidate.kind), impls))
+        if changed := sorted({name for name, _ in before ^ _variables()}):
+            names = ", ".join(map(clean, changed))
+            log.warning("%s set %s, which are the user's settings. [FL214]", owner.who, names)
+        brought.append((replace(plugin, kind=candidate.kind), impls))
     brought = _without_clashes(registry, brought, variables)
     refused = _add_contracts(registry, [plugin for plugin, _ in brought])
     told = [todos[each.owner] for each in found]  # a loaded plugin's owner knows its kernels, too
@@ -248,8 +250,7 @@ def _add_contracts(registry: Registry, plugins: Sequence[Plugin]) -> list[list[R
     claims: dict[str, list[Owner]] = {}
     for plugin in plugins:
         for contract, _ in plugin.contracts:
-            if not op_holder(contract.name, plugin.owner):
-                claims.setdefault(contract.name, []).append(plugin.owner)
+            claims.setdefault(contract.name, []).append(plugin.owner)
     first = registry.snapshot()
     refused: list[list[Refused]] = [[] for _ in plugins]
     in_turn = sorted(
@@ -265,8 +266,9 @@ def _add_contracts(registry: Registry, plugins: Sequence[Plugin]) -> list[list[R
                 continue  # a script's registry began with it
             claimants = claims.get(name, [])
             why, kind = registry.snapshot().objection(name, binding)
-            if holder := op_holder(name, plugin.owner):
-                why = f"{holder} has this op; give yours another name"
+            if any(map(brings_ops, claimants)):
+                if not brings_ops(plugin.owner):
+                    why = f"{OPS} has this op; give yours another name"
             elif len(claimants) > 1:
                 others = [clean(str(each)) for each in claimants if each != plugin.owner]
                 why, kind = (
@@ -367,25 +369,8 @@ def _holds(impl_id: str, owner: Owner) -> bool:
     return owner.distribution is not None and bool(reservation(impl_id, stranger))
 
 
-def _undo(before: Mapping[str, str], owner: Owner) -> tuple[str, ...]:
-    """Take back what a plugin did to the VLLM_FL_* variables; one sentence about it, or none."""
-    after = dict(os.environ)
-    changed = sorted(
-        name
-        for name in {*before, *after}
-        if name.startswith("VLLM_FL_") and before.get(name) != after.get(name)
-    )
-    for name in changed:
-        os.environ.pop(name, None)
-        if name in before:
-            os.environ[name] = before[name]
-    if not changed:
-        return ()
-    return (
-        f"Plugin {clean(owner.plugin)!r} of {clean(owner.name)} set "
-        f"{', '.join(map(clean, changed))} while it was loaded; that was undone: these "
-        "variables are the user's. A plugin ships its settings by the policy hook.",
-    )
+def _variables() -> set[tuple[str, str]]:
+    return {item for item in os.environ.items() if item[0].startswith("VLLM_FL_")}
 
 
 def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:

@@ -87,7 +87,6 @@ class Plugin:
         claims: the impl ids that it brought, or tried to bring.
         error: why it failed, or what was refused.
         manager: its hooks, to be called; None unless it is loaded and has hooks.
-        remarks: what it did that is the user's to do and was undone, one sentence each.
         lost: the (op, id)s that were refused to one that is `partial`.
         settings: the settings that it declares.
         contracts: the ops that it brings, each with its targets in vLLM.
@@ -104,7 +103,6 @@ class Plugin:
     claims: tuple[str, ...] = ()
     error: PluginError | None = None
     manager: pluggy.PluginManager | None = None
-    remarks: tuple[str, ...] = ()
     lost: tuple[tuple[str, str], ...] = ()
     settings: tuple[SettingSpec[Any], ...] = ()
     contracts: tuple[tuple[Contract, Binding], ...] = ()

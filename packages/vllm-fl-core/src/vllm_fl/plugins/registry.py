@@ -219,6 +219,8 @@ def _check_parameters(
     impl: OpImpl, spec: OpSpec | None, siblings: list[Impl], owner: Owner
 ) -> None:
     """Check that the parameters are the contract's: calls pass them by position and by name."""
+    if spec is None and impl.takes is not None:
+        raise _refusal(owner, impl, "takes is for an op with a contract")
     if impl.needs_layer:
         return  # the older form: its parameters are the layer's, which the contract does not state
     if spec is not None:

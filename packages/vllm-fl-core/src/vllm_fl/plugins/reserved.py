@@ -1,7 +1,4 @@
-"""Names that are promised: the ids of implementations and the ops that one distribution may bring.
-
-They are what settings and documentation promise by name.
-"""
+"""Ids that only one distribution may use, and distributions with a special role."""
 
 from __future__ import annotations
 
@@ -10,18 +7,6 @@ from collections.abc import Iterable
 from ..contracts import OPS
 from .installed import canonical
 from .plugin import Owner, Plugin
-
-__all__ = [
-    "OPS",
-    "RESERVED_OPS",
-    "TOOLS",
-    "VERIFY",
-    "brings_ops",
-    "may_extend",
-    "op_holder",
-    "reservation",
-    "why_absent",
-]
 
 RESERVED = {
     "reference.": "vllm-fl-reference",
@@ -33,50 +18,6 @@ RESERVED = {
 VERIFY, TOOLS = "vllm-fl-verify", "vllm-fl-tools"
 EXTENDERS = frozenset((VERIFY, TOOLS))
 """The distributions that may have extensions."""
-
-RESERVED_OPS = frozenset(
-    (
-        "causal_conv1d",
-        "causal_conv1d_update",
-        "chunk_gated_delta_rule",
-        "concat_and_cache_mla",
-        "fatrelu_and_mul",
-        "fused_experts",
-        "gdn_gating",
-        "gelu_and_mul",
-        "gelu_and_mul_sparse",
-        "gelu_fast",
-        "gelu_new",
-        "grouped_topk",
-        "layer_norm",
-        "linear",
-        "linear_fp8",
-        "linear_gelu_tanh_and_mul",
-        "linear_silu_and_mul",
-        "merge_attn_states",
-        "moe_align_block_size",
-        "moe_sum",
-        "moe_topk",
-        "mul_and_silu",
-        "multimodal_rotary_embedding",
-        "qk_norm_rope",
-        "quant_fp8",
-        "quant_fp8_group",
-        "quant_int8",
-        "quick_gelu",
-        "recurrent_gated_delta_rule",
-        "relu2",
-        "reshape_and_cache",
-        "rms_norm",
-        "rms_norm_gated",
-        "rotary_embedding",
-        "silu_and_mul",
-        "silu_and_mul_with_clamp",
-        "swigluoai_and_mul",
-        "xielu",
-    )
-)
-"""The ops whose contracts are those of `OPS`. This is the one table of core's that names ops."""
 
 
 def reservation(impl_id: str, owner: Owner) -> str:
@@ -107,19 +48,11 @@ def may_extend(distribution: str | None) -> bool:
     return distribution is not None and canonical(distribution) in EXTENDERS
 
 
-def op_holder(op: str, owner: Owner) -> str:
-    """Who alone may bring a contract of this name, where that is not `owner`; else empty."""
-    return OPS if op in RESERVED_OPS and not brings_ops(owner) else ""
-
-
-def why_absent(plugins: Iterable[Plugin]) -> str:
-    """Why an op of `OPS` has no contract among these plugins, and what to do; a clause."""
+def ops_missing(plugins: Iterable[Plugin]) -> str:
+    """Why `OPS` is not loaded, and what to do; empty if it is loaded."""
     for plugin in plugins:
-        if not brings_ops(plugin.owner):
-            continue
-        if plugin.status == "disabled":
-            return f"VLLM_FL_PLUGINS leaves out {OPS}"
-        if plugin.status == "ok":
-            return f"{plugin.owner.name} does not have it: pip install --upgrade {OPS}"
-        return f"{OPS} failed to load: `vllm-fl plugins` says why"
+        if brings_ops(plugin.owner):
+            if plugin.status == "disabled":
+                return f"VLLM_FL_PLUGINS leaves out {OPS}"
+            return f"{OPS} failed to load: see `vllm-fl doctor`" if plugin.status != "ok" else ""
     return f"{OPS} is not installed: pip install {OPS}"

@@ -10,14 +10,15 @@ import inspect
 import keyword
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
+from ..contracts.takes import Rule
 from ..text import clean, quote
-from .breadcrumb import running, top_module
+from .breadcrumb import running
 
 __all__ = [
     "AttentionImpl",
@@ -101,7 +102,7 @@ class _Impl:
             return True if available is None else available()
 
         note = f"the availability check of {self.op_name}={self.impl_id}"
-        with running(note, top_module(self.available or fn)):
+        with running(note):
             return answered("its availability check", ask)
 
     def _check(self, who: str) -> None:
@@ -150,6 +151,9 @@ class OpImpl(_Impl):
             process, so that it may look for a device; it should not import a whole stack.
         supports: the contract's parameters -> True, or the reason for refusing these arguments.
             It may look at dtype, rank, layout, None-ness; not at values, nor at the batch size.
+        takes: instead of `supports`: the calls that keep the contract and these rules, each an
+            expression such as `epsilon >= 0`, or a function of some arguments
+            (`contracts/takes.py`). It is compiled when the implementation is registered.
         consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
             there (`OpSpec.consumed`). Results are what it returns all the same.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
@@ -177,6 +181,7 @@ class OpImpl(_Impl):
     priority: int | None = None
     available: Callable[[], Availability] | None = field(default=None, kw_only=True)
     supports: Callable[..., Availability] | None = field(default=None, kw_only=True)
+    takes: Sequence[Rule] | None = field(default=None, kw_only=True)
     consumes: frozenset[str] = field(default=frozenset(), kw_only=True)
     traceable: bool = field(default=False, kw_only=True)
     traced: Callable[..., Any] | None = field(default=None, kw_only=True)
@@ -194,6 +199,8 @@ class OpImpl(_Impl):
         if not callable(self.fn):
             raise TypeError(f"{who}: fn must be callable, got {self.fn!r}")
         self._check(who)
+        if self.takes is not None and self.supports is not None:
+            raise ValueError(f"{who}: takes is instead of supports")
         if isinstance(self.consumes, str):
             raise TypeError(f"{who}: consumes must be a set of parameter names, got a string")
         object.__setattr__(self, "consumes", frozenset(self.consumes))
@@ -415,7 +422,7 @@ class DeviceProfile:
 
     def detection(self) -> Availability:
         """True, or why this machine has none of it."""
-        with running(f"the detection of the device {self.name}", top_module(self.detect)):
+        with running(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
 
@@ -455,7 +462,7 @@ class SettingSpec(Generic[T]):
         append: of a list that is no such whitelist, another variable, whose names are added to
             those that hold.
         known: of a list of what is left out, all names that do something in an engine, as
-            `vllm-fl rescue` leaves out some of them. It may import the backend's library, and is
+            `vllm-fl bisect` leaves out some of them. It may import the backend's library, and is
             called in a process of its own.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The file of `vllm-fl lock`: what an engine ran with, and the seed of its verification."""
+"""The file of `vllm-fl plan --save`: what an engine ran with, and the seed of its verification."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Locked:
 
     Args:
         file: the file that it was read from, in the process that read the settings.
-        facts: name -> what the engine was made of. Empty in the file under which `vllm-fl lock`
-            starts an engine: such a startup is compared with nothing.
+        facts: name -> what the engine was made of. Empty in the file under which
+            `vllm-fl plan --save` starts an engine: such a startup is compared with nothing.
         result: the outcome: `ops`, the plan that served; its `digest`; `out`, what was disabled.
         seed: the seed of its verification, or None.
     """
@@ -53,5 +53,5 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
             return Locked(path, data["facts"], data["result"], data["seed"])
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         pass
-    problem = f"is not a whole lock of version {VERSION}. `vllm-fl lock` writes another"
+    problem = f"is not a whole lock of version {VERSION}. `vllm-fl plan --save` writes another"
     raise wrong(key, path, problem)

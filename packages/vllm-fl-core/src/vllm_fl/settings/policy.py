@@ -15,7 +15,6 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
-from ..older import outdated
 from ..plugins.types import BackendImplKind, Impl
 from ..text import closest, kind_of
 
@@ -409,54 +408,6 @@ class SelectionPolicy:
         policy = dataclasses.replace(self, prefer=kind)
         orders = {op: order.preferring(kind) for op, order in self.per_op_order.items()}
         return dataclasses.replace(policy, per_op_order=orders)
-
-    @classmethod
-    def from_dict(
-        cls,
-        prefer: str = "flagos",
-        strict: bool = False,
-        per_op_order: Mapping[str, Any] | None = None,
-        deny_vendors: Iterable[str] | None = None,
-        allow_vendors: Iterable[str] | None = None,
-    ) -> SelectionPolicy:
-        """Deprecated: the same as `SelectionPolicy(…)`, which takes the same."""
-        outdated("SelectionPolicy.from_dict", "SelectionPolicy(prefer=…, per_op_order=…)")
-        allowed = frozenset(allow_vendors) if allow_vendors else None
-        denied = frozenset(deny_vendors or ())
-        return cls(prefer.lower(), strict, per_op_order or {}, denied, allowed)
-
-    @property
-    def per_op_order_dict(self) -> dict[str, list[str]]:
-        """Deprecated: op -> the tokens of its list, in eager mode; see `per_op_order`."""
-        outdated("SelectionPolicy.per_op_order_dict", "per_op_order")
-        listed = {op: order.eager[-1:] for op, order in self.per_op_order.items()}
-        return {op: [str(t) for _, tokens in rest for t in tokens] for op, rest in listed.items()}
-
-    def get_per_op_order(self, op: str) -> list[str] | None:
-        """Deprecated: the tokens of `op`'s list, or None without one; see `order`."""
-        outdated("SelectionPolicy.get_per_op_order", "order(op)")
-        return [*map(str, self.order(op))] if op in self.per_op_order else None
-
-    def get_default_order(self) -> list[str]:
-        """Deprecated: the tokens of an op without a list; see `DEFAULT_ORDERS`."""
-        outdated("SelectionPolicy.get_default_order", "policy.DEFAULT_ORDERS[prefer]")
-        return [*DEFAULT_ORDERS[self.prefer]]
-
-    def is_vendor_allowed(self, vendor: str) -> bool:
-        """Deprecated: whether the vendor filters let `vendor` through; see `refuses`."""
-        outdated("SelectionPolicy.is_vendor_allowed", "refuses(impl)")
-        allowed = self.allow_vendors is None or vendor in self.allow_vendors
-        return allowed and vendor not in self.deny_vendors
-
-    def fingerprint(self) -> str:
-        """Deprecated: a text that differs where policies do; they are hashable themselves."""
-        outdated("SelectionPolicy.fingerprint", "the policy itself: it is hashable")
-        orders = ";".join(f"{op}={order}" for op, order in self.per_op_order.items())
-        allowed = "*" if self.allow_vendors is None else ",".join(sorted(self.allow_vendors))
-        denied = ",".join(sorted(self.deny_vendors))
-        return (
-            f"prefer={self.prefer};st={int(self.strict)};allow={allowed};deny={denied};per={orders}"
-        )
 
     def refuses(self, impl: Impl) -> str | None:
         """The vendor filter that keeps `impl` out, or None."""

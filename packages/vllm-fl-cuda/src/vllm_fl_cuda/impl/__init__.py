@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -10,14 +10,10 @@ from typing import Any
 
 import torch
 
-from vllm_fl import Availability, BackendImplKind
+from vllm_fl import Availability, BackendImplKind, OpImpl
 
-__all__ = ["ALIGNMENT", "VENDOR", "kernel", "packed", "provides", "unsuitable"]
+__all__ = ["ALIGNMENT", "capability", "implementation", "kernel", "packed"]
 
-VENDOR = ("vendor.cuda", BackendImplKind.VENDOR)
-"""Identity and kind of every implementation here."""
-
-DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 ALIGNMENT = 32
 """Bytes of the widest vector that the kernels load (16 before Blackwell). They choose vectors by
@@ -66,6 +62,33 @@ def kernel(name: str) -> Callable[..., Any]:
     return overload
 
 
+def implementation(
+    fn: Callable[..., Any],
+    *kernels: str,
+    takes: Sequence[str | Callable[..., Availability]] = (),
+    consumes: Iterable[str] = (),
+) -> OpImpl:
+    """The function, named after its op, as `vendor.cuda`.
+
+    Args:
+        fn: its first argument is a tensor, which must be on a CUDA device.
+        kernels: without one of these it is not available.
+        takes: rules beside the contract's, as of `OpImpl`.
+        consumes: the arguments that it overwrites.
+    """
+    first = fn.__code__.co_varnames[0]
+    return OpImpl(
+        fn.__name__,
+        "vendor.cuda",
+        BackendImplKind.VENDOR,
+        fn,
+        "cuda",
+        available=provides(*kernels),
+        takes=(f"{first}.is_cuda", *takes),
+        consumes=frozenset(consumes),
+    )
+
+
 def provides(*names: str) -> Callable[[], Availability]:
     """An availability check: True, or why one of the kernels `names` cannot be called here.
 
@@ -109,13 +132,10 @@ def _no_device() -> str | None:
     return None
 
 
-def unsuitable(name: str, x: torch.Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> str | None:
-    """Why no kernel takes the tensor `x`, by its dtype or device; None if one may."""
-    if not x.is_cuda:
-        return f"{name} is on {x.device}, not on a CUDA device"
-    if x.dtype not in dtypes:
-        return f"no kernel for {name} of {x.dtype}"
-    return None
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from vllm_fl import Availability, OpImpl
-
-from . import VENDOR, kernel, packed, provides, unsuitable
+from . import implementation, kernel, packed
 
 __all__ = [
     "OPS",
@@ -21,18 +17,10 @@ __all__ = [
     "relu2",
     "silu_and_mul",
     "silu_and_mul_with_clamp",
-    "supports_fatrelu_and_mul",
-    "supports_gelu_and_mul",
-    "supports_gelu_fast",
-    "supports_gelu_new",
-    "supports_mul_and_silu",
-    "supports_quick_gelu",
-    "supports_relu2",
-    "supports_silu_and_mul",
-    "supports_silu_and_mul_with_clamp",
-    "supports_swigluoai_and_mul",
     "swigluoai_and_mul",
 ]
+
+ROWS = ("x.ndim > 0",)
 
 GELU = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
 
@@ -65,21 +53,6 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return _gated(GELU[approximate], x)
 
 
-def supports_silu_and_mul(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    if x.ndim == 0 or x.shape[-1] % 2:
-        return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
-    return True
-
-
-def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_silu_and_mul(x)
-
-
 def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs in fp32, rounded once.
 
@@ -93,16 +66,6 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
         (..., d), of x's dtype.
     """
     return _gated("swigluoai_and_mul", x, alpha, limit)
-
-
-def supports_swigluoai_and_mul(
-    x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0
-) -> Availability:
-    """True, or why the kernel would fail; it would compute with any number, and turn the clamp
-    around below 0."""
-    if not math.isfinite(alpha) or not 0 < limit < math.inf:
-        return f"alpha={alpha} is not finite, or limit={limit} not finite and above 0"
-    return supports_silu_and_mul(x)
 
 
 def silu_and_mul_with_clamp(
@@ -124,16 +87,6 @@ def silu_and_mul_with_clamp(
     return _gated("silu_and_mul_with_clamp", x, limit, alpha, beta)
 
 
-def supports_silu_and_mul_with_clamp(
-    x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0
-) -> Availability:
-    """True, or why the kernel would fail; it would compute with any number, and turn the clamp
-    around below 0."""
-    if not 0 < limit < math.inf or not math.isfinite(alpha) or not math.isfinite(beta):
-        return f"limit={limit} is not finite and above 0, or alpha={alpha} or beta={beta} infinite"
-    return supports_silu_and_mul(x)
-
-
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
     """x[..., :d] * silu(x[..., d:]) in fp32; silu is rounded before the product.
 
@@ -144,11 +97,6 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
         (..., d), of x's dtype.
     """
     return _gated("mul_and_silu", x)
-
-
-def supports_mul_and_silu(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_silu_and_mul(x)
 
 
 def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
@@ -165,13 +113,6 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
     return _gated("fatrelu_and_mul", x, threshold)
 
 
-def supports_fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> Availability:
-    """True, or why the kernel would fail; with a threshold that is no number it would give 0."""
-    if not math.isfinite(threshold):
-        return f"threshold={threshold} is not finite"
-    return supports_silu_and_mul(x)
-
-
 def gelu_new(x: torch.Tensor) -> torch.Tensor:
     """GELU by tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)); every step but tanh is rounded.
 
@@ -182,14 +123,6 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
         x's shape and dtype.
     """
     return _elementwise("gelu_new", x)
-
-
-def supports_gelu_new(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    return True if x.ndim else "x has no dimension"
 
 
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
@@ -204,11 +137,6 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
     return _elementwise("gelu_fast", x)
 
 
-def supports_gelu_fast(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_gelu_new(x)
-
-
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(1.702 * x) in fp32, rounded once, by the kernel `gelu_quick`.
 
@@ -221,11 +149,6 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return _elementwise("gelu_quick", x)
 
 
-def supports_quick_gelu(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_gelu_new(x)
-
-
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)**2 in fp32, rounded once, by the kernel `relu_squared`.
 
@@ -236,11 +159,6 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
         x's shape and dtype.
     """
     return _elementwise("relu_squared", x)
-
-
-def supports_relu2(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_gelu_new(x)
 
 
 def _gated(name: str, x: torch.Tensor, *numbers: float) -> torch.Tensor:
@@ -262,84 +180,14 @@ def _elementwise(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 OPS = (
-    OpImpl(
-        "silu_and_mul",
-        *VENDOR,
-        silu_and_mul,
-        "cuda",
-        available=provides("silu_and_mul"),
-        supports=supports_silu_and_mul,
-    ),
-    OpImpl(
-        "gelu_and_mul",
-        *VENDOR,
-        gelu_and_mul,
-        "cuda",
-        available=provides("gelu_and_mul", "gelu_tanh_and_mul"),
-        supports=supports_gelu_and_mul,
-    ),
-    OpImpl(
-        "swigluoai_and_mul",
-        *VENDOR,
-        swigluoai_and_mul,
-        "cuda",
-        available=provides("swigluoai_and_mul"),
-        supports=supports_swigluoai_and_mul,
-    ),
-    OpImpl(
-        "silu_and_mul_with_clamp",
-        *VENDOR,
-        silu_and_mul_with_clamp,
-        "cuda",
-        available=provides("silu_and_mul_with_clamp"),
-        supports=supports_silu_and_mul_with_clamp,
-    ),
-    OpImpl(
-        "mul_and_silu",
-        *VENDOR,
-        mul_and_silu,
-        "cuda",
-        available=provides("mul_and_silu"),
-        supports=supports_mul_and_silu,
-    ),
-    OpImpl(
-        "fatrelu_and_mul",
-        *VENDOR,
-        fatrelu_and_mul,
-        "cuda",
-        available=provides("fatrelu_and_mul"),
-        supports=supports_fatrelu_and_mul,
-    ),
-    OpImpl(
-        "gelu_new",
-        *VENDOR,
-        gelu_new,
-        "cuda",
-        available=provides("gelu_new"),
-        supports=supports_gelu_new,
-    ),
-    OpImpl(
-        "gelu_fast",
-        *VENDOR,
-        gelu_fast,
-        "cuda",
-        available=provides("gelu_fast"),
-        supports=supports_gelu_fast,
-    ),
-    OpImpl(
-        "quick_gelu",
-        *VENDOR,
-        quick_gelu,
-        "cuda",
-        available=provides("gelu_quick"),
-        supports=supports_quick_gelu,
-    ),
-    OpImpl(
-        "relu2",
-        *VENDOR,
-        relu2,
-        "cuda",
-        available=provides("relu_squared"),
-        supports=supports_relu2,
-    ),
+    implementation(silu_and_mul, "silu_and_mul"),
+    implementation(gelu_and_mul, "gelu_and_mul", "gelu_tanh_and_mul"),
+    implementation(swigluoai_and_mul, "swigluoai_and_mul"),
+    implementation(silu_and_mul_with_clamp, "silu_and_mul_with_clamp"),
+    implementation(mul_and_silu, "mul_and_silu"),
+    implementation(fatrelu_and_mul, "fatrelu_and_mul"),
+    implementation(gelu_new, "gelu_new", takes=ROWS),
+    implementation(gelu_fast, "gelu_fast", takes=ROWS),
+    implementation(quick_gelu, "gelu_quick", takes=ROWS),
+    implementation(relu2, "relu_squared", takes=ROWS),
 )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-from vllm_fl import Availability, OpImpl
+from vllm_fl import Availability
 
-from . import VENDOR, kernel, packed, provides, unsuitable
+from . import capability, implementation, kernel, packed
 
-__all__ = ["OPS", "linear_fp8", "supports_linear_fp8"]
+__all__ = ["OPS", "linear_fp8"]
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-EIGHT_BITS = frozenset({torch.float8_e4m3fn})
 
 LEAST = (8, 9)
 """The compute capability of the first GPUs with products of fp8."""
@@ -51,48 +48,16 @@ def linear_fp8(
     return result
 
 
-def supports_linear_fp8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out_dtype: str,
-    bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or read beyond an argument: it checks few shapes."""
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or not x.shape[1]:
-        return f"x and weight are {tuple(x.shape)} and {tuple(weight.shape)}"
-    if x.shape[1] % PIECE or weight.shape[0] % PIECE:
-        return f"the features, {tuple(weight.shape)}, are no multiples of {PIECE}"
-    if out_dtype not in DTYPES:
-        return f"no kernel with a result of {out_dtype}"
-    for name, scale, rows in (("x_scale", x_scale, x), ("weight_scale", weight_scale, weight)):
-        if scale.dtype != torch.float32 or scale.shape not in ((), (1,), (rows.shape[0], 1)):
-            return f"{name} is {scale.dtype} of {tuple(scale.shape)}, for {tuple(rows.shape)}"
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != DTYPES[out_dtype]):
-        return f"bias is {bias.dtype} of {tuple(bias.shape)}"
-    given = {"weight": weight, "x_scale": x_scale, "weight_scale": weight_scale, "bias": bias}
-    for name, value in given.items():
-        if value is not None and value.device != x.device:
-            return f"{name} is on {value.device}, and x on {x.device}"
-    reason = unsuitable("x", x, EIGHT_BITS) or unsuitable("weight", weight, EIGHT_BITS)
-    if reason or _capability(x.device) >= LEAST:
-        return reason or True
-    return "no products of fp8 on GPUs before compute capability 8.9"
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _has_products(x: torch.Tensor) -> Availability:
+    return (
+        capability(x.device) >= LEAST or "no products of fp8 on GPUs before compute capability 8.9"
+    )
 
 
 OPS = (
-    OpImpl(
-        "linear_fp8",
-        *VENDOR,
+    implementation(
         linear_fp8,
-        "cuda",
-        available=provides("cutlass_scaled_mm"),
-        supports=supports_linear_fp8,
+        "cutlass_scaled_mm",
+        takes=(f"in_features % {PIECE} == 0 and out_features % {PIECE} == 0", _has_products),
     ),
 )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import implementation, kernel
 
-from . import VENDOR, kernel, provides, unsuitable
-
-__all__ = ["OPS", "merge_attn_states", "supports_merge_attn_states"]
+__all__ = ["OPS", "merge_attn_states"]
 
 VECTOR = 16
 """Bytes that the kernel loads at once; an address between two ends the process's CUDA context."""
@@ -48,30 +46,6 @@ def merge_attn_states(
     return output, sums.T.contiguous()
 
 
-def supports_merge_attn_states(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-) -> Availability:
-    """True, or why the kernel would fail; it checks no shape but the size of a head."""
-    reason = unsuitable("prefix_output", prefix_output)
-    if reason:
-        return reason
-    first, other = prefix_output, suffix_output
-    if (other.shape, other.dtype, other.device) != (first.shape, first.dtype, first.device):
-        return (
-            f"suffix_output is {other.dtype} {tuple(other.shape)} on {other.device} and "
-            f"prefix_output {first.dtype} {tuple(first.shape)} on {first.device}"
-        )
-    if first.ndim != 3 or (first.shape[2] * first.itemsize) % VECTOR:
-        return f"heads of {first.shape[-1:]} {first.dtype} are no multiples of {VECTOR} bytes"
-    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
-        if (lse.shape, lse.dtype, lse.device) != (first.shape[:2], torch.float32, first.device):
-            return f"{name} is {lse.dtype} {tuple(lse.shape)} on {lse.device}"
-    return True
-
-
 def _one_grid(prefix: torch.Tensor, suffix: torch.Tensor) -> bool:
     """Whether the kernel finds both by the stride of the prefix's heads, at whole vectors."""
     side = prefix.stride(1)
@@ -90,12 +64,9 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
 
 
 OPS = (
-    OpImpl(
-        "merge_attn_states",
-        *VENDOR,
+    implementation(
         merge_attn_states,
-        "cuda",
-        available=provides("merge_attn_states"),
-        supports=supports_merge_attn_states,
+        "merge_attn_states",
+        takes=(f"head_size * prefix_output.itemsize % {VECTOR} == 0",),
     ),
 )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import ALIGNMENT, implementation, kernel, packed
 
-from . import ALIGNMENT, VENDOR, kernel, packed, provides, unsuitable
-
-__all__ = ["OPS", "rms_norm", "supports_rms_norm"]
+__all__ = ["OPS", "rms_norm"]
 
 
 def rms_norm(
@@ -47,33 +45,6 @@ def rms_norm(
     return normed, total
 
 
-def supports_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Availability:
-    """True, or why the kernels would fail."""
-    reason = unsuitable("x", x)
-    if reason:
-        return reason
-    if variance_size is not None:
-        return "the kernels have no variance_size"
-    if epsilon < 0:
-        return f"epsilon is negative: {epsilon}"
-    # The kernels check neither of these shapes, and read and write beyond a smaller tensor.
-    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
-        return (
-            f"residual is {residual.dtype} {tuple(residual.shape)} and x {x.dtype} {tuple(x.shape)}"
-        )
-    if weight is None:
-        return True
-    if weight.dtype != x.dtype or weight.shape != x.shape[-1:]:
-        return f"weight is {weight.dtype} {tuple(weight.shape)} and x {x.dtype} {tuple(x.shape)}"
-    return True if weight.is_contiguous() else "weight is not contiguous"
-
-
 def _aligned(weight: torch.Tensor | None) -> torch.Tensor | None:
     return weight if weight is None or not weight.data_ptr() % ALIGNMENT else weight.clone()
 
@@ -101,13 +72,14 @@ def _in_step(x: torch.Tensor) -> bool:
 
 
 OPS = (
-    OpImpl(
-        "rms_norm",
-        *VENDOR,
+    implementation(
         rms_norm,
-        "cuda",
-        available=provides("rms_norm", "fused_add_rms_norm"),
-        supports=supports_rms_norm,
-        consumes=frozenset({"x", "residual"}),
+        "rms_norm",
+        "fused_add_rms_norm",
+        takes=(
+            "variance_size is None",
+            "weight is None or (weight.dtype == x.dtype and weight.is_contiguous())",
+        ),
+        consumes=("x", "residual"),
     ),
 )

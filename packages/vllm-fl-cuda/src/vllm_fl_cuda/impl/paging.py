@@ -6,16 +6,14 @@ from functools import cache
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from vllm_fl import Availability
 
-from . import VENDOR, kernel, provides, unsuitable
+from . import implementation, kernel
 
 __all__ = [
     "OPS",
     "concat_and_cache_mla",
     "reshape_and_cache",
-    "supports_concat_and_cache_mla",
-    "supports_reshape_and_cache",
 ]
 
 RESHAPE = "_C_cache_ops::reshape_and_cache_flash"
@@ -52,32 +50,6 @@ def reshape_and_cache(
     return key_cache, value_cache
 
 
-def supports_reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> Availability:
-    """True, or why the kernel would fail; it checks no shape, and writes beyond a smaller cache."""
-    reason = unsuitable("key", key) or _strangers(
-        key, value=value, key_cache=key_cache, value_cache=value_cache
-    )
-    if reason:
-        return reason
-    if key.ndim != 3 or value.shape != key.shape:
-        return f"key is {tuple(key.shape)} and value {tuple(value.shape)}"
-    for name, held in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if held.ndim != 4 or held.shape[2:] != key.shape[1:] or held.shape != key_cache.shape:
-            return f"{name} is {tuple(held.shape)} and key {tuple(key.shape)}"
-        if held.stride() != key_cache.stride() or held.stride(3) != 1:
-            return f"the caches have the strides {key_cache.stride()} and {value_cache.stride()}"
-        sizes = (held.data_ptr(), *(n * held.itemsize for n in (*held.stride()[:3], held.shape[3])))
-        if any(size % VECTOR for size in sizes):
-            return f"heads of {name} do not begin at multiples of {VECTOR} bytes"
-    return _slots(slot_mapping, key) or True
-
-
 def concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
@@ -101,20 +73,6 @@ def concat_and_cache_mla(
     return kv_cache
 
 
-def supports_concat_and_cache_mla(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> Availability:
-    """True, or why the kernel would fail, or read beyond a tensor."""
-    reason = unsuitable("kv_c", kv_c) or _strangers(kv_c, k_pe=k_pe, kv_cache=kv_cache)
-    if reason:
-        return reason
-    if kv_c.ndim != 2 or k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
-        return f"kv_c is {tuple(kv_c.shape)} and k_pe {tuple(k_pe.shape)}"
-    if kv_cache.stride()[2:] != (1,):  # the kernel sees to the width of rows itself
-        return f"kv_cache has the strides {kv_cache.stride()}: the kernel writes rows in one piece"
-    return _slots(slot_mapping, kv_c) or True
-
-
 @cache
 def _one(device: torch.device) -> torch.Tensor:
     """A scale, which the kernels demand and do not read where nothing is quantised."""
@@ -130,37 +88,25 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.clone() if x.data_ptr() % VECTOR else x
 
 
-def _strangers(first: torch.Tensor, **others: torch.Tensor) -> str | None:
-    """Which of the tensors is of another dtype or on another device than `first`."""
-    for name, x in others.items():
-        if x.dtype != first.dtype or x.device != first.device:
-            return f"{name} is {x.dtype} on {x.device}, not {first.dtype} on {first.device}"
-    return None
-
-
-def _slots(slot_mapping: torch.Tensor, rows: torch.Tensor) -> str | None:
-    if slot_mapping.dtype == torch.int64 and slot_mapping.shape == rows.shape[:1]:
-        return None
-    return f"slot_mapping is {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+def _in_vectors(key_cache: torch.Tensor, value_cache: torch.Tensor) -> Availability:
+    for name, held in (("key_cache", key_cache), ("value_cache", value_cache)):
+        sizes = (held.data_ptr(), *(n * held.itemsize for n in (*held.stride()[:3], held.shape[3])))
+        if any(size % VECTOR for size in sizes):
+            return f"heads of {name} do not begin at multiples of {VECTOR} bytes"
+    return True
 
 
 OPS = (
-    OpImpl(
-        "reshape_and_cache",
-        *VENDOR,
+    implementation(
         reshape_and_cache,
-        "cuda",
-        available=provides(RESHAPE),
-        supports=supports_reshape_and_cache,
-        consumes=frozenset({"key_cache", "value_cache"}),
+        RESHAPE,
+        takes=(
+            "key_cache.stride() == value_cache.stride() and key_cache.stride(3) == 1",
+            _in_vectors,
+        ),
+        consumes=("key_cache", "value_cache"),
     ),
-    OpImpl(
-        "concat_and_cache_mla",
-        *VENDOR,
-        concat_and_cache_mla,
-        "cuda",
-        available=provides(CONCAT),
-        supports=supports_concat_and_cache_mla,
-        consumes=frozenset({"kv_cache"}),
+    implementation(
+        concat_and_cache_mla, CONCAT, takes=("kv_cache.stride(2) == 1",), consumes=("kv_cache",)
     ),
 )

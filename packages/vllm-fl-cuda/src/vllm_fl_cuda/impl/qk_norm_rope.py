@@ -6,15 +6,13 @@ there; refused here, such a call goes to the next candidate.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
-from vllm_fl import Availability, OpImpl
+from vllm_fl import Availability
 
-from . import DTYPES, VENDOR, kernel, packed, provides, unsuitable
+from . import capability, implementation, kernel, packed
 
-__all__ = ["OPS", "qk_norm_rope", "supports_qk_norm_rope"]
+__all__ = ["OPS", "qk_norm_rope"]
 
 HEAD_SIZES = (64, 128, 256)
 
@@ -80,98 +78,57 @@ def qk_norm_rope(
     return qkv
 
 
-def supports_qk_norm_rope(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool = False,
-) -> Availability:
-    """True, or why the kernel would fail, or leave something else than the op's result."""
-    reason = unsuitable("qkv", qkv)
-    if reason:
-        return reason
-    if qkv.dtype is torch.float32:
-        return "the kernel takes half precision, and qkv is float32"
-    size = q_weight.shape[0]
-    if size not in HEAD_SIZES:
-        return f"the kernel takes heads of {HEAD_SIZES} features, not of {size}"
-    if heads < 1 or kv_heads < 1 or epsilon < 0:
-        return f"heads are {heads} and {kv_heads}, epsilon is {epsilon}"
-    if qkv.ndim != 2 or qkv.shape[1] % size or qkv.shape[1] < (heads + kv_heads) * size:
-        return f"qkv is {(*qkv.shape,)}, and its heads are {heads} and {kv_heads} of {size}"
-    if qkv.numel() > MOST_ELEMENTS:
-        return f"qkv has {qkv.numel()} elements, of which the kernel counts {MOST_ELEMENTS}"
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        fits = weight.dtype is qkv.dtype and weight.shape == (size,)
-        if not fits or not weight.is_contiguous():
-            return f"{name} is {weight.dtype} {(*weight.shape,)} of strides {weight.stride()}"
-    if position_ids.shape != qkv.shape[:1] or position_ids.is_floating_point():
-        return f"position_ids is {position_ids.dtype} {(*position_ids.shape,)}"
-    return (
-        _table_suits(cos_sin_cache, size, rotary_interleaved)
-        or _turns_part_wrongly(qkv, cos_sin_cache.shape[1], size, rotary_interleaved)
-        or _has_code_for(qkv, cos_sin_cache)
-    )
+def _turns_whole_threads(head_size: int, half: int, rotary_interleaved: bool) -> Availability:
+    """A thread's features rotate all or none.
 
-
-def _table_suits(table: torch.Tensor, size: int, rotary_interleaved: bool) -> str | None:
-    """Why the kernel would turn with another table's numbers; None if it would not.
-
-    A thread's features rotate all or none. Unless interleaved, it finds the partners of its own in
-    the thread whose number differs in one bit: those between two halves must be a power of two.
+    Unless interleaved, it finds the partners of its own in the thread whose number differs in one
+    bit: those between two halves must be a power of two.
     """
-    if table.ndim != 2 or not table.is_contiguous() or table.dtype not in DTYPES:
-        return f"cos_sin_cache is {table.dtype} {(*table.shape,)} of strides {table.stride()}"
-    each, rotary = size // LANES, table.shape[1]
-    apart = rotary // 2 // each
-    whole = rotary % (each if rotary_interleaved else 2 * each) == 0
-    if rotary > size or not whole or not (rotary_interleaved or apart.bit_count() == 1):
-        return f"the kernel cannot turn {rotary} of {size} features"
-    return None
+    each = head_size // LANES
+    whole = 2 * half % (each if rotary_interleaved else 2 * each) == 0
+    if whole and (rotary_interleaved or (half // each).bit_count() == 1):
+        return True
+    return f"the kernel cannot turn {2 * half} of {head_size} features"
 
 
-def _turns_part_wrongly(
-    qkv: torch.Tensor, rotary: int, size: int, rotary_interleaved: bool
-) -> str | None:
-    """Why the kernel would turn some heads wrongly; None if it would not.
-
-    Where a head's features do not all rotate, some threads take no part in the exchange between
+def _turns_part(
+    qkv: torch.Tensor, head_size: int, half: int, rotary_interleaved: bool
+) -> Availability:
+    """Where a head's features do not all rotate, some threads take no part in the exchange between
     its halves (vllm#51049). On Hopper a warp takes several heads in turn, from 10 240 query and
     key heads in a batch on: all but its first are wrong then. On other GPUs each has one.
     """
-    if rotary == size or rotary_interleaved or _capability(qkv.device) != HOPPER:
-        return None
+    if 2 * half == head_size or rotary_interleaved or capability(qkv.device) != HOPPER:
+        return True
     return (
-        f"on compute capability 9.0 the kernel is wrong in large batches where {rotary} of {size} "
-        "features rotate (vllm#51049)"
+        f"on compute capability 9.0 the kernel is wrong in large batches where {2 * half} of "
+        f"{head_size} features rotate (vllm#51049)"
     )
 
 
-def _has_code_for(qkv: torch.Tensor, table: torch.Tensor) -> Availability:
+def _has_code(qkv: torch.Tensor, cos_sin_cache: torch.Tensor) -> Availability:
     """Compiled for a GPU before Ampere, the kernel returns at once where it meets bfloat16."""
-    if torch.bfloat16 in (qkv.dtype, table.dtype) and _capability(qkv.device) < (8, 0):
+    has_it = torch.bfloat16 in (qkv.dtype, cos_sin_cache.dtype)
+    if has_it and capability(qkv.device) < (8, 0):
         return "the kernel has no bfloat16 on GPUs before compute capability 8.0"
     return True
 
 
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 OPS = (
-    OpImpl(
-        "qk_norm_rope",
-        *VENDOR,
+    implementation(
         qk_norm_rope,
-        "cuda",
-        available=provides("fused_qk_norm_rope"),
-        supports=supports_qk_norm_rope,
-        consumes=frozenset({"qkv"}),
+        "fused_qk_norm_rope",
+        takes=(
+            "qkv.dtype != torch.float32",
+            f"head_size in {HEAD_SIZES}",
+            f"qkv.numel() <= {MOST_ELEMENTS}",
+            "q_weight.dtype == qkv.dtype and q_weight.is_contiguous()",
+            "k_weight.dtype == qkv.dtype and k_weight.is_contiguous()",
+            "cos_sin_cache.is_contiguous()",
+            _turns_whole_threads,
+            _turns_part,
+            _has_code,
+        ),
+        consumes=("qkv",),
     ),
 )

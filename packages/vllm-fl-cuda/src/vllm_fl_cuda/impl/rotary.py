@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl, joint_cos_sin
+from vllm_fl_ops.contracts.cos_sin import adjacent, joint_cos_sin
 
-from . import DTYPES, VENDOR, kernel, provides, unsuitable
+from . import implementation, kernel
 
-__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding"]
 
 
 def rotary_embedding(
@@ -49,34 +49,6 @@ def rotary_embedding(
     return query, key
 
 
-def supports_rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotary_interleaved: bool = False,
-) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("query", query)
-    if reason:
-        return reason
-    tokens, heads, head_size = query.shape
-    # The kernel checks no shape: it would read and write beyond a tensor of fewer tokens.
-    if key is not None:
-        key_tokens, kv_heads, key_size = key.shape
-        fits = key_tokens == tokens and key_size == head_size and not heads % kv_heads
-        if not fits or key.dtype is not query.dtype:
-            return f"key is {key.dtype} {(*key.shape,)}, query {query.dtype} {(*query.shape,)}"
-    if position_ids.shape != (tokens,) or position_ids.is_floating_point():
-        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    if 2 * cos.shape[-1] > head_size:  # it would turn the features of the next head, too
-        return f"cos has {cos.shape[-1]} pairs and heads {head_size} features"
-    if joint_cos_sin(cos, sin) is None:
-        return "cos and sin are not the two halves of one cache"
-    return True if cos.dtype in DTYPES else f"no kernel for cos of {cos.dtype}"
-
-
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(x, rows): x, or a packed copy of it, and a view of that as (tokens, heads * head_size).
 
@@ -93,13 +65,10 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 OPS = (
-    OpImpl(
-        "rotary_embedding",
-        *VENDOR,
+    implementation(
         rotary_embedding,
-        "cuda",
-        available=provides("rotary_embedding"),
-        supports=supports_rotary_embedding,
-        consumes=frozenset({"query", "key"}),
+        "rotary_embedding",
+        takes=("key is None or heads % kv_heads == 0", adjacent),
+        consumes=("query", "key"),
     ),
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from vllm_fl import Availability
 
-from . import VENDOR, kernel, packed, provides, unsuitable
+from . import implementation, kernel, packed
 
 __all__ = [
     "OPS",
@@ -14,13 +14,8 @@ __all__ = [
     "moe_align_block_size",
     "moe_sum",
     "moe_topk",
-    "supports_grouped_topk",
-    "supports_moe_align_block_size",
-    "supports_moe_sum",
-    "supports_moe_topk",
 ]
 
-SCORING = ("softmax", "sigmoid")
 
 SPECIAL_SIZES = frozenset({1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 576})
 """Numbers of experts for which there is a kernel of their own. The one for other numbers looks for
@@ -31,8 +26,6 @@ MOST = 32
 
 MOST_ALIGNED = 992
 """Experts whose rows one block of 1024 threads can count."""
-
-INDICES = frozenset({torch.int32, torch.int64})
 
 
 def moe_topk(
@@ -81,28 +74,6 @@ def _left_out(name: str, last: str) -> tuple[None, ...]:
     return (None,) if arguments[-1].name == last else ()
 
 
-def supports_moe_topk(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernels would fail, or choose wrongly."""
-    reason = unsuitable("gating_output", gating_output) or _unfit(
-        gating_output, scoring_func, routed_scaling_factor, e_score_correction_bias
-    )
-    if reason:
-        return reason
-    experts = gating_output.shape[1]
-    if not 1 <= topk <= experts:
-        return f"topk={topk} of {experts} experts"
-    if e_score_correction_bias is not None and experts not in SPECIAL_SIZES:
-        return f"no kernel for {experts} experts sees every score that a bias leaves"
-    return True
-
-
 def grouped_topk(
     gating_output: torch.Tensor,
     topk: int,
@@ -145,32 +116,6 @@ def grouped_topk(
         int(is_sigmoid),
     )
     return routing
-
-
-def supports_grouped_topk(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or count groups otherwise."""
-    reason = unsuitable("gating_output", gating_output) or _unfit(
-        gating_output, scoring_func, routed_scaling_factor, e_score_correction_bias
-    )
-    if reason:
-        return reason
-    if e_score_correction_bias is None:
-        return "the kernel has no form without e_score_correction_bias"
-    experts, groups = gating_output.shape[1], num_expert_group
-    if not 1 <= groups <= MOST or experts % groups or experts < 2 * groups:
-        return f"no kernel for {experts} experts in {groups} groups"
-    if not 1 <= topk_group <= groups or not 1 <= topk <= min(MOST, topk_group * experts // groups):
-        return f"no kernel for {topk} experts of {topk_group} groups"
-    return True
 
 
 def moe_align_block_size(
@@ -222,27 +167,6 @@ def moe_align_block_size(
     return sorted_token_ids, expert_ids, used
 
 
-def supports_moe_align_block_size(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    expert_map: torch.Tensor | None = None,
-    pad_sorted_ids: bool = False,
-    ignore_invalid_experts: bool = False,
-) -> Availability:
-    """True, or why the kernel would fail, or read memory that is not its own."""
-    if topk_ids.ndim != 2:
-        return f"topk_ids has {topk_ids.ndim} dimensions"
-    if block_size < 1 or not 1 <= num_experts <= MOST_ALIGNED:
-        return f"no kernel for {num_experts} experts in blocks of {block_size}"
-    if expert_map is not None:
-        if expert_map.dtype != torch.int32 or expert_map.device != topk_ids.device:
-            return f"expert_map is {expert_map.dtype} on {expert_map.device}"
-        if expert_map.ndim != 1 or len(expert_map) < num_experts:
-            return f"expert_map is {tuple(expert_map.shape)}"
-    return unsuitable("topk_ids", topk_ids, INDICES) or True
-
-
 def moe_sum(
     input: torch.Tensor,
     topk_ids: torch.Tensor | None = None,
@@ -267,76 +191,25 @@ def moe_sum(
     return out
 
 
-def supports_moe_sum(
-    input: torch.Tensor,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or read memory that is not its own."""
-    if input.ndim != 3:
-        return f"input has {input.ndim} dimensions"
-    if topk_ids is None and expert_map is not None:
-        return "the kernel ignores expert_map without topk_ids"
-    for name, ids, dtypes in (
-        ("topk_ids", topk_ids, (torch.int32, torch.int64)),
-        ("expert_map", expert_map, (torch.int32,)),
-    ):
-        if ids is not None and (ids.device != input.device or ids.dtype not in dtypes):
-            return f"{name} is {ids.dtype} on {ids.device}"
-    if topk_ids is not None and topk_ids.shape != input.shape[:2]:
-        return f"topk_ids is {tuple(topk_ids.shape)}"
-    if expert_map is not None and expert_map.ndim != 1:
-        return f"expert_map has {expert_map.ndim} dimensions"
-    return unsuitable("input", input) or True
-
-
-def _unfit(
-    logits: torch.Tensor, scoring_func: str, factor: float, bias: torch.Tensor | None
-) -> str | None:
-    if logits.ndim != 2:
-        return f"gating_output has {logits.ndim} dimensions"
-    if scoring_func not in SCORING:
-        return f"no kernel for {scoring_func}"
-    if not abs(factor) < float("inf"):
-        return f"routed_scaling_factor={factor} is not finite"
-    if bias is None:
-        return None
-    if bias.shape != logits.shape[1:] or bias.device != logits.device:
-        return f"e_score_correction_bias is {tuple(bias.shape)} on {bias.device}"
-    return unsuitable("e_score_correction_bias", bias)
+def _sees_every_score(experts: int, e_score_correction_bias: torch.Tensor | None) -> Availability:
+    if e_score_correction_bias is None or experts in SPECIAL_SIZES:
+        return True
+    return f"no kernel for {experts} experts sees every score that a bias leaves"
 
 
 OPS = (
-    OpImpl(
-        "moe_topk",
-        *VENDOR,
-        moe_topk,
-        "cuda",
-        available=provides("_moe_C::topk_softmax", "_moe_C::topk_sigmoid"),
-        supports=supports_moe_topk,
+    implementation(
+        moe_topk, "_moe_C::topk_softmax", "_moe_C::topk_sigmoid", takes=(_sees_every_score,)
     ),
-    OpImpl(
-        "grouped_topk",
-        *VENDOR,
+    implementation(
         grouped_topk,
-        "cuda",
-        available=provides("_moe_C::grouped_topk"),
-        supports=supports_grouped_topk,
+        "_moe_C::grouped_topk",
+        takes=("e_score_correction_bias is not None", f"max(topk, num_expert_group) <= {MOST}"),
     ),
-    OpImpl(
-        "moe_align_block_size",
-        *VENDOR,
+    implementation(
         moe_align_block_size,
-        "cuda",
-        available=provides("_moe_C::moe_align_block_size"),
-        supports=supports_moe_align_block_size,
+        "_moe_C::moe_align_block_size",
+        takes=(f"num_experts <= {MOST_ALIGNED}",),
     ),
-    OpImpl(
-        "moe_sum",
-        *VENDOR,
-        moe_sum,
-        "cuda",
-        available=provides("_moe_C::moe_sum"),
-        supports=supports_moe_sum,
-    ),
+    implementation(moe_sum, "_moe_C::moe_sum"),
 )

@@ -2,9 +2,54 @@
 
 from __future__ import annotations
 
-from vllm_fl import BackendImplKind
+import inspect
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["DEFAULT"]
+from vllm_fl import Availability, BackendImplKind, OpImpl
+
+from ..kernels import CUDA
+from ..loading import available, flag_gems, problem
+
+__all__ = ["DEFAULT", "implementation", "lies_on"]
 
 DEFAULT = ("default.flagos", BackendImplKind.DEFAULT)
 """Identity and kind of every implementation here, attention included."""
+
+
+def implementation(
+    fn: Callable[..., Any],
+    *takes: str | Callable[..., Availability],
+    own: bool = False,
+    **more: Any,
+) -> OpImpl:
+    """The function, named after its op, as `default.flagos`.
+
+    Args:
+        fn: its first argument is a tensor on the kernels' device.
+        takes: rules beside the contract's, as of `OpImpl`.
+        own: whether the kernels are this package's own. FlagGems, which is imported in seconds, is
+            not looked for then.
+        more: as of `OpImpl`.
+    """
+    name = fn.__code__.co_varnames[0]
+    device: Any = f"{name}.device.type in {CUDA}" if own else lies_on(name)
+    return OpImpl(fn.__name__, *DEFAULT, fn, available=available, takes=(device, *takes), **more)
+
+
+def lies_on(name: str) -> Callable[..., Availability]:
+    """The rule that a tensor is on FlagGems's device, and that FlagGems can be imported.
+
+    Args:
+        name: the parameter.
+    """
+
+    def rule(**given: Any) -> Availability:
+        if reason := problem():
+            return reason
+        here, device = given[name].device, flag_gems().device
+        return here.type == device or f"{name} is on {here}, and FlagGems runs on {device}"
+
+    parameter = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    rule.__signature__ = inspect.Signature([parameter])  # type: ignore[attr-defined]
+    return rule

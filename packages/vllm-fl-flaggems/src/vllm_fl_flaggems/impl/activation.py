@@ -6,20 +6,15 @@ from typing import Any
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
 from ..kernels import launchable, warps
-from ..loading import available, flag_gems, unsuitable
-from . import DEFAULT
+from ..loading import flag_gems
+from . import implementation
 
 __all__ = [
     "OPS",
     "gelu_and_mul",
     "mul_and_silu",
     "silu_and_mul",
-    "supports_gelu_and_mul",
-    "supports_mul_and_silu",
-    "supports_silu_and_mul",
 ]
 
 TILE = 1024
@@ -125,43 +120,4 @@ def _public_gelu_and_mul(x: torch.Tensor, approximate: str) -> torch.Tensor:
     return out.contiguous()
 
 
-def supports_silu_and_mul(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    if x.ndim == 0 or x.shape[-1] % 2:
-        return f"the last dimension of x, {tuple(x.shape)[-1:]}, has no two halves"
-    return unsuitable("x", x) or True
-
-
-def supports_gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_silu_and_mul(x)
-
-
-def supports_mul_and_silu(x: torch.Tensor) -> Availability:
-    """True, or why the kernel would fail."""
-    return supports_silu_and_mul(x)
-
-
-OPS = (
-    OpImpl(
-        "silu_and_mul",
-        *DEFAULT,
-        silu_and_mul,
-        available=available,
-        supports=supports_silu_and_mul,
-    ),
-    OpImpl(
-        "gelu_and_mul",
-        *DEFAULT,
-        gelu_and_mul,
-        available=available,
-        supports=supports_gelu_and_mul,
-    ),
-    OpImpl(
-        "mul_and_silu",
-        *DEFAULT,
-        mul_and_silu,
-        available=available,
-        supports=supports_mul_and_silu,
-    ),
-)
+OPS = tuple(map(implementation, (silu_and_mul, gelu_and_mul, mul_and_silu)))

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
-from ..loading import available, flag_gems_module, unsuitable
-from . import DEFAULT
+from ..loading import flag_gems_module
+from . import implementation
 from .routing import of_experts
 
-__all__ = ["OPS", "fused_experts", "supports_fused_experts"]
+__all__ = ["OPS", "fused_experts"]
 
 
 def fused_experts(
@@ -86,55 +84,12 @@ def _kernels() -> Any:
     return module
 
 
-def supports_fused_experts(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    global_num_experts: int = -1,
-    expert_map: torch.Tensor | None = None,
-    w13_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernels would fail, or give something else."""
-    x = hidden_states
-    reason = unsuitable("hidden_states", x)
-    if reason:
-        return reason
-    if x.dtype == torch.float32:
-        return "the kernels multiply float32 in TF32, with 10 bits"
-    if activation != "silu":
-        return f"the kernels have no activation {activation!r}"
-    if apply_router_weight_on_input and w13_bias is not None:
-        return "the kernels multiply the bias by the weight, too, that belongs on the input"
-    # Of the dtypes of weights and ids Triton complains itself.
-    experts, inner, hidden = w13.shape
-    fitting = (
-        x.shape == (topk_ids.shape[0], hidden)
-        and w2.shape == (experts, hidden, inner // 2)
-        and topk_weights.is_floating_point()
-        and topk_weights.shape == topk_ids.shape
-        and not (apply_router_weight_on_input and topk_ids.shape[1] != 1)
-        and (w13_bias is None or w13_bias.shape == (experts, inner))
-        and (w2_bias is None or w2_bias.shape == (experts, hidden))
-    )
-    if expert_map is None:
-        fitting = fitting and global_num_experts in (-1, experts)
-    else:
-        fitting = fitting and global_num_experts == expert_map.numel()
-        fitting = fitting and not expert_map.is_floating_point()
-    return True if fitting else "the arguments do not fit each other, which the kernels do not see"
-
-
 OPS = (
-    OpImpl(
-        "fused_experts",
-        *DEFAULT,
+    implementation(
         fused_experts,
-        available=available,
-        supports=supports_fused_experts,
+        "hidden_states.dtype != torch.float32",  # which the kernels multiply in TF32, with 10 bits
+        "activation == 'silu'",
+        # The kernels multiply the bias by the weight, too, that belongs on the input.
+        "not apply_router_weight_on_input or w13_bias is None",
     ),
 )

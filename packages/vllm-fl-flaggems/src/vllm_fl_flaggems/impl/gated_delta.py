@@ -11,12 +11,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from vllm_fl import Availability, OpImpl
+from ..loading import flag_gems_module
+from . import implementation
 
-from ..loading import available, flag_gems_module, unsuitable
-from . import DEFAULT
-
-__all__ = ["OPS", "recurrent_gated_delta_rule", "supports_recurrent_gated_delta_rule"]
+__all__ = ["OPS", "recurrent_gated_delta_rule"]
 
 EPSILON = 1e-6
 """What the kernels add to the squared length of a head, where they norm it."""
@@ -83,47 +81,10 @@ def recurrent_gated_delta_rule(
     return out[0].masked_fill(~real, 0.0), state
 
 
-def supports_recurrent_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    A_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    state: torch.Tensor,
-    state_indices: torch.Tensor,
-    epsilon: float | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or read and write by sizes that its arguments lack."""
-    reason = unsuitable("q", q)
-    if reason:
-        return reason
-    if epsilon not in (None, EPSILON):
-        return f"epsilon is {epsilon}, and the kernel adds {EPSILON}"
-    if q.ndim != 3 or v.ndim != 3 or k.shape != q.shape or not q.dtype == k.dtype == v.dtype:
-        return "q, k and v are not (tokens, heads, size) of one dtype"
-    heads = v.shape[1:2]
-    if v.shape[1] % q.shape[1] or state.shape[1:] != (*v.shape[1:], q.shape[2]):
-        return f"no heads in common: q {tuple(q.shape)}, v {tuple(v.shape)}, {tuple(state.shape)}"
-    if not a.shape == b.shape == v.shape[:2] or not A_log.shape == dt_bias.shape == heads:
-        return "a and b are not (tokens, value_heads), or A_log and dt_bias not (value_heads,)"
-    if not a.dtype == b.dtype == q.dtype:
-        return f"a is {a.dtype}, b {b.dtype} and q {q.dtype}"
-    if not state.is_floating_point() or state_indices.is_floating_point():
-        return f"state is {state.dtype} and state_indices {state_indices.dtype}"
-    if len(v) != len(q) or state_indices.shape != v.shape[:1]:
-        return "v or state_indices has not one row for each token"
-    return True
-
-
 OPS = (
-    OpImpl(
-        "recurrent_gated_delta_rule",
-        *DEFAULT,
+    implementation(
         recurrent_gated_delta_rule,
-        available=available,
-        supports=supports_recurrent_gated_delta_rule,
+        f"epsilon in (None, {EPSILON})",
         consumes=frozenset({"state"}),
     ),
 )

@@ -13,21 +13,18 @@ import torch
 from torch.nn.functional import gelu, silu
 from torch.nn.functional import linear as by_torch
 
-from vllm_fl import Availability, OpImpl
-
-from ..loading import available
-from . import DEFAULT
+from . import implementation
 from .linear import (
     FEWEST_TOKENS,
     PROCESSORS,
+    PRODUCT,
     Tile,
     of_one_row,
     of_rows,
     prepared,
-    supports_linear,
 )
 
-__all__ = ["OPS", "linear_gelu_tanh_and_mul", "linear_silu_and_mul", "supports_gated_linear"]
+__all__ = ["OPS", "linear_gelu_tanh_and_mul", "linear_silu_and_mul"]
 
 
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -83,15 +80,6 @@ def _tile(outputs: int, tokens: int) -> Tile:
     return Tile(32, 128, 4) if programs <= 3 * PROCESSORS else Tile(32, 256, 3)
 
 
-def supports_gated_linear(x: torch.Tensor, weight: torch.Tensor) -> Availability:
-    """True, or why the kernels would fail, or read beyond a tensor."""
-    verdict = supports_linear(x, weight)
-    if verdict is True and len(weight) % 2:
-        return f"weight has {len(weight)} rows, and they are of two parts"
-    return verdict
-
-
 OPS = tuple(
-    OpImpl(fn.__name__, *DEFAULT, fn, available=available, supports=supports_gated_linear)
-    for fn in (linear_silu_and_mul, linear_gelu_tanh_and_mul)
+    implementation(fn, *PRODUCT, own=True) for fn in (linear_silu_and_mul, linear_gelu_tanh_and_mul)
 )

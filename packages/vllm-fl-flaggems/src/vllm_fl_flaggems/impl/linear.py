@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear as by_torch
 
-from vllm_fl import Availability, OpImpl
-
-from ..kernels import CUDA, power_of_two
-from ..loading import available, unsuitable
-from . import DEFAULT
+from ..kernels import power_of_two
+from . import implementation
 
 __all__ = [
     "ALIGNED",
     "MOST_TOKENS",
+    "PRODUCT",
     "OPS",
     "Scales",
     "Tile",
@@ -33,13 +31,11 @@ __all__ = [
     "of_one_row",
     "of_rows",
     "prepared",
-    "supports_linear",
 ]
 
 MOST_TOKENS = 64
 """Beyond that PyTorch's product is the faster one, or as fast."""
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
 
 ROWS = 64
 """Of the weight, which one instruction of Hopper's tensor cores takes, and a program has."""
@@ -290,23 +286,7 @@ def _most_stages(device: torch.device, size: int) -> int:
     return max(1, (held - barriers) // size)
 
 
-def supports_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> Availability:
-    """True, or why the kernels would fail, or read beyond a tensor."""
-    reason = unsuitable("x", x, HALVES, own=True)
-    if reason:
-        return reason
-    if x.device.type not in CUDA:
-        return f"the kernels are launched through CUDA, and x is on {x.device}"
-    if x.ndim != 2 or weight.ndim != 2 or weight.shape[1:] != x.shape[1:] or not x.shape[1]:
-        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}"
-    if weight.dtype != x.dtype or weight.device != x.device or weight.stride(1) != 1:
-        return f"weight is {weight.dtype} on {weight.device}, of strides {weight.stride()}"
-    if bias is None:
-        return True
-    fits = bias.dtype == x.dtype and bias.device == x.device and bias.shape == weight.shape[:1]
-    return fits or f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}"
+PRODUCT = ("x.dtype != torch.float32", "weight.stride(1) == 1")
+"""What the kernels of products take."""
 
-
-OPS = (OpImpl("linear", *DEFAULT, linear, available=available, supports=supports_linear),)
+OPS = (implementation(linear, *PRODUCT, own=True),)

@@ -10,14 +10,12 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from vllm_fl import Availability
 
-from ..kernels import CUDA
-from ..loading import available, unsuitable
-from . import DEFAULT
+from . import implementation
 from .linear import ALIGNED, ROWS, Scales, Tile, copies_blocks, is_aligned, of_one_row, of_rows
 
-__all__ = ["MOST_TOKENS", "OPS", "linear_fp8", "supports_linear_fp8"]
+__all__ = ["MOST_TOKENS", "OPS", "linear_fp8"]
 
 MOST_TOKENS = 32
 """Beyond that vLLM's product is the faster one, or as fast."""
@@ -29,7 +27,6 @@ FEW_OUTPUTS, MANY_FEATURES = 3072, 4096
 """Of fewer outputs and more features vLLM's product of several tokens is the faster one: it divides
 the features."""
 
-FP8 = torch.float8_e4m3fn
 
 RESULTS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -100,43 +97,17 @@ def _by_vllm(device: torch.device) -> Callable[..., None] | None:
     return found if found and has_kernel("_C::cutlass_scaled_mm", key) else None
 
 
-def supports_linear_fp8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    out_dtype: str,
-    bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernels would fail, or read beyond a tensor."""
-    reason = unsuitable("x", x, {FP8}, own=True)
-    if reason:
-        return reason
-    if x.device.type not in CUDA or not copies_blocks(x.device):
-        return f"the kernels are for Hopper and later GPUs, and x is on {x.device}"
-    if x.ndim != 2 or weight.ndim != 2 or weight.shape[1:] != x.shape[1:] or not x.shape[1]:
-        return f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}"
-    if weight.dtype != FP8 or weight.device != x.device or weight.stride(1) != 1:
-        return f"weight is {weight.dtype} on {weight.device}, of strides {weight.stride()}"
-    (tokens, features), outputs = x.shape, weight.shape[0]
-    if features % ALIGNED or weight.stride(0) % ALIGNED:
-        return f"rows of {features} features do not begin at multiples of {ALIGNED} bytes"
-    for name, scale, rows in (
-        ("x_scale", x_scale, tokens),
-        ("weight_scale", weight_scale, outputs),
-    ):
-        fits = scale.dtype == torch.float32 and scale.device == x.device
-        if not fits or tuple(scale.shape) not in ((), (1,), (rows, 1)):
-            return f"{name} is {scale.dtype} {tuple(scale.shape)} on {scale.device}"
-    if out_dtype not in RESULTS:
-        return f"out_dtype is {out_dtype!r}"
-    if bias is None:
-        return True
-    fits = bias.device == x.device and bias.shape == weight.shape[:1]
-    fits = fits and bias.dtype == RESULTS[out_dtype]
-    return fits or f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}"
+def _is_hopper(x: torch.Tensor) -> Availability:
+    is_it = copies_blocks(x.device)
+    return is_it or f"the kernels are for Hopper and later GPUs, and x is on {x.device}"
 
 
 OPS = (
-    OpImpl("linear_fp8", *DEFAULT, linear_fp8, available=available, supports=supports_linear_fp8),
+    implementation(
+        linear_fp8,
+        _is_hopper,
+        "weight.stride(1) == 1",
+        f"in_features % {ALIGNED} == 0 and weight.stride(0) % {ALIGNED} == 0",
+        own=True,
+    ),
 )

@@ -6,13 +6,11 @@ from typing import Any
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
 from ..kernels import contiguous, launchable, warps
-from ..loading import available, flag_gems, unsuitable
-from . import DEFAULT
+from ..loading import flag_gems
+from . import implementation
 
-__all__ = ["OPS", "layer_norm", "rms_norm", "supports_layer_norm", "supports_rms_norm"]
+__all__ = ["OPS", "layer_norm", "rms_norm"]
 
 LONGEST_ROW = 4096
 """FlagGems norms a longer row in several steps, with kernels that it tunes."""
@@ -120,32 +118,6 @@ def _launch(
         )
 
 
-def supports_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Availability:
-    """True, or why the kernels would fail."""
-    if weight is None:
-        return "the kernels need a weight"
-    if variance_size is not None:
-        return "the kernels have no variance_size"
-    if epsilon < 0:
-        return f"epsilon is negative: {epsilon}"
-    # The kernels check neither of these shapes, and read and write beyond a smaller tensor.
-    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
-        return (
-            f"residual is {residual.dtype} {tuple(residual.shape)} and x {x.dtype} {tuple(x.shape)}"
-        )
-    if weight.shape != x.shape[-1:]:
-        return f"weight is {tuple(weight.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
-    if not weight.is_floating_point():
-        return f"weight is {weight.dtype}"
-    return unsuitable("x", x) or True
-
-
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -220,42 +192,12 @@ def _launch_layer_norm(
     return normed
 
 
-def supports_layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    epsilon: float,
-) -> Availability:
-    """True, or why the kernels would fail."""
-    if epsilon <= 0:
-        return f"epsilon is not above 0: {epsilon}"
-    if bias is not None and weight is None:
-        return "there is a bias and no weight"
-    # The kernels check no shape, and read beyond a smaller tensor.
-    for name, each in (("weight", weight), ("bias", bias)):
-        if each is not None and each.shape != x.shape[-1:]:
-            return (
-                f"{name} is {tuple(each.shape)} and the last dimension of x {tuple(x.shape)[-1:]}"
-            )
-        if each is not None and not each.is_floating_point():
-            return f"{name} is {each.dtype}"
-    return unsuitable("x", x) or True
-
-
 OPS = (
-    OpImpl(
-        "layer_norm",
-        *DEFAULT,
-        layer_norm,
-        available=available,
-        supports=supports_layer_norm,
-    ),
-    OpImpl(
-        "rms_norm",
-        *DEFAULT,
+    implementation(layer_norm),
+    implementation(
         rms_norm,
-        available=available,
-        supports=supports_rms_norm,
+        "weight is not None",
+        "variance_size is None",
         consumes=frozenset({"x", "residual"}),
     ),
 )

@@ -14,15 +14,13 @@ import torch
 from vllm_fl import Availability, OpImpl
 
 from ..kernels import CUDA, WARPS, Launcher, contiguous, heads_of_a_program, power_of_two
-from ..loading import available, flag_gems, unsuitable
-from . import DEFAULT
+from ..loading import available, flag_gems
+from . import DEFAULT, implementation, lies_on
 
 __all__ = [
     "OPS",
     "concat_and_cache_mla",
     "reshape_and_cache",
-    "supports_concat_and_cache_mla",
-    "supports_reshape_and_cache",
 ]
 
 LONGEST_PIECE = 512
@@ -105,32 +103,6 @@ def _scattering() -> Launcher:
     return Launcher(reshape_and_cache_kernel, WARPS)
 
 
-def supports_reshape_and_cache(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> Availability:
-    """True, or why the kernel would fail, or write into other slots."""
-    is_own = key.device.type in CUDA
-    reason = unsuitable("key", key, own=is_own) or _strangers(
-        key, value=value, key_cache=key_cache, value_cache=value_cache
-    )
-    if reason:
-        return reason
-    if key.ndim != 3 or value.shape != key.shape:
-        return f"key is {tuple(key.shape)} and value {tuple(value.shape)}"
-    for name, held in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if held.ndim != 4 or held.shape[2:] != key.shape[1:] or held.shape != key_cache.shape:
-            return f"{name} is {tuple(held.shape)} and key {tuple(key.shape)}"
-        if held.stride(3) != 1:
-            return f"{name} has the strides {held.stride()}: features of a head are apart"
-    if not is_own and not _in_rows(key_cache, value_cache):
-        return f"key_cache has the strides {key_cache.stride()}: FlagGems writes slots before heads"
-    return _slots(slot_mapping, key) or True
-
-
 def concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
@@ -157,24 +129,6 @@ def concat_and_cache_mla(
     return kv_cache
 
 
-def supports_concat_and_cache_mla(
-    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> Availability:
-    """True, or why the kernel would fail, or read beyond a tensor."""
-    reason = unsuitable("kv_c", kv_c) or _strangers(kv_c, k_pe=k_pe, kv_cache=kv_cache)
-    if reason:
-        return reason
-    if kv_c.ndim != 2 or k_pe.ndim != 2 or k_pe.shape[0] != kv_c.shape[0]:
-        return f"kv_c is {tuple(kv_c.shape)} and k_pe {tuple(k_pe.shape)}"
-    # FlagGems looks at the shape of kv_cache itself.
-    if kv_cache.stride(-1) != 1:
-        return f"kv_cache has the strides {kv_cache.stride()}: FlagGems writes rows in one piece"
-    piece = min(kv_c.shape[1], LONGEST_PIECE)
-    if piece < 1 or piece & (piece - 1):
-        return f"a latent of {piece} elements, which is no power of two"
-    return _slots(slot_mapping, kv_c) or True
-
-
 @cache
 def _one(device: torch.device) -> torch.Tensor:
     """A scale, which FlagGems demands and does not read where nothing is quantised."""
@@ -187,20 +141,16 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride()[1:] == (x.shape[2], 1) else contiguous(x)
 
 
-def _strangers(first: torch.Tensor, **others: torch.Tensor) -> str | None:
-    """Which of the tensors is of another dtype or on another device than `first`."""
-    strange = (
-        f"{name} is {x.dtype} on {x.device}, not {first.dtype} on {first.device}"
-        for name, x in others.items()
-        if x.dtype != first.dtype or x.device != first.device
-    )
-    return next(strange, None)
-
-
-def _slots(slot_mapping: torch.Tensor, rows: torch.Tensor) -> str | None:
-    if slot_mapping.dtype == torch.int64 and slot_mapping.shape == rows.shape[:1]:
-        return None
-    return f"slot_mapping is {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+def _finds_slots(
+    key: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor
+) -> Availability:
+    if key.device.type in CUDA:
+        return True
+    if (reason := lies_on("key")(key=key)) is not True:
+        return reason
+    steps = key_cache.stride()
+    in_rows = _in_rows(key_cache, value_cache)
+    return in_rows or f"key_cache has the strides {steps}: FlagGems writes slots before heads"
 
 
 OPS = (
@@ -209,15 +159,13 @@ OPS = (
         *DEFAULT,
         reshape_and_cache,
         available=available,
-        supports=supports_reshape_and_cache,
+        takes=("key_cache.stride(3) == 1 and value_cache.stride(3) == 1", _finds_slots),
         consumes=frozenset({"key_cache", "value_cache"}),
     ),
-    OpImpl(
-        "concat_and_cache_mla",
-        *DEFAULT,
+    implementation(
         concat_and_cache_mla,
-        available=available,
-        supports=supports_concat_and_cache_mla,
+        "kv_cache.stride(2) == 1",
+        f"min(kv_lora_rank, {LONGEST_PIECE}).bit_count() == 1",
         consumes=frozenset({"kv_cache"}),
     ),
 )

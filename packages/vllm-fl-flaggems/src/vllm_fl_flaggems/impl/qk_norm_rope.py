@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from ..kernels import WARPS, Launcher, contiguous, heads_of_a_program, power_of_two
+from . import implementation
 
-from ..kernels import CUDA, WARPS, Launcher, contiguous, heads_of_a_program, power_of_two
-from ..loading import available, unsuitable
-from . import DEFAULT
-
-__all__ = ["OPS", "qk_norm_rope", "supports_qk_norm_rope", "traced_qk_norm_rope"]
+__all__ = ["OPS", "qk_norm_rope", "traced_qk_norm_rope"]
 
 LARGEST_HEAD = 1024
 """Features of a head that one program holds."""
@@ -105,49 +102,13 @@ def _call(
     )
 
 
-def supports_qk_norm_rope(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool = False,
-) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("qkv", qkv, own=True)
-    if reason:
-        return reason
-    if qkv.device.type not in CUDA:
-        return f"the kernel is launched through CUDA, and qkv is on {qkv.device}"
-    # The kernel checks no shape: it would read and write beyond a smaller tensor.
-    size, tokens = q_weight.shape[0], qkv.shape[0]
-    if not 1 < size <= LARGEST_HEAD:
-        return f"the kernel takes heads of 2 to {LARGEST_HEAD} features, not of {size}"
-    wanted = min(heads, kv_heads) >= 1 and (heads + kv_heads) * size
-    if qkv.ndim != 2 or qkv.shape[1] % size or not wanted or qkv.shape[1] < wanted:
-        return f"qkv is {tuple(qkv.shape)}, and its heads are {heads} and {kv_heads} of {size}"
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        fits = weight.dtype in (qkv.dtype, torch.float32) and weight.shape == (size,)
-        if not fits or not weight.is_contiguous():
-            return f"{name} is {weight.dtype} {tuple(weight.shape)} of strides {weight.stride()}"
-    if position_ids.is_floating_point() or position_ids.shape != (tokens,):
-        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    table = cos_sin_cache
-    if table.ndim != 2 or table.stride(1) != 1 or table.shape[1] % 2 or table.shape[1] > size:
-        return f"cos_sin_cache is {tuple(table.shape)} of strides {table.stride()}"
-    return True if epsilon >= 0 else f"epsilon is {epsilon}"
-
-
 OPS = (
-    OpImpl(
-        "qk_norm_rope",
-        *DEFAULT,
+    implementation(
         qk_norm_rope,
-        available=available,
-        supports=supports_qk_norm_rope,
+        f"1 < head_size <= {LARGEST_HEAD}",
+        "q_weight.is_contiguous() and k_weight.is_contiguous()",
+        "cos_sin_cache.stride(1) == 1",
+        own=True,
         consumes=frozenset({"qkv"}),
         traced=traced_qk_norm_rope,
     ),

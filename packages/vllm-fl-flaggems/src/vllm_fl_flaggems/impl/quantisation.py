@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from vllm_fl import Availability, OpImpl
+from vllm_fl import Availability
 
-from ..loading import available, flag_gems, unsuitable
-from . import DEFAULT
+from ..loading import flag_gems
+from . import implementation
 
-__all__ = ["OPS", "quant_fp8_group", "supports_quant_fp8_group"]
+__all__ = ["OPS", "quant_fp8_group"]
 
 FP8_CAPABILITY = (8, 9)
 """Of the first NVIDIA GPUs for which Triton compiles float8_e4m3fn."""
@@ -49,28 +47,14 @@ def quant_fp8_group(
     return pair
 
 
-def supports_quant_fp8_group(
-    x: torch.Tensor, group_size: int = 128, eps: float = 1e-10, ue8m0: bool = False
-) -> Availability:
-    """True, or why the kernel would fail, or read beyond x."""
-    if x.ndim != 2 or not x.shape[1] or group_size < 1 or x.shape[1] % group_size:
-        return f"x, {tuple(x.shape)}, is not (tokens, hidden) of whole groups of {group_size}"
-    if not 0 < eps < math.inf or not isinstance(ue8m0, bool):
-        return f"eps={eps} is not finite and above 0, or ue8m0={ue8m0} no bool"
-    if max(x.numel(), x.shape[0] * x.stride(0)) > MOST_ELEMENTS:
-        return "x has more elements than the kernel counts"
-    reason = unsuitable("x", x)
-    if reason is None and x.is_cuda and torch.cuda.get_device_capability(x.device) < FP8_CAPABILITY:
-        return "this GPU has no float8_e4m3fn in Triton"
-    return reason or True
+def _has_fp8(x: torch.Tensor) -> Availability:
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY:
+        return True
+    return "this GPU has no float8_e4m3fn in Triton"
 
 
 OPS = (
-    OpImpl(
-        "quant_fp8_group",
-        *DEFAULT,
-        quant_fp8_group,
-        available=available,
-        supports=supports_quant_fp8_group,
+    implementation(
+        quant_fp8_group, f"max(x.numel(), tokens * x.stride(0)) <= {MOST_ELEMENTS}", _has_fp8
     ),
 )

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
 from ..kernels import launchable, warps
-from ..loading import available, flag_gems, unsuitable
-from . import DEFAULT
+from ..loading import flag_gems
+from . import implementation
 
-__all__ = ["OPS", "rotary_embedding", "supports_rotary_embedding"]
+__all__ = ["OPS", "rotary_embedding"]
 
 FEW_TOKENS = 512
 """Up to here the heads of a token are turned side by side, see `_side_by_side`."""
@@ -143,44 +141,4 @@ def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> int:
     return math.gcd(q.shape[1], k.shape[1]) or 1
 
 
-def supports_rotary_embedding(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-    rotary_interleaved: bool = False,
-) -> Availability:
-    """True, or why the kernel would fail."""
-    reason = unsuitable("query", query)
-    if reason:
-        return reason
-    # The kernel checks no shape: it would read and write beyond a smaller tensor.
-    tokens, _, head_size = query.shape
-    if key is not None and (key.dtype != query.dtype or key.shape[::2] != (tokens, head_size)):
-        return f"key is {key.dtype} {tuple(key.shape)} and query {query.dtype} {tuple(query.shape)}"
-    if position_ids.is_floating_point() or position_ids.shape != (tokens,):
-        return f"position_ids is {position_ids.dtype} {tuple(position_ids.shape)}"
-    if (
-        cos.ndim != 2
-        or cos.shape != sin.shape
-        or 2 * cos.shape[1] > head_size
-        or cos.stride(1) != 1
-        or sin.stride(1) != 1
-    ):
-        return (
-            f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, of strides {cos.stride()} and "
-            f"{sin.stride()}, and a head {head_size}"
-        )
-    return True
-
-
-OPS = (
-    OpImpl(
-        "rotary_embedding",
-        *DEFAULT,
-        rotary_embedding,
-        available=available,
-        supports=supports_rotary_embedding,
-    ),
-)
+OPS = (implementation(rotary_embedding, "cos.stride(1) == 1 and sin.stride(1) == 1"),)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
-
 from ..kernels import contiguous
-from ..loading import available, flag_gems, unsuitable
-from . import DEFAULT
+from ..loading import flag_gems
+from . import implementation
 
 __all__ = [
     "OPS",
@@ -17,10 +15,6 @@ __all__ = [
     "moe_sum",
     "moe_topk",
     "of_experts",
-    "supports_grouped_topk",
-    "supports_moe_align_block_size",
-    "supports_moe_sum",
-    "supports_moe_topk",
 ]
 
 MOST = 32
@@ -28,8 +22,6 @@ MOST = 32
 
 MOST_EXPERTS = 1024
 """The kernel without groups reads no more of a token's logits, and does not say so."""
-
-INDICES = frozenset({torch.int32, torch.int64})
 
 
 def moe_topk(
@@ -67,28 +59,6 @@ def moe_topk(
     if routed_scaling_factor != 1.0:
         weights *= routed_scaling_factor
     return weights, ids
-
-
-def supports_moe_topk(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or leave something out."""
-    if scoring_func != "softmax":
-        return f"no kernel for {scoring_func}"
-    if e_score_correction_bias is not None:
-        return "the kernel has no e_score_correction_bias"
-    reason = _unfit(gating_output, routed_scaling_factor)
-    if reason:
-        return reason
-    experts = gating_output.shape[1]
-    if experts > MOST_EXPERTS or not 1 <= topk <= min(MOST, experts):
-        return f"no kernel for {topk} of {experts} experts"
-    return True
 
 
 def grouped_topk(
@@ -134,37 +104,6 @@ def grouped_topk(
         0,  # these are scores already
     )
     return routing
-
-
-def supports_grouped_topk(
-    gating_output: torch.Tensor,
-    topk: int,
-    renormalize: bool,
-    num_expert_group: int,
-    topk_group: int,
-    scoring_func: str = "softmax",
-    routed_scaling_factor: float = 1.0,
-    e_score_correction_bias: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernels would fail, or count groups otherwise."""
-    if scoring_func not in ("softmax", "sigmoid"):
-        return f"no kernel for {scoring_func}"
-    bias = e_score_correction_bias
-    if bias is None:
-        return "the kernels have no form without e_score_correction_bias"
-    reason = _unfit(gating_output, routed_scaling_factor)
-    if reason:
-        return reason
-    if bias.shape != gating_output.shape[1:]:
-        return f"e_score_correction_bias is {tuple(bias.shape)}"
-    experts, groups = gating_output.shape[1], num_expert_group
-    if not 1 <= groups <= MOST or experts % groups or experts < 2 * groups:
-        return f"no kernel for {experts} experts in {groups} groups"
-    if not 1 <= topk_group <= groups or topk > topk_group * experts // groups:
-        return f"no kernel for {topk} experts of {topk_group} groups"
-    if topk not in (1, 2, 4, 8, 16, 32):
-        return f"the kernels take powers of two for topk, up to 32, not {topk}"
-    return unsuitable("e_score_correction_bias", bias) or True
 
 
 def moe_align_block_size(
@@ -219,27 +158,6 @@ def moe_align_block_size(
     return sorted_token_ids[:length], expert_ids, used
 
 
-def supports_moe_align_block_size(
-    topk_ids: torch.Tensor,
-    block_size: int,
-    num_experts: int,
-    expert_map: torch.Tensor | None = None,
-    pad_sorted_ids: bool = False,
-    ignore_invalid_experts: bool = False,
-) -> Availability:
-    """True, or why the kernels would fail."""
-    if topk_ids.ndim != 2:
-        return f"topk_ids has {topk_ids.ndim} dimensions"
-    if block_size < 1 or num_experts < 1:
-        return f"no kernel for {num_experts} experts in blocks of {block_size}"
-    if expert_map is not None:
-        if expert_map.dtype != torch.int32 or expert_map.device != topk_ids.device:
-            return f"expert_map is {expert_map.dtype} on {expert_map.device}"
-        if expert_map.ndim != 1 or len(expert_map) < num_experts:
-            return f"expert_map is {tuple(expert_map.shape)}"
-    return unsuitable("topk_ids", topk_ids, INDICES) or True
-
-
 def moe_sum(
     input: torch.Tensor,
     topk_ids: torch.Tensor | None = None,
@@ -265,19 +183,6 @@ def moe_sum(
     return out
 
 
-def supports_moe_sum(
-    input: torch.Tensor,
-    topk_ids: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> Availability:
-    """True, or why the kernel would fail, or add what does not count."""
-    if topk_ids is not None or expert_map is not None:
-        return "the kernel adds the places of topk_ids and expert_map that do not count"
-    if input.ndim != 3:
-        return f"input has {input.ndim} dimensions"
-    return unsuitable("input", input) or True
-
-
 def of_experts(topk_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids that all are some expert's, the places where they are not those of topk_ids).
 
@@ -290,25 +195,19 @@ def of_experts(topk_ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
     return ids, ids != topk_ids
 
 
-def _unfit(logits: torch.Tensor, factor: float) -> str | None:
-    if logits.ndim != 2:
-        return f"gating_output has {logits.ndim} dimensions"
-    if not abs(factor) < float("inf"):
-        return f"routed_scaling_factor={factor} is not finite"
-    return unsuitable("gating_output", logits)
-
-
 OPS = (
-    OpImpl("moe_topk", *DEFAULT, moe_topk, available=available, supports=supports_moe_topk),
-    OpImpl(
-        "grouped_topk", *DEFAULT, grouped_topk, available=available, supports=supports_grouped_topk
+    implementation(
+        moe_topk,
+        "scoring_func == 'softmax'",
+        "e_score_correction_bias is None",
+        f"experts <= {MOST_EXPERTS} and topk <= {MOST}",
     ),
-    OpImpl(
-        "moe_align_block_size",
-        *DEFAULT,
-        moe_align_block_size,
-        available=available,
-        supports=supports_moe_align_block_size,
+    implementation(
+        grouped_topk,
+        "e_score_correction_bias is not None",
+        f"num_expert_group <= {MOST}",
+        "topk in (1, 2, 4, 8, 16, 32)",
     ),
-    OpImpl("moe_sum", *DEFAULT, moe_sum, available=available, supports=supports_moe_sum),
+    implementation(moe_align_block_size),
+    implementation(moe_sum, "topk_ids is None"),
 )

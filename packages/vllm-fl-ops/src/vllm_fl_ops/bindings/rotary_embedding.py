@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarget, Route, put
-from vllm_fl.contracts.cos_sin import joint_cos_sin
 
+from ..contracts.cos_sin import joint_cos_sin
 from ..contracts.rules import HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from ._latent import KV_RANK, ROPE_SIZE
 from ._phrases import HW_AGNOSTIC

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Argument, Problem, like, tensor
+from vllm_fl.contracts.arguments import Argument, like, tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
 
@@ -23,7 +23,6 @@ __all__ = [
     "bad_gated_inputs",
     "broken_row",
     "gated_inputs",
-    "gated_tensor",
     "served_activation_inputs",
     "served_gated_inputs",
 ]
@@ -87,11 +86,6 @@ def activation(
         tolerances=tolerances,
         **{"served": served, **more},
     )
-
-
-def gated_tensor(name: str, value: Any) -> Problem:
-    """`value` must be a floating tensor of shape (..., 2 * d)."""
-    return tensor("..., 2 * d").problem(name, value, {name: value})
 
 
 def gated_inputs(source: Source) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import (
-    Problem,
     flag,
     integer,
     integers,
@@ -330,18 +329,6 @@ def _part(*call: Any) -> tuple[Any, ...]:
     return x, w13, w2, weights, topk_ids, activation, on_input, len(here), left, *biases
 
 
-def _also(x: Any, w13: Any, w2: Any, weights: Any, ids: Any, *rest: Any) -> Problem:
-    _, on_input, count, expert_map, *_ = rest
-    if on_input and (k := ids.shape[1]) != 1:
-        return "apply_router_weight_on_input", f"must be False for {k} experts of a token"
-    known = len(w13) if expert_map is None else len(expert_map)
-    if count != known and (count != -1 or expert_map is not None):
-        return "global_num_experts", f"must be the number of experts, {known}, got {count}"
-    if not ids.is_meta and ids.numel() and int(ids.max()) >= known:
-        return "topk_ids", f"must be below the number of experts, {known}, got {int(ids.max())}"
-    return None
-
-
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     import torch
 
@@ -366,16 +353,19 @@ SPEC = contract(
         "w13": tensor("experts, 2 * intermediate, hidden", "hidden_states", where="experts >= 1"),
         "w2": tensor("experts, hidden, intermediate", "hidden_states"),
         "topk_weights": tensor("tokens, k", where="k >= 1"),
-        "topk_ids": integers("tokens, k"),
-        "activation": word(*ACTIVATIONS),
-        "apply_router_weight_on_input": flag(),
-        "global_num_experts": integer(kind="int"),
         "expert_map": tensor("mapped", "int32").optional(),
+        "activation": word(*ACTIVATIONS),
+        "apply_router_weight_on_input": flag("not value or k == 1"),
+        "global_num_experts": integer(
+            "value == (experts if expert_map is None else mapped)"
+            " or (value == -1 and expert_map is None)",
+            kind="int",
+        ),
         "w13_bias": tensor("experts, 2 * intermediate", "hidden_states").optional(),
         "w2_bias": tensor("experts, hidden", "hidden_states").optional(),
+        "topk_ids": integers("tokens, k", "high < (experts if expert_map is None else mapped)"),
     },
     (like("hidden_states"),),
-    also=_also,
     bad=_bad,
     group="moe",
     samples=_samples,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.arguments import Problem, like, scalar, tensor
+from vllm_fl.contracts.arguments import like, scalar, tensor
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
@@ -121,23 +121,17 @@ def _layer(weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: floa
     return SimpleNamespace(weight=weight, bias=bias, eps=epsilon)
 
 
-def _also(x: torch.Tensor, weight: Any, bias: Any, epsilon: float) -> Problem:
-    if bias is None or (weight is not None and weight.dtype == bias.dtype):
-        return None
-    wanted = "None without a weight" if weight is None else f"of weight's dtype {weight.dtype}"
-    return "bias", f"must be {wanted}, got {bias.dtype}"
-
-
 SPEC = contract(
     layer_norm,
     {
         "x": tensor("..., hidden", where="hidden >= 1"),
         "weight": tensor("hidden", "x", "float32").optional(),
-        "bias": tensor("hidden", "x", "float32").optional(),
+        "bias": tensor(
+            "hidden", "x", "float32", where="weight is not None and bias.dtype == weight.dtype"
+        ).optional(),
         "epsilon": scalar("value > 0"),
     },
     (like("x"),),
-    also=_also,
     group="norms",
     samples=_samples,
     served=_served,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, integers, tensor
+from vllm_fl.contracts.arguments import integers, tensor
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
@@ -134,16 +134,6 @@ def _served(
         yield Sample(name, (input, None, None), scale)
 
 
-def _also(input: Any, topk_ids: Any, expert_map: Any) -> Problem:
-    if expert_map is None:
-        return None
-    if topk_ids is None:
-        return "expert_map", "must come with topk_ids"
-    if topk_ids.is_meta or not topk_ids.numel() or int(topk_ids.max()) < len(expert_map):
-        return None
-    return "topk_ids", f"must be below expert_map's {len(expert_map)} experts, got more"
-
-
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     input = good["input"]
     yield "four dimensions, no feature", {"input": input[..., None, :][..., :0]}
@@ -158,11 +148,10 @@ SPEC = contract(
     moe_sum,
     {
         "input": tensor("tokens, topk, hidden"),
-        "topk_ids": integers("tokens, topk").optional(),
-        "expert_map": tensor("experts", "int32").optional(),
+        "expert_map": tensor("experts", "int32", where="topk_ids is not None").optional(),
+        "topk_ids": integers("tokens, topk", "expert_map is None or high < experts").optional(),
     },
     (tensor("tokens, hidden"),),
-    also=_also,
     bad=_bad,
     group="moe",
     samples=_samples,

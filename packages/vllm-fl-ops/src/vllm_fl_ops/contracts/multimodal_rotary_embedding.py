@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Argument, Problem, flag, integers, like, tensor
+from vllm_fl.contracts.arguments import Argument, flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
@@ -187,15 +187,6 @@ def _served(
             yield Sample(name, (q, k, cos, sin, at, section, interleaved, False), scale)
 
 
-def _also(query: Any, key: Any, cos: Any, sin: Any, at: Any, section: Any, *_: Any) -> Problem:
-    name = "mrope_section"
-    if len(section) != 3 or any(type(pairs) is not int or pairs < 0 for pairs in section):
-        return name, f"must be three ints that are not negative, got {section!r}"
-    if sum(section) != cos.shape[1]:
-        return name, f"must add up to the {cos.shape[1]} pairs of cos, got {section!r}"
-    return None
-
-
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     time, height, width = good["mrope_section"]
     for what, section in (
@@ -221,12 +212,16 @@ SPEC = contract(
         "cos": TABLE,
         "sin": TABLE,
         "position_ids": integers("tokens, 3", "0 <= low and high < max_position"),
-        "mrope_section": Argument(kind="int[]", classes=(list, tuple)),
+        "mrope_section": Argument(
+            kind="int[]",
+            classes=(list, tuple),
+            where="len(value) == 3 and all(type(pairs) is int and pairs >= 0 for pairs in value)"
+            " and sum(value) == half",
+        ),
         "mrope_interleaved": flag(),
         "rotary_interleaved": flag(),
     },
     (like("query"), like("key")),
-    also=_also,
     bad=_bad,
     group="rope",
     samples=_samples,

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import (
-    Problem,
     flag,
     integer,
     integers,
@@ -206,14 +205,6 @@ def _served(
             yield Sample(name, args, head_size**0.5 if source.large else 1.0)
 
 
-def _also(qkv: Any, q_weight: Any, *rest: Any) -> Problem:
-    *_, heads, kv_heads, _, _ = rest
-    size, least = q_weight.shape[0], heads + kv_heads
-    if not qkv.shape[1] % size and qkv.shape[1] >= least * size:
-        return None
-    return "qkv", f"must have columns for {least} or more heads of {size}, got {qkv.shape[1]}"
-
-
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "q_weight of float16", {"q_weight": good["q_weight"].half()}
     yield "q_weight of bfloat16", {"q_weight": good["q_weight"].bfloat16()}
@@ -226,10 +217,12 @@ SPEC = contract(
     qk_norm_rope,
     {
         "qkv": tensor("tokens, columns"),
-        "q_weight": tensor("head_size", "qkv", "float32", where="head_size >= 1"),
+        "q_weight": tensor(
+            "head_size", "qkv", "float32", where="head_size >= 1 and columns % head_size == 0"
+        ),
         "k_weight": tensor("head_size", "qkv", "float32"),
         "heads": integer("value >= 1", kind="int"),
-        "kv_heads": integer("value >= 1", kind="int"),
+        "kv_heads": integer("value >= 1 and columns >= (heads + value) * head_size", kind="int"),
         "cos_sin_cache": tensor(
             "max_position, 2 * half", "qkv", "float32", where="half >= 1 and 2 * half <= head_size"
         ),
@@ -238,7 +231,6 @@ SPEC = contract(
         "rotary_interleaved": flag(),
     },
     (like("qkv"),),
-    also=_also,
     overwrites=("qkv",),
     bad=_bad,
     group="rope",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Problem, flag, tensor
+from vllm_fl.contracts.arguments import flag, tensor
 from vllm_fl.contracts.outputs import QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
@@ -157,14 +157,6 @@ def _fake(x: torch.Tensor, scale: torch.Tensor | None, scale_ub: Any, per_token:
     return value, x.new_empty(shape, dtype=torch.float32)
 
 
-def _also(x: Any, scale: Any, scale_ub: Any, per_token: bool) -> Problem:
-    if per_token and scale is not None:
-        return "per_token", "must be False with a scale"
-    if scale_ub is not None and not per_token:
-        return "scale_ub", "must be None where scales are not each token's own"
-    return None
-
-
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     x, one = good["x"], good["x"].new_ones(1).float()
     yield "3-D, per token", {"x": x[None], "per_token": True}
@@ -183,11 +175,10 @@ SPEC = contract(
     {
         "x": tensor("tokens, hidden", where="hidden >= 1"),
         "scale": tensor("", "float32").optional(),
-        "per_token": flag(),
-        "scale_ub": tensor("", "float32").optional(),
+        "per_token": flag("not value or scale is None"),
+        "scale_ub": tensor("", "float32", where="per_token").optional(),
     },
     _fake,
-    also=_also,
     bad=_bad,
     group="quant",
     samples=_samples,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import Argument, Problem, tensor
+from vllm_fl.contracts.arguments import flag, tensor
 from vllm_fl.contracts.outputs import Exact, QuantisedPair
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
@@ -173,14 +173,6 @@ def _fake(x: torch.Tensor, scale: torch.Tensor | None, azp: Any, asymmetric: boo
     return (value, steps, zero) if asymmetric else (value, steps)
 
 
-def _also(x: Any, scale: Any, azp: Any, asymmetric: Any) -> Problem:
-    if azp is not None and scale is None:
-        return "azp", "must be None without a scale"
-    if asymmetric and scale is not None:
-        return "asymmetric", "must be None with a scale: azp says it then"
-    return None
-
-
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     x, one = good["x"], good["x"].new_ones(1).float()
     yield "3-D, one scale", {"x": x[None], "scale": one}
@@ -200,11 +192,10 @@ SPEC = contract(
     {
         "x": tensor("tokens, hidden", where="hidden >= 1"),
         "scale": tensor("", "float32").optional(),
-        "azp": tensor("", "int32").optional(),
-        "asymmetric": Argument(kind="bool", classes=(bool,), where="value is True").optional(),
+        "azp": tensor("", "int32", where="scale is not None").optional(),
+        "asymmetric": flag("value and scale is None").optional(),
     },
     _fake,
-    also=_also,
     bad=_bad,
     variants=(
         Variant("", "(Tensor x, Tensor? scale=None, Tensor? azp=None) -> (Tensor, Tensor)"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import flag, integers, like, tensor
 from vllm_fl.contracts.batches import positions
-from vllm_fl.contracts.cos_sin import joint_cos_sin
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
@@ -21,7 +20,6 @@ __all__ = [
     "TABLE",
     "by_complex_numbers",
     "heads_of_qkv",
-    "joint_cos_sin",
     "positions_elsewhere",
     "served_positions",
     "table",

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_fl.errors import SettingsError, VllmFLError
@@ -80,23 +81,19 @@ def _once(
     """One child: (what it answers or None, how it ended, what it ran then)."""
     fork = multiprocessing.get_context("fork")
     reader, writer = fork.Pipe(duplex=False)
-    with (
-        reader,
-        tempfile.TemporaryFile()
-        if not hasattr(os, "memfd_create")
-        else open(os.memfd_create("vllm-fl-running"), "r+b", buffering=0) as notes,
-    ):
-        child = fork.Process(target=_answer, args=(work, writer, notes.fileno(), ended))
+    with reader, tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder)
+        child = fork.Process(target=_answer, args=(work, writer, folder, ended))
         child.start()
         writer.close()
         try:
-            text = _wait(child, reader, notes.fileno(), tick)
+            text = _wait(child, reader, notes, tick)
         except BaseException:
             child.kill()
             raise
         finally:
             child.join()
-        crumb = breadcrumb.read(os.pread(notes.fileno(), breadcrumb.LARGEST, 0))
+        crumb = breadcrumb.last(notes)
     if text:
         return json.loads(text), "", ""
     code = child.exitcode or 0
@@ -109,10 +106,10 @@ def _once(
 
 
 def _answer(
-    work: Callable[[], dict[str, Any]], writer: Connection, notes: int, ended: dict[str, str]
+    work: Callable[[], dict[str, Any]], writer: Connection, notes: str, ended: dict[str, str]
 ) -> NoReturn:
     """In the child: work, write the answer, and end without running plugins' exit handlers."""
-    breadcrumb.keep_in(notes)
+    os.environ[breadcrumb.FOLDER] = notes
     gc.disable()  # it ends soon
     calling.ENDED.update(ended)
     try:
@@ -130,18 +127,17 @@ def _answer(
 
 
 def _wait(
-    child: ForkProcess, reader: Connection, notes: int, tick: Callable[[str], None]
+    child: ForkProcess, reader: Connection, notes: Path, tick: Callable[[str], None]
 ) -> bytes | None:
     """What the child answers: nothing where it ended, None where it hangs in a plugin: it is ended.
 
     A process that a plugin left behind may hold the pipe.
     """
-    before, since = b"", time.monotonic()
+    before, since = None, time.monotonic()
     while True:
-        now = os.pread(notes, breadcrumb.LARGEST, 0)
-        if now != before:
-            before, since = now, time.monotonic()
-        crumb = breadcrumb.read(now)
+        crumb = breadcrumb.last(notes)
+        if crumb != before:
+            before, since = crumb, time.monotonic()
         tick(crumb.what if crumb is not None else "")
         if crumb is not None and time.monotonic() - since > PATIENCE:
             child.kill()

@@ -46,7 +46,7 @@ class Owner:
         impl: the implementation's id; `stock` for vLLM's own code.
         name: what the code is called where no contract names an op: an operator, a layer.
         reached: `yes` where a contract reaches it, `no`, `partly`, or `?` where it is not known.
-        why: why a contract does not reach it, or another implementation runs than was planned.
+        why: why no implementation of the plan runs there.
     """
 
     op: str
@@ -75,12 +75,12 @@ class Whose:
     tokens: int
 
     def of(self, path: Sequence[str]) -> Owner:
-        """The owner of what the last of these names is, called from those before it."""
+        """The owner of the last of these names, which is called from those before it."""
         inner = [*reversed(path)]
-        for name in inner:  # an implementation owns whatever it calls
+        for name in inner:  # an implementation owns all that it calls
             if name.startswith(OP_LABEL):
                 op, _, impl = name.removeprefix(OP_LABEL).partition("/")
-                return self._own_form(op) if impl in OWN_FORMS else self._ours(op, impl)
+                return self._stock(op) if impl in OWN_FORMS else Owner(op, impl, "", YES)
         for name in inner:
             if name in self.places["ours"]:
                 op, impl = self.places["ours"][name]
@@ -88,69 +88,37 @@ class Whose:
             if name in self.places["kernels"] or INDUCTOR.match(name):
                 return self._fused(name)
             if name in self.places["operators"]:
-                return self._stock(self.places["operators"][name], path)
+                return self._stock(self.places["operators"][name])
             if ATTENDS.match(name) or ATTENTION_LAYER.search(_layer(name)):
                 return self._attention()
             if _layer(name) in self.places["layers"]:
-                return self._stock(self.places["layers"][_layer(name)], path)
+                return self._stock(self.places["layers"][_layer(name)])
             if _layer(name):
                 break
         return self._uncovered(path)
 
-    def _ours(self, op: str, impl: str) -> Owner:
-        planned = self._planned(op)[0]
-        instead = impl != planned and f"{op}/{planned}" in self.places["refused"]
-        return Owner(op, impl, "", YES, f"{planned}, which is planned, refused" if instead else "")
+    def _stock(self, op: str) -> Owner:
+        """vLLM's code for an op with a contract."""
+        return Owner(op, STOCK, "", NO, self._why_stock(op))
 
-    def _own_form(self, op: str) -> Owner:
-        """vLLM's form of an op, which the plan's guard has called."""
-        if self._planned(op)[0] == STOCK:
-            return Owner(op, STOCK, "", NO, f"the plan says stock for {self.tokens} tokens")
-        refused = (told.partition("/") for told in self.places["refused"])
-        who = [impl for of, _, impl in refused if of == op]
-        return Owner(op, STOCK, "", NO, f"{', '.join(who) or 'every candidate'} refused")
+    def _why_stock(self, op: str) -> str:
+        impl = self._planned(op)
+        return "planned" if impl == STOCK else f"{impl} is planned: see `vllm-fl explain {op}`"
 
-    def _stock(self, op: str, path: Sequence[str]) -> Owner:
-        """vLLM's own code for an op with a contract."""
-        return Owner(op, STOCK, "", NO, self._why_stock(op, path))
-
-    def _why_stock(self, op: str, path: Sequence[str]) -> str:
-        told = self.report["ops"].get(op)
-        if told is None:
-            return "not planned: the model's configuration speaks of no such op"
-        impl, reason = self._planned(op)
-        if impl == STOCK:
-            return f"the plan says stock: {reason}"
-        for cls in map(_layer, reversed(path)):
-            if cls in self.places["left"]:
-                return f"{cls}: {self.places['left'][cls]}"
-        if op in self.places["graphs"] and self.report["mode"] == "eager":
-            return f"{impl} is planned, for graphs that vLLM compiles: eager mode has none"
-        phrases = "; ".join(self.places["not_reached"].get(op, ()))
-        return f"{impl} is planned, and no place of the op is here" + (
-            f" (not reached are: {phrases})" if phrases else ""
-        )
-
-    def _planned(self, op: str) -> tuple[str, str]:
-        """(the implementation's id, the reason) at this many tokens.
-
-        Without what the reason says of each candidate: that is in the plan, and in `explain`.
-        """
-        told = self.report["ops"].get(op, {"impl": STOCK, "reason": "not planned"})
+    def _planned(self, op: str) -> str:
+        """The implementation that is planned for this many tokens."""
+        told = self.report["ops"].get(op, {"impl": STOCK})
         rows = [row for row in told.get("rows", ()) if self.tokens <= row["up_to"]]
-        chosen = rows[0] if rows else told
-        impl = STOCK if chosen["impl"] == "foreign" else chosen["impl"]
-        return impl, chosen["reason"].partition(" (")[0]
+        impl: str = (rows[0] if rows else told)["impl"]
+        return STOCK if impl == "foreign" else impl
 
     def _attention(self) -> Owner:
-        impl, reason = self._planned(ATTENTION)
-        backend = ", ".join(self.places["attention"])
-        if impl != STOCK:
-            return Owner(ATTENTION, impl, backend, YES)
-        return Owner(ATTENTION, STOCK, backend, NO, f"the plan says stock: {reason}")
+        impl, backend = self._planned(ATTENTION), ", ".join(self.places["attention"])
+        reached, why = (NO, "planned") if impl == STOCK else (YES, "")
+        return Owner(ATTENTION, impl, backend, reached, why)
 
     def _fused(self, kernel: str) -> Owner:
-        """A kernel of the compiler's: the ops whose code is in it, by implementation."""
+        """A kernel of the compiler: the ops whose code is in it, by implementation."""
         parts: Sequence[str] = self.places["kernels"].get(kernel, ())
         impls: dict[str, str] = {}
         others: dict[str, None] = {}
@@ -160,24 +128,20 @@ class Whose:
                 impls[op] = STOCK if impl in OWN_FORMS else impl
             elif part in self.places["layers"]:
                 op = self.places["layers"][part]
-                kept = part in self.places["left"]
-                impls[op] = STOCK if kept else self._planned(op)[0]
+                impls[op] = STOCK if part in self.places["left"] else self._planned(op)
             else:
                 others[part] = None
         if not impls:
             name = f"fused: {', '.join(others)}" if others else "fused by the compiler"
-            knows = self.places["knows_kernels"]
-            untold = "its layers are not known" if knows else "this PyTorch does not tell"
-            unknown = "" if parts else f"; {untold}"
+            unknown = "" if parts else "; its layers are unknown"
             return Owner("", STOCK, name, NO if parts else UNKNOWN, f"no contract{unknown}")
-        ours = [op for op, impl in impls.items() if impl != STOCK]
-        reached = YES if len(ours) == len(impls) else PARTLY if ours else NO
-        stock = [op for op in impls if op not in ours]
-        why = "; ".join(f"{op}: {self._why_stock(op, ())}" for op in stock)
+        stock = sorted(op for op, impl in impls.items() if impl == STOCK)
+        reached = YES if not stock else NO if len(stock) == len(impls) else PARTLY
+        why = "; ".join(f"{op}: {self._why_stock(op)}" for op in stock)
         ops = sorted(impls)
-        told = ", ".join(dict.fromkeys(impls[op] for op in ops))
-        beside = f"with {', '.join(others)}" if others else ""
-        return Owner(f"fused: {', '.join(ops)}", told, beside, reached, why)
+        run_by = ", ".join(dict.fromkeys(impls[op] for op in ops))
+        name = f"with {', '.join(others)}" if others else ""
+        return Owner(f"fused: {', '.join(ops)}", run_by, name, reached, why)
 
     def _uncovered(self, path: Sequence[str]) -> Owner:
         """What no contract names: by the outermost operator of the innermost layer."""

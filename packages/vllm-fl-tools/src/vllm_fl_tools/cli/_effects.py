@@ -6,7 +6,7 @@ import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from vllm_fl.plugins.discovery import named_twice, unmatched
+from vllm_fl.plugins.discovery import unmatched
 from vllm_fl.plugins.finding import Finding
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.settings.names import uses
@@ -79,10 +79,6 @@ def find_idle(
             "The names are those of distributions. Without the variable all plugins are loaded.",
             undo(line),
         )
-    for line in named_twice(plugins, settings.plugin_modules):
-        rest = [name for name in settings.plugin_modules if f"{name!r}" not in line]
-        todo = exported(Settings.plugin_modules.variable, ",".join(rest))
-        yield Finding(CHECK, line, "It is loaded once.", todo)
     for key in settings.unowned:
         yield from idle([key], "No loaded plugin has this setting.")
 

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import read_settings
@@ -167,8 +166,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
         except Exception as error:  # vLLM, and plugins of it, may be broken in any way
             unasked = f"vLLM cannot be asked: {quote(error)}"
     manager = get_default_manager()
-    startup: Any = manager.startup  # the default manager finds its own plugins
-    settings = read_settings(manager.registry, startup.plugins)  # anew: `plan --diff FILE` asks so
+    settings = read_settings(manager.registry)  # again: `plan --diff FILE` asks so
     found = []
     for facts in (EngineFacts(settings, mode) for mode in modes):
         found.append(Described(facts, make_plan(manager, facts), unasked=unasked))

@@ -19,7 +19,7 @@ from typing import Any
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import VllmFLError
-from vllm_fl.plugins.breadcrumb import ending, last
+from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import clean
 
@@ -31,7 +31,6 @@ __all__ = [
     "Engine",
     "EngineError",
     "check_model",
-    "forget",
     "has_weights",
     "planned",
     "running",
@@ -65,16 +64,13 @@ class EngineError(VllmFLError):
         log: the end of its log.
         hung: whether it did not answer in time.
         ran: what one of its processes noted last that it was running; or nothing.
-        session: the number of the process that led its session, whose notes `forget` removes.
     """
 
     code = "FL601"
 
-    def __init__(
-        self, message: str, *, log: str = "", hung: bool = False, ran: str = "", session: int = 0
-    ) -> None:
+    def __init__(self, message: str, *, log: str = "", hung: bool = False, ran: str = "") -> None:
         super().__init__(message)
-        self.log, self.hung, self.ran, self.session = log, hung, ran, session
+        self.log, self.hung, self.ran = log, hung, ran
 
 
 class Engine:
@@ -83,7 +79,7 @@ class Engine:
     Args:
         name: what it is, for people.
         process: which answers on its standard output.
-        log: the file of its standard error.
+        log: the file of its standard error, in the folder of its notes.
         limits: seconds until it is given up, while it starts and while it answers.
 
     Raises:
@@ -131,29 +127,17 @@ class Engine:
         if not line:
             if hung:
                 _end_with_stacks(self.process)
-            ran = last(self.process.pid)
-            if hung:  # that they ended is no fault of what they ran
-                forget(self.process.pid)
+            ran = last(self.log.parent)
             log = self.log.read_text(errors="replace")[-LONGEST:]
             raise EngineError(
                 f"The engine {self.name} failed, or did not answer within {timeout:.0f} s. The end "
                 f"of its log:\n{log[-SHOWN:]}",
                 log=log,
                 hung=hung,
-                ran="" if ran is None else f"{ran.what}{ran.where}",
-                session=self.process.pid,
+                ran="" if ran is None else ran.what,
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-
-def forget(session: int) -> None:
-    """Remove the notes that processes of this session left: no later start tells of them."""
-    while (crumb := last(session)) is not None and crumb.file is not None:
-        try:
-            crumb.file.unlink()
-        except OSError:
-            return
 
 
 def takes_model(parser: argparse.ArgumentParser) -> None:
@@ -232,7 +216,7 @@ def running(
         with log.open("w") as errors:
             process = subprocess.Popen(
                 [*COMMAND, json.dumps(request)],
-                env={**SMALL, **environment, **LEFT_ALONE},
+                env={**SMALL, **environment, **LEFT_ALONE, FOLDER: folder},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -242,15 +226,26 @@ def running(
         try:
             yield Engine(name, process, log, limits)
         finally:
-            with ending(process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-                _wait_until_gone(process.pid)
+            _end(process)
+
+
+def _end(leader: subprocess.Popen[str]) -> None:
+    """End all processes of a session, and wait: one that holds a device's memory would end the
+    next engine."""
+    end = time.monotonic() + LAST_WORDS
+    while living := _living(leader.pid):
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+        leader.poll()
+    leader.communicate()
 
 
 def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
-    """End a group's processes so that each writes its stacks, one after the other."""
+    """End a session's processes so that each writes its stacks, one after the other."""
     for pid in sorted(_living(leader.pid), reverse=True):  # the leader, which waits, is the last
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGABRT)
@@ -259,21 +254,14 @@ def _end_with_stacks(leader: subprocess.Popen[str]) -> None:
             time.sleep(0.05)
 
 
-def _wait_until_gone(group: int) -> None:
-    """Until no process of the group lives: what holds a device's memory would end the next one."""
-    end = time.monotonic() + LAST_WORDS
-    while _living(group) and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def _living(group: int) -> list[int]:
-    """The processes of a group."""
+def _living(session: int) -> list[int]:
+    """The living processes of a session, those that left its process group included."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):  # it is gone
+            state, _, _, of = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):  # it has ended
             continue
-        if int(of) == group and state != "Z":
+        if int(of) == session and state != "Z":
             found.append(int(process.name))
     return found

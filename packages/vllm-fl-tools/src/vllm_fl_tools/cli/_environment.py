@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.plugins.breadcrumb import ending
+from vllm_fl.plugins.breadcrumb import FOLDER
 from vllm_fl.plugins.installed import canonical, identity
 
 SHOWN = (
@@ -57,7 +58,7 @@ print("\\n" + json.dumps(facts))
 
 def version_of(name: str) -> str | None:
     """The installed version, or None."""
-    from importlib_metadata import PackageNotFoundError, distribution
+    from importlib.metadata import PackageNotFoundError, distribution
 
     try:
         return identity(distribution(name))[1]
@@ -71,7 +72,7 @@ def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
     Args:
         kernels: the distributions whose code the loaded plugins run.
     """
-    from importlib_metadata import distributions
+    from importlib.metadata import distributions
 
     shown = {*SHOWN, *map(canonical, kernels)}
     found: dict[str, str] = {}
@@ -134,6 +135,7 @@ def ask(code: str, *args: str, what: str) -> Any:
         [sys.executable, "-P", "-c", code, *args],
         text=True,
         errors="replace",
+        env=os.environ | {FOLDER: ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -141,9 +143,8 @@ def ask(code: str, *args: str, what: str) -> Any:
         try:
             out, err = child.communicate(timeout=PATIENCE)
         except BaseException as error:  # an interrupt ends it as well
-            with ending(child.pid):
-                child.kill()
-                child.wait()
+            child.kill()
+            child.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise ProbeFailed(f"{what} took more than {PATIENCE} s") from error
             raise

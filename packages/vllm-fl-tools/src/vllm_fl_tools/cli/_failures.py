@@ -1,4 +1,4 @@
-"""What an engine's log says of how it ended: the exception, and the stacks, the innermost first."""
+"""Read from an engine's log how it ended: the exception, and the functions of its stacks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PREFIX = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:\([^)]*pid=\d+\) ?)?"
     r"(?:(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ (?:\[[^\]]*\] ?)?)?"
 )
-"""What PyTorch and vLLM put before each line: the rank, the process, the level, time and place."""
+"""The rank, process, level, time and source that PyTorch and vLLM write before a line."""
 
-LIVED_ON = ("DEBUG", "INFO", "WARNING")
-"""Levels at which an exception is told that ended nothing."""
+SURVIVED = ("DEBUG", "INFO", "WARNING")
+"""Levels of exceptions that ended no process."""
 
 TRACEBACK = "Traceback (most recent call last):"
 
@@ -25,57 +25,49 @@ FATAL = re.compile(r"(?:Fatal Python error: .*|.*terminate called.*|Segmentation
 FRAME = re.compile(r'^ *File "([^"]+)", line \d+,? in (\S+)')
 
 GENERIC = re.compile(r"Engine core initialization failed|EngineDeadError|WorkerProc initialization")
-"""What the processes above say when one beneath them has failed."""
+"""Exceptions of a parent process whose child failed."""
 
 OTHERS = re.compile(
     r"/(?:torch|vllm|vllm_fl|vllm_fl_tools|triton|pluggy)/|/lib/python3[.\d]*/(?!site-)"
 )
-"""Files whose functions have the names of operators, and are none of a plugin's."""
+"""Files whose functions may have the name of an operator, and belong to no plugin."""
 
-SHOWN = 16
-"""Lines of a stack that are kept, the innermost."""
-
-FOLDER = re.compile(r'(?<=File ")[^"]*/(?:site-packages|lib/python[\d.]+)/')
-"""Where packages lie, which tells nothing and may have the user's name in it."""
+Frames = list[tuple[str, str]]
+"""(file, function), the innermost first."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a log says.
+    """How an engine ended.
 
     Args:
-        why: the exception, or how the process ended; empty where the log does not say.
-        stack: the lines of the exception's traceback, or of the process's last stack.
-        functions: (file, function) of all stacks but for those of vLLM and PyTorch, the innermost
+        why: the exception or the signal; empty if the log has neither.
+        functions: (file, function) of all stacks without those of vLLM and PyTorch, the innermost
             first.
     """
 
     why: str
-    stack: tuple[str, ...] = ()
     functions: tuple[tuple[str, str], ...] = ()
 
 
 def read_log(text: str) -> Failure:
-    """What the log of an engine that failed says."""
+    """Read the log of an engine that failed."""
     every = [(PREFIX.match(line), line) for line in text.splitlines()]
     lines = [
         line[found.end() :].rstrip()
         for found, line in every
-        if found is not None and found[1] not in LIVED_ON
+        if found is not None and found[1] not in SURVIVED
     ]
-    told = [(why, stack) for why, stack in _tracebacks(lines) if not GENERIC.search(why)]
     dumps = _dumps(lines)
-    functions = [frame for _, stack in reversed(told) for frame in reversed(_frames(stack))]
-    functions = [frame for _, stack in dumps for frame in _frames(stack)] + functions
-    telling = [dump for dump in dumps if _frames(dump[1])]  # not of a process that only waits
-    why, stack = (telling or dumps or told[-1:] or [("", [])])[0]
-    shown = stack[:SHOWN] if telling or dumps else stack[-SHOWN:]
-    shown = [FOLDER.sub("", line) for line in shown]
-    return Failure(clean(why), tuple(shown), tuple(dict.fromkeys(functions)))
+    raised = [each for each in _tracebacks(lines) if not GENERIC.search(each[0])][::-1]
+    # A process that only waited for another one has no frame of a plugin.
+    ends = [*(each for each in dumps if each[1]), *dumps, *raised]
+    functions = [frame for _, frames in (*dumps, *raised) for frame in frames]
+    return Failure(clean(ends[0][0]) if ends else "", tuple(dict.fromkeys(functions)))
 
 
-def _tracebacks(lines: list[str]) -> list[tuple[str, list[str]]]:
-    """(exception, the traceback's lines with it) of each."""
+def _tracebacks(lines: list[str]) -> list[tuple[str, Frames]]:
+    """(exception, frames) of each traceback."""
     found = []
     for start, line in enumerate(lines):
         if line.strip() != TRACEBACK:
@@ -84,26 +76,26 @@ def _tracebacks(lines: list[str]) -> list[tuple[str, list[str]]]:
         while end < len(lines) and (not lines[end] or lines[end].startswith(" ")):
             end += 1
         if end < len(lines):
-            found.append((lines[end].strip(), lines[start : end + 1]))
+            found.append((lines[end].strip(), _frames(lines[start:end])[::-1]))
     return found
 
 
-def _dumps(lines: list[str]) -> list[tuple[str, list[str]]]:
-    """(how a process ended, its stack) of each that a signal has ended."""
+def _dumps(lines: list[str]) -> list[tuple[str, Frames]]:
+    """(signal, frames) of each process that a signal ended."""
     found = []
     for start, line in enumerate(lines):
         if not FATAL.fullmatch(line):
             continue
-        current = next((n for n in range(start, len(lines)) if "Current thread" in lines[n]), None)
-        if current is None:
+        at = next((n for n in range(start, len(lines)) if "Current thread" in lines[n]), None)
+        if at is None:
             continue
-        end = current + 1
+        end = at + 1
         while end < len(lines) and FRAME.match(lines[end]):
             end += 1
-        found.append((line.strip(), lines[current:end]))
+        found.append((line.strip(), _frames(lines[at:end])))
     return found
 
 
-def _frames(stack: list[str]) -> list[tuple[str, str]]:
-    frames = [(found[1], found[2]) for line in stack if (found := FRAME.match(line))]
+def _frames(lines: list[str]) -> Frames:
+    frames = [(found[1], found[2]) for line in lines if (found := FRAME.match(line))]
     return [(file, function) for file, function in frames if not OTHERS.search(file)]

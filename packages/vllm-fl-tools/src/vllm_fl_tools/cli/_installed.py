@@ -40,7 +40,7 @@ def entry_point() -> Iterator[Finding]:
 
 def halves() -> Iterator[Finding]:
     """Distributions that are partly installed, or twice in one folder, as after an interruption."""
-    from importlib_metadata import distributions
+    from importlib.metadata import distributions
 
     found: dict[tuple[str, str], dict[str, None]] = {}
     for dist in distributions():

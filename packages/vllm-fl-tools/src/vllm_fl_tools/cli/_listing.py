@@ -1,16 +1,16 @@
-"""What an engine could be started without: asked in a process of its own, since plugins load in it.
+"""List the parts of which an engine of this environment is made, in a process of its own.
 
     python -m vllm_fl_tools.cli._listing FILE [PLUGIN…]
 
-Plugins that are named ended a process before, and are not loaded. It writes the answer to the file
-as JSON, as `listing` gives it, or `{"problem": …, "code": …}` where a setting is wrong.
+The plugins of the command line ended a process before, and are not loaded. FILE gets the result of
+`listing` as JSON, or `{"problem": …, "code": …}` if a setting is wrong.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,152 +20,116 @@ from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.communicator import NAMED_CLASSES
 from vllm_fl.plugins.plugin import Plugin
-from vllm_fl.plugins.types import SettingSpec
 from vllm_fl.settings.policy import MODES, OpOrder
-from vllm_fl.settings.schema import Setting, Settings, overridden
+from vllm_fl.settings.schema import Settings
 from vllm_fl.text import quote
-
-from ..operate.identity import identity
-from ._environment import distributions
-from ._options import device_of
-from .policy import text_of as settings_text
 
 __all__ = ["listing"]
 
 ORDERING = frozenset({"config", "platform", "prefer", "table"})
-"""Settings that no start leaves out: an op that they order badly is named itself."""
+"""Settings that are no parts: an op whose order is at fault is a part itself."""
 
 
 def listing() -> dict[str, Any]:
-    """What an engine of this environment is made of.
+    """List what an engine of this environment is made of.
 
     Returns:
-        `plugins`: name -> whether it is a module that the user named, its release, and the keys of
-        its settings. `ops`: those that do not run as stock, each with the implementations that come
-        before it and the plugin of the first. `lists`: of settings that list what is left out, the
-        names that could stand there and do not, with the whitelist that is closed instead. And
-        `settings` that the user set, `file` what a settings file for all of it has, `covered` the
-        variables that such a file overrides, `environment` what it runs on, `remarks` for people.
+        `enabled`; `remarks`, for people; `plugins` {plugin: its `release`, whether it is a
+        `module`}; `lists` {key of a setting that lists what is left out: its `variable`, `names`
+        and whether the list `allows`}; `parts`, each a `Part` by field.
 
     Raises:
-        VllmFLError: the settings are wrong, or cannot be said by a file.
+        VllmFLError: a setting is wrong.
     """
-    import yaml
-
     manager = get_default_manager()
     manager.ensure_initialized()
     startup = manager.startup
     assert startup is not None
     settings = startup.settings
-    plugins = [p for p in startup.plugins if p.status != "disabled" and p.kind == "backend"]
-    remarks: list[str] = []
-    snapshot = manager.registry.snapshot()
-    owners = (*snapshot.owners.values(), *snapshot.authors.values())
-    versions = distributions([kernel for p in plugins for kernel in p.owner.kernels])
-    return {
-        "enabled": settings.enabled,
-        "plugins": _plugins(plugins),
-        "ops": [told for op in snapshot.impls_by_op if (told := _op(manager, op))],
-        "lists": [
-            told
-            for plugin in plugins
-            for spec in plugin.settings
-            if (told := _list(plugin, spec, settings, snapshot.ops, remarks))
-        ],
-        "settings": _chosen(settings),
-        "file": yaml.safe_load(settings_text(settings)) or {},
-        "covered": [*overridden(settings.declared)],
-        "environment": identity(device_of(None), owners) | versions,
-        "remarks": remarks,
-    }
-
-
-def _plugins(plugins: Iterable[Plugin]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for plugin in plugins:
-        of = found.setdefault(plugin.owner.label, {"release": plugin.owner.name, "keys": []})
-        of["module"] = plugin.owner.distribution is None
-        of["keys"] += [spec.key for spec in plugin.settings]
+    loaded = [p for p in startup.plugins if p.status != "disabled" and p.kind == "backend"]
+    plugins: dict[str, dict[str, Any]] = {}
+    owners: dict[str, str] = {}
+    for plugin in loaded:
+        is_module = plugin.owner.distribution is None
+        plugins[plugin.owner.label] = {"release": plugin.owner.name, "module": is_module}
+        owners |= {spec.key: plugin.owner.label for spec in plugin.settings}
+    ops = manager.registry.snapshot().impls_by_op
+    parts = [*_settings(settings, owners), *filter(None, (_op(manager, op) for op in ops))]
+    found: dict[str, Any] = {"enabled": settings.enabled, "remarks": []}
+    found |= {"plugins": plugins, "lists": {}, "parts": parts}
+    for plugin in loaded:
+        _add_lists(found, plugin, settings, {*manager.registry.snapshot().ops})
     return found
 
 
+def _settings(settings: Settings, owners: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """The user's settings whose defaults ask for less than they do."""
+    for key, setting in settings.chosen.items():
+        spec = settings.declared.get(key)
+        if spec is None or key in ORDERING or isinstance(setting.value, OpOrder):
+            continue
+        if not spec.names and spec.default is not True:
+            what = f"setting {setting.named}"
+            yield _part("setting", key, what, owners.get(key), variable=spec.variable)
+
+
 def _op(manager: OpManager, op: str) -> dict[str, Any] | None:
-    """What runs an op in an engine; None where that is stock, in both modes and at all sizes."""
+    """The part of an op; None if it runs vLLM's implementation in both modes and at all sizes."""
     owners = manager.registry.snapshot().owners
     found: dict[str, None] = {}
-    is_left = True
+    is_stock = True
     for mode in MODES:
         try:
             traces = [trace for _, trace in manager.rows(op, mode=mode, engine=True)]
-        except VllmFLError:  # which ends the start, too
-            is_left = False
+        except VllmFLError:  # this ends the startup, too
+            is_stock = False
             continue
         for trace in traces:
             found |= dict.fromkeys(impl.impl_id for impl in trace.before_stock)
-            is_left &= trace.selected is not None
-    if is_left and not found:
+            is_stock &= trace.selected is not None
+    if is_stock and not found:
         return None
-    owner = next((owners[op, impl].label for impl in found), None)
-    without = ["stock"] if op in NAMED_CLASSES else ["foreign", "stock"]
-    return {"op": op, "impls": [*found], "plugin": owner, "without": without}
+    of = next((owners[op, impl].label for impl in found), None)
+    what = f"{' or '.join(found)} of op {op} ({of})" if found else f"the order of op {op}"
+    order = ["stock"] if op in NAMED_CLASSES else ["foreign", "stock"]
+    return _part("op", op, what, of, order=order)
 
 
-def _list(
-    plugin: Plugin,
-    spec: SettingSpec[Any],
-    settings: Settings,
-    ops: Iterable[str],
-    remarks: list[str],
-) -> dict[str, Any] | None:
-    if spec.known is None or not spec.in_file:
-        return None
-    try:
-        known = {*spec.known()} - {*ops, *NAMED_CLASSES}
-    except Exception as error:  # whatever the import of its library raises
-        remarks.append(f"{plugin.owner.name} cannot say what {spec.key} takes: {quote(error)}")
-        return None
-    closed = next((each.key for each in plugin.settings if each.excludes == spec.key), None)
-    white = None if closed is None else settings[closed].value
-    names = known - {*settings[spec.key].names} if white is None else known & {*_words(white)}
-    return {
-        "plugin": plugin.owner.label,
-        "key": spec.key,
-        "what": spec.names,
-        "whitelist": closed,
-        "variable": None if closed is None else settings.declared[closed].variable,
-        "whitelisted": None if white is None else list(_words(white)),
-        "names": sorted(names),
-    }
+def _add_lists(found: dict[str, Any], plugin: Plugin, settings: Settings, ops: set[str]) -> None:
+    """Add the names that a plugin's lists of what is left out take, and do not have."""
+    label = plugin.owner.label
+    for spec in plugin.settings:
+        if spec.known is None or not spec.in_file:
+            continue
+        try:
+            known = {*map(str, spec.known())} - {*ops, *NAMED_CLASSES}
+        except Exception as error:  # of the import of its library
+            found["remarks"].append(
+                f"{plugin.owner.name} cannot list the names of {spec.key}: {quote(error)}"
+            )
+            continue
+        allowing = next((s for s in plugin.settings if s.excludes == spec.key), None)
+        allows = allowing is not None and isinstance(settings[allowing.key].value, tuple)
+        of = allowing if allowing is not None and allows else spec
+        names = settings[of.key].names
+        listed = {"variable": of.variable, "names": [*names], "allows": allows}
+        found["lists"][of.key] = listed
+        for name in sorted(known & {*names} if allows else known - {*names}):
+            what = f"{spec.names} {name} ({label})"
+            found["parts"].append(_part("name", name, what, label, setting=of.key))
 
 
-def _words(value: object) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, tuple) else ()
-
-
-def _chosen(settings: Settings) -> list[dict[str, Any]]:
-    """The user's settings whose default asks for no more than they do."""
-    return [
-        {"key": key, "named": setting.named, "variable": spec.variable, "value": _text(setting)}
-        for key, setting in settings.chosen.items()
-        if (spec := settings.declared.get(key)) is not None
-        and key not in ORDERING
-        and not (spec.names or spec.default is True or isinstance(setting.value, OpOrder))
-    ]
-
-
-def _text(setting: Setting) -> str:
-    """A value as a variable has it."""
-    value = setting.value
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _part(kind: str, name: str, what: str, of: str | None, **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "name": name, "what": what, "of": of, **more}
 
 
 def _main(path: str, *ended: str) -> None:
     ENDED.update(dict.fromkeys(ended, "it ended a process before"))
     try:
-        told = listing()
+        found = listing()
     except VllmFLError as error:
-        told = {"problem": error.message, "code": error.code}
-    Path(path).write_text(json.dumps(told), encoding="utf-8")
+        found = {"problem": error.message, "code": error.code}
+    Path(path).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from ._show import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReportFile", "check_known", "device_of", "positive_seconds"]
+__all__ = ["ReportFile", "check_known", "counts", "device_of", "positive_seconds"]
+
+MOST = 2**20
 
 
 def device_of(name: str | None) -> torch.device:
@@ -99,6 +101,21 @@ def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) 
                 f"--{what} {name}: no such {what} is installed.{closest(name, known)} "
                 f"Known: {listed}."
             )
+
+
+def counts(option: str, text: str) -> tuple[int, ...]:
+    """The numbers of an option such as `--batch 1,8`, each once.
+
+    Raises:
+        UsageError: one is not a number from 1 to 2**20.
+    """
+    try:
+        found = dict.fromkeys(int(part) for part in text.split(","))
+    except ValueError:
+        found = {}
+    if not found or not 1 <= min(found) <= max(found) <= MOST:
+        raise UsageError(f"{option} {text}: expected numbers such as 1,8, each from 1 to {MOST}")
+    return tuple(found)
 
 
 def positive_seconds(text: str) -> float:

@@ -1,4 +1,4 @@
-"""The page that `vllm-fl report --html` writes: one file, without scripts, of tables and plots.
+"""The page that `vllm-fl show --html` writes: one file, without scripts, of tables and plots.
 
 `page.html` beside this module says how it looks. Here is what it asks of a table.
 """

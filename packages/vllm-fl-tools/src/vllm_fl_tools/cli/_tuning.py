@@ -37,7 +37,6 @@ from vllm_fl.text import quote
 
 from ..engine.tuned import DEFAULT, STOCK, Row, Tuned, TunedOp
 from ..integration.parts import taken_in
-from ._estimate import estimates
 from ._show import say
 from ._watch import TookTooLong, Watch
 
@@ -56,9 +55,6 @@ __all__ = [
     "left_after",
     "rows_by_op",
 ]
-
-CACHES = ("reshape_and_cache", "concat_and_cache_mla")
-"""Ops of which each layer has one, in no compiled graph."""
 
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
@@ -80,8 +76,6 @@ class Subject:
         plan: the engine's, without a table; None where only its sizes are known.
         first: the numbers of tokens that every op is measured at; None for all.
         thorough: as for `OpTuning`; otherwise plain PyTorch is no candidate on a GPU either.
-        layers: how many hidden layers it has; 0 where that is not known.
-        vocabulary: how many tokens it knows; 0 where that is not known.
         ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
@@ -96,8 +90,6 @@ class Subject:
     plan: Plan | None = None
     first: tuple[int, ...] | None = None
     thorough: bool = False
-    layers: int = 0
-    vocabulary: int = 0
     ordered: tuple[str, ...] = ()
 
     @property
@@ -317,16 +309,6 @@ class Work:
         """The measurements that every op needs."""
         first = self.subject.first or self.subject.tokens
         return {(op, tokens) for op in self._tunings for tokens in first}
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Where the seconds of this run went, the most first."""
-        found: dict[str, float] = defaultdict(float)
-        for tuning in self._tunings.values():
-            for name, seconds in tuning.phases.seconds.items():
-                found[name] += seconds
-        ordered = sorted(found.items(), key=lambda item: -item[1])
-        return {name: round(seconds, 1) for name, seconds in ordered}
 
     @property
     def done(self) -> int:
@@ -555,19 +537,6 @@ class Work:
 
     def _binding(self, op: str) -> Binding:
         return self._bindings.get(op, Binding())
-
-    def estimates(self, table: Tuned) -> list[str]:
-        """What the table is worth in a whole model, in words; none where too little is known."""
-        subject = self.subject
-        products = [op for op in self._tunings if self._binding(op).products]
-        if not (products and subject.layers and subject.vocabulary and subject.sizes.hidden):
-            return []
-        if any(b.calls_operators and op not in subject.absent for op, b in self._bindings.items()):
-            return []  # experts are measured in other shapes than the model's
-        head = subject.vocabulary * subject.sizes.hidden * subject.dtype.itemsize
-        counted = [table.ops[op] for op in (*products, *CACHES) if op in table.ops]
-        read = sum(self._of(op)[0].weights for op in products)
-        return [*estimates(counted, subject.layers, head / read if read else 0.0)]
 
     def table(self) -> Tuned:
         """What came of it."""

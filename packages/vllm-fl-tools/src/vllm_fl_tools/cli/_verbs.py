@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 VERBS = (
-    *("bisect", "collect", "coverage", "doctor", "explain", "lock", "new", "ops", "plan"),
-    *("plugins", "policy", "report", "rescue", "show", "tune", "verify"),
+    *("bisect", "doctor", "explain", "new", "ops", "plan"),
+    *("plugins", "policy", "show", "tune", "verify"),
 )
 
 

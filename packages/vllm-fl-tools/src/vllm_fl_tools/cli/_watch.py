@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO
-
-from vllm_fl.text import clean
 
 from ._progress import current
+from ._show import say
 
 __all__ = ["INTERRUPTED", "TookTooLong", "Watch", "ended_by_signal"]
 
@@ -23,24 +20,6 @@ INTERRUPTED = 130
 GRACE = 10.0
 """Seconds that a call may take, beyond its limit, to come back from native code to Python, where
 it is given up. One that does not come back cannot be given up alone: the run ends with it."""
-
-WITNESS = """
-import sys
-found, running = "", "no kernel yet"
-for line in map(str.strip, sys.stdin):
-    if not line:
-        break
-    found, running = (found or line[1:], running) if line[0] == "!" else (found, line)
-else:
-    sys.stderr.write(
-        f"vllm-fl: the process ended while it ran {running}. A kernel that writes outside of its "
-        "tensors ends it so, some calls later: this one, or one before.\\n"
-        + f"vllm-fl: before, it was found: {found}\\n" * bool(found)
-    )
-"""
-"""What a second process runs: it reads what this one is at, until there is no more to read.
-
-What is to be told besides begins with `!`. An empty line sends it away."""
 
 
 class TookTooLong(KeyboardInterrupt):
@@ -60,40 +39,18 @@ class Watch:
     def __init__(self, units: int, limit: float, stuck: Callable[[], None]) -> None:
         self.units, self.limit, self._stuck = units, limit, stuck
         self.running, self._unit, self._number = "", "", 0
-        self._witness: IO[str] | None = None
-
-    @contextmanager
-    def witnessed(self) -> Iterator[None]:
-        """While the block runs, a second process waits to say what ran when this one ended.
-
-        A process that a kernel's memory fault ends says nothing of that itself.
-        """
-        with subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", WITNESS],
-            stdin=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,  # Ctrl-C is not its own
-        ) as witness:
-            self._witness = witness.stdin
-            try:
-                yield
-            finally:
-                self._tell_witness("")
-                self._witness = None
 
     def begin(self, unit: str) -> None:
-        """A unit begins, which has a line of its own on a terminal."""
+        """Begin a unit, and print it: if the process ends, the last line says what ran."""
         self.at(unit, self._number + 1)
-        if sys.stderr.isatty():
-            current().tell()
+        say(f"[{self._number}/{self.units}] {unit}", error=True)
 
     def at(self, unit: str, number: int) -> None:
-        """A unit begins of which somebody else will tell: it is named after a long silence alone.
+        """Begin a unit that its caller prints.
 
         Args:
-            unit: for people.
-            number: how many there are with it.
+            unit: a description.
+            number: the number of units so far, this one included.
         """
         self._unit, self._number = unit, number
         self._note(unit)
@@ -101,17 +58,6 @@ class Watch:
     def _note(self, running: str) -> None:
         self.running = running
         current().doing = f"[{self._number}/{self.units}] {running}"
-        self._tell_witness(running)
-
-    def found(self, what: str) -> None:
-        """A fault of the call that is at work, which is told of even if the process ends."""
-        self._tell_witness(f"!{self.running}: {what}")
-
-    def _tell_witness(self, line: str) -> None:
-        if self._witness is not None:
-            with suppress(OSError):  # it is gone
-                self._witness.write(f"{clean(line)}\n")
-                self._witness.flush()
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -136,7 +82,6 @@ class Watch:
     def _end(self) -> None:
         """End the process, whose main thread is inside of a call."""
         self._stuck()
-        self._tell_witness("")
         for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
             stream.flush()
         os._exit(1)

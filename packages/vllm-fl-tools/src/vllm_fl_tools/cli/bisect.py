@@ -1,45 +1,46 @@
-"""`vllm-fl bisect`: name the op, and its layer, that makes a plan less exact than another.
+"""`vllm-fl bisect`: find the part that makes outputs less exact, or a startup fail (--startup).
 
-Nothing of the engine that serves is changed: each question is asked of an engine of its own.
+Each trial is an engine in a process of its own, one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
-import random
-import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.plugins.types import BackendImplKind
 from vllm_fl.settings.schema import CONFIG, Settings
-from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
+from vllm_fl.settings.values import OP_CONFIG, PER_OP
 from vllm_fl.text import clean
 
-from ._bisecting import (
-    BASELINE,
-    EXACT,
-    LIMIT,
-    NEW_TOKENS,
-    PLAN,
-    PROMPTS,
-    Bisection,
-    Finding,
-    Start,
+from ..integration.workload import Visit
+from ._engines import (
+    ANSWER_TIMEOUT,
+    START_TIMEOUT,
+    Engine,
+    check_model,
+    has_weights,
+    planned,
+    running,
+    takes_model,
 )
-from ._engines import Engine, check_model, has_weights, planned, running
+from ._options import positive_seconds
+from ._outputs import BASELINE, EXACT, LIMIT, NEW_TOKENS, PLAN, PROMPTS, Outputs
+from ._parts import Changes, listed
 from ._progress import doing
+from ._search import Culprit
 from ._show import UsageError, answer, print_table, say
+from ._startups import LEAST_LIMIT, TIMES, Startups
 from ._watch import INTERRUPTED, ended_by_signal
 
 STOCK, REFERENCE = "stock", "reference"
@@ -47,167 +48,278 @@ STOCK, REFERENCE = "stock", "reference"
 PROMPT_TOKENS = 96
 """Of each random prompt."""
 
-IDS = re.compile(r"\[[\[\]\d\s,.-]*")
-"""A line of token ids, though perhaps a wrong one; `[INST] Say …` is text."""
-
 ALIKE = {
-    Settings.preflight.variable: "off",  # what it would take out of the plan is what is looked for
+    Settings.preflight.variable: "off",  # verification would disable what is searched for
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its logits processors have another form
 }
-"""Variables of every engine."""
+"""Variables of every engine that compares outputs."""
+
+STARTED = Visit("bisect", 4, 32, 8)
+"""The prompts of a startup."""
+
+BLOCKING = {
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "HIP_LAUNCH_BLOCKING": "1",
+    "ASCEND_LAUNCH_BLOCKING": "1",
+    "MUSA_LAUNCH_BLOCKING": "1",
+}
+"""Variables under which the call that causes a device's fault raises it, and not a later one."""
+
+HOW = {"ended": "ends the startup", "hung": "hangs", "wrong": "is wrong"}
+
+STATUS = {
+    "stock": "vLLM fails without vllm-fl, too",
+    "unsteady": "The failure comes and goes: trials cannot find a part",
+    "elsewhere": "It fails without every part, too",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, what its plan is compared with, and on what."""
+    """The model, and the comparison."""
+    takes_model(parser)
     parser.add_argument(
-        "--model", metavar="DIR", required=True, help="the model's folder, with its weights"
+        "--startup",
+        action="store_true",
+        help="find what ends, hangs or corrupts the startup of an engine with vLLM's arguments",
     )
     parser.add_argument(
         "--against",
         metavar="WHAT",
         default=STOCK,
-        help="what the plan of the settings is compared with: stock (default), which is vLLM "
-        "without vllm-fl; reference, the plain PyTorch forms; or a policy file, as VLLM_FL_CONFIG",
+        help="the baseline of the outputs: stock (default), which is vLLM without vllm-fl; "
+        "reference, the reference backend; or a settings file, as VLLM_FL_CONFIG",
     )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="one prompt a line, as text or as a JSON list of token ids; default: random tokens",
+        help="one prompt a line, or a JSON list of lists of token ids; default: random tokens",
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="SECONDS",
+        type=positive_seconds,
+        help=f"the limit of a startup (default: {TIMES} times that of stock vLLM, and at least "
+        f"{LEAST_LIMIT:.0f})",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when something is named, or an engine fails."""
+    """Exit 0 if nothing is wrong, 1 otherwise."""
+    check_model(arguments.model)
+    started = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(ended_by_signal())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        search = _startups if arguments.startup else _outputs
+        facts = search(arguments, folder)
+    if facts is None:
+        return INTERRUPTED
+    facts = {"model": arguments.model, **facts, "seconds": time.monotonic() - started}
+    answer(facts, show, as_json=arguments.json)
+    return 0 if facts["status"] == "right" else 1
+
+
+def _finding(search: Startups | Outputs) -> dict[str, Any] | None:
+    """The result of a search as JSON data; None if it was interrupted."""
+    try:
+        status, found = search.search()
+    except KeyboardInterrupt:
+        say(f"vllm-fl: interrupted after {search.count} engines", error=True)
+        return None
+    parts = [part for culprit in found for part in culprit.parts]
+    return {
+        "status": status,
+        "culprits": [_culprit(culprit, search.what) for culprit in found if culprit.parts],
+        "why": found[0].verdict.why if found and not parts else None,
+        "settings": search.changes(parts).described(os.environ) if parts else [],
+        "engines": search.count,
+    }
+
+
+def _culprit(culprit: Culprit, what: Mapping[str, str]) -> dict[str, Any]:
+    verdict = culprit.verdict
+    return {
+        "parts": [*culprit.parts],
+        "what": [what[part] for part in culprit.parts],
+        "how": verdict.how,
+        "why": clean(verdict.why),
+        **verdict.facts,
+    }
+
+
+def show(facts: Mapping[str, Any]) -> None:
+    """Print the answer."""
+    if facts.get("errors"):
+        _show_errors(facts)
+    if facts["status"] == "right":
+        why = facts.get("plan") or "the engine starts, and its answers are like those of stock vLLM"
+        say(f"Nothing is wrong: {why}.")
+    elif facts["why"]:
+        say(f"{STATUS[facts['status']]}: {clean(facts['why'])}.")
+    for culprit in facts["culprits"]:
+        together = "only together" if len(culprit["what"]) > 1 else "by itself"
+        names = " and ".join(culprit["what"])
+        say(f"{names}: {HOW[culprit['how']]}, {together}: {culprit['why']}")
+        for layers in culprit.get("layers") or ():
+            say(f"  in {_of_layers(layers, culprit['shared'])}")
+        if culprit.get("remark"):
+            say(f"  {culprit['remark']}")
+    if facts["settings"]:
+        say("Settings without it:")
+        for line in facts["settings"]:
+            say(f"  {line}")
+    if facts["culprits"] and facts.get("blocking") is False:
+        say("It fails only if launches do not block.")
+    say(f"{facts['engines']} engines, {facts['seconds']:.0f} s.")
+
+
+# Startups.
+
+
+def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | None:
+    parts = listed(os.environ)
+
+    def start(
+        name: str, off: Collection[str] | None, blocking: bool, limit: float | None
+    ) -> dict[str, Any]:
+        environment = dict(os.environ)
+        if off is None:
+            environment[Settings.enabled.variable] = "0"
+        elif off:
+            environment = parts.changes(off).applied(environment, folder)
+        if blocking:
+            environment |= BLOCKING
+        with running(
+            f"{search.count}: {name}",
+            arguments.model,
+            {},
+            environment,
+            steps_aside=True,  # no plan of the worker is needed
+            arguments=arguments.more,
+            limits=(limit or START_TIMEOUT, limit or ANSWER_TIMEOUT),
+        ) as engine:
+            tokens = max(2, min(STARTED.prompt_tokens, engine.length - STARTED.new_tokens))
+            visit = replace(STARTED, prompt_tokens=tokens)
+            (prompts,) = visit.batches(engine.vocabulary)
+            return engine.ask("score", prompts=prompts, new_tokens=visit.new_tokens)
+
+    search = Startups(parts, start, arguments.limit)
+    finding = _finding(search)
+    return finding and {**finding, "parts": len(parts.by_key), "blocking": search.blocking}
+
+
+# Outputs.
+
+
+def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | None:
     model, against = arguments.model, arguments.against
-    check_model(model)
+    if arguments.more:
+        more = " ".join(arguments.more)
+        raise UsageError(f"unrecognized arguments: {more} (vLLM's arguments need --startup)")
     if not has_weights(model):
         raise UsageError(
             f"--model {model}: it has no weights, and random ones would not be the same in float32"
         )
     if against not in (STOCK, REFERENCE) and not Path(against).is_file():
-        raise UsageError(f"--against {against}: expected stock, reference or a policy file")
+        raise UsageError(f"--against {against}: expected stock, reference or a settings file")
     planned()
     impls = get_default_manager().registry.snapshot().impls_by_op.values()
     plain = any(impl.kind is BackendImplKind.REFERENCE for of_op in impls for impl in of_op)
     if against == REFERENCE and not plain:
-        raise UsageError("--against reference: no plugin that is loaded brings plain forms of ops")
-    text = None if arguments.prompts is None else _read(arguments.prompts, "--prompts")
-    prompts = None if text is None else _prompts(model, text)
+        raise UsageError("--against reference: no loaded plugin provides a reference backend")
+    prompts = None if arguments.prompts is None else _prompts(model, arguments.prompts)
     if prompts is not None and len(prompts) < PROMPTS:
-        told = f"by fewer than {PROMPTS} prompts a right plan may be named"
-        say(f"vllm-fl: --prompts {arguments.prompts}: {told}", error=True)
+        few = f"with fewer than {PROMPTS} prompts, a correct plan may be found to be wrong"
+        say(f"vllm-fl: --prompts {arguments.prompts}: {few}", error=True)
     length = PROMPT_TOKENS if prompts is None else max(map(len, prompts))
 
     def draw(vocabulary: int) -> list[list[int]]:
-        return _random(vocabulary) if prompts is None else _known(prompts, vocabulary)
+        if prompts is None:
+            (drawn,) = Visit("bisect", PROMPTS, PROMPT_TOKENS, 1).batches(vocabulary)
+            return drawn
+        for token in (token for ids in prompts for token in ids):
+            if not 0 <= token < vocabulary:
+                raise UsageError(
+                    f"--prompts: {token} is no token of the model, which has {vocabulary}"
+                )
+        return prompts
 
-    started = time.monotonic()
-    with ExitStack() as stack:
-        stack.enter_context(ended_by_signal())
-        engines = stack.enter_context(_engines(model, against, length + NEW_TOKENS))
-        bisection = Bisection(engines, draw)
-        try:
-            finding = bisection.run()
-        except KeyboardInterrupt:
-            say(f"vllm-fl: interrupted after {bisection.engines} engines", error=True)
-            return INTERRUPTED
-    facts = {"model": model, "against": against, **_facts(finding)}
-    answer({**facts, "seconds": time.monotonic() - started}, _show, as_json=arguments.json)
-    return 1 if finding.culprits or finding.elsewhere else 0
+    @contextmanager
+    def start(kind: str, changes: Changes) -> Iterator[Engine]:
+        is_disabled = kind != PLAN and (
+            against == STOCK or (kind == EXACT and against != REFERENCE)
+        )
+        options = {
+            "dtype": "float32" if kind == EXACT else "auto",
+            "enforce_eager": True,
+            "max_model_len": length + NEW_TOKENS,
+            "max_num_seqs": 16,
+            "enable_prefix_caching": False,
+            "async_scheduling": False,
+            "logits_processors": ["vllm_fl_tools.integration.forcing:Forcing"],
+        }
+        if kind == PLAN:
+            environment = changes.applied(os.environ, folder)
+            options["worker_extension_cls"] = "vllm_fl_tools.integration.leaving.Leaving"
+        else:
+            environment = _baseline(REFERENCE if is_disabled else against)
+        if is_disabled:
+            environment[Settings.enabled.variable] = "0"
+        name = _name(kind, against, changes.orders)
+        with running(
+            name, model, options, {**environment, **ALIKE}, steps_aside=is_disabled
+        ) as engine:
+            yield engine
+
+    search = Outputs(start, draw)
+    finding = _finding(search)
+    return finding and {
+        **finding,
+        "against": against,
+        "ops": search.differing,
+        "errors": search.errors,
+        "plan": search.plan.why,
+        **search.plan.facts,
+        "limit": LIMIT,
+        "new_tokens": NEW_TOKENS,
+    }
 
 
-def _read(path: str, option: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{option} {path}: cannot be read: {error}") from error
-
-
-def _random(vocabulary: int) -> list[list[int]]:
-    """Prompts of random tokens, always the same. The first three ids often have a meaning."""
-    pick = random.Random("bisect")
-    return [[pick.randrange(3, vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
-
-
-def _prompts(model: str, text: str) -> list[list[int]]:
+def _prompts(model: str, path: str) -> list[list[int]]:
     """The prompts of a file."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise UsageError("--prompts: the file has no prompt in it")
-    words = [line for line in lines if not IDS.fullmatch(line)]
-    encoded = iter(_encoded(model, words) if words else ())
-    return [_ids(line) if IDS.fullmatch(line) else next(encoded) for line in lines]
-
-
-def _known(prompts: list[list[int]], vocabulary: int) -> list[list[int]]:
-    """`prompts`, if their ids are the model's."""
-    for token in (token for ids in prompts for token in ids):
-        if not 0 <= token < vocabulary:
-            raise UsageError(f"--prompts: {token} is no token of the model, which has {vocabulary}")
-    return prompts
-
-
-def _ids(line: str) -> list[int]:
     try:
-        ids = json.loads(line)
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--prompts {path}: cannot be read: {error}") from error
+    try:
+        ids = json.loads(text)
     except ValueError:
         ids = None
-    if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
-        raise UsageError(f"--prompts: {clean(line[:60])} is no JSON list of token ids")
-    return ids
+    if isinstance(ids, list):
+        if not ids or not all(isinstance(each, list) and each for each in ids):
+            raise UsageError(f"--prompts {path}: expected a list of lists of token ids")
+        if not all(type(token) is int for each in ids for token in each):
+            raise UsageError(f"--prompts {path}: expected a list of lists of token ids")
+        return ids
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
+    if not lines:
+        raise UsageError(f"--prompts {path}: the file has no prompt in it")
+    return _encoded(model, lines)
 
 
 def _encoded(model: str, texts: list[str]) -> list[list[int]]:
     try:
         with doing("reading the model's tokenizer"):
-            from ..integration.tokens import encoded
+            from vllm.tokenizers import get_tokenizer
 
-            return encoded(model, texts)
-    except Exception as error:  # whatever a tokenizer raises that is not there, or not whole
+            tokenizer = get_tokenizer(model)
+            return [list(tokenizer.encode(text)) for text in texts]
+    except Exception as error:  # a tokenizer that is missing or broken may raise anything
         why = clean(str(error)) or type(error).__name__
         raise UsageError(f"--model {model}: its tokenizer cannot be used: {why}") from error
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-@contextmanager
-def _engines(model: str, against: str, length: int) -> Iterator[Start]:
-    """What starts the engines, of which none takes more than `length` tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-
-        @contextmanager
-        def start(kind: str, left: Mapping[str, str]) -> Iterator[Engine]:
-            steps_aside = kind != PLAN and (
-                against == STOCK or (kind == EXACT and against != REFERENCE)
-            )
-            options = {
-                "dtype": "float32" if kind == EXACT else "auto",
-                "enforce_eager": True,
-                "max_model_len": length,
-                "max_num_seqs": 16,
-                "enable_prefix_caching": False,
-                "async_scheduling": False,
-                "logits_processors": ["vllm_fl_tools.integration.forcing:Forcing"],
-            }
-            if kind == PLAN:
-                environment = _mixed(left, folder)
-                options["worker_extension_cls"] = "vllm_fl_tools.integration.leaving.Leaving"
-            else:
-                environment = _baseline(REFERENCE if steps_aside else against)
-            if steps_aside:
-                environment[Settings.enabled.variable] = "0"
-            name = _name(kind, against, left)
-            with running(
-                name, model, options, {**environment, **ALIKE}, steps_aside=steps_aside
-            ) as engine:
-                yield engine
-
-        yield start
-
-
-def _name(kind: str, against: str, left: Mapping[str, str]) -> str:
+def _name(kind: str, against: str, left: Collection[str]) -> str:
     if kind == EXACT:
         return "in float32"
     if kind == BASELINE:
@@ -216,9 +328,9 @@ def _name(kind: str, against: str, left: Mapping[str, str]) -> str:
 
 
 def _baseline(against: str) -> dict[str, str]:
-    """The environment of a plan that owes nothing to the lists of the user's settings."""
-    lists = (CONFIG, PER_OP, OP_CONFIG, Settings.table.variable)
-    environment = {name: value for name, value in os.environ.items() if name not in lists}
+    """The environment of a plan without the orders of the user's settings."""
+    orders = (CONFIG, PER_OP, OP_CONFIG, Settings.table.variable)
+    environment = {name: value for name, value in os.environ.items() if name not in orders}
     if against == REFERENCE:
         environment[Settings.prefer.variable] = REFERENCE
     else:
@@ -226,89 +338,23 @@ def _baseline(against: str) -> dict[str, str]:
     return environment
 
 
-def _mixed(left: Mapping[str, str], folder: str) -> dict[str, str]:
-    """The user's environment, with lists of one token for the ops that are `left`."""
-    environment = dict(os.environ)
-    if not left:
-        return environment
-    lists = {op: [token] for op, token in left.items()}
-    variable = CONFIG if environment.get(CONFIG, "").strip() else OP_CONFIG
-    named = environment.get(variable, "").strip()
-    content: dict[str, Any] = {}
-    if named:
-        import yaml
-
-        content = yaml.safe_load(_read(named, variable)) or {}  # JSON is YAML, too
-    if variable == CONFIG:  # a complete override: the variables beside it have no effect
-        key = ORDER_PREFIX.rstrip(".")
-        content[key] = {**(content.get(key) or {}), **lists}
-    else:
-        content |= lists
-    text = json.dumps(content)
-    mixed = Path(folder) / f"{_digest(text)}.yaml"
-    mixed.write_text(text, encoding="utf-8")
-    return {**environment, variable: str(mixed)}
-
-
-def _facts(finding: Finding) -> dict[str, Any]:
-    """The finding as JSON data, which has null for what is not finite."""
-    told = asdict(finding)
-    for each in (told, *told["culprits"]):
-        excess = each.pop("excess")
-        each |= {"times": _finite(excess["times"]), "far": excess["far"]}
-        each["far_allowed"] = excess["allowed"]
-    for of_kind in told["errors"].values():
-        of_kind |= {phase: _finite(value) for phase, value in of_kind.items()}
-    return {**told, "limit": LIMIT, "new_tokens": NEW_TOKENS}
-
-
-def _show(facts: Mapping[str, Any]) -> None:
+def _show_errors(facts: Mapping[str, Any]) -> None:
     print_table(
         ("log-probabilities, against float32", "prefill", "decode"),
         [
-            (f"median error of the {kind}", *(f"{_shown(value):.2e}" for value in phases.values()))
+            (
+                f"median error of the {kind}",
+                *(f"{math.inf if v is None else v:.2e}" for v in phases.values()),
+            )
             for kind, phases in facts["errors"].items()
         ],
     )
     differing = ", ".join(f"{op} ({impl})" for op, impl in facts["ops"].items())
     say(f"\nPlan and baseline differ in {differing or 'no op'}.")
-    told = (
-        f"the plan's median error is {_shown(facts['times']):.2f} times the baseline's "
-        f"({facts['limit']} are allowed), and {_far(facts)}"
-    )
-    took = f"{facts['engines']} engines, {facts['seconds']:.0f} s."
-    if not facts["culprits"] and not facts["elsewhere"]:
-        say(f"Noise: {told}. {took}")
-        return
-    say(f"The difference is no noise: {told}.")
-    for culprit in facts["culprits"]:
-        ops = " and ".join(f"{op} ({impl})" for op, impl in culprit["ops"].items())
-        alone = "only together" if len(culprit["ops"]) > 1 else "by itself"
-        say(f"{ops}: {_shown(culprit['times']):.2f} times, {_far(culprit)}, {alone}")
-        for layers in culprit["layers"] or ():
-            say(f"  {_of_layers(layers, culprit['shared'])}")
-        if culprit["remark"]:
-            say(f"  {culprit['remark']}")
-    if facts["elsewhere"]:
-        say("The plan is that far off even with every op left that the two differ in: it is no op.")
-    say(took)
 
 
-def _far(told: Mapping[str, Any]) -> str:
-    tokens = "1 token is" if told["far"] == 1 else f"{told['far']} tokens are"
-    return f"{tokens} far off ({told['far_allowed']} may be)"
-
-
-def _shown(value: float | None) -> float:
-    return math.inf if value is None else value
-
-
-def _of_layers(layers: tuple[str, ...], shared: Mapping[str, int]) -> str:
+def _of_layers(layers: Sequence[str], shared: Mapping[str, int]) -> str:
     if not layers:
-        return "in calls that no layer of the model makes"
-    told = (f"{n} (which {shared[n]} places share)" if shared[n] > 1 else n for n in layers)
-    return f"in layer {' and '.join(told)}" + ("" if len(layers) == 1 else ", only together")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+        return "calls that no layer of the model makes"
+    names = (f"{n} (in {shared[n]} places)" if shared[n] > 1 else n for n in layers)
+    return f"layer {' and '.join(names)}" + ("" if len(layers) == 1 else ", only together")

@@ -11,7 +11,7 @@ import stat
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from shlex import quote as quoted
@@ -31,10 +31,9 @@ from vllm_fl.plugins.calling import devices, find_device, policy_files
 from vllm_fl.plugins.discovery import Found, discover
 from vllm_fl.plugins.finding import Finding
 from vllm_fl.plugins.installed import CORE, canonical, installed_version
-from vllm_fl.plugins.overrides import SPARE, STANDS
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS, RESERVED_OPS, brings_ops
+from vllm_fl.plugins.reserved import OPS, brings_ops
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
@@ -43,6 +42,7 @@ from vllm_fl.settings.values import IN_TREE, OP_CONFIG
 from vllm_fl.text import clean, quote
 
 from ..operate.identity import cpu_name, device_name
+from . import _bundle
 from . import plugins as plugins_verb
 from ._child import LoadingError, surviving
 from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
@@ -87,11 +87,28 @@ _CODE = re.compile(r"\[(FL\d{3})\]")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which engine is looked at; of any model without one."""
     takes_engine(parser, or_script=False)
+    parser.add_argument(
+        "--bundle",
+        metavar="FILE",
+        help="write an archive for a bug report, .tar.gz: this answer, versions, settings, plan "
+        "and what the engine left, without secrets",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. All checks run, however broken the environment is."""
     check_words(arguments)
+    with ExitStack() as stack:
+        draft = arguments.bundle and stack.enter_context(_bundle.draft_of(arguments.bundle))
+        found = _examine(arguments)
+        if draft:
+            _bundle.write(draft, found, arguments.model, arguments.more)
+    answer(found, _show, as_json=arguments.json)
+    return 1 if found["findings"] else 0
+
+
+def _examine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Make all checks."""
     lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
     gone: dict[str, str] = {}
     ended: list[Finding] = []
@@ -106,8 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": []}
     findings = dict.fromkeys([*lost, *(Finding(**each) for each in found["findings"]), *ended])
     found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
-    answer(found, _show, as_json=arguments.json)
-    return 1 if findings else 0
+    return found
 
 
 def _show(facts: Mapping[str, Any]) -> None:
@@ -263,14 +279,6 @@ class _Examined:
         for plugin in self.plugins:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
-            for remark in plugin.remarks:
-                yield Finding(
-                    "plugins",
-                    remark,
-                    "What it set would have counted as yours. Set it yourself if you want it, and "
-                    "tell the plugin's author.",
-                    f"pip show {quoted(plugin.owner.name)}",
-                )
         if not any(each.kind == "backend" for each in found):
             yield Finding(
                 "plugins",
@@ -290,8 +298,10 @@ class _Examined:
                 f"pip install {OPS}",
             )
         requires = {canonical(f.owner.distribution or ""): f.requires for f in self.found}
-        owners = self.registry.snapshot().owners.items()
-        for owner in dict.fromkeys(owner for (op, _), owner in owners if op in RESERVED_OPS):
+        snapshot = self.registry.snapshot()
+        ours = {op for op, author in snapshot.authors.items() if brings_ops(author)}
+        owners = snapshot.owners.items()
+        for owner in dict.fromkeys(owner for (op, _), owner in owners if op in ours):
             if owner.distribution is None:
                 continue
             needed = [canonical(owner.distribution)]
@@ -344,7 +354,6 @@ class _Examined:
             env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(
                 self.registry,
-                self.plugins,
                 env if errors or self.failing else os.environ,
                 platform=where,
             )
@@ -421,15 +430,8 @@ def _lost_finding(crumb: Crumb) -> Finding:
         "It was ended from inside (os._exit, an abort, a crash of native code) or from outside "
         "(killed, out of memory); nothing else was left to say so."
     )
-    if crumb.error:
-        why = "The error is that of the call, or of a device, which reports it late."
-    if crumb.calls:
-        why = f"{why} {STANDS} {SPARE}"
-    module = crumb.owner.partition(".")[0]
-    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS"
-    if any(module and name.partition(".")[0] == module for name in _modules()):
-        again = "mend it, or take it out of VLLM_FL_PLUGIN_MODULES"
-    elif VLLMS in crumb.what:
+    again = "reinstall it, or leave it out with VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES"
+    if VLLMS in crumb.what:
         again = "reinstall it, or leave it out with VLLM_PLUGINS"
     why = f"{why} If it comes again, {again}. This forgets it:"
     return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")

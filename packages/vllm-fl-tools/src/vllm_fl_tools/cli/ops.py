@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.plugins.communicator import NAMED_CLASSES
-from vllm_fl.plugins.reserved import why_absent
+from vllm_fl.plugins.reserved import ops_missing
 
 from ._engine import WHERE, asked_of, entry_of, takes_engine
 from ._show import answer, print_table, say
@@ -68,7 +68,7 @@ def _show(facts: Mapping[str, Any]) -> None:
         say("(by size): this is what the largest calls run; smaller ones have other orders.")
     if not manager.registry.snapshot().contracts:
         plugins = manager.startup.plugins if manager.startup else ()
-        say(f"No op has a contract here: {why_absent(plugins)}.")
+        say(f"No op has a contract here: {ops_missing(plugins)}.")
     say("`vllm-fl explain OP` shows why.")
 
 

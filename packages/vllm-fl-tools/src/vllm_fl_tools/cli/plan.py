@@ -22,6 +22,7 @@ from vllm_fl.settings.schema import CONFIG, Settings
 
 from ..operate.described import Described
 from ._engine import asked_of, takes_engine
+from ._lock import save
 from ._show import UsageError, answer, print_table, say
 
 STOCK = "stock"
@@ -38,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"what {CONFIG} names, a lock, or the JSON that this verb has printed",
     )
     parser.add_argument(
+        "--save",
+        metavar="FILE",
+        help="start the engine once, and write a lock of what it ran with there",
+    )
+    parser.add_argument(
         "--from",
         dest="lock",
         metavar="LOCK",
@@ -49,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when strict mode would end the start."""
     if arguments.lock is not None:
         return _show_locked(arguments)
+    if arguments.save is not None:
+        if arguments.diff is not None or arguments.mode is not None:
+            raise UsageError("--save takes --model and vLLM's arguments: without --diff and --mode")
+        return save(arguments)
     if arguments.model is None and arguments.mode is None:
         arguments.mode = "compiled"  # as vLLM's is
     other = _given(arguments.diff) if arguments.diff is not None else None
@@ -71,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "warnings": other["warnings"],
                 "differs": other.get("differs", []),
             }
-    answer(facts, _show, as_json=arguments.json)
+    answer(facts, show, as_json=arguments.json)
     return 1 if facts["plan"]["ends"] else 0
 
 
@@ -185,12 +195,12 @@ def _show_locked(arguments: argparse.Namespace) -> int:
     plan = _of_lock(lock, lock.result["ops"])
     facts = {"plan": {**plan, "verified": True, "device": lock.facts["device"]}}
 
-    def show(facts: Mapping[str, Any]) -> None:
+    def show_locked(facts: Mapping[str, Any]) -> None:
         plan = facts["plan"]
         _show_ops(plan["ops"])
         say(f"This is the plan of the lock {plan['lock']}, verified on {plan['device']}.")
 
-    answer(facts, show, as_json=arguments.json)
+    answer(facts, show_locked, as_json=arguments.json)
     return 0
 
 
@@ -238,7 +248,8 @@ def _runs(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"impl": entry["impl"], **({"rows": rows} if rows else {})}
 
 
-def _show(facts: Mapping[str, Any]) -> None:
+def show(facts: Mapping[str, Any]) -> None:
+    """Print the answer."""
     plan = facts["plan"]
     told = [plan["mode"], plan["dtype"], plan["platform"]]
     if plan["tokens"] is not None:

@@ -21,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when a plugin failed, was refused an id, or sets what is the user's to set; when
-    VLLM_FL_PLUGINS matches nothing; or when another distribution owns what is ours."""
+    """Exit 1 when a plugin failed, or was refused an id; when VLLM_FL_PLUGINS matches nothing; or
+    when another distribution owns what is ours."""
     found = surviving(_look)
     answer(found, _show, as_json=arguments.json)
     failed = any(row["error"] for row in found["plugins"])
-    return 1 if failed or found["rivals"] or found["remarks"] or found["nothing_matches"] else 0
+    return 1 if failed or found["rivals"] or found["nothing_matches"] else 0
 
 
 def _show(facts: Mapping[str, Any]) -> None:
@@ -45,12 +45,10 @@ def _look() -> dict[str, Any]:
     startup = manager.startup
     assert startup is not None
     absent = unmatched([plugin.owner for plugin in startup.plugins], startup.allowed)
-    remarks = [remark for plugin in startup.plugins for remark in plugin.remarks]
     return {
         "plugins": as_rows(startup.plugins),
-        "warnings": [*absent, *remarks],
+        "warnings": list(absent),
         "backends": any(plugin.kind == "backend" for plugin in startup.plugins),
-        "remarks": bool(remarks),
         "nothing_matches": bool(absent) and len(absent) == len(startup.allowed or ()),
         "rivals": list(rivals()),
     }

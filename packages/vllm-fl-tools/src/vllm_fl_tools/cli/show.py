@@ -1,83 +1,181 @@
-"""`vllm-fl show`: the report that an engine has left, for people."""
+"""`vllm-fl show`: the JSON files of engines and of this command, for people or as one HTML page.
+
+It runs no engine, and needs no device.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from vllm_fl.engine.state_file import EVERY
 from vllm_fl.settings.schema import Settings
+from vllm_fl.settings.values import read_text
+from vllm_fl.text import quote
 
-from ._show import UsageError, answer, print_table, say
+from ..engine.tuned import Tuned
+from ._options import ReportFile
+from ._show import SCHEMA, UsageError, answer, print_table, say
 
-SCHEMA = 1
-"""What this release reads."""
+MAX_BYTES = 16 * 2**20
+
+CONTENTS = {
+    "report": "worker",
+    "coverage": "coverage",
+    "results": "verification",
+    "plan": "plan",
+    "culprits": "bisection",
+    "table": "table",
+}
+"""Key of a file's object -> its kind."""
+
+SHOWN = {"coverage": "_profile", "verification": "verify", "plan": "plan", "bisection": "bisect"}
+"""Kind -> the module that prints such an answer."""
+
+MEASURED = ("table", "coverage", "verification")
+"""The kinds that a page can have."""
 
 STATES = {
-    "starting": "its start was under way",
+    "starting": "its startup was under way",
     "serving": "it served then",
     "ended": "it was shut down",
-    "failed": "its start failed",
+    "failed": "its startup failed",
 }
 
 SILENT = 3 * EVERY
-"""Seconds without a new state after which a process that ran is taken for gone."""
+"""Seconds without a new state after which a process is reported to be gone."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which reports."""
+    """The files, and a page."""
     parser.add_argument(
         "files",
         metavar="FILE",
         nargs="+",
-        help=f"what {Settings.report.variable} names; other ranks' lie beside it",
+        help=f"a worker's report ({Settings.metrics.variable}), or the JSON that `plan`, "
+        "`tune`, `verify`, `tune --profile` or `bisect` printed",
+    )
+    parser.add_argument(
+        "--html", metavar="OUT", help="write one page of tables, verifications and profiles there"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 0; 2 where a file is no report."""
-    reports = [_read(Path(name)) for name in arguments.files]
-    answer({"reports": reports}, _show, as_json=arguments.json)
+    """Exit 0; 2 if a file is of no known kind."""
+    files = [_read(path) for path in arguments.files]
+    if arguments.html is None:
+        answer(
+            {"files": [_as_json(each) for each in files]},
+            lambda _: _show(files),
+            as_json=arguments.json,
+        )
+        return 0
+    from ._page import Measured, page
+
+    for each in files:
+        if each["kind"] not in MEASURED:
+            raise UsageError(f"--html: {each['file']} is a {each['kind']}; there is no page of it")
+    names = _names(files)
+    with ReportFile(arguments.html, "--html") as out:
+        text = page(
+            [Measured(n, f["kind"], f["content"]) for n, f in zip(names, files, strict=True)]
+        )
+        out.write(text)
+    facts = {
+        "files": [{"name": n, "kind": f["kind"]} for n, f in zip(names, files, strict=True)],
+        "html": str(out.path),
+        "bytes": len(text.encode()),
+    }
+    answer(facts, _show_page, as_json=arguments.json)
     return 0
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What a file tells, with `silent`, the seconds since, where its process seems to be gone.
+def _names(files: list[dict[str, Any]]) -> list[str]:
+    """The names of files on a page, each once."""
+    names: list[str] = []
+    for each in files:
+        base = Path(each["file"]).name
+        number = sum(name.partition(" (")[0] == base for name in names)
+        names.append(f"{base} ({number + 1})" if number else base)
+    return names
+
+
+def _read(path: str) -> dict[str, Any]:
+    """A file with its `kind` and `content`; of a process that seems to be gone, with `silent`, the
+    seconds since its last state.
 
     Raises:
-        UsageError: it cannot be read, or is no report of this release's.
+        SettingsError: it cannot be read.
+        UsageError: it is of no known kind, or incomplete.
     """
+    text = read_text(path, "show", path, most=MAX_BYTES)
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        schema, report = told["schema"], told["report"]
-        written = datetime.fromisoformat(told["written"])
-        if not all(isinstance(report[key], dict) for key in ("ops", "demotions", "rejections")):
-            raise TypeError("its plan is none")
-        age = (datetime.now(UTC) - written).total_seconds()
-    except OSError as error:
-        raise UsageError(f"{path}: it cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: is not complete JSON: {error}") from error
+    keys = data if isinstance(data, dict) else {}
+    kind = next((kind for key, kind in CONTENTS.items() if key in keys), None)
+    if kind is None:
+        raise UsageError(f"{path}: is no file of vllm-fl; it has none of {', '.join(CONTENTS)}")
+    if data.get("schema") != SCHEMA:
         raise UsageError(
-            f"{path}: it is no report of an engine; those lie where {Settings.report.variable} says"
-        ) from error
-    if schema != SCHEMA:
-        raise UsageError(f"{path}: it is of schema {schema}; this vllm-fl reads {SCHEMA}")
-    is_over = told.get("state") in ("ended", "failed") or age <= SILENT
-    return {"file": str(path), **told, "silent": None if is_over else round(age)}
+            f"{path}: has schema {data.get('schema')!r:.60}; this release reads {SCHEMA}"
+        )
+    content = data["coverage"] if kind == "coverage" else data
+    if kind == "table":
+        try:
+            content = Tuned.of(data["table"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path}: is incomplete: {quote(error)}") from error
+    found = {"file": path, "kind": kind, "content": content}
+    return {**found, "silent": _silent(path, data)} if kind == "worker" else found
 
 
-def _show(facts: Mapping[str, Any]) -> None:
-    for number, told in enumerate(facts["reports"]):
+def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
+    content = file["content"]
+    return {**file, "content": asdict(content) if file["kind"] == "table" else content}
+
+
+def _silent(path: str, data: Mapping[str, Any]) -> int | None:
+    """The seconds since the last state of a worker that seems to be gone."""
+    try:
+        age = (datetime.now(UTC) - datetime.fromisoformat(data["written"])).total_seconds()
+        if not all(isinstance(data["report"][key], dict) for key in ("ops", "demotions")):
+            raise TypeError("it has no plan")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: is not the report of a worker: {quote(error)}") from error
+    is_over = data.get("state") in ("ended", "failed") or age <= SILENT
+    return None if is_over else round(age)
+
+
+def _show(files: list[dict[str, Any]]) -> None:
+    for number, each in enumerate(files):
         if number:
             say()
-        _show_one(told)
+        kind, content = each["kind"], each["content"]
+        try:
+            if kind == "worker":
+                _show_worker(content, each["silent"])
+            elif kind == "table":
+                import_module(".tune", __package__).show(each["file"], content)
+            else:
+                facts = {"coverage": content} if kind == "coverage" else content
+                import_module(f".{SHOWN[kind]}", __package__).show(facts)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{each['file']}: is not complete: {quote(error)}") from error
 
 
-def _show_one(told: Mapping[str, Any]) -> None:
+def _show_page(facts: Mapping[str, Any]) -> None:
+    say(f"{facts['html']}: {facts['bytes'] / 1e6:.2f} MB of {len(facts['files'])} files")
+
+
+def _show_worker(told: Mapping[str, Any], silent: int | None) -> None:
     report, state = told["report"], str(told.get("state"))
     say(
         f"{told.get('model')}, rank {told.get('rank')} of replica {told.get('replica')}: "
@@ -87,11 +185,11 @@ def _show_one(told: Mapping[str, Any]) -> None:
         f"Process {told.get('pid')} on {told.get('host')}, started {told.get('started')}, "
         f"written {told['written']}: {STATES.get(state, state)}."
     )
-    if told["silent"] is not None:
+    if silent is not None:
         say(
-            f"It has not written for {told['silent']} s, though it does every {EVERY:.0f} s: it "
-            "was killed, as on SIGTERM by vLLM without --shutdown-timeout, or the file can no "
-            "longer be written. What came after that is not in it."
+            f"It has not written for {silent} s, though it does every {EVERY:.0f} s: it was "
+            "killed, as vLLM without --shutdown-timeout is by SIGTERM, or the file cannot be "
+            "written any more. Later events are not in it."
         )
     error = told.get("error")
     if error:
@@ -104,32 +202,29 @@ def _show_one(told: Mapping[str, Any]) -> None:
         counts = [sum(table.get(op, {}).values()) or None for table in tables]
         rows.append((op, entry.get("impl"), entry.get("reason"), *counts))
     print_table(["op", "implementation", "reason", "calls", "refusals", "fallbacks"], rows)
-    out = [
+    disabled = [
         (op, impl, what, why)
         for key, what in (
-            ("demotions", "failed at start"),
+            ("demotions", "failed at startup"),
             ("rejections", "refuses all calls"),
-            ("wrong", "wrong, and serves"),
+            ("wrong", "incorrect, and serves"),
         )
         for op, table in (report.get(key) or {}).items()
         for impl, why in table.items()
     ]
-    if out:
-        say("Taken out, or found wrong:")
-        print_table(["op", "implementation", "what", "why"], out)
+    if disabled:
+        say("Disabled, or found to be incorrect:")
+        print_table(["op", "implementation", "what", "why"], disabled)
+    not_covered = (report.get("not_reached") or {}).items()
     for title, lines in (
         ("Differs from its lock", told.get("lock")),
         ("Settings", told.get("settings")),
-        ("Not reached", _not_reached(report)),
+        ("Not covered", [f"{op}: {why}" for op, why in not_covered]),
     ):
         for line in lines or ():
             say(f"{title}: {line}")
     took = report.get("start") or {}
     if took:
-        say("Its start, in seconds: " + ", ".join(f"{what} {s:.1f}" for what, s in took.items()))
+        say("Its startup, in seconds: " + ", ".join(f"{what} {s:.1f}" for what, s in took.items()))
     versions = {**(told.get("versions") or {}), **(told.get("plugins") or {})}
     say(", ".join(f"{name} {version}" for name, version in versions.items()))
-
-
-def _not_reached(report: Mapping[str, Any]) -> list[str]:
-    return [f"{op}: {why}" for op, why in (report.get("not_reached") or {}).items()]

@@ -22,12 +22,11 @@ from vllm_fl.text import closest, quote
 from vllm_fl_ops.contracts.rules import RULES
 
 from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
-from ..integration.parts import hidden_layers, vocabulary_of, without
+from ..integration.parts import without
 from ..integration.threads import worker_threads
-from . import _accept
-from ._counts import counts
+from . import _accept, _profile
 from ._engine import asked_of, takes_vllms
-from ._options import ReportFile, check_known, device_of, positive_seconds
+from ._options import ReportFile, check_known, counts, device_of, positive_seconds
 from ._show import UsageError, print_json, print_table, say
 from ._tuning import Subject, Work
 from ._watch import INTERRUPTED, ended_by_signal
@@ -98,11 +97,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TIMEOUT,
         help=f"give up a call that takes longer; default: {TIMEOUT:.0f}",
     )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="measure no op: profile the steps of an engine with vLLM's arguments, and print which "
+        "op takes which share of them; of the other options it takes --model, --batch and --json",
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="N,…",
+        help="of --profile: how many sequences decode together, one table each; default: 1",
+    )
     _accept.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when the table cannot be written, nothing was measured, or it is not accepted."""
+    if arguments.profile:
+        return _profile.run(arguments)
     if arguments.more and (arguments.model is None or arguments.accept is not None):
         more = " ".join(arguments.more)
         raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
@@ -110,6 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _accept.run(arguments)
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
+    if arguments.batch is not None:
+        raise UsageError("--batch is for --profile")
     out = _out(arguments.out)
     asked = () if arguments.tokens is None else tuple(sorted(counts("--tokens", arguments.tokens)))
     manager = get_default_manager()
@@ -145,14 +159,11 @@ def run(arguments: argparse.Namespace) -> int:
             path=str(out),
             remarks=[*work.remarks, *_of_device(work.subject, table)],
             measurements=work.done,
-            phases=work.phases,
-            estimate=work.estimates(table),
             table=asdict(table),
         )
     else:
-        worth = [*work.estimates(table), *_of_device(work.subject, table)]
-        worth += _spent(work.done, work.phases)
-        _show(out, table, [*work.remarks, *worth])
+        done = f"{work.done} measurements."
+        show(str(out), table, [*work.remarks, *_of_device(work.subject, table), done])
     return 0 if table.ops else 1
 
 
@@ -208,7 +219,7 @@ def _subject(
         tokens = asked or _powers(LARGEST)
         dtype = named or torch.bfloat16
         absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
-        captured, plan, layers, vocabulary = None, None, 0, 0
+        captured, plan = None, None
         ordered: tuple[str, ...] = ()
     else:
         if arguments.dtype is not None:
@@ -228,7 +239,6 @@ def _subject(
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype = facts.sizes, facts.dtype
         absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
-        layers, vocabulary = hidden_layers(engine), vocabulary_of(engine)
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
@@ -244,8 +254,6 @@ def _subject(
         plan,
         first=None if asked or arguments.thorough else _first(tokens, captured or 0),
         thorough=arguments.thorough,
-        layers=layers,
-        vocabulary=vocabulary,
         ordered=ordered,
     )
 
@@ -327,8 +335,9 @@ def _powers(largest: int) -> tuple[int, ...]:
     return tuple(sorted({1 << n for n in range(largest.bit_length())} | {largest}))
 
 
-def _show(out: Path, table: Tuned, remarks: list[str]) -> None:
-    say(f"{out}")
+def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:
+    """Print a table."""
+    say(path)
     if table.ops:
         say(f"{table.mode}, {table.dtype}, {table.holds['device']}; {table.seconds:.0f} s")
         headings = ("op", "default", "up to", "choice", "µs", "quartiles", "default's µs", "ratio")
@@ -341,11 +350,6 @@ def _show(out: Path, table: Tuned, remarks: list[str]) -> None:
         for figure in tuned.figures:
             if figure.rejected:
                 say(f"{op}, {figure.tokens} tokens, {figure.impl}: {figure.rejected}")
-
-
-def _spent(done: int, phases: Mapping[str, float]) -> Iterator[str]:
-    told = [f"{name} {seconds:.0f}" for name, seconds in phases.items() if seconds >= 0.5]
-    yield f"{done} measurements." + f" Seconds of this run: {', '.join(told)}." * bool(told)
 
 
 def _rows(op: str, tuned: TunedOp) -> Iterator[tuple[str, ...]]:

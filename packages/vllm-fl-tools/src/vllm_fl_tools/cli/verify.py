@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import io
 import math
 import os
 import platform
@@ -16,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -27,13 +26,13 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.types import Impl, OpImpl
-from vllm_fl.text import quote, scrub
+from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import typical_sizes
 
 from ..engine.timing import quartiles
 from ._environment import distributions
-from ._options import ReportFile, check_known, device_of, positive_seconds
-from ._show import UsageError, answer, answering, print_table, say
+from ._options import check_known, device_of, positive_seconds
+from ._show import UsageError, answer, print_table, say
 from ._watch import INTERRUPTED, TookTooLong, Watch
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits", "Â
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to run, where, and where the report goes."""
+    """The implementations, and the device."""
     parser.add_argument("--device", help="as torch names it; default: cuda or npu, else cpu")
     parser.add_argument("--dtype", action="append", metavar="DTYPE", help="may be repeated")
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
@@ -81,67 +80,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TIMEOUT,
         help=f"give up a sample that takes longer; default: {TIMEOUT:.0f}",
     )
-    parser.add_argument(
-        "--report", metavar="FILE.md", help="write the tables there too, as Markdown"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when a result is wrong, one raised or was given up, or nothing could be run."""
-    with ExitStack() as stack:
-        report = stack.enter_context(ReportFile(arguments.report)) if arguments.report else None
-        manager = get_default_manager()
-        manager.ensure_initialized(defer_errors=True)  # everything is run, whatever the policy says
-        kernels = {name for each in manager.registry.plugins for name in each.owner.kernels}
-        runnable, not_run = _choose(manager, arguments.op, arguments.impl)
-        _check_dtypes(arguments.dtype, manager.registry.snapshot().contracts.values())
-        device = device_of(arguments.device)
-        facts = _device_facts(device)  # asked before anything runs: a broken device tells nothing
-        timed = not (arguments.emulated or arguments.no_times)
-        work = _Work(manager, runnable, arguments.dtype, device, timed)
-        found = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "environment": {
-                "python": platform.python_version(),
-                "system": platform.platform(),
-                "distributions": distributions(kernels),
-                "device": facts,
-                "emulated": arguments.emulated,
-            },
-            "complete": True,
-            "results": work.results,
-            "not_run": not_run,
-        }
+    """Exit 1 if a result is wrong, one raised or was given up, or nothing could be run."""
+    manager = get_default_manager()
+    manager.ensure_initialized(defer_errors=True)  # everything is run, whatever the policy says
+    kernels = {name for each in manager.registry.plugins for name in each.owner.kernels}
+    runnable, not_run = _choose(manager, arguments.op, arguments.impl)
+    _check_dtypes(arguments.dtype, manager.registry.snapshot().contracts.values())
+    device = device_of(arguments.device)
+    facts = _device_facts(device)  # a kernel may break the device
+    timed = not (arguments.emulated or arguments.no_times)
+    work = _Work(manager, runnable, arguments.dtype, device, timed)
+    found = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "distributions": distributions(kernels),
+            "device": facts,
+            "emulated": arguments.emulated,
+        },
+        "complete": True,
+        "results": work.results,
+        "not_run": not_run,
+    }
 
-        def tell() -> None:
-            answer(found, _show, as_json=arguments.json)
+    def end(why: str) -> None:
+        """Print the results of an incomplete run."""
+        not_run.extend(work.left(why))
+        found["complete"] = False
+        answer(found, show, as_json=arguments.json)
+        say(f"vllm-fl: {why}: {len(work.results)} of {len(work.units)} done", error=True)
 
-        def cut_short(why: str) -> None:
-            """Tell of what was done. A report is left as it was: it would look like a whole one."""
-            not_run.extend(work.left(why))
-            found["complete"] = False
-            tell()
-            say(f"vllm-fl: {why}: {len(work.results)} of {len(work.units)} done", error=True)
+    def stuck() -> None:
+        end(f"{watch.running} does not come back and cannot be given up")
 
-        def stuck() -> None:
-            stack.close()
-            cut_short(f"{watch.running} does not come back and cannot be given up")
-
-        watch = Watch(len(work.units), arguments.timeout, stuck)
-        try:
-            # A kernel's own output is no result.
-            with watch.witnessed(), redirect_stdout(sys.stderr):
-                work.run(watch)
-        except KeyboardInterrupt:
-            cut_short("interrupted")
-            return INTERRUPTED
-        tell()
-        if report is not None:
-            try:
-                report.write(_report(found))
-            except OSError as error:
-                say(f"vllm-fl: --report {report.path}: {error}; the results are above", error=True)
-                return 1
+    watch = Watch(len(work.units), arguments.timeout, stuck)
+    try:
+        with redirect_stdout(sys.stderr):  # a kernel's own output is no result
+            work.run(watch)
+    except KeyboardInterrupt:
+        end("interrupted")
+        return INTERRUPTED
+    answer(found, show, as_json=arguments.json)
     bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in work.results)
     return 1 if bad or not work.results else 0
 
@@ -351,12 +334,9 @@ class _Work:
                 )
             except Exception as error:
                 comparison = raised(sample.name, quote(error), error)
-            if comparison.status in ("wrong", "raised"):
-                watch.found(comparison.reason)
             compared.append(comparison)
             yield comparison
         if problem := leaning(compared):
-            watch.found(problem)
             share = max(each.share for each in compared if each.status == "ok")
             yield Comparison(*key, "(all samples)", dtype_name, "wrong", share, problem)
         try:
@@ -505,7 +485,8 @@ def _heading(found: Mapping[str, Any]) -> str:
     )
 
 
-def _show(found: Mapping[str, Any]) -> None:
+def show(found: Mapping[str, Any]) -> None:
+    """Print the answer."""
     say(_heading(found))
     if found["results"]:
         print_table(HEADINGS, _rows(found["results"]))
@@ -516,11 +497,3 @@ def _show(found: Mapping[str, Any]) -> None:
         say("Not run:")
     for line in _not_run(found):
         say(f"  {line}")
-
-
-def _report(found: Mapping[str, Any]) -> str:
-    """The same as Markdown: a block of text, in which no word of others is markup."""
-    text = io.StringIO()
-    with answering(text):
-        _show(found)
-    return f"# Verification\n\n~~~~text\n{scrub(text.getvalue())}~~~~\n"

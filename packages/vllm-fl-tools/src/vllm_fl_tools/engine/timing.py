@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
@@ -23,7 +20,6 @@ from .tuned import DEFAULT, Figure, Row
 __all__ = [
     "ROOM",
     "Measured",
-    "Phases",
     "Timer",
     "best_edges",
     "in_turn",
@@ -42,32 +38,6 @@ another implementation is not worth it."""
 
 CLEAR = 1.1
 """What that ratio is at least of a clear winner, who besides wins every round of the finals."""
-
-
-class Phases:
-    """Where the seconds of a run go: blocks within blocks, of which each counts its own alone."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._running = ""
-        self._since = time.perf_counter()
-
-    @contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """In the block the time is this phase's."""
-        before = self._turn(name)
-        try:
-            yield
-        finally:
-            self._turn(before)
-
-    def _turn(self, name: str) -> str:
-        now = time.perf_counter()
-        before, self._running = self._running, name
-        if before:
-            self.seconds[before] += now - self._since
-        self._since = now
-        return before
 
 
 def in_turn(
@@ -126,7 +96,6 @@ class Measured:
             launch, where no graph serves -> by what.
         copied: how long a copy of as many bytes took in the finals; empty where they are not known.
         thorough: whether every winner needs second finals; otherwise a clear one does without.
-        weights: the bytes of those that are read as a whole, of all forms.
     """
 
     tokens: int
@@ -138,7 +107,6 @@ class Measured:
     slower: dict[str, str] = field(default_factory=dict)
     copied: list[float] = field(default_factory=list)
     thorough: bool = True
-    weights: int = 0
 
     @property
     def promoted(self) -> str:

@@ -36,7 +36,7 @@ from vllm_fl_verify.verification import as_call, compare, refusal_of
 from vllm_fl_verify.wanted import Off
 
 from .bench import Bench, cold_bytes
-from .timing import ROOM, Measured, Phases, Timer, in_turn, quartiles, ratios
+from .timing import ROOM, Measured, Timer, in_turn, quartiles, ratios
 
 __all__ = ["Contender", "OpTuning"]
 
@@ -155,7 +155,6 @@ class OpTuning:
     once: bool = False
     products: Callable[[int], float] = field(default=lambda tokens: 0.0)
     thorough: bool = True
-    phases: Phases = field(default_factory=Phases, init=False)
     _functions: dict[tuple[str, Callable[..., Any], int], _Ways | Exception] = field(
         default_factory=dict, init=False
     )
@@ -175,13 +174,11 @@ class OpTuning:
         found = Measured(tokens, self.default, {}, thorough=self.thorough)
         self._wholes.clear()
         with torch.inference_mode():
-            with self.phases.of("checking"):
-                sound = self._all_sound(self.contenders, found)
+            sound = self._all_sound(self.contenders, found)
             if not sound:
                 return found
             bench = self._bench(tokens, sound, found)
-            with self.phases.of("timing"):
-                found.screened, dropped = in_turn(bench.timers, SCREENING)
+            found.screened, dropped = in_turn(bench.timers, SCREENING)
             found.rejected |= dropped
             finalists = self._finalists(found.screened)
             if not finalists:
@@ -190,16 +187,14 @@ class OpTuning:
             if bench.copy is not None:
                 timers[""] = bench.copy
             bench.parts.clear()
-            with self.phases.of("timing"):
-                found.finals, dropped = in_turn(timers, FINALS)
+            found.finals, dropped = in_turn(timers, FINALS)
             found.copied = found.finals.pop("", [])
             dropped.pop("", None)
             found.rejected |= dropped
             found.slower = {} if self.once else self._slower(bench.parts)
             by_host = self.between_graphs or self._beyond_graphs(tokens)
             if bench.captures and by_host and self.products(tokens) < HOST_OF_A_LAYER:
-                with self.phases.of("timing launches"):
-                    found.slower = {**self._slower_to_launch(bench, found), **found.slower}
+                found.slower = {**self._slower_to_launch(bench, found), **found.slower}
         return found
 
     def measure_again(self, found: Measured) -> Measured:
@@ -208,14 +203,12 @@ class OpTuning:
         self._wholes.clear()
         with torch.inference_mode():
             asked = [one for one in self.contenders if one.name in names]
-            with self.phases.of("checking"):
-                sound = self._all_sound(asked, found)
+            sound = self._all_sound(asked, found)
             if len(sound) < len(asked):
                 return found
             bench = self._bench(found.tokens, sound, found)
             timers = {name: bench.timers[name] for name in names if name in bench.timers}
-            with self.phases.of("timing"):
-                found.again, dropped = in_turn(timers, FINALS, first=1)
+            found.again, dropped = in_turn(timers, FINALS, first=1)
             found.rejected |= dropped
         return found
 
@@ -377,10 +370,9 @@ class OpTuning:
             supports=cast("Any", asked_for(served.impl, self.spec)),
         )
         for large in (True, False):
-            with self.phases.of("making inputs"):
-                form.switch(large=large)
-                rows = self._trials.rows(tokens, large, "drawn" if large else "standing")
-                laid = rows_of(form.pool(large), rows)
+            form.switch(large=large)
+            rows = self._trials.rows(tokens, large, "drawn" if large else "standing")
+            laid = rows_of(form.pool(large), rows)
             name = f"{tokens} x {form.name}" + ", large values" * large
             sample = Sample(name, form.call(laid).args)
             off = partial(self._off, form, large, rows)
@@ -391,8 +383,7 @@ class OpTuning:
         return ""
 
     def _off(self, form: Form, large: bool, rows: torch.Tensor, got: Any) -> Off:
-        with self.phases.of("comparing"):
-            return form.off(large, rows, got)
+        return form.off(large, rows, got)
 
     def _poisoning(self, served: _Served) -> Callable[..., Any]:
         """Its call, with NaN where an allocator is likely to give it the memory of its results."""
@@ -418,8 +409,7 @@ class OpTuning:
         key = contender.name, impl.fn, form
         if key not in self._functions:
             try:
-                with self.phases.of("compiling"):
-                    self._functions[key] = self._made(contender, impl, self.forms[form])
+                self._functions[key] = self._made(contender, impl, self.forms[form])
             except Exception as error:
                 self._functions[key] = error
         found = self._functions[key]
@@ -517,32 +507,27 @@ class OpTuning:
         Who raises meanwhile is rejected.
         """
         bench = Bench(self.device, self.mode, self.clock)
-        with self.phases.of("making inputs"):
-            first = [self._laid(form, tokens, 0) for form in self.forms]
-        found.weights = sum(_weights(self.spec, laid.args) for laid in first)
+        first = [self._laid(form, tokens, 0) for form in self.forms]
         least = math.inf
-        with self.phases.of("warming up"):
-            for name, served in sound.items():
-                with self._rejecting(name, tokens, found, "was warmed up"):
-                    for one, laid in zip(served, first, strict=True):
-                        least = min(least, bench.seconds_of(one.timed, laid.args))
+        for name, served in sound.items():
+            with self._rejecting(name, tokens, found, "was warmed up"):
+                for one, laid in zip(served, first, strict=True):
+                    least = min(least, bench.seconds_of(one.timed, laid.args))
         size = sum(storage.memory.nbytes for laid in first for storage in laid.activations.storages)
         calls = 1 if math.isinf(least) else math.ceil(ROUND / max(least, 1e-7))
         calls = max(1, min(calls, MOST_CALLS, MOST_BYTES // max(1, 2 * size)))
-        with self.phases.of("making inputs"):
-            sets = [
-                self._with_own([laid, *(self._laid(form, tokens, n) for n in range(1, calls))])
-                for form, laid in zip(self.forms, first, strict=True)
-            ]
-        with self.phases.of("capturing"):
-            for name, served in sound.items():
-                if name not in found.rejected:
-                    with self._rejecting(name, tokens, found, "was made ready to be timed"):
-                        self._make_ready(bench, name, served, sets)
-            moved = [_moved(self.spec, laid.args) for laid in first]
-            if moved and all(moved):
-                fitting = max(1, min(calls, MOST_BYTES // sum(moved)))
-                bench.copy = bench.copying(sum(moved), fitting)
+        sets = [
+            self._with_own([laid, *(self._laid(form, tokens, n) for n in range(1, calls))])
+            for form, laid in zip(self.forms, first, strict=True)
+        ]
+        for name, served in sound.items():
+            if name not in found.rejected:
+                with self._rejecting(name, tokens, found, "was made ready to be timed"):
+                    self._make_ready(bench, name, served, sets)
+        moved = [_moved(self.spec, laid.args) for laid in first]
+        if moved and all(moved):
+            fitting = max(1, min(calls, MOST_BYTES // sum(moved)))
+            bench.copy = bench.copying(sum(moved), fitting)
         return bench
 
     def _make_ready(
@@ -676,12 +661,6 @@ def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
             others += arg.nbytes * (name not in whole)
     results = sum(part.nbytes for part in _parts(spec.fake(*args)) if part is not None)
     return read + results if others <= read else 0
-
-
-def _weights(spec: OpSpec, args: Sequence[Any]) -> int:
-    given = spec.named(args).items()
-    read = (arg for name, arg in given if name in spec.read_whole)
-    return sum(arg.nbytes for arg in read if isinstance(arg, torch.Tensor))
 
 
 def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:

@@ -10,18 +10,7 @@ from vllm_fl.contracts.binding import Binding
 if TYPE_CHECKING:
     from ..operate.described import Described
 
-__all__ = ["hidden_layers", "taken_in", "vocabulary_of", "without"]
-
-
-def hidden_layers(engine: Described) -> int:
-    """How many hidden layers the model has; 0 where it does not tell."""
-    config = engine.config.model_config.hf_text_config if engine.config else None
-    return int(getattr(config, "num_hidden_layers", 0) or 0)
-
-
-def vocabulary_of(engine: Described) -> int:
-    """How many tokens the model knows."""
-    return int(engine.config.model_config.get_vocab_size()) if engine.config else 0
+__all__ = ["taken_in", "without"]
 
 
 def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str]:

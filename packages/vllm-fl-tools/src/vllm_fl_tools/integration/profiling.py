@@ -1,6 +1,6 @@
 """Sees what a worker's steps spend the device's time on, under PyTorch's profiler.
 
-For `vllm-fl coverage` alone, by vLLM's argument `worker_extension_cls`: no other engine imports it.
+For `vllm-fl tune --profile` only, by vLLM's argument `worker_extension_cls`.
 What is seen goes to the command as names and times; whose they are is found there
 (`cli/_coverage.py`).
 
@@ -23,13 +23,13 @@ import torch
 from torch.compiler import is_compiling
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from vllm_fl.dispatch.guard import replacing
 from vllm_fl.engine.opaque import operators as our_operators
 from vllm_fl.integration.graphs.functional_operators import OWNER
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
+from vllm_fl_verify.replacing import replacing
 
 __all__ = ["AMBIGUOUS", "Profiling", "device_times", "watch_compiler"]
 
@@ -47,21 +47,18 @@ _kernels: dict[str, dict[str, None]] = {}
 """A kernel that Inductor wrote -> what is fused in it: classes of layers, and `op/impl id` where a
 pass of ours put an implementation's code into the graph."""
 
-_knows_kernels = False
-
 
 def watch_compiler() -> None:
     """Note from now on, in this process, what Inductor fuses into each kernel that it writes.
 
     On a CPU such kernels are also made to show in profiles.
     """
-    global _knows_kernels
     name = "set_kernel_post_grad_provenance_tracing"
     from torch._inductor import config, debug
 
     config.cpp.enable_kernel_profile = True
     told = getattr(debug, name, None)
-    if told is None or _knows_kernels:
+    if told is None or hasattr(told, "__wrapped__"):
         return
 
     @functools.wraps(told)
@@ -74,7 +71,6 @@ def watch_compiler() -> None:
         is_inductor = getattr(module, "__name__", "").startswith("torch._inductor")
         if is_inductor and vars(module).get(name) is told:
             setattr(module, name, noting)
-    _knows_kernels = True
 
 
 def _note(schedule: Any, kernel: str) -> None:
@@ -141,44 +137,27 @@ class Profiling:
         return self.vllm_fl_window.close()
 
     def vllm_fl_places(self) -> dict[str, Any]:
-        """What names in a profile stand for.
+        """The meaning of names in a profile.
 
         Returns:
-            `layers` {class: op}; `operators` {operator of vLLM's or PyTorch's: op}; `ours`
-            {operator of ours: [op, impl id]}; `kernels` {kernel of Inductor's: its parts}, null
-            where this PyTorch does not tell; `attention`, the backends' names; `not_reached` {op:
-            phrases}; `graphs`, ops that have a place in compiled graphs alone; `left` {class: why a
-            layer of the plan's is left to vLLM}; `refused`, `op/impl id` of what has refused calls;
-            `device`, its name; `ranks`.
+            `layers` {class: op}; `operators` {operator of vLLM or PyTorch: op}; `ours` {operator of
+            ours: [op, impl id]}; `kernels` {kernel of Inductor: its parts}; `attention`, names of
+            backends; `left`, classes whose layers the plan does not replace; `device`, its name;
+            `ranks`.
         """
         worker: Any = self
         table = installed_bindings()
         known = ((op, target) for op, binding in table.items() for target in binding.targets)
         named = ((name, op) for op, target in known for name in target.profiled)
-        operators = {name: op for name, op in named if name not in AMBIGUOUS}
         plan = worker.vllm_fl_engine.plan
-        foreign, taken = layers.foreign_layers(), layers.taken_layers(plan)
-        left = {
-            cls: f"another plugin, {who}, replaced it"
-            for cls, who in foreign.items()
-            if cls not in taken
-        }
-        left |= {cls: "a setting leaves the layer to vLLM" for cls in plan.kept_layers}
+        foreign = layers.foreign_layers().keys() - layers.taken_layers(plan)
         return {
             "layers": {layer.cls: layer.op for layer in layers.layer_table()},
-            "operators": operators,
+            "operators": {name: op for name, op in named if name not in AMBIGUOUS},
             "ours": {f"vllm_fl::{name}": list(of) for name, of in our_operators().items()},
-            "kernels": {k: list(parts) for k, parts in _kernels.items()} if _knows_kernels else {},
-            "knows_kernels": _knows_kernels,
+            "kernels": {kernel: list(parts) for kernel, parts in _kernels.items()},
             "attention": _attention(worker),
-            "not_reached": {op: list(b.not_reached) for op, b in table.items() if b.not_reached},
-            "graphs": [
-                op
-                for op, binding in table.items()
-                if binding.targets and not any(target.seen_live for target in binding.targets)
-            ],
-            "left": left,
-            "refused": sorted({f"{op}/{impl}" for op, impl in plan.record.refusals}),
+            "left": sorted({*foreign, *plan.kept_layers}),
             "device": _device_name(worker.device),
             "ranks": worker.vllm_config.parallel_config.world_size,
         }

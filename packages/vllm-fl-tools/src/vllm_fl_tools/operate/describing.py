@@ -90,9 +90,8 @@ def _described(config: VllmConfig) -> Described:
         model = config.model_config
         facts = EngineFacts(settings, mode, dtype=model.dtype if model else None)
         return Described(facts, Plan(mode, {}), aside=aside, config=config)
-    facts, skeleton = completed(facts_of(config), config)
+    facts, layers = completed(facts_of(config), config)
     device = torch.device(current_platform.device_type)
-    layers = skeleton.layers if skeleton is not None else {}
     differs: list[str] = []
     if (locked := facts.settings.locked) is not None:
         differs = locking.differences(locked, locking.facts_of_lock(facts, config, device))

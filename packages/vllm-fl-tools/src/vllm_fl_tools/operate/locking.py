@@ -128,7 +128,7 @@ class Lock:
             refuse(settings, {0: lines}, says=True)
 
     def told(self) -> dict[str, Any]:
-        """Return what `vllm-fl lock` writes."""
+        """Return what `vllm-fl plan --save` writes."""
         disabled: dict[str, dict[str, str]] = {}
         for (op, impl_id), each in sorted(self.engine.disabled.items()):
             disabled.setdefault(op, {})[impl_id] = each.reason

@@ -43,7 +43,7 @@ def engine_session(engine: Any) -> AbstractContextManager[object] | None:
 
 @hookimpl
 def worker_report(engine: Any) -> Mapping[str, object] | None:
-    """Report what `vllm-fl lock` writes."""
+    """Report what `vllm-fl plan --save` writes."""
     from .locking import Lock
 
     return {"lock": engine.state[Lock].told()} if Lock in engine.state else None

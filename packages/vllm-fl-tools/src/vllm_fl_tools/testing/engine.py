@@ -1,29 +1,23 @@
 """The check on the engine: vLLM, in processes of its own, serves a tiny model with the backend.
 
 One engine serves with all ops of the backend at once, and its report tells which op is not planned
-as it should be. Only where that engine fails or gives no answer is one started for each op alone:
-so the op at fault is named.
+as it should be. If that engine fails or gives no answer, one is started for each op, to find the op
+at fault.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.plugins.breadcrumb import ending
-
+from ..cli._engines import EngineError, running
+from ..integration.workload import Visit
 from .processes import installed_with
 from .subject import Refused, Subject, expect
 
@@ -31,9 +25,6 @@ __all__ = ["engine"]
 
 SHOWN = 80
 """Lines of a log's end that are shown: vLLM's own traceback and, above it, the cause."""
-
-GRACE = 5.0
-"""Seconds in which the processes of an engine may end by themselves, and release what they hold."""
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -53,17 +44,7 @@ CONFIG = {
 }
 """A model of two layers. It has no weights: vLLM makes them up (`load_format="dummy"`)."""
 
-SERVE = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":
-    llm = LLM(sys.argv[1], load_format="dummy", skip_tokenizer_init=True, enforce_eager=True,
-              max_model_len=256)
-    llm.generate([{"prompt_token_ids": [1, 5, 9]}],
-                 SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False), use_tqdm=False)
-    open(sys.argv[2], "w").write(json.dumps(llm.collective_rpc("vllm_fl_report")[0]))
-"""
+OPTIONS = {"enforce_eager": True, "max_model_len": 256}
 
 
 def engine(subject: Subject, dtype: str, sample: str) -> None:
@@ -90,7 +71,7 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
 
 @dataclass(frozen=True)
 class _Served:
-    """The outcome of an engine: its report, or what went wrong and the end of its log."""
+    """The report of an engine, or the problem and the end of its log."""
 
     report: dict[str, Any] | None
     problem: str = ""
@@ -99,79 +80,28 @@ class _Served:
 @cache
 def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
     """One engine with the implementation for each of these ops."""
+    limit = deadline * len(ops)
+    variables = {
+        "VLLM_FL_PER_OP": ";".join(f"{op}=impl:{impl_id}|stock" for op in ops),
+        "HF_HUB_OFFLINE": "1",
+    }
     with tempfile.TemporaryDirectory() as folder:
-        script, out = Path(folder, "serve.py"), Path(folder, "report.json")
-        script.write_text(SERVE)
         Path(folder, "config.json").write_text(json.dumps(CONFIG))
-        variables = {
-            "VLLM_FL_PER_OP": ";".join(f"{op}=impl:{impl_id}|stock" for op in ops),
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        command = [sys.executable, str(script), folder, str(out)]
-        status, log = _run(command, variables, deadline * len(ops))
-        if out.exists():
-            return _Served(json.loads(out.read_text()))
-    if status is None:
-        what = (
-            f"the engine gave no answer within {deadline * len(ops):.0f} s and was ended: that is "
-            f"`deadline`, {deadline:.0f} s, for each op. Where the machine is slow, set a longer "
-            "one in the test class"
-        )
-    else:
-        what = f"the engine failed, exit status {status}; `vllm-fl doctor` looks for its cause here"
-    return _Served(None, f"{what} (with {', '.join(ops)}). The end of its log:\n{_end_of(log)}")
-
-
-def _run(
-    command: Sequence[str], variables: dict[str, str], deadline: float
-) -> tuple[int | None, str]:
-    """A command's exit status, None where the deadline passed, and what it printed.
-
-    Whatever happens, none of the processes that it started is left.
-    """
-    with tempfile.TemporaryFile() as log:
-        child = subprocess.Popen(
-            command,
-            env=os.environ | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=log,  # a pipe stays open as long as any of the processes lives
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        status = None
+        name, environment = f"with {', '.join(ops)}", os.environ | variables
         try:
-            with suppress(subprocess.TimeoutExpired):
-                status = child.wait(deadline)
-        finally:
-            with ending(child.pid):
-                _end_session(child)
-        log.seek(0)
-        return status, log.read().decode(errors="replace")
-
-
-def _end_session(leader: subprocess.Popen[bytes]) -> None:
-    """End every process of a session, and wait until they are gone."""
-    for asked in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):  # twice: one may start another
-        for pid in _members(leader.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, asked)
-        patience = time.monotonic() + GRACE
-        while (leader.poll() is None or _members(leader.pid)) and time.monotonic() < patience:
-            time.sleep(0.1)
-
-
-def _members(session: int) -> list[int]:
-    """The living processes of a session, those included that left its process group."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # it has ended meanwhile
-            state, _, _, of = (
-                Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
-            )
-            if int(of) == session and state != "Z":
-                found.append(int(entry))
-    return found
+            with running(name, folder, OPTIONS, environment, limits=(limit, limit)) as running_one:
+                running_one.ask("visit", **vars(Visit("kit", 1, 3, 8)))
+                return _Served(running_one.report)
+        except EngineError as error:
+            what = "the engine failed; `vllm-fl doctor` looks for its cause here"
+            if error.hung:
+                what = (
+                    f"the engine gave no answer within {limit:.0f} s and was ended: that is "
+                    f"`deadline`, {deadline:.0f} s, for each op. If the machine is slow, set a "
+                    "longer one in the test class"
+                )
+            problem = f"{what} ({name}). The end of its log:\n{_end_of(error.log)}"
+            return _Served(None, problem)
 
 
 def _end_of(log: str) -> str:

@@ -6,7 +6,8 @@ left out, so that an op has the calls of those models alone that use it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 
 from vllm_fl.contracts import ModelSizes, OpSpec, Sample
-from vllm_fl.contracts.batches import STANDING_COUNTS
 from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
+from vllm_fl_verify.batches import STANDING_COUNTS
 from vllm_fl_verify.trials import as_provided
 
 __all__ = [
@@ -54,177 +55,72 @@ class Family:
     provided: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}))
 
 
-_SIZES = ("hidden", "intermediate", "heads", "kv_heads", "head_size", "rotary")
+_SIZES = ("hidden", "intermediate", "heads", "kv_heads", "head_size", "rotary", "max_position")
+
+TABLE = """
+meta-llama/Llama-3.1-8B 4096 14336 32 8 128 128 131072 1e-5
+meta-llama/Llama-3.2-1B 2048 8192 32 8 64 64 131072 1e-5
+meta-llama/Llama-3.1-70B 8192 3584 8 1 128 128 131072 1e-5
+Qwen/Qwen2.5-7B-Instruct 3584 18944 28 4 128 128 32768 1e-6 biased=1
+Qwen/Qwen2.5-0.5B-Instruct 896 4864 14 2 64 64 32768 1e-6 biased=1
+google/gemma-3-4b-it 2560 10240 8 4 256 256 131072 1e-6 fp32_norms
+google/gemma-3-270m 640 2048 4 1 256 256 32768 1e-6 fp32_norms
+zai-org/glm-4-9b-chat-hf 4096 13696 32 2 128 64 131072 1.5e-7
+microsoft/Phi-4-mini-instruct 3072 8192 24 8 128 96 131072 1e-5
+bigcode/starcoder2-7b 4608 18432 36 4 128 128 16384 1e-5
+mistralai/Mixtral-8x7B-v0.1 4096 14336 32 8 128 128 32768 1e-5 experts=8,2,14336
+Qwen/Qwen3-30B-A3B 2048 6144 32 4 128 128 40960 1e-6 experts=128,8,768
+openai/gpt-oss-20b 2880 2880 64 8 64 64 131072 1e-5 experts=32,4,2880 biased=3 block_size=64
+deepseek-ai/DeepSeek-V3 7168 18432 128 128 576 576 163840 1e-6 experts=256,8,2048 expert_groups=8
+    expert_groups_per_token=4 shared_intermediate=2048 q_lora_rank=1536 kv_lora_rank=512
+    qk_rope_head_dim=64 v_head_dim=128 block_size=64
+moonshotai/Kimi-K2-Instruct 7168 2304 8 8 576 576 131072 1e-6 experts=384,8,256 expert_groups=1
+    expert_groups_per_token=1 shared_intermediate=256 q_lora_rank=1536 kv_lora_rank=512
+    qk_rope_head_dim=64 v_head_dim=128 block_size=128
+Qwen/Qwen3-Next-80B-A3B-Instruct 2048 5120 16 2 256 64 262144 1e-6 experts=512,10,512 linear=16,32
+    fp32_norms shared_intermediate=512
+Qwen/Qwen3.5-397B-A17B 4096 1024 8 1 256 64 262144 1e-6 experts=512,10,256 linear=4,16 fp32_norms
+    shared_intermediate=256
+Qwen/Qwen3.5-27B 5120 17408 24 4 256 64 262144 1e-6 linear=16,48 fp32_norms
+moonshotai/Kimi-Linear-48B-A3B-Instruct 2304 9216 32 32 576 576 1048576 1e-5 experts=256,8,1024
+    expert_groups=1 expert_groups_per_token=1 shared_intermediate=1024 kv_lora_rank=512
+    qk_rope_head_dim=64 v_head_dim=128 conv_features=4096 conv_taps=4 gated_norm=128
+    gated_norm_groups=1
+nvidia/NVIDIA-Nemotron-Nano-9B-v2 4480 15680 40 8 128 128 131072 1e-5 conv_features=12288
+    conv_taps=4 conv_bias=1 gated_norm=10240 gated_norm_groups=8
+LiquidAI/LFM2-1.2B 2048 8192 32 8 64 64 128000 1e-5 conv_features=2048 conv_taps=3
+"""
+"""A model with its sizes, the epsilon of its norms, and further sizes. `experts=8,2,14336`: their
+number, those of a token, and their width. `linear=16,32`: gated delta rules with this many heads of
+keys and of values. `fp32_norms`: norms have weights in float32. Llama-3.1-70B and Kimi-K2 are one
+of 8 ranks, Qwen3.5-397B is one of 4."""
 
 
-def _of(name: str, *sizes: int, positions: int, epsilon: float = 1e-6, **more: Any) -> Family:
-    """A family, of `_SIZES`."""
-    provided = more.pop("provided", MappingProxyType({}))
-    more.setdefault("dense_intermediate", 0 if "experts" in more else sizes[1])
-    if "experts" in more:
-        more["router_experts"] = more["experts"]
-    named = dict(zip(_SIZES, sizes, strict=True))
-    made = ModelSizes(**named, max_position=positions, epsilon=epsilon, more=more)  # type: ignore[arg-type]
-    return Family(name, made, provided)
+def _family(words: Sequence[str]) -> Family:
+    """The family of an entry of the table."""
+    name, *numbers = words[: len(_SIZES) + 2]
+    sizes: dict[str, Any] = dict(zip(_SIZES, map(int, numbers), strict=False))
+    more, provided = {"dense_intermediate": sizes["intermediate"]}, {}
+    for word in words[len(_SIZES) + 2 :]:
+        key, _, value = word.partition("=")
+        if key == "fp32_norms":
+            provided = {"rms_norm": {"weight": "float32"}}
+        elif key == "experts":
+            count, taken, width = map(int, value.split(","))
+            more |= {"experts": count, "experts_per_token": taken, "expert_intermediate": width}
+            more |= {"router_experts": count, "dense_intermediate": 0}
+        elif key == "linear":
+            keys, values = map(int, value.split(","))
+            more |= {"linear_key_heads": keys, "linear_value_heads": values}
+            more |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "gated_norm": 128}
+            more |= {"conv_features": (2 * keys + values) * 128, "conv_taps": 4}
+            more |= {"gated_norm_groups": 1, "block_size": 544}
+        else:
+            more[key] = int(value)
+    return Family(name, ModelSizes(**sizes, epsilon=float(numbers[-1]), more=more), provided)
 
 
-_EXPERTS = ("experts", "experts_per_token", "expert_intermediate")
-_LINEAR = (
-    "linear_key_heads",
-    "linear_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "conv_features",
-    "gated_norm",
-)
-
-
-def _experts(count: int, taken: int, width: int) -> dict[str, int]:
-    return dict(zip(_EXPERTS, (count, taken, width), strict=True))
-
-
-def _linear(keys: int, values: int) -> dict[str, int]:
-    """Gated delta rules with heads of 128: sizes of their convolution and norm, too."""
-    features = (2 * keys + values) * 128
-    told = zip(_LINEAR, (keys, values, 128, 128, features, 128), strict=True)
-    return {**dict(told), "gated_norm_groups": 1, "conv_taps": 4, "block_size": 544}
-
-
-_FP32_NORMS = {"rms_norm": {"weight": "float32"}}
-
-FAMILIES = (
-    _of("meta-llama/Llama-3.1-8B", 4096, 14336, 32, 8, 128, 128, positions=131072, epsilon=1e-5),
-    _of("meta-llama/Llama-3.2-1B", 2048, 8192, 32, 8, 64, 64, positions=131072, epsilon=1e-5),
-    # One of 8 ranks: a single head of keys.
-    _of("meta-llama/Llama-3.1-70B", 8192, 3584, 8, 1, 128, 128, positions=131072, epsilon=1e-5),
-    _of("Qwen/Qwen2.5-7B-Instruct", 3584, 18944, 28, 4, 128, 128, positions=32768, biased=1),
-    _of("Qwen/Qwen2.5-0.5B-Instruct", 896, 4864, 14, 2, 64, 64, positions=32768, biased=1),
-    _of(
-        "google/gemma-3-4b-it",
-        *(2560, 10240, 8, 4, 256, 256),
-        positions=131072,
-        provided=_FP32_NORMS,
-    ),
-    _of("google/gemma-3-270m", 640, 2048, 4, 1, 256, 256, positions=32768, provided=_FP32_NORMS),
-    _of("zai-org/glm-4-9b-chat-hf", 4096, 13696, 32, 2, 128, 64, positions=131072, epsilon=1.5e-7),
-    _of(
-        "microsoft/Phi-4-mini-instruct", 3072, 8192, 24, 8, 128, 96, positions=131072, epsilon=1e-5
-    ),
-    _of("bigcode/starcoder2-7b", 4608, 18432, 36, 4, 128, 128, positions=16384, epsilon=1e-5),
-    _of(
-        "mistralai/Mixtral-8x7B-v0.1",
-        *(4096, 14336, 32, 8, 128, 128),
-        positions=32768,
-        epsilon=1e-5,
-        **_experts(8, 2, 14336),
-    ),
-    _of(
-        "Qwen/Qwen3-30B-A3B",
-        *(2048, 6144, 32, 4, 128, 128),
-        positions=40960,
-        **_experts(128, 8, 768),
-    ),
-    _of(
-        "openai/gpt-oss-20b",
-        *(2880, 2880, 64, 8, 64, 64),
-        positions=131072,
-        epsilon=1e-5,
-        biased=3,
-        block_size=64,
-        **_experts(32, 4, 2880),
-    ),
-    _of(
-        "deepseek-ai/DeepSeek-V3",
-        *(7168, 18432, 128, 128, 576, 576),
-        positions=163840,
-        expert_groups=8,
-        expert_groups_per_token=4,
-        shared_intermediate=2048,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        block_size=64,
-        **_experts(256, 8, 2048),
-    ),
-    # One of 8 ranks.
-    _of(
-        "moonshotai/Kimi-K2-Instruct",
-        *(7168, 2304, 8, 8, 576, 576),
-        positions=131072,
-        expert_groups=1,
-        expert_groups_per_token=1,
-        shared_intermediate=256,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        block_size=128,
-        **_experts(384, 8, 256),
-    ),
-    _of(
-        "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        *(2048, 5120, 16, 2, 256, 64),
-        positions=262144,
-        shared_intermediate=512,
-        provided=_FP32_NORMS,
-        **_experts(512, 10, 512),
-        **_linear(16, 32),
-    ),
-    # One of 4 ranks.
-    _of(
-        "Qwen/Qwen3.5-397B-A17B",
-        *(4096, 1024, 8, 1, 256, 64),
-        positions=262144,
-        shared_intermediate=256,
-        provided=_FP32_NORMS,
-        **_experts(512, 10, 256),
-        **_linear(4, 16),
-    ),
-    _of(
-        "Qwen/Qwen3.5-27B",
-        *(5120, 17408, 24, 4, 256, 64),
-        positions=262144,
-        provided=_FP32_NORMS,
-        **_linear(16, 48),
-    ),
-    _of(
-        "moonshotai/Kimi-Linear-48B-A3B-Instruct",
-        *(2304, 9216, 32, 32, 576, 576),
-        positions=1048576,
-        epsilon=1e-5,
-        expert_groups=1,
-        expert_groups_per_token=1,
-        shared_intermediate=1024,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        conv_features=4096,
-        conv_taps=4,
-        gated_norm=128,
-        gated_norm_groups=1,
-        **_experts(256, 8, 1024),
-    ),
-    _of(
-        "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
-        *(4480, 15680, 40, 8, 128, 128),
-        positions=131072,
-        epsilon=1e-5,
-        conv_features=12288,
-        conv_taps=4,
-        conv_bias=1,
-        gated_norm=10240,
-        gated_norm_groups=8,
-    ),
-    _of(
-        "LiquidAI/LFM2-1.2B",
-        *(2048, 8192, 32, 8, 64, 64),
-        positions=128000,
-        epsilon=1e-5,
-        conv_features=2048,
-        conv_taps=3,
-    ),
-)
+FAMILIES = tuple(_family(entry.split()) for entry in re.split(r"\n(?! )", TABLE.strip()))
 """The models, by their configurations."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.plugins.breadcrumb import ending
+from vllm_fl.plugins.breadcrumb import FOLDER
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
@@ -170,13 +171,13 @@ def _run(
         child.join()
         return f"died, exit status {child.exitcode}"
     finally:
-        with ending(child.pid):
-            child.kill()
-            child.join()
+        child.kill()
+        child.join()
         ours.close()
 
 
 def _child(out: Connection, target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    os.environ[FOLDER] = ""
     torch.set_num_threads(1)  # as in vLLM's workers; a fork cannot use its parent's threads anyway
     try:
         out.send(target(*args))

@@ -20,8 +20,7 @@ ClassImpl = AttentionImpl | CommunicatorImpl | LayerImpl
 def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:
     """While the block runs, this part of an implementation is noted for the next process."""
     owner = get_default_manager().registry.snapshot().owners.get((op, impl_id))
-    whose = owner.name if owner else ""
-    return running(f"{what} of {op}={impl_id}{whose and f' of {whose}'}", whose)
+    return running(f"{what} of {op}={impl_id}" + (f" of {owner.name}" if owner else ""))
 
 
 def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:

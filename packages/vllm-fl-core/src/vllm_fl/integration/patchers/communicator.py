@@ -107,13 +107,12 @@ class Groups:
         facts = engine.facts
         assert facts.communicator is not None and facts.dtype is not None
         self.engine, self.request, self.dtype = engine, facts.communicator, facts.dtype
-        out = refusals(facts)
         rows = get_default_manager().rows(
             COMMUNICATOR,
             mode=facts.mode,
             engine=True,
             settings=facts.settings,
-            demoted={impl_id: why for (op, impl_id), why in out.items() if op == COMMUNICATOR},
+            disabled=refusals(facts),
             facts=facts,
         )
         self.communicators = PlanEntry(COMMUNICATOR, rows).classes(CommunicatorImpl)

@@ -24,7 +24,6 @@ from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import OpImpl
 from ...settings.loading import Settings
-from ..compat import has_ir
 from ..engines import Engine, now
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, stock_form, targets
@@ -60,15 +59,13 @@ def providers(engine: Engine) -> Providers:
 
 
 def ir_ops() -> dict[str, list[IrTarget]]:
-    """op -> its targets in vLLM's IR, as far as this vLLM has one and these ops in it."""
-    found: dict[str, list[IrTarget]] = {}
-    if has_ir():
-        from vllm import ir
+    """Return op -> its targets in vLLM's IR, as far as this vLLM has these ops in it."""
+    from vllm import ir
 
-        table = installed_bindings()
-        for op, target in targets(table, IrTarget):
-            if hasattr(ir.ops, target.name):
-                found.setdefault(op, []).append(target)
+    found: dict[str, list[IrTarget]] = {}
+    for op, target in targets(installed_bindings(), IrTarget):
+        if hasattr(ir.ops, target.name):
+            found.setdefault(op, []).append(target)
     return found
 
 

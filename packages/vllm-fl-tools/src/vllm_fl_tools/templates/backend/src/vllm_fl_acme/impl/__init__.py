@@ -1,20 +1,21 @@
-"""The operators, and what they share: where they run, and what they take."""
+"""The operators, and what they share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from vllm_fl import Availability, BackendImplKind
+from vllm_fl import Availability, BackendImplKind, OpImpl
 
-__all__ = ["VENDOR", "available", "elsewhere", "unsuitable"]
+__all__ = ["available", "implementation"]
 
 VENDOR = ("vendor.acme", BackendImplKind.VENDOR)
 """Identity and kind of every implementation here."""
 
 DEVICE = "cpu"
 """torch's name of the device that the kernels run on."""
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def available() -> Availability:
@@ -28,23 +29,16 @@ def available() -> Availability:
     return True
 
 
-def unsuitable(name: str, x: torch.Tensor) -> str | None:
-    """Why no kernel takes the tensor `x`; None if one may."""
-    if x.device.type != DEVICE:
-        return f"{name} is on {x.device}, not on {DEVICE}"
-    if x.dtype not in DTYPES:
-        return f"no kernel for {name} of {x.dtype}"
-    if x.ndim == 0:
-        return f"no kernel for {name} without a dimension"
-    return None
+def implementation(fn: Callable[..., Any], *takes: str) -> OpImpl:
+    """The function, named after its op, as `vendor.acme`.
 
+    Calls that break the contract are refused, and tensors on another device.
 
-def elsewhere(x: torch.Tensor, **others: torch.Tensor | None) -> str | None:
-    """Which of the other tensors is not on x's device; None if all are.
-
-    A kernel would read memory that is not its own, which may end the process.
+    Args:
+        fn: its first argument is a tensor.
+        takes: what else must hold of a call, such as `d % 16 == 0`: expressions of the contract's
+            parameters and of the sizes in its shapes. They look at neither a tensor's values nor
+            the number of tokens.
     """
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != x.device:
-            return f"{name} is on {tensor.device}, not on {x.device}"
-    return None
+    device = f"{fn.__code__.co_varnames[0]}.device.type == {DEVICE!r}"
+    return OpImpl(fn.__name__, *VENDOR, fn, "acme", available=available, takes=(device, *takes))

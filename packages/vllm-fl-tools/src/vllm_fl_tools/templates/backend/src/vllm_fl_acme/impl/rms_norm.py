@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vllm_fl import Availability, OpImpl
+from . import implementation
 
-from . import VENDOR, available, elsewhere, unsuitable
-
-__all__ = ["IMPL", "rms_norm", "supports_rms_norm"]
+__all__ = ["IMPL", "rms_norm"]
 
 
 def rms_norm(
@@ -36,34 +34,4 @@ def rms_norm(
     return out if residual is None else (out, y.to(x.dtype))
 
 
-def supports_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Availability:
-    """True, or why the kernel would fail. Looks at neither values nor the number of tokens."""
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        return "residual is not of x's shape and dtype"
-    if weight is not None and weight.shape != x.shape[-1:]:
-        return f"weight is {tuple(weight.shape)}, not (hidden,)"
-    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
-        return f"weight is {weight.dtype}, neither {x.dtype} nor torch.float32"
-    if variance_size is not None and not 1 <= variance_size <= x.shape[-1]:
-        return f"variance_size {variance_size} is not from 1 to {x.shape[-1]}"
-    if not epsilon >= 0:
-        return f"epsilon is {epsilon}"
-    if reason := elsewhere(x, residual=residual, weight=weight):
-        return reason
-    return unsuitable("x", x) or True
-
-
-IMPL = OpImpl(
-    "rms_norm",
-    *VENDOR,
-    rms_norm,
-    "acme",
-    available=available,
-    supports=supports_rms_norm,
-)
+IMPL = implementation(rms_norm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_fl.contracts.cos_sin import joint_cos_sin
+from vllm_fl_ops.contracts.cos_sin import joint_cos_sin
 
 CACHE = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
 Pair = tuple[torch.Tensor, torch.Tensor]

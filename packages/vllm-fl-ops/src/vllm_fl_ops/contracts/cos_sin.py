@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["joint_cos_sin"]
+    from vllm_fl import Availability
+
+__all__ = ["adjacent", "joint_cos_sin"]
 
 
 def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
@@ -35,6 +37,11 @@ def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
 
         _joint[key] = (weakref.ref(cos, forget), weakref.ref(sin, forget), cache)
     return cache
+
+
+def adjacent(cos: torch.Tensor, sin: torch.Tensor) -> Availability:
+    """True, or the reason why a kernel cannot take the two as one table: a rule of `OpImpl`."""
+    return joint_cos_sin(cos, sin) is not None or "cos and sin are not the two halves of one cache"
 
 
 _joint: dict[

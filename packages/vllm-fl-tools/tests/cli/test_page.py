@@ -1,4 +1,4 @@
-"""`vllm-fl report`."""
+"""`vllm-fl show --html`: the page, and the errors of its files."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def made(fl: Command, tmp_path: Path, *contents: Any) -> Page:
         told = tables.printed(content) if isinstance(content, Tuned) else content
         path.write_text(json.dumps(told))
         paths.append(str(path))
-    done = fl("report", *paths, "--html", str(tmp_path / "page.html"))
+    done = fl("show", *paths, "--html", str(tmp_path / "page.html"))
     assert (done.status, done.err) == (0, "")
     return Page(tmp_path / "page.html")
 
@@ -250,7 +250,7 @@ def test_the_same_files_give_the_same_page(tmp_path: Path) -> None:
     pages = []
     for number in ("1", "2"):
         out = tmp_path / f"{number}.html"
-        command = [sys.executable, "-m", "vllm_fl_tools.cli", "report", path, "--html", str(out)]
+        command = [sys.executable, "-m", "vllm_fl_tools.cli", "show", path, "--html", str(out)]
         environment = {"PYTHONHASHSEED": number, "PYTHONPATH": ":".join(sys.path)}
         rc = tmp_path / number
         rc.mkdir()
@@ -300,29 +300,30 @@ def test_without_matplotlib_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_svg", None)
     path = tables.written(tmp_path / "a.json", tables.table(["relu2"]))
     out = tmp_path / "page.html"
-    done = fl("report", path, "--html", str(out))
+    done = fl("show", path, "--html", str(out))
     assert done.status == 2
     assert "pip install 'vllm-fl-tools[report]'" in done.err
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"], "nothing is left half written"
     (tmp_path / "run.json").write_text(json.dumps(verification()))
-    assert fl("report", str(tmp_path / "run.json"), "--html", str(out)).status == 0
+    assert fl("show", str(tmp_path / "run.json"), "--html", str(out)).status == 0
 
 
 BROKEN = {
-    "no json": ("{", "no whole JSON"),
-    "a list": ("[]", "it holds a list"),
+    "no json": ("{", "not complete JSON"),
+    "a list": ("[]", "no file of vllm-fl"),
     "another schema": ('{"schema": 2, "results": []}', "schema 2"),
-    "no results": ('{"schema": 1}', "no results"),
+    "no results": ('{"schema": 1}', "no file of vllm-fl"),
+    "no page": ('{"schema": 1, "plan": {}}', "there is no page of it"),
     "half a table": ('{"schema": 1, "table": {}}', "'ops'"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_one_error_names_what_is_no_report(fl: Command, tmp_path: Path, name: str) -> None:
+def test_one_error_names_a_broken_file(fl: Command, tmp_path: Path, name: str) -> None:
     text, words = BROKEN[name]
     (tmp_path / "x.json").write_text(text)
     good = tables.written(tmp_path / "a.json", tables.table(["relu2"]))
-    done = fl("report", good, str(tmp_path / "x.json"), "--html", str(tmp_path / "page.html"))
+    done = fl("show", good, str(tmp_path / "x.json"), "--html", str(tmp_path / "page.html"))
     assert done.status == 2
     message, *more = done.err.splitlines()
     assert words in message and "x.json" in message
@@ -349,23 +350,23 @@ def test_a_run_of_another_form_is_named(
         place = place[key]
     place[where[-1]] = value
     (tmp_path / "x.json").write_text(json.dumps(run))
-    done = fl("report", str(tmp_path / "x.json"), "--html", str(tmp_path / "page.html"))
+    done = fl("show", str(tmp_path / "x.json"), "--html", str(tmp_path / "page.html"))
     assert done.status == 2 and "x.json: it is not whole, or was changed by hand" in done.err
     assert not (tmp_path / "page.html").exists()
 
 
 def test_a_file_that_is_not_there(fl: Command, tmp_path: Path) -> None:
-    done = fl("report", str(tmp_path / "none.json"), "--html", str(tmp_path / "page.html"))
+    done = fl("show", str(tmp_path / "none.json"), "--html", str(tmp_path / "page.html"))
     assert done.status == 2 and "none.json" in done.err
     path = tables.written(tmp_path / "a.json", tables.table(["relu2"]))
-    done = fl("report", path, "--html", str(tmp_path / "nowhere" / "page.html"))
+    done = fl("show", path, "--html", str(tmp_path / "nowhere" / "page.html"))
     assert done.status == 2 and "--html" in done.err
 
 
 def test_json_says_what_was_written(fl: Command, tmp_path: Path) -> None:
     path = tables.written(tmp_path / "a.json", tables.table(["relu2"]))
     out = tmp_path / "page.html"
-    answer = fl("report", path, path, "--html", str(out), "--json").json()
+    answer = fl("show", path, path, "--html", str(out), "--json").json()
     assert answer["html"] == str(out) and answer["bytes"] == out.stat().st_size
     assert [f["name"] for f in answer["files"]] == ["a.json", "a.json (2)"]
 
@@ -375,7 +376,7 @@ def test_a_figure_of_no_tokens_is_one_clear_error(fl: Command, tmp_path: Path, t
     op = tables.tuned(random.Random(1), (1, 8))
     op = dataclasses.replace(op, figures=(Figure(tokens, "stock", 3.0), *op.figures))
     file = tables.written(tmp_path / "t.json", tables.table({"silu_and_mul": op}))
-    done = fl("report", file, "--html", str(tmp_path / "page.html"))
+    done = fl("show", file, "--html", str(tmp_path / "page.html"))
     assert done.status == 2
     assert f"silu_and_mul: stock was measured at {tokens} tokens" in done.err
     assert "Traceback" not in done.err

@@ -1,4 +1,4 @@
-"""`vllm-fl coverage`: what its engine is started with and asked, what it says, and its page."""
+"""`vllm-fl tune --profile`: the requests to its engine, its answer, and its page."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ HOST = {
 
 
 @pytest.fixture
-def coverage(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`coverage(…)`: the command, with an engine that has seen what is told."""
+def profile(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`profile(…)`: the command, with an engine that has seen what is told."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     script = tmp_path / "engine.py"
@@ -61,7 +61,7 @@ def coverage(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 
     def run(*arguments: str, told: dict[str, Any] = HOST, **variables: str) -> Any:
         (tmp_path / "told.json").write_text(json.dumps(told))
-        return fl("coverage", "--model", "model", *arguments, **variables)
+        return fl("tune", "--profile", "--model", "model", *arguments, **variables)
 
     return run
 
@@ -70,8 +70,8 @@ def asked(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "asked").read_text().splitlines()]
 
 
-def test_the_table_stands_beside_the_step_s_time(coverage: Any) -> None:
-    done = coverage()
+def test_the_table_stands_beside_the_step_s_time(profile: Any) -> None:
+    done = profile()
     assert done.status == 0, done.err
     decode, prefill = done.out.split("\nprefill, 256 tokens\n")
     assert "\ndecode, batch 1\n" in decode
@@ -85,9 +85,9 @@ def test_the_table_stands_beside_the_step_s_time(coverage: Any) -> None:
         assert "The remainder: 20.0 µs (20.0%): Python" in phase
 
 
-def test_decode_and_prefill_are_asked_for_apart(coverage: Any, tmp_path: Path) -> None:
-    given = ("--dtype", "bfloat16", "--enforce-eager", "-tp", "1")
-    done = coverage("--batch", "1,8", "--prompt-tokens", "32", "--steps", "4", *given)
+def test_decode_and_prefill_are_asked_for_apart(profile: Any, tmp_path: Path) -> None:
+    given = ("--enforce-eager", "-tp", "1", "--dtype", "bfloat16")
+    done = profile("--batch", "1,8", *given)
     assert done.status == 0, done.err
     told = asked(tmp_path)
     assert all(arguments == list(given) for *_, arguments in told)
@@ -97,20 +97,20 @@ def test_decode_and_prefill_are_asked_for_apart(coverage: Any, tmp_path: Path) -
         (True, 8, True),
         (False, 1, True),
     ]
-    assert [p["visit"]["new_tokens"] for p in profiles] == [6, 6, 1]
-    assert [p["visit"]["times"] for p in profiles] == [1, 1, 4]
+    assert [p["visit"]["new_tokens"] for p in profiles] == [18, 18, 1]
+    assert [p["visit"]["times"] for p in profiles] == [1, 1, 16]
     seeds = [what["seed"] for kind, what, _ in told if kind == "visit"]
     assert len({*seeds}) == len(seeds), "a prompt would be found in the prefix cache"
 
 
-def test_a_device_s_kernels_are_measured_without_labels(coverage: Any, tmp_path: Path) -> None:
+def test_a_device_s_kernels_are_measured_without_labels(profile: Any, tmp_path: Path) -> None:
     told = {
         "places": places(device="GPU 3000", ranks=2),
         "report": report(),
         "labelled": learnt(("gemm", (LINEAR, "aten::mm")), steps=1),
         "measured": measured(90.0, gemm=[30.0, 70.0], steps=2),
     }
-    done = coverage(told=told)
+    done = profile(told=told)
     assert done.status == 0, done.err
     assert "model: eager, GPU 3000, rank 0 of 2, digest 0123" in done.out
     assert "All kernels: 50.0 µs a step in 1 calls, of which 5.0 beside others." in done.out
@@ -120,7 +120,7 @@ def test_a_device_s_kernels_are_measured_without_labels(coverage: Any, tmp_path:
     assert [(p["labelled"], p["steps"]) for p in profiles[:2]] == [(True, 2), (False, 16)]
 
 
-def test_a_profile_without_kernels_says_what_is_missing(coverage: Any) -> None:
+def test_a_profile_without_kernels_says_what_is_missing(profile: Any) -> None:
     """A device of which the profiler shows nothing is not taken for the host."""
     told = {
         "places": places(device="GPU 3000"),
@@ -128,7 +128,7 @@ def test_a_profile_without_kernels_says_what_is_missing(coverage: Any) -> None:
         "labelled": HOST["labelled"],
         "measured": measured(0.0),
     }
-    done = coverage(told=told)
+    done = profile(told=told)
     assert done.status == 1
     assert "Nothing is known of it: PyTorch's profiler saw no kernel of the device" in done.out
 
@@ -137,22 +137,19 @@ def test_a_profile_without_kernels_says_what_is_missing(coverage: Any) -> None:
     ("arguments", "said"),
     [
         (("--batch", "0"), "--batch 0: expected numbers"),
-        (("--steps", "1,2"), "--steps 1,2: expected a number"),
-        (("--prompt-tokens", "many"), "--prompt-tokens many: expected"),
-        (("--prompt-tokens", "390"), "this engine takes 400"),
         (("--bad",), "vLLM does not take these arguments: unrecognized arguments: --bad"),
-        (("--worker_extension_cls=x.Y",), "--worker-extension-cls: this command gives"),
+        (("--worker_extension_cls=x.Y",), "--worker-extension-cls is set by --profile"),
         (("--model", "nowhere"), "--model nowhere: it is no folder"),
     ],
 )
-def test_one_clear_error(coverage: Any, arguments: tuple[str, ...], said: str) -> None:
-    done = coverage(*arguments)
+def test_one_clear_error(profile: Any, arguments: tuple[str, ...], said: str) -> None:
+    done = profile(*arguments)
     assert done.status == 2 and said in done.err and not done.out
     assert "Traceback" not in done.err
 
 
-def test_without_a_plan_there_is_nothing_to_look_at(coverage: Any) -> None:
-    done = coverage(VLLM_FL_PREFER_ENABLED="0")
+def test_without_a_plan_there_is_nothing_to_look_at(profile: Any) -> None:
+    done = profile(VLLM_FL_PREFER_ENABLED="0")
     assert done.status == 2 and "VLLM_FL_PREFER_ENABLED is off" in done.err
 
 
@@ -161,13 +158,13 @@ def test_other_verbs_take_no_arguments_that_they_do_not_know(fl: Command) -> Non
     assert done.status == 2 and "unrecognized arguments: --enforce-eager" in done.err
 
 
-def test_a_page_of_it(coverage: Any, fl: Command, tmp_path: Path) -> None:
-    done = coverage("--json", "--dtype", "bfloat16")
+def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
+    done = profile("--json", "--dtype", "bfloat16")
     told = done.json()["coverage"]
     assert [phase["kind"] for phase in told["phases"]] == ["decode", "prefill"]
     assert told["phases"][0]["rows"][0]["kernels"] == {"_C::onednn_mm": 60.0}
     (tmp_path / "seen.json").write_text(done.out)
-    page = fl("report", "seen.json", "--html", "page.html", "--json")
+    page = fl("show", "seen.json", "--html", "page.html", "--json")
     assert page.status == 0, page.err
     assert page.json()["files"] == [{"name": "seen.json", "kind": "coverage"}]
     text = (tmp_path / "page.html").read_text()
@@ -175,5 +172,5 @@ def test_a_page_of_it(coverage: Any, fl: Command, tmp_path: Path) -> None:
     assert "The remainder: 20.0 µs (20.0%)" in text and "--dtype bfloat16" in text
     told["phases"][0]["rows"][0]["us"] = "many"
     (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": told}))
-    odd = fl("report", "odd.json", "--html", "page.html")
+    odd = fl("show", "odd.json", "--html", "page.html")
     assert odd.status == 2 and "odd.json: it is not whole, or was changed by hand" in odd.err

@@ -1,6 +1,6 @@
-"""`vllm-fl coverage`: whose code takes a model's time, step by step: reached by a contract or not.
+"""`vllm-fl tune --profile`: the time of a model's steps by op, and which of it contracts cover.
 
-One engine runs some steps under PyTorch's profiler. Nothing of the engine that serves is changed.
+One engine runs some steps under PyTorch's profiler.
 """
 
 from __future__ import annotations
@@ -12,56 +12,40 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._counts import counts
 from ._coverage import Whose, attribute, named, sums
-from ._engines import Engine, check_model, planned, running, takes_model
+from ._engines import Engine, check_model, planned, running
+from ._options import counts
 from ._show import UsageError, answer, print_table, say
 
 EXTENSION = "vllm_fl_tools.integration.profiling.Profiling"
 
 CACHES = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Variable -> the folder of a cache that this command gives the engine empty: code that an earlier
-engine compiled does not tell what is fused in it. Layers of one model share what is compiled."""
+"""Variable -> the folder of a cache that the engine gets empty: what is fused in code that an
+earlier engine compiled is unknown. Layers of one model share what is compiled."""
 
-TAKEN = "--worker-extension-cls"
-"""The argument of vLLM's by which the worker is told to profile."""
+EXTENSION_OPTION = "--worker-extension-cls"
+"""vLLM's argument by which the worker profiles."""
 
 SHOWN = 0.002
 """The share of a row that has a line of its own in the table for people."""
 
-LEARNT = 2
-"""Labelled steps, where the device runs them as they serve afterwards."""
+PROMPT_TOKENS, STEPS = 256, 16
+"""The tokens of each prompt, and the steps of each kind that are profiled."""
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and which steps. What else is there goes to vLLM."""
-    takes_model(parser)
-    parser.add_argument(
-        "--batch",
-        metavar="N,N",
-        default="1",
-        help="how many sequences decode together; several sizes make several tables (default: 1)",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        metavar="N",
-        default="256",
-        help="tokens of each prompt, and of the prefill that is profiled (default: 256)",
-    )
-    parser.add_argument(
-        "--steps", metavar="N", default="16", help="steps that are profiled (default: 16)"
-    )
+LABELLED = 2
+"""Labelled steps, if the device then runs steps without labels."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 when a kind of step shows nothing, or the engine fails."""
+    """Exit 1 if nothing was seen of a kind of step, or the engine fails."""
     model = arguments.model
+    if model is None:
+        raise UsageError("--profile needs --model DIR")
     check_model(model)
-    batches = counts("--batch", arguments.batch)
-    (prompt,) = counts("--prompt-tokens", arguments.prompt_tokens, single=True)
-    (steps,) = counts("--steps", arguments.steps, single=True)
-    if any(given.partition("=")[0].replace("_", "-") == TAKEN for given in arguments.more):
-        raise UsageError(f"{TAKEN}: this command gives the engine one of its own; leave it out")
+    batches = counts("--batch", arguments.batch or "1")
+    more = arguments.more + (["--dtype", arguments.dtype] if arguments.dtype else [])
+    if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
+        raise UsageError(f"{EXTENSION_OPTION} is set by --profile; leave it out")
     planned()
     with (
         tempfile.TemporaryDirectory() as caches,
@@ -70,24 +54,24 @@ def run(arguments: argparse.Namespace) -> int:
             model,
             {"worker_extension_cls": EXTENSION},
             {**os.environ, **{name: f"{caches}/{folder}" for name, folder in CACHES.items()}},
-            arguments=arguments.more,
+            arguments=more,
         ) as engine,
     ):
-        needed = prompt + steps + 2
-        if needed > engine.length:
+        prompt = min(PROMPT_TOKENS, engine.length - STEPS - 2)
+        if prompt < 1:
             raise UsageError(
-                f"--prompt-tokens {prompt} and --steps {steps} need sequences of {needed} tokens; "
-                f"this engine takes {engine.length}: ask for fewer, or for a larger --max-model-len"
+                f"--profile needs sequences of {STEPS + 3} tokens; this engine takes "
+                f"{engine.length}: set a larger --max-model-len"
             )
         on_host = engine.ask("places")["device"] == "cpu"
-        phases = [_phase(engine, True, n, prompt, steps, on_host) for n in batches]
-        phases.append(_phase(engine, False, 1, prompt, steps, on_host))
+        phases = [_phase(engine, True, n, prompt, on_host) for n in batches]
+        phases.append(_phase(engine, False, 1, prompt, on_host))
         places = engine.ask("places")  # again: calls may have been refused meanwhile
         report = engine.report
-    told = {
+    found = {
         "model": model,
         "mode": report["mode"],
-        "arguments": arguments.more,
+        "arguments": more,
         "digest": report["digest"],
         "device": places["device"],
         "ranks": places["ranks"],
@@ -95,13 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
         "plan": report["ops"],
         "phases": [_judged(phase, places, report) for phase in phases],
     }
-    answer({"coverage": told}, _show, as_json=arguments.json)
-    return 1 if any(phase["problem"] for phase in told["phases"]) else 0
+    answer({"coverage": found}, show, as_json=arguments.json)
+    return 1 if any(phase["problem"] for phase in found["phases"]) else 0
 
 
-def _phase(
-    engine: Engine, decode: bool, batch: int, prompt: int, steps: int, on_host: bool
-) -> dict[str, Any]:
+def _phase(engine: Engine, decode: bool, batch: int, prompt: int, on_host: bool) -> dict[str, Any]:
     """Let the engine take steps of one kind: timed, profiled, and timed again."""
     name = f"decode, batch {batch}" if decode else f"prefill, {prompt} tokens"
 
@@ -111,8 +93,8 @@ def _phase(
         return {"seed": f"coverage {name} {what}", **visit}
 
     def timed(what: str) -> list[float]:
-        took: list[float] = engine.ask("visit", **visit(what, steps))["steps"]
-        return took[-steps:] if decode else took
+        took: list[float] = engine.ask("visit", **visit(what, STEPS))["steps"]
+        return took[-STEPS:] if decode else took
 
     def profiled(what: str, count: int, labelled: bool) -> dict[str, Any]:
         return engine.ask(
@@ -121,8 +103,8 @@ def _phase(
 
     timed("warm")
     seconds = timed("timed")
-    learnt = profiled("labelled", steps if on_host else min(LEARNT, steps), True)
-    measured = None if on_host else profiled("measured", steps, False)
+    learnt = profiled("labelled", STEPS if on_host else LABELLED, True)
+    measured = None if on_host else profiled("measured", STEPS, False)
     seconds += timed("timed again")
     return {
         "name": name,
@@ -152,7 +134,8 @@ def _judged(
     return {**told, **found, "remainder_us": phase["step_us"] - found["busy_us"]}
 
 
-def _show(facts: Mapping[str, Any]) -> None:
+def show(facts: Mapping[str, Any]) -> None:
+    """Print the phases."""
     told = facts["coverage"]
     ranks = f", rank 0 of {told['ranks']}" if told["ranks"] > 1 else ""
     say(f"{told['model']}: {told['mode']}, {told['device']}{ranks}, digest {told['digest']}")

@@ -1,0 +1,146 @@
+"""Compile what an implementation takes: calls that keep the contract, and rules of its own."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from .arguments import DIMENSION, FLOATING, Argument, Tensor
+from .spec import OpSpec
+
+__all__ = ["Rule", "supports_of"]
+
+Rule = str | Callable[..., object]
+"""An expression of arguments and sizes; or a function of some of them: True, or a reason."""
+
+BROKEN = "the arguments break the contract"
+
+
+def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
+    """Compile a `supports`: True for a call that keeps the contract and every rule.
+
+    Of the contract it checks what `arguments` declares, except the values of tensors.
+
+    Args:
+        spec: the contract.
+        rules: each may use the parameters, the sizes in the contract's shapes, and `torch`. A size
+            of which an argument is None is None, too.
+
+    Raises:
+        ValueError: a rule uses another name.
+    """
+    import torch
+
+    scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "broken": BROKEN, "needs": _needs}
+    sizes, checks = dict.fromkeys(spec.parameters, True), []
+    for name, argument in spec.arguments.items():
+        lines = _checks(name, argument, spec, sizes)
+        checks += _block(f"if {name} is not None:", lines) if argument.may_be_none else lines
+    for number, rule in enumerate(rules):
+        names = (
+            {node.id for node in ast.walk(ast.parse(rule)) if isinstance(node, ast.Name)}
+            if isinstance(rule, str)
+            else {*inspect.signature(rule).parameters}
+        )
+        if unknown := names - {*sizes, *dir(builtins), "torch"}:
+            raise ValueError(f"{spec.name}: {rule!r} uses {', '.join(sorted(unknown))}")
+        given = ", ".join(f"{name}={name}" for name in sorted(names & {*sizes}))
+        if isinstance(rule, str):
+            checks.append(f"if not ({rule}): return needs({rule!r}, {given})")
+        else:
+            scope[f"_rule{number}"] = rule
+            checks.append(f"if (reason := _rule{number}({given})) is not True: return reason")
+    heads = []
+    for p in spec.signature.parameters.values():
+        scope[f"_default_{p.name}"] = p.default
+        heads.append(p.name if p.default is p.empty else f"{p.name}=_default_{p.name}")
+    unmet = [f"{size} = None" for size in sizes if size not in spec.parameters]
+    code = _block(f"def supports({', '.join(heads)}):", [*unmet, *checks, "return True"])
+    exec("\n".join(code), scope)
+    supports: Callable[..., object] = scope["supports"]
+    return supports
+
+
+def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool]) -> list[str]:
+    """Return statements that check an argument which is not None.
+
+    Args:
+        name, argument: the argument.
+        spec: the contract.
+        sizes: the names that are known, and whether every call has them; new ones are added.
+    """
+    where = [_unless(argument.where)] if argument.where else []
+    if not isinstance(argument, Tensor):
+        classes = "".join(f"{each.__name__}, " for each in argument.classes)
+        kept = f"isinstance({name}, ({classes}))"
+        kept += f" and not isinstance({name}, bool)" * (bool not in argument.classes)
+        kept += f" and -inf < {name} < inf" * (float in argument.classes)
+        return [_unless(kept), *([f"value = {name}", *where] if where else ())]
+    dtypes = "".join(f"{_dtype(each, spec)}, " for each in argument.dtypes or FLOATING)
+    first = next(n for n in spec.parameters if isinstance(spec.arguments[n], Tensor))
+    kept = f"isinstance({name}, torch.Tensor) and {name}.dtype in ({dtypes})"
+    kept += f" and {name}.device == {first}.device" * (name != first)
+    lines = [_unless(kept)]
+    one = _unless(f"{name}.numel() == 1")
+    if argument.other:
+        shape = [_unless(f"{name}.shape == {argument.other}.shape")]
+    elif argument.shape:
+        shape = [f"shape = {name}.shape", *_sizes(argument, sizes)]
+    else:
+        shape = [one]
+    if argument.may_be_one:
+        shape = [*_block(f"if {name}.ndim < 2:", [one]), *_block("else:", shape)]
+    return [*lines, *shape, *where]
+
+
+def _sizes(argument: Tensor, sizes: dict[str, bool]) -> Iterator[str]:
+    """Yield statements that compare `shape` with what is declared, and name new sizes."""
+    texts = argument.shape.split(", ")
+    leads = texts[0] == "..."
+    yield _unless(f"len(shape) {'>=' if leads else '=='} {len(texts) - leads}")
+    for at, text in enumerate(texts):
+        size = f"shape[{at - len(texts) if leads else at}]"
+        if leads and not at:
+            size = f"shape[:{1 - len(texts) or ''}]"
+        source = text.replace("...", "lead")
+        match = DIMENSION(source)
+        factor, base = match.groups() if match else (None, "")
+        is_new = base and base not in sizes
+        if is_new:
+            yield f"{base} = {size}" + f" // {factor}" * bool(factor)
+            sizes[base] = not argument.may_be_none
+        elif base and not sizes[base]:
+            yield f"{base} = {size} if {base} is None else {base}"
+        if factor or not is_new:
+            yield _unless(f"{size} == {source}")
+
+
+def _dtype(name: str, spec: OpSpec) -> str:
+    """Return the source of a dtype, by its own name or by that of an argument."""
+    if name not in spec.parameters:
+        return f"torch.{name}"
+    return (
+        f"{name}.dtype" if isinstance(spec.arguments[name], Tensor) else f"getattr(torch, {name})"
+    )
+
+
+def _unless(kept: str) -> str:
+    return f"if not ({kept}): return broken"
+
+
+def _block(head: str, lines: Iterable[str]) -> list[str]:
+    return [head, *(f"    {line}" for line in lines)]
+
+
+def _needs(rule: str, **given: Any) -> str:
+    """Return the reason for a call that breaks a rule; sizes of tensors vary with the batch."""
+    got = []
+    for name, value in given.items():
+        is_tensor = hasattr(value, "stride")
+        text = f"{value.dtype} {value.stride()} {value.device}" if is_tensor else repr(value)
+        got.append(f"{name}={text}")
+    return f"needs {rule}, got {', '.join(got)}"

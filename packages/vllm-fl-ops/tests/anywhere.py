@@ -1,0 +1,28 @@
+"""Implementations of backends without their devices: what they take, for tensors on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from vllm_fl import OpImpl
+from vllm_fl.contracts import contracts
+from vllm_fl.plugins.forms import fitted
+
+__all__ = ["on_cpu", "registered"]
+
+
+def registered(impls: Iterable[OpImpl]) -> dict[str, Any]:
+    """Return implementations by op, as registering makes them: with a compiled `supports`."""
+    return {impl.op_name: fitted(impl, contracts()[impl.op_name]) for impl in impls}
+
+
+def on_cpu(impls: Iterable[OpImpl]) -> dict[str, Any]:
+    """Return the same for tensors on the CPU. The first rule of an implementation is its device."""
+    here = []
+    for impl in impls:
+        device, *others = impl.takes or ()
+        rule = f"{str(device).partition('.')[0]}.device.type == 'cpu'"
+        here.append(dataclasses.replace(impl, takes=(rule, *others)))
+    return registered(here)

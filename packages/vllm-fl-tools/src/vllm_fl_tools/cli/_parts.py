@@ -1,0 +1,314 @@
+"""The parts that an engine can be started without, and the settings that leave them out.
+
+A part is an op that an implementation of a plugin runs, an operator that a backend replaces outside
+the plan (as FlagGems replaces PyTorch's), a plugin, or a setting of the user. A plugin is loaded
+while it or any part of it is on: a trial of one of its ops is no trial of two parts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.plugins.breadcrumb import FOLDER, last
+from vllm_fl.settings.schema import CONFIG, Settings
+from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
+
+from ._progress import doing
+from ._show import UsageError, say
+
+__all__ = ["Changes", "Part", "Parts", "listed"]
+
+COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._listing")
+
+PATIENCE = 600.0
+"""Seconds for the import of all plugins and of their libraries."""
+
+SETTING, PLUGIN, OP, NAME = "setting", "plugin", "op", "name"
+
+LIKELY = 4
+"""The most parts of a log that are suspected first."""
+
+
+Values = dict[str, str | None]
+"""Variable -> its value; None unsets it."""
+
+Content = dict[str, Any]
+"""Of a settings file."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Args:
+        kind: SETTING, PLUGIN, OP or NAME.
+        name: the setting's key, the plugin's distribution or module, the op, or the operator.
+        what: a description.
+        of: the plugin that it belongs to.
+        order: of an OP, its order without plugins' implementations.
+        variable: of a SETTING, its variable.
+        setting: of a NAME, the key of the list that leaves it out.
+    """
+
+    kind: str
+    name: str
+    what: str
+    of: str | None = None
+    order: Sequence[str] = ()
+    variable: str = ""
+    setting: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its name in trials and results, such as `op rms_norm`."""
+        return f"{self.setting or self.kind} {self.name}"
+
+    @property
+    def patterns(self) -> Sequence[str]:
+        """Expressions that find the part in an exception."""
+        name = re.escape(self.name)
+        if self.kind == SETTING:
+            return rf"\b{re.escape(self.variable)}\b", rf"\b{name}\b"
+        if self.kind == PLUGIN:
+            return (rf"\b[Pp]lugin '[^']*' of {name}\b",)
+        if self.kind == OP:
+            return rf"\bop '{name}'", rf"\b{name}=[\w.]+"
+        return rf"\baten::{name}\b", rf"\bby (?:\w+\.)+{name} of "
+
+
+@dataclass
+class Changes:
+    """Changes of the user's settings.
+
+    Args:
+        orders: op -> its order.
+        values: variable -> (its key in a file, its value). The value None unsets it.
+    """
+
+    orders: dict[str, Sequence[str]] = field(default_factory=dict)
+    values: dict[str, tuple[str, Any]] = field(default_factory=dict)
+
+    def made(self, environment: Mapping[str, str]) -> tuple[Values, str, Content, Content]:
+        """Make the changes.
+
+        Returns:
+            The variables that change; the variable of a file that overrides such variables, or
+            nothing; the content of that file, before and after.
+        """
+        names = (CONFIG, OP_CONFIG) if self.orders else (CONFIG,)
+        file = next((name for name in names if environment.get(name, "").strip()), "")
+        variables: Values = {}
+        before = _read(environment[file], file) if file else {}
+        after = dict(before)
+        for variable, (key, value) in self.values.items():
+            if file == CONFIG and key and value is not None:
+                after[key] = value
+                continue
+            variables[variable] = ",".join(value) if isinstance(value, list) else value
+            after.pop(key, None)
+        orders = {op: [*order] for op, order in self.orders.items()}
+        if file == CONFIG and orders:
+            key = ORDER_PREFIX.rstrip(".")
+            after[key] = {**(after.get(key) or {}), **orders}
+        elif file:
+            after |= orders
+        elif orders:
+            old = environment.get(PER_OP, "").split(";")
+            kept = [each for each in old if each.partition("=")[0].strip() not in {*orders, ""}]
+            new = [f"{op}={'|'.join(order)}" for op, order in orders.items()]
+            variables[PER_OP] = ";".join([*kept, *new])
+        return variables, file, before, after
+
+    def applied(self, environment: Mapping[str, str], folder: str) -> dict[str, str]:
+        """The variables of an engine with these changes; a changed file is written to `folder`."""
+        variables, file, before, after = self.made(environment)
+        if after != before:
+            path = Path(folder) / "settings.yaml"
+            path.write_text(json.dumps(after), encoding="utf-8")  # JSON is YAML, too
+            variables[file] = str(path)
+        every = {**environment, **variables}
+        return {name: value for name, value in every.items() if value is not None}
+
+    def described(self, environment: Mapping[str, str]) -> list[str]:
+        """The changes as lines of a shell, and of the user's file."""
+        variables, file, before, after = self.made(environment)
+        lines = []
+        for name, value in variables.items():
+            if value is not None:
+                lines.append(f"export {name}={shlex.quote(value)}")
+            elif name in environment:
+                lines.append(f"unset {name}")
+        for key in before | after:
+            if before.get(key) != after.get(key):
+                new = json.dumps(after[key]) if key in after else "(remove it)"
+                lines.append(f"{environment[file]}: {key}: {new}")
+        return lines
+
+
+def _read(path: str, variable: str) -> Content:
+    import yaml
+
+    try:
+        content: Content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"{variable} {path}: cannot be read: {error}") from error
+    return content
+
+
+class Parts:
+    """The parts of an engine of this environment, a plugin before the parts that belong to it.
+
+    Args:
+        told: the result of `_listing.listing`.
+    """
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self._plugins: Mapping[str, Any] = told["plugins"]
+        self._lists: Mapping[str, Any] = told["lists"]
+        every = [Part(**part) for part in told["parts"]]
+        plugins = [
+            Part(PLUGIN, name, f"plugin {about['release']}")
+            for name, about in self._plugins.items()
+        ]
+        ordered = [part for part in every if part.of is None and part.kind == SETTING]
+        for plugin in plugins:
+            ordered += [plugin, *(part for part in every if part.of == plugin.name)]
+        ordered += [part for part in every if part.of is None and part.kind == OP]
+        self.by_key = {part.key: part for part in ordered}
+
+    @cached_property
+    def beneath(self) -> dict[str, list[str]]:
+        """Plugin -> the parts that belong to it."""
+        found: dict[str, list[str]] = {}
+        for part in self.by_key.values():
+            if part.of is not None:
+                found.setdefault(f"{PLUGIN} {part.of}", []).append(part.key)
+        return found
+
+    def without(self, on: Iterable[str]) -> frozenset[str]:
+        """The parts that are left out if only these are on; plugins of one of them are on, too."""
+        needed = {f"{PLUGIN} {of}" for key in on if (of := self.by_key[key].of) is not None}
+        return frozenset(self.by_key) - needed - {*on}
+
+    def changes(self, off: Collection[str]) -> Changes:
+        """The changes of settings that leave these parts out."""
+        changes = Changes()
+        parts = [part for key, part in self.by_key.items() if key in off]
+        unloaded = {part.name for part in parts if part.kind == PLUGIN}
+        left_out: dict[str, set[str]] = {}
+        for part in parts:
+            if part.kind == OP:
+                changes.orders[part.name] = part.order
+            elif part.kind == SETTING:
+                changes.values[part.variable] = part.name, None
+            elif part.kind == NAME and part.of not in unloaded:
+                left_out.setdefault(part.setting, set()).add(part.name)
+        for key, names in left_out.items():
+            listed, allows = self._lists[key]["names"], self._lists[key]["allows"]
+            new = [n for n in listed if n not in names] if allows else [*listed, *sorted(names)]
+            changes.values[self._lists[key]["variable"]] = key, new
+        for setting, is_module in ((Settings.plugins, False), (Settings.plugin_modules, True)):
+            of_kind = [name for name, of in self._plugins.items() if of["module"] is is_module]
+            if unloaded & {*of_kind}:
+                loaded = [name for name in of_kind if name not in unloaded]
+                changes.values[setting.variable] = "", loaded
+        return changes
+
+    def likely(self, text: str, functions: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+        """The parts that a failure refers to, the nearest first, each after its plugin.
+
+        Args:
+            text: the exception, and what the processes noted that they were running.
+            functions: (file, function) of the stacks, the innermost first.
+        """
+        places: list[tuple[int, str]] = []
+        by_name: dict[str, list[str]] = {}
+        for part in self.by_key.values():
+            if part.kind in (NAME, OP):
+                by_name.setdefault(part.name, []).append(part.key)
+            if part.name in text or (part.variable and part.variable in text):
+                starts = [at.start() for form in part.patterns if (at := re.search(form, text))]
+                places += [(min(starts), part.key)] if starts else []
+        found = dict.fromkeys(key for _, key in sorted(places))
+        for file, function in functions:
+            for name in (function, Path(file).stem):
+                found |= dict.fromkeys(by_name.get(name, ()))
+        most = [*found][:LIKELY]
+        plugins = [f"{PLUGIN} {of}" for key in most if (of := self.by_key[key].of) is not None]
+        return tuple(dict.fromkeys((*plugins, *most)))
+
+
+def listed(environment: Mapping[str, str]) -> Parts:
+    """List the parts of an engine of this environment.
+
+    A plugin that ends the process that loads it, or hangs, is a part without parts of its own.
+
+    Raises:
+        UsageError: a setting is wrong, or vllm-fl is disabled.
+    """
+    lenient = dict(environment)
+    strict = Settings.strict_plugins
+    is_strict = lenient.pop(strict.variable, "")  # the plugin that fails would end the listing, too
+    ended: list[str] = []
+    told = None
+    while told is None:
+        told, plugin = _asked(lenient, ended)
+        if told is None:
+            if not plugin or plugin in ended:
+                raise UsageError("The plugins cannot be loaded: see `vllm-fl plugins`")
+            say(f"vllm-fl: {plugin} ends the process that loads it, or hangs", error=True)
+            ended.append(plugin)
+    if "problem" in told:
+        raise UsageError(told["problem"], code=told["code"])
+    if not told["enabled"]:
+        raise UsageError(
+            f"{Settings.enabled.variable} is off: vllm-fl changes nothing in a startup"
+        )
+    for remark in told["remarks"]:
+        say(f"vllm-fl: {remark}", error=True)
+    if is_strict:
+        what = f"setting {strict.variable}={is_strict}"
+        told["parts"].append(
+            {"kind": SETTING, "name": strict.key, "what": what, "variable": strict.variable}
+        )
+    return Parts(told)
+
+
+def _asked(
+    environment: Mapping[str, str], ended: Sequence[str]
+) -> tuple[dict[str, Any] | None, str]:
+    """The listing of a process, or None and the plugin that ended it.
+
+    Args:
+        environment: its variables.
+        ended: plugins that are not loaded.
+    """
+    with tempfile.TemporaryDirectory() as folder, doing("the plugins load"):
+        file = Path(folder) / "parts"
+        process = subprocess.Popen(
+            [*COMMAND, str(file), *ended],
+            env={**environment, FOLDER: folder},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        crumb = last(Path(folder))
+    owner = "" if crumb is None else crumb.what.partition(" of ")[2]
+    return told, owner if owner.startswith("plugin ") else ""

@@ -1,0 +1,54 @@
+"""Call other functions instead of the candidates of a plan, for as long as a block runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from vllm_fl.dispatch.guard import Guard
+from vllm_fl.dispatch.record import Record
+from vllm_fl.plugins.types import OpImpl
+
+
+@contextmanager
+def replacing(
+    record: Record,
+    instead: Callable[[OpImpl], Callable[..., Any]],
+    asking: Callable[[OpImpl], Callable[..., Any] | None] = lambda impl: impl.supports,
+    *,
+    at_most: int | None = None,
+) -> Iterator[None]:
+    """Let every guard of a record call `instead(impl)` for each candidate inside the block.
+
+    Afterwards the guards are what they were. Inside, nothing may be demoted, and no other
+    thread may call them.
+
+    Args:
+        record: the record of a plan, or of a manager.
+        instead: a candidate -> a function of the parameters that the candidate's has.
+        asking: a candidate -> the function that replaces its `supports`.
+        at_most: how many of the first candidates are replaced; None: all.
+    """
+    guards = [guard for guard in list(record.guards) if isinstance(guard, Guard)]
+    try:
+        for guard in guards:
+            own = guard.chain.impls
+            others = (_calling(i, instead(i), asking(i)) for i in own[:at_most])
+            impls = *others, *(() if at_most is None else own[at_most:])
+            guard.run(guard.chain.of(*impls, bare=guard.chain.bare))
+        yield
+    finally:
+        for guard in guards:
+            guard.switch()
+
+
+def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] | None) -> OpImpl:
+    """`impl` with other functions, its own under its signature, which tells whether a layer is
+    taken."""
+    if fn is impl.fn and supports is impl.supports:
+        return impl
+    fn = fn if fn is impl.fn else functools.wraps(impl.fn)(fn)
+    return replace(impl, fn=fn, supports=supports)
