@@ -465,7 +465,7 @@ def test_startup_reads_no_file_and_only_its_own() -> None:
         ("prefer: [", 1, "config", "invalid YAML"),
         ("prefer: *gone", 1, "config", "undefined alias"),
         ("prefer: vendor\n---\nprefer: flagos", 2, "config", "single document"),
-        ("prefer: vendor\n# \a", 2, "config", "invalid YAML"),
+        ("prefer: vendor\n# \a", 1, "config", "unacceptable character"),
         ("prefer: !!python/object/apply:os.getcwd []", 1, "config", "could not determine"),
         ("[" * 1200, 1, "config", "nested too deeply"),
     ],

@@ -149,13 +149,10 @@ class _File:
             mark = error.problem_mark or error.context_mark
             line = mark.line if mark else 0
             problem = ", ".join(filter(None, (error.context, error.problem)))
-        except yaml.reader.ReaderError as error:
-            line = text.count("\n", 0, error.position)
-            problem = f"character {error.character!r}: {error.reason}"
         except RecursionError:
             problem = "nested too deeply"
         except Exception as error:  # a value that contradicts its tag raises anything
-            problem = str(error)
+            problem = " ".join(str(error).split())
         else:
             return self.mapping(
                 self.key, Lines() if root is None else root, self.line(1), "settings"
@@ -342,16 +339,10 @@ def _scalar(key: str, value: object, origin: str) -> str:
 
 def _plain(value: object) -> object:
     """The value of a setting that no plugin here declares; None if it cannot be one."""
-    if isinstance(value, list):
-        is_flat = all(isinstance(each, str | int | float) for each in value)
-        return tuple(map(str, value)) if is_flat else None
-    return (
-        value
-        if isinstance(value, bool | str)
-        else str(value)
-        if isinstance(value, int | float)
-        else None
-    )
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value if isinstance(value, bool | str) else None
 
 
 def _path_of(path: object, key: str, distribution: str | None) -> str:
