@@ -36,7 +36,6 @@ def fingerprint(
     owners: Mapping[Key, Owner],
     authors: Mapping[str, Owner] = MappingProxyType({}),
     *,
-    table: str = "",
     required: str = "",
     settings: Settings | None = None,
     plugins: Iterable[Plugin] = (),
@@ -47,7 +46,6 @@ def fingerprint(
         plan: the plan.
         owners: (op, impl id) -> the owner of the implementation.
         authors: op -> the owner of its contract and its binding.
-        table: the digest of the table by which it was made; empty without one.
         required: the property that implementations must have, or empty.
         settings: the engine's settings.
         plugins: the loaded plugins.
@@ -72,7 +70,6 @@ def fingerprint(
     return {
         "mode": plan.mode,
         "strict": plan.strict,
-        "table": table,
         "required": required,
         "ops": {op: [_candidate(impl, owner) for impl, owner in row] for op, row in rows.items()},
         "contracts": {
