@@ -114,8 +114,7 @@ def wrong_at(*counts: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def everything(op: OpTuning, *counts: int) -> list[Measured]:
-    measured = [op.measure(count) for count in counts]
-    return [op.measure_again(one) if one.promoted != "default" else one for one in measured]
+    return [op.measure(count) for count in counts]
 
 
 class Capturing(tuning.Bench):
@@ -176,7 +175,7 @@ class TestChoosing:
         assert fast.us is not None and default.us is not None and fast.us < default.us
         assert "residual" in fast.slower and fast.slower.endswith("0.86")
         assert default.slower == ""
-        assert found.promoted == found.winner == "default"
+        assert found.winner == "default"
 
     def test_of_calls_that_a_layer_makes_once_each_the_sum_decides(self, machine: Machine) -> None:
         oracle = contracts()["linear"].oracle
@@ -328,7 +327,7 @@ class TestWrongAtOneSizeOnly:
             Row(32, "vendor.fast"),
         )
         at_16 = found[2]
-        assert "vendor.fast" not in {**at_16.screened, **at_16.finals, **at_16.again}
+        assert "vendor.fast" not in {**at_16.screened, **at_16.finals}
         assert machine.calls["vendor.fast", 16] == 1  # the check that found it
         assert machine.calls["vendor.fast", 8] > 100
         figure = next(f for f in at_16.figures() if f.impl == "vendor.fast")
@@ -411,7 +410,7 @@ class TestWhoDoesNotRun:
         assert 0 < added < len(op.forms)
         figure = next(f for f in found.figures() if f.impl == "vendor.fast")
         assert figure.us == pytest.approx(30 * added + 10 * (len(op.forms) - added))
-        assert found.promoted == "vendor.fast"
+        assert found.winner == "vendor.fast"
 
     def test_one_that_refuses_every_form_is_left_out(self, machine: Machine) -> None:
         fast = machine.kernel("vendor.fast", 10, op="rms_norm", supports=lambda *args: "not today")
@@ -466,7 +465,7 @@ def test_calls_in_turn_have_weights_that_no_cache_holds(machine: Machine) -> Non
     fast = machine.kernel("vendor.fast", 30.0, op="linear")
     tuning = machine.tuning(machine.kernel("vendor.default", 100.0, op="linear"), fast)
     found = tuning.measure(2)
-    assert found.promoted == "vendor.fast" and found.copied, "all of a weight is read"
+    assert found.winner == "vendor.fast" and found.copied, "all of a weight is read"
 
     (form,) = (form for form in tuning.forms if form.name == "32 -> 16")
     sets = tuning._with_own([tuning._laid(form, 2, number) for number in range(8)])
@@ -555,7 +554,7 @@ class TestSeveralFunctionsOfVllm:
         assert ("stock" in found.rejected) is not is_right
         figures = {figure.impl: figure.us for figure in found.figures()}
         assert figures["stock"] == (pytest.approx(10) if is_right else None)
-        assert found.promoted == ("stock" if is_right else "default")
+        assert found.winner == ("stock" if is_right else "default")
 
 
 class TestCompiled:

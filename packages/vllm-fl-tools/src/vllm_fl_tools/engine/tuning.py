@@ -134,8 +134,7 @@ class OpTuning:
             then, and otherwise each of them, too.
         products: the tokens of a step -> how long the device takes for the matrix products of a
             layer, µs; 0 where that is not known.
-        thorough: whether everybody comes into the finals, and every winner into second ones;
-            otherwise those whose outcome is clear do not.
+        thorough: whether everybody comes into the finals; otherwise those who cannot win do not.
     """
 
     spec: OpSpec
@@ -195,21 +194,6 @@ class OpTuning:
             by_host = self.between_graphs or self._beyond_graphs(tokens)
             if bench.captures and by_host and self.products(tokens) < HOST_OF_A_LAYER:
                 found.slower = {**self._slower_to_launch(bench, found), **found.slower}
-        return found
-
-    def measure_again(self, found: Measured) -> Measured:
-        """Hold a second finals between the default and who beat it; the times go into `again`."""
-        names = (found.promoted, self.default)
-        self._wholes.clear()
-        with torch.inference_mode():
-            asked = [one for one in self.contenders if one.name in names]
-            sound = self._all_sound(asked, found)
-            if len(sound) < len(asked):
-                return found
-            bench = self._bench(found.tokens, sound, found)
-            timers = {name: bench.timers[name] for name in names if name in bench.timers}
-            found.again, dropped = in_turn(timers, FINALS, first=1)
-            found.rejected |= dropped
         return found
 
     def forget(self) -> None:
