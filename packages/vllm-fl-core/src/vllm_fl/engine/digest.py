@@ -35,7 +35,6 @@ def fingerprint(
     owners: Mapping[tuple[str, str], Owner],
     authors: Mapping[str, Owner] = MappingProxyType({}),
     *,
-    table: str = "",
     required: str = "",
     settings: Settings | None = None,
     plugins: Iterable[Plugin] = (),
@@ -46,7 +45,6 @@ def fingerprint(
         plan: the plan.
         owners: (op, impl id) -> the owner of the implementation.
         authors: op -> the owner of its contract and its binding.
-        table: the digest of the table by which it was made; empty without one.
         required: what its implementations were required to be; empty for nothing.
         settings: the engine's settings.
         plugins: the loaded plugins.
@@ -79,7 +77,6 @@ def fingerprint(
             if op in plan.entries and not plan.is_stock(op)
         },
         "versions": versions(),
-        **({"table": table} if table else {}),
         **({"required": required} if required else {}),
         **({"settings": declared} if declared else {}),
     }

@@ -12,7 +12,6 @@ from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
-from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
 from ..plugins.communicator import NAMED_CLASSES
@@ -59,7 +58,7 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     requests: dict[str, Any] = {}
     for patcher in PATCHERS:
         requests |= patcher.request(vllm_config, settings, entry, compiled=compiled)
-    return EngineFacts(
+    facts = EngineFacts(
         settings,
         "compiled" if compiled else "eager",
         dtype=model.dtype if model else None,
@@ -81,9 +80,10 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
-        device=device_class() if settings.by_device else None,
+        device=device_class() if settings.by_device or settings.tuned else None,
         **requests,
     )
+    return facts.with_checked_table()
 
 
 def device_class() -> Device | None:
@@ -226,8 +226,6 @@ def _read_settings(platform: str) -> Settings:
 def plan_for(
     facts: EngineFacts,
     demoted: Mapping[tuple[str, str], str] | None = None,
-    *,
-    table: Standing | None = None,
 ) -> Plan:
     """The plan of an engine. What the user told vLLM stands.
 
@@ -235,12 +233,8 @@ def plan_for(
         facts: what the engine's configuration says.
         demoted: (op, impl id) -> why it is demoted for this engine, or rejected by what the start
             has measured.
-        table: what becomes of the table that the settings name; by default as far as it is known
-            before there is a device.
     """
-    if table is None:
-        table = standing(facts, get_default_manager().registry.snapshot(), None)
-    facts = under(facts, table)
+    facts = facts.ordered
     found = why_not(facts)
     plan = make_plan(
         get_default_manager(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from ..dispatch import get_default_manager
@@ -19,7 +20,6 @@ from .planning import plan_for
 from .ranks import (
     Disabled,
     Opinion,
-    common_table,
     differences,
     united,
 )
@@ -47,7 +47,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
         engine.remarks[moment] = []
         plans = _together(engine, moment, partial(_opinion, engine, moment, change))
         new = united(plans, engine.disabled)
-        if not new and moment is Moment.PLANNED and _has_other_table(engine, plans):
+        if not new and moment is Moment.PLANNED and _drops_table(engine, plans):
             change = partial(make_plan, engine)
             continue
         if not new:
@@ -65,10 +65,9 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
 
 def _say_what_differs(engine: Engine, opinions: list[Opinion]) -> None:
     """Warn of a table that has no effect, and of plans that differ all the same."""
-    if engine.table.reason:
-        log.warning("%s. Going on without a table [FL610]", engine.table.reason)
-    for op, why in engine.table.left_out.items():
-        log.warning("The table's rows of op '%s' have no effect: %s [FL610]", op, why)
+    table = engine.facts.settings.tuned
+    if table is not None and table.unused:
+        log.warning("%s. Going on without a table [FL610]", table.reason)
     for line in differences(opinions):
         log.warning("The ranks differ. %s [FL503]", line)
 
@@ -78,7 +77,7 @@ def make_plan(engine: Engine) -> None:
     registry, facts = get_default_manager().registry, engine.facts
     snapshot = registry.snapshot()
     disabled = {key: each.reason for key, each in engine.disabled.items()}
-    engine.plan = plan_for(facts, disabled, table=engine.table)
+    engine.plan = plan_for(facts, disabled)
     unused = {**engine.unused, **planned_for_nothing(engine.plan, facts)}
     entries = engine.plan.entries
     engine.unused = {op: why for op, why in unused.items() if op in entries and entries[op].impls}
@@ -89,7 +88,6 @@ def make_plan(engine: Engine) -> None:
         engine.plan,
         snapshot.owners,
         snapshot.authors,
-        table=engine.table.digest,
         required="batch_invariant" if facts.wants_invariance else "",
         settings=facts.settings,
         plugins=registry.plugins,
@@ -166,7 +164,9 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object]) -> Op
     rows = [(op, trace) for op, entry in engine.plan.entries.items() for _, trace in entry.rows]
     unavailable = {(op, i): why for op, trace in rows for i, why in trace.unavailable.items()}
     installed = frozenset(get_default_manager().registry.snapshot().owners)
-    return Opinion(found, engine.contents, installed, unavailable, engine.table)
+    table = engine.facts.settings.tuned
+    unused = table.unused if table is not None else ""
+    return Opinion(found, engine.contents, installed, unavailable, unused)
 
 
 def _verdict(engine: Engine, moment: Moment) -> Opinion:
@@ -192,17 +192,22 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
     return {key: Objection(FAILED, why) for key, why in found.items()}
 
 
-def _has_other_table(engine: Engine, opinions: list[Opinion]) -> bool:
-    """Take over what the ranks have in common of the table, and return whether any planned without.
+def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
+    """Drop the table on all ranks if one of them cannot use it; return whether any planned with it.
 
     Raises:
-        StartError: strict mode, and the table does not act, or not whole.
+        StartError: strict mode, and the table has no effect.
     """
-    table = engine.table = common_table(opinions)
-    if engine.plan.strict and table.fault:
-        raise StartError(f"vllm-fl ends the start: {table.fault}")
-    seen = {(each.table.digest, frozenset(each.table.left_out)) for each in opinions}
-    return seen != {(table.digest, frozenset(table.left_out))}
+    found = [(rank, each.table) for rank, each in enumerate(opinions) if each.table]
+    if not found:
+        return False
+    rank, why = found[0]
+    said = why if len(found) == len(opinions) else f"{why} (on rank {rank})"
+    settings = engine.facts.settings.without_table(said)
+    if engine.plan.strict and settings.tuned is not None:
+        raise StartError(f"vllm-fl ends the start: strict mode, and {settings.tuned.reason}")
+    engine.facts = replace(engine.facts, settings=settings)
+    return len(found) < len(opinions)
 
 
 def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:

@@ -12,7 +12,6 @@ from ..dispatch.context import building
 from ..engine.digest import code_facts
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
-from ..engine.tables import Standing, standing, under
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
@@ -184,7 +183,7 @@ class PlannedWorker:
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
             "ranges": ranges.report(engine, by_range(plan)),
-            "table": _table_report(engine.facts, engine.table),
+            "table": _table_report(engine.facts),
             "device": str(engine.facts.device) if engine.facts.device else None,
             "ordered_for_device": _orders_by_device(engine),
             "start": {
@@ -229,7 +228,6 @@ def _begin(engine: Engine) -> list[str]:
         name: {**report.facts, "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0])}
         for name, (plugin, report) in found.items()
     }
-    engine.table = standing(facts, manager.registry.snapshot(), engine.device)
     make_plan(engine)
     return [line for _, report in found.values() for line in report.lines]
 
@@ -258,7 +256,7 @@ def _say_plan(engine: Engine) -> None:
     """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
     plan, facts = engine.plan, engine.facts
     said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
-    remarks = [*_of_table(facts, engine.table), *_of_device(engine)]
+    remarks = [*_of_table(facts), *_of_device(engine)]
     remarks += [*_of_invariance(facts), *said]
     inlined = ranges.planned(by_range(plan), engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
@@ -274,12 +272,12 @@ def _say_plan(engine: Engine) -> None:
         log.info("%s", plan.line(took, digested, not_reached=engine.unused))
 
 
-def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
-    """What there is to say of the table that the settings name."""
-    pinned = facts.settings.pinned
-    if pinned is None:
+def _of_table(facts: EngineFacts) -> list[str]:
+    """Return the remark on the table that the settings name."""
+    table = facts.settings.tuned
+    if table is None:
         return []
-    return [pinned.label if table.digest else f"without the table {pinned.file}"]
+    return [f"{'without the ' if table.unused else ''}table {table.file}"]
 
 
 def _of_device(engine: Engine) -> list[str]:
@@ -290,7 +288,7 @@ def _of_device(engine: Engine) -> list[str]:
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
     """Op -> where its order for this device stands and for which figure, of those in force."""
-    return under(engine.facts, engine.table).settings.held_by_device
+    return engine.facts.ordered.settings.held_by_device
 
 
 def _of_invariance(facts: EngineFacts) -> list[str]:
@@ -300,17 +298,11 @@ def _of_invariance(facts: EngineFacts) -> list[str]:
     return [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
 
 
-def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
-    pinned = facts.settings.pinned
-    if pinned is None:
+def _table_report(facts: EngineFacts) -> dict[str, Any] | None:
+    table = facts.settings.tuned
+    if table is None:
         return None
-    return {
-        "file": pinned.file,
-        "digest": pinned.digest,
-        "acts": bool(table.digest),
-        "reason": table.reason,
-        "left_out": dict(table.left_out),
-    }
+    return {"file": table.file, "acts": not table.unused, "reason": table.reason}
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

@@ -1,14 +1,14 @@
-"""Orders that a settings file has for some devices alone, and the device that they may hold for.
+"""Orders for some devices only: those that backends ship, a user's own, and those of a table.
 
-A backend ships what it has measured on a class of devices, with the figure. What a file says of a
-device's class lies above its lists for all devices; see `Settings.with_devices`.
+An order for a device wins over the lists for all devices; see `Settings.with_devices`.
 """
 
 from __future__ import annotations
 
 import datetime
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from .policy import Mode, OpOrder, Rows, Token, joined
@@ -61,6 +61,7 @@ class DeviceOrder:
         capability: the compute capability of the devices, or empty for any.
         name: a pattern of their names, as `NVIDIA H100*`; or empty for any.
         measured: the figure; None where a user wrote none.
+        of_table: whether it is in the file that the setting `table` names.
     """
 
     order: OpOrder
@@ -68,6 +69,7 @@ class DeviceOrder:
     capability: str = ""
     name: str = ""
     measured: Measured | None = None
+    of_table: bool = False
 
     @property
     def devices(self) -> str:
@@ -94,6 +96,45 @@ class DeviceOrder:
 
     def __str__(self) -> str:
         return f"on devices of {self.devices}: {self.order} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The file of `vllm-fl tune` that the setting `table` names, and what its orders hold for.
+
+    Args:
+        file: the file.
+        vllm: the release of vLLM; empty for any.
+        device: the name of the device; empty for any.
+        distributions: name -> version of what was measured.
+        unused: why its orders have no effect in an engine; empty if they have.
+    """
+
+    file: str
+    vllm: str = ""
+    device: str = ""
+    distributions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    unused: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why it has no effect, in a sentence without its full stop."""
+        return f"The table {self.file} has no effect: {self.unused}" if self.unused else ""
+
+    def differs(self, device: str, version: Callable[[str], str | None]) -> str:
+        """Return the first value that differs here; empty if none does.
+
+        Args:
+            device: the name of the device.
+            version: returns the version of a distribution, or None; of vLLM by `vllm`.
+        """
+        held = {"vllm": self.vllm} if self.vllm else {}
+        for name, then in {**held, **self.distributions}.items():
+            if (now := version(name)) != then:
+                return f"{name} is {now or 'not installed'}, and it was measured with {then}"
+        if self.device not in ("", device):
+            return f"the device is {device or 'unknown'}, and it was measured on {self.device}"
+        return ""
 
 
 def capability_of(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import SettingsError
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
-from .devices import DeviceOrder, Measured, capability_of
+from .devices import DeviceOrder, Measured, Table, capability_of
 from .policy import (
     DEFAULT,
     MAX_ROWS,
@@ -59,8 +59,7 @@ USERS_OWN = {
     f"{ORDER_PREFIX}{DEFAULT}": "it would order other backends' ops. Use prefer",
     "allow_vendors": "it would shut out every other vendor's plugin. Use deny_vendors or "
     "op_backends",
-    "table": "a table holds for the machine and the code that it was measured with. It belongs "
-    "into a file of its user",
+    "table": "a table holds for one machine. Name it in a file of your own",
 }
 """Key -> why no plugin's file may set it."""
 
@@ -108,6 +107,26 @@ def read_orders(path: str) -> Layer:
     root = file.compose(read_text(path, "op_config", origin).replace("\t", " "))
     orders = () if root is None else file.orders(root)
     return {order.key: replace(order, variable=OP_CONFIG) for order in orders}
+
+
+def read_table(path: str, origin: str) -> tuple[Table, Layer]:
+    """Read the file that the setting `table` names: `holds`, and orders under `devices`.
+
+    Raises:
+        SettingsError: the file cannot be read, or something in it is wrong; its line is named.
+    """
+    file = _File(path, {}, "table", "", False)
+    root = file.compose(read_text(path, "table", origin))
+    if root is None:
+        raise wrong("table", f"{path}:1", "the file is empty")
+    parts = file.parts("table", root, ("holds", "devices"))
+    return file.table(parts["holds"]), {
+        setting.key: replace(
+            setting,
+            value=tuple(replace(order, of_table=True) for order in setting.value),  # type: ignore[attr-defined]
+        )
+        for setting in file.devices(parts["devices"])
+    }
 
 
 @dataclass(frozen=True)
@@ -233,6 +252,22 @@ class _File:
             self.scalar(key, told["ratio"], float),
             self.text(key, told["what"], "what was measured"),
         )
+
+    def table(self, node: Node) -> Table:
+        """What the orders of the file hold for."""
+        parts = self.parts("holds", node, (), ("vllm", "device", "distributions"))
+        found = {
+            name: self.scalar("holds", parts[name], str)
+            for name in ("vllm", "device")
+            if name in parts
+        }
+        versions = (
+            self.pairs(parts["distributions"], "holds", "versions")
+            if "distributions" in parts
+            else ()
+        )
+        distributions = {name: self.scalar("holds", value, str) for name, _, value in versions}
+        return Table(self.path, distributions=distributions, **found)
 
     def parts(
         self, key: str, node: Node, needed: tuple[str, ...], more: tuple[str, ...] = ()

@@ -12,13 +12,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import IdleSwitchError, SettingsError
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
 from ..text import few, nearest
-from .files import Layer, read_orders, read_settings_file
+from .devices import DeviceOrder, Table
+from .files import Layer, read_orders, read_settings_file, read_table
 from .names import check_names, uses
 from .policy import GROUP, OpOrder, SelectionPolicy, closest
 from .schema import (
@@ -51,7 +52,6 @@ from .values import (
 
 if TYPE_CHECKING:
     from .lock import Locked
-    from .table import Pinned
 
 __all__ = [
     "Setting",
@@ -182,25 +182,31 @@ def load_settings(
     warnings += _unknown_variables(env, (*variables(declared), *absent))
     if not platform_files:
         warnings += _unknown_platform(entries["platform"], {*PLATFORMS, *platforms})
+    tuned = _add_table(entries)
     ordered = {key: entries[key] for key in declared} | entries
     settings = Settings(
         tuple(ordered.values()),
         tuple(warnings),
         declared=declared,
-        pinned=_pinned(entries["table"]),
+        tuned=tuned,
         locked=_locked(entries["lock"]),
     )
     labels = dict.fromkeys(use.label for use in uses(settings))
     return dataclasses.replace(settings, unchecked=tuple(labels))
 
 
-def _pinned(named: Setting) -> Pinned | None:
-    """The table that the setting names, read."""
+def _add_table(entries: Layer) -> Table | None:
+    """Read the table that the setting names, and put its orders before what backends ship."""
+    named = entries["table"]
     if named.value is None:
         return None
-    from .table import Pinned  # few processes name one
-
-    return Pinned.read(str(named.value), named.origin)
+    table, layer = read_table(str(named.value), named.origin)
+    for key, setting in layer.items():
+        below = entries[key].value if key in entries else ()
+        orders = cast("tuple[DeviceOrder, ...]", (*setting.value, *below))  # type: ignore[misc]
+        orders = tuple(sorted(orders, key=lambda each: not each.order.pinned))
+        entries[key] = dataclasses.replace(setting, value=orders, origin=orders[0].origin)
+    return table
 
 
 def _locked(named: Setting) -> Locked | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
-from .devices import Device, DeviceOrder
+from .devices import Device, DeviceOrder, Table
 from .policy import PREFERENCES, Mode, OpOrder, SelectionPolicy
 from .values import (
     DEVICES,
@@ -32,7 +32,6 @@ from .values import (
 
 if TYPE_CHECKING:
     from .lock import Locked
-    from .table import Pinned
 
 CONFIG = "VLLM_FL_CONFIG"
 
@@ -110,8 +109,7 @@ class Settings(Mapping[str, Setting]):
         unchecked: names that nobody has checked yet, or that their owner does not know, as
             `oot_blacklist.fused_moe`; `check_names` shortens it.
         declared: the settings that there are, core's and those of the loaded plugins.
-        pinned: the table that `table` names. What it orders is in force only where it holds, which
-            needs a device to know: see `with_table`.
+        tuned: what the orders of the table hold for that `table` names.
         locked: the lock that `lock` names.
     """
 
@@ -119,7 +117,7 @@ class Settings(Mapping[str, Setting]):
     warnings: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
-    pinned: Pinned | None = field(default=None, hash=False)
+    tuned: Table | None = None
     locked: Locked | None = field(default=None, hash=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
@@ -147,11 +145,7 @@ class Settings(Mapping[str, Setting]):
     )
     """What an engine's implementations must have been measured to be."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
-    """A file of `vllm-fl tune`, by which engines choose for each number of tokens, or None."""
-    table_unaccepted = SettingSpec(
-        "table_unaccepted", "VLLM_FL_TABLE_UNACCEPTED", False, in_file=True
-    )
-    """Whether a table acts that `vllm-fl tune --accept` has not accepted."""
+    """A file of `vllm-fl tune`: orders for the device that was measured, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
     """A file of `vllm-fl plan --save`, from which a start may not differ, or None."""
     lock_mode = SettingSpec("lock_mode", "VLLM_FL_LOCK_MODE", "strict", choices=("strict", "warn"))
@@ -229,37 +223,34 @@ class Settings(Mapping[str, Setting]):
             deny_vendors=frozenset(self.deny_vendors),
         )
 
-    def with_table(self, left_out: Collection[str] = ()) -> Settings:
-        """These settings with the orders of the table that they name, beneath the user's lists.
+    def without_table(self, why: str) -> Settings:
+        """Return these settings without the orders of the table that they name.
 
         Args:
-            left_out: the ops whose rows do not count.
+            why: why they have no effect.
         """
-        pinned = self.pinned
-        if pinned is None:
+        if self.tuned is None:
             return self
-        orders = {}
-        for op in pinned.table.ops:
-            if op in left_out or self.policy.names(op):
-                continue
-            base = self.policy.order(op, pinned.table.mode, engine=True)
-            order = pinned.order(op, base, self.policy.per_op_order.get(op))
-            if len(order.rows(pinned.table.mode)) > 1:
-                orders[op] = order, pinned.origin
-        return self._over(orders)
+        entries = dict(self._by_key)
+        for op, orders in self.by_device.items():
+            key = f"{DEVICES}{op}"
+            kept = tuple(order for order in orders if not order.of_table)
+            if kept != orders:
+                below = entries.pop(key)
+                if kept:
+                    entries[key] = dataclasses.replace(below, value=kept, origin=kept[0].origin)
+        tuned = dataclasses.replace(self.tuned, unused=why)
+        return dataclasses.replace(self, entries=tuple(entries.values()), tuned=tuned)
 
-    def with_devices(
-        self, device: Device | None, mode: Mode, tuned: Collection[str] = ()
-    ) -> Settings:
-        """These settings with what files say of a device.
+    def with_devices(self, device: Device | None, mode: Mode) -> Settings:
+        """Return these settings with the orders for a device.
 
-        A user's `prefer`, lists and table hold in the place of what a backend ships. What a user's
-        own file says of the device lies above them.
+        Orders for the device in a user's own file win over all others. A user's lists win over
+        those of the table, and these over what backends ship, as does a user's `prefer`.
 
         Args:
-            device: that of the engine; None where nobody knows it, and nothing changes.
+            device: that of the engine; None if it is not known, and nothing changes.
             mode: the engine's.
-            tuned: the ops that a table orders.
         """
         if device is None:
             return self
@@ -268,7 +259,8 @@ class Settings(Mapping[str, Setting]):
             holding = (o for o in each if o.holds(device) and o.order.rows(mode))
             if (found := next(holding, None)) is None:
                 continue
-            if found.order.pinned or not (op in tuned or self.is_users(op)):
+            yields = self.policy.names(op) if found.of_table else self.is_users(op)
+            if found.order.pinned or not yields:
                 below = self.policy.per_op_order.get(op, OpOrder((), ()))
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
                 order = dataclasses.replace(below, pinned=found.order.pinned)
@@ -338,7 +330,7 @@ class Settings(Mapping[str, Setting]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What plugins declare stays here: readers of their own need not travel.
-        fields = (self.entries, self.warnings, self.unchecked, self.pinned, self.locked)
+        fields = (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
         return _carried, (FORM, *fields)
 
 
@@ -355,8 +347,8 @@ def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
             "not what this vllm-fl-core sends; install the same release of it wherever a worker of "
             "one engine runs",
         )
-    entries, warnings, unchecked, pinned, locked = fields
-    return Settings(entries, warnings, unchecked, pinned=pinned, locked=locked)
+    entries, warnings, unchecked, tuned, locked = fields
+    return Settings(entries, warnings, unchecked, tuned=tuned, locked=locked)
 
 
 ITEMS: Declared = MappingProxyType(
@@ -369,6 +361,7 @@ FORM = (
     *Setting.__dataclass_fields__,
     *OpOrder.__dataclass_fields__,
     *DeviceOrder.__dataclass_fields__,
+    *Table.__dataclass_fields__,
 )
 """What settings are made of in this release: those of another one are not taken over."""
 
