@@ -116,11 +116,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when the table cannot be written, nothing was measured, or it is not accepted."""
     if arguments.profile:
         return _profile.run(arguments)
-    if arguments.more and (arguments.model is None or arguments.accept is not None):
-        more = " ".join(arguments.more)
-        raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
     if arguments.accept is not None:
         return _accept.run(arguments)
+    if arguments.more and arguments.model is None:
+        more = " ".join(arguments.more)
+        raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
     if arguments.batch is not None:
