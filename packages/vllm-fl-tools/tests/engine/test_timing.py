@@ -207,11 +207,6 @@ class TestFigures:
         figure = next(figure for figure in found.figures() if figure.impl == "vendor.a")
         assert (figure.us, figure.n, figure.rejected) == (None, 0, "wrong: the first row")
 
-    def test_the_share_of_a_copy(self) -> None:
-        found = measured(stock=[4.0] * 3)
-        found.copied = [1.0, 1.0, 1.0]
-        assert [figure.copy_share for figure in found.figures()] == [0.25]
-
 
 def test_neighbours_with_one_winner_are_one_row() -> None:
     winners = {1: "a", 2: "a", 4: "default", 8: "default", 16: "b", 32: "a"}

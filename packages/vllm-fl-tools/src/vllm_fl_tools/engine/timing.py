@@ -89,7 +89,6 @@ class Measured:
         finals: name -> those of the finals; the default and the fastest of the first rounds.
         slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
             launch, where no graph serves -> by what.
-        copied: how long a copy of as many bytes took in the finals; empty where they are not known.
         thorough: whether all sizes were measured; otherwise a run that chose its sizes.
     """
 
@@ -99,7 +98,6 @@ class Measured:
     screened: dict[str, list[float]] = field(default_factory=dict)
     finals: dict[str, list[float]] = field(default_factory=dict)
     slower: dict[str, str] = field(default_factory=dict)
-    copied: list[float] = field(default_factory=list)
     thorough: bool = True
 
     @property
@@ -147,8 +145,6 @@ class Measured:
         ratio = ratio_low = None
         if name != self.default and len(defaults) == len(times):
             ratio_low, ratio, _ = (round(r, 4) for r in quartiles(ratios(defaults, times)))
-        copied = quartiles(self.copied)[1] if self.copied else 0.0
-        share = round(copied / median, 4) if copied and median else None
         return Figure(
             self.tokens,
             name,
@@ -158,7 +154,6 @@ class Measured:
             n=len(times),
             ratio=ratio,
             ratio_low=ratio_low,
-            copy_share=share,
             slower=self.slower.get(name, ""),
         )
 

@@ -183,12 +183,8 @@ class OpTuning:
             if not finalists:
                 return found
             timers: dict[str, Timer] = {name: bench.timers[name] for name in finalists}
-            if bench.copy is not None:
-                timers[""] = bench.copy
             bench.parts.clear()
             found.finals, dropped = in_turn(timers, FINALS)
-            found.copied = found.finals.pop("", [])
-            dropped.pop("", None)
             found.rejected |= dropped
             found.slower = {} if self.once else self._slower(bench.parts)
             by_host = self.between_graphs or self._beyond_graphs(tokens)
@@ -508,10 +504,6 @@ class OpTuning:
             if name not in found.rejected:
                 with self._rejecting(name, tokens, found, "was made ready to be timed"):
                     self._make_ready(bench, name, served, sets)
-        moved = [_moved(self.spec, laid.args) for laid in first]
-        if moved and all(moved):
-            fitting = max(1, min(calls, MOST_BYTES // sum(moved)))
-            bench.copy = bench.copying(sum(moved), fitting)
         return bench
 
     def _make_ready(
@@ -630,21 +622,6 @@ class _Laid:
     form: Form
     activations: Guarded
     args: tuple[Any, ...]
-
-
-def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
-    """The bytes that a call must read and write; 0 where they are not known.
-
-    Each activation and result once, and what the contract says is read as a whole. Of other weights
-    and tables a call may read any part: where they are larger, nothing is known.
-    """
-    whole, read, others = spec.by_token | spec.read_whole, 0, 0
-    for name, arg in zip(spec.parameters, args, strict=True):
-        if isinstance(arg, torch.Tensor):
-            read += arg.nbytes * (name in whole)
-            others += arg.nbytes * (name not in whole)
-    results = sum(part.nbytes for part in _parts(spec.fake(*args)) if part is not None)
-    return read + results if others <= read else 0
 
 
 def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:
