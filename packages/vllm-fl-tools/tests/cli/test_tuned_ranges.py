@@ -145,7 +145,6 @@ def test_a_model_of_which_no_number_of_experts_is_told_has_none(
         mode="compiled",
         dtype=None,
         device="cpu",
-        thorough=False,
     )
     sizes = ModelSizes(intermediate=8, more=more)
     cpu = torch.device("cpu")

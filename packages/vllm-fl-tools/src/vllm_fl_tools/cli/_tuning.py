@@ -76,7 +76,6 @@ class Subject:
             capture none; None where that is not known.
         plan: the engine's, without a table; None where only its sizes are known.
         first: the numbers of tokens that every op is measured at; None for all.
-        thorough: as for `OpTuning`; otherwise plain PyTorch is no candidate on a GPU either.
         ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
@@ -90,7 +89,6 @@ class Subject:
     captured: int | None = None
     plan: Plan | None = None
     first: tuple[int, ...] | None = None
-    thorough: bool = False
     ordered: tuple[str, ...] = ()
 
     @property
@@ -359,7 +357,6 @@ class Work:
                 once=graphs.binding.products,
                 # Their own launches count, since something must keep the device busy before them.
                 products=(lambda _: 0.0) if graphs.binding.products else self._products,
-                thorough=subject.thorough,
             )
             if tuning.forms:
                 snapshot = self.manager.registry.snapshot()
@@ -401,7 +398,7 @@ class Work:
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
         # On a GPU it is several kernels, or what the compiler makes of vLLM's own form, too.
-        without_plain = not subject.thorough and subject.device.type == "cuda" and names is None
+        without_plain = subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
             for impl in installed

@@ -82,11 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({LARGEST} where no model tells it), then between those whose winners differ",
     )
     parser.add_argument(
-        "--thorough",
-        action="store_true",
-        help="every op at every size, plain PyTorch on a GPU too, and every winner twice",
-    )
-    parser.add_argument(
         "--out",
         metavar="FILE",
         help=f"the table; a file there is replaced. Default: {DEFAULT_FILE}, which is not",
@@ -239,7 +234,7 @@ def _subject(
         plan = plan_for(facts)
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype = facts.sizes, facts.dtype
-        absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
+        absent = facts.absent | without(engine, bindings)
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
@@ -253,8 +248,7 @@ def _subject(
         absent,
         captured,
         plan,
-        first=None if asked or arguments.thorough else _first(tokens, captured or 0),
-        thorough=arguments.thorough,
+        first=None if asked else _first(tokens, captured or 0),
         ordered=ordered,
     )
 

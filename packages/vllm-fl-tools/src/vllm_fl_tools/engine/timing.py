@@ -89,7 +89,6 @@ class Measured:
         finals: name -> those of the finals; the default and the fastest of the first rounds.
         slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
             launch, where no graph serves -> by what.
-        thorough: whether all sizes were measured; otherwise a run that chose its sizes.
     """
 
     tokens: int
@@ -98,7 +97,6 @@ class Measured:
     screened: dict[str, list[float]] = field(default_factory=dict)
     finals: dict[str, list[float]] = field(default_factory=dict)
     slower: dict[str, str] = field(default_factory=dict)
-    thorough: bool = True
 
     @property
     def winner(self) -> str:
@@ -213,8 +211,7 @@ def best_edges(
             before = 0.5
             for one in ones:
                 impl = next(row.impl for row in rows if one.tokens <= row.up_to)
-                counts = 1.0 if one.thorough else math.log2(one.tokens / before)
-                total += counts * math.log(one.ratios.get(impl) or 1.0)
+                total += math.log2(one.tokens / before) * math.log(one.ratios.get(impl) or 1.0)
                 before = one.tokens
         return round(total, 6)
 
@@ -231,13 +228,12 @@ class _Outcome:
     default: str
     winner: str
     ratios: Mapping[str, float | None]
-    thorough: bool
 
 
 def _outcome(one: Measured) -> _Outcome:
     names = {*one.screened, *one.finals}
     ratios_of = {name: one.ratio(name) for name in names}
-    return _Outcome(one.tokens, one.default, one.winner, ratios_of, one.thorough)
+    return _Outcome(one.tokens, one.default, one.winner, ratios_of)
 
 
 def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:

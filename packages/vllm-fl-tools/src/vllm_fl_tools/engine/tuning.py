@@ -134,7 +134,6 @@ class OpTuning:
             then, and otherwise each of them, too.
         products: the tokens of a step -> how long the device takes for the matrix products of a
             layer, µs; 0 where that is not known.
-        thorough: whether everybody comes into the finals; otherwise those who cannot win do not.
     """
 
     spec: OpSpec
@@ -153,7 +152,6 @@ class OpTuning:
     between_graphs: bool = False
     once: bool = False
     products: Callable[[int], float] = field(default=lambda tokens: 0.0)
-    thorough: bool = True
     _functions: dict[tuple[str, Callable[..., Any], int], _Ways | Exception] = field(
         default_factory=dict, init=False
     )
@@ -170,7 +168,7 @@ class OpTuning:
 
     def measure(self, tokens: int) -> Measured:
         """Check everybody at this number of tokens, and time who is right."""
-        found = Measured(tokens, self.default, {}, thorough=self.thorough)
+        found = Measured(tokens, self.default)
         self._wholes.clear()
         with torch.inference_mode():
             sound = self._all_sound(self.contenders, found)
@@ -207,14 +205,10 @@ class OpTuning:
             return bool(found) and statistics.median(found) < HOPELESS
 
         others = sorted(
-            (
-                name
-                for name in screened
-                if name != self.default and (self.thorough or not is_hopeless(name))
-            ),
+            (name for name in screened if name != self.default and not is_hopeless(name)),
             key=lambda name: quartiles(screened[name])[1],
         )
-        if not others and not self.thorough:
+        if not others:
             return []
         return [name for name in screened if name in (self.default, *others[:FINALISTS])]
 
@@ -404,7 +398,7 @@ class OpTuning:
         plan = Plan(self.mode, {op: entry}, strict=True, contracts={op: self.spec})
         if self.mode == "compiled" and self._is_traced(contender):
             function = plan.as_compiled(op, impl)
-            if self._captures and not self.thorough and is_opaque(impl):
+            if self._captures and is_opaque(impl):
                 return function, function  # a compiler would take it whole
             return self._compiled(function, form), function
         if contender.bare or impl.needs_layer:
