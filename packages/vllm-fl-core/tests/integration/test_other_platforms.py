@@ -164,7 +164,7 @@ def test_the_object_stays_and_gets_a_class_over_its_own(in_place: Callable[[Any]
     made = in_place(Vendor())
     assert platform.is_overlay(made) and isinstance(made, Vendor)
     assert type(made).__name__ == "Vendor"
-    assert (made.vllm_fl_platform, made.vllm_fl_foreign) == ("acme", True)
+    assert made.vllm_fl_platform == "acme"
     own = type(made)
     platform.lay_in_place()
     assert type(made) is own, "once"
@@ -311,7 +311,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 load_general_plugins()
 cls = type(current_platform)
-print(cls.__module__, cls.__name__, current_platform.vllm_fl_platform, cls.vllm_fl_foreign)
+print(cls.__module__, cls.__name__, current_platform.vllm_fl_platform)
 print(current_platform.is_cpu(), isinstance(current_platform, CpuPlatform))
 """
 
@@ -320,8 +320,8 @@ print(current_platform.is_cpu(), isinstance(current_platform, CpuPlatform))
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        ({}, "vllm_fl.integration.platform CpuPlatform acme True"),
-        ({"VLLM_PLUGINS": "fl"}, "vllm_fl.integration.platform CpuPlatformFL cpu False"),
+        ({}, "vllm_fl.integration.platform CpuPlatform acme"),
+        ({"VLLM_PLUGINS": "fl"}, "vllm_fl.integration.platform CpuPlatformFL cpu"),
     ],
 )
 def test_the_platform_of_a_process_of_vllms(
