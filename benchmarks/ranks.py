@@ -33,7 +33,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
-from vllm_fl.integration.ranks import Opinion, exchange
+from vllm_fl.integration.exchange import exchange
+from vllm_fl.integration.ranks import Opinion
 
 ranks, rounds = map(int, sys.argv[1:])
 manager = get_default_manager()

@@ -20,13 +20,13 @@ from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
 from . import attending, patching, updates
 from .engines import Engine, calling, with_own_engine
+from .exchange import publish_process
 from .graphs import ranges
 from .hooks import reports, start_sessions
 from .models import completed
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
-from .ranks import publish_process
 from .settling import bind, make_plan, settle
 
 if TYPE_CHECKING:
