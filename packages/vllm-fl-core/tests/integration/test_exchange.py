@@ -37,7 +37,6 @@ def _process(rank: int, folder: Path, code: Rank, answers: Any) -> None:
     exchange.log.addHandler(handler)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=SIZE)
     world = dist.new_group(backend="gloo")
-    exchange.introduce(world)
     try:
         answer = code(rank, world)
     except RuntimeError as error:
@@ -71,6 +70,7 @@ def exchanged(rank: int, world: Any) -> list[int]:
 
 def test_a_late_rank_is_logged_with_what_it_runs(tmp_path: Path) -> None:
     def late(rank: int, world: Any) -> list[list[int]]:
+        exchanged(rank, world)
         if rank == 1:
             with running("the first run of 'vendor.acme'", named=False):
                 time.sleep(1)
@@ -106,6 +106,7 @@ def test_a_rank_that_is_killed_ends_the_wait_at_once(tmp_path: Path) -> None:
 def test_a_time_out_says_that_the_late_rank_is_still_running(tmp_path: Path) -> None:
     def never(rank: int, world: Any) -> list[list[int] | str]:
         exchange.TIMEOUT = timedelta(seconds=1)
+        exchanged(rank, world)
         if rank == 1:
             time.sleep(2.5)
         try:

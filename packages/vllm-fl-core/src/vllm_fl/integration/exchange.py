@@ -39,15 +39,6 @@ UNUSED = 48
 """A tag of messages that no message has."""
 
 
-def publish_process() -> None:
-    """Let the other ranks check this one if it is late for their first exchange."""
-    from torch.distributed import is_initialized
-    from vllm.distributed.parallel_state import get_world_group
-
-    if is_initialized():
-        introduce(get_world_group().cpu_group)
-
-
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     """Return every rank's value, in the order of the ranks.
 
@@ -107,16 +98,6 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
     return found
 
 
-def introduce(cpu_group: Any) -> None:
-    """Publish the process of this rank, which the other ranks name when this rank is late.
-
-    The first exchange does so too; a rank that may be late for that one calls this before.
-    """
-    if (store := _store(cpu_group)) is not None:
-        process = os.uname().nodename, os.getpid(), time.time()
-        store.set(f"process/{cpu_group.rank()}", json.dumps(process))
-
-
 def _store(cpu_group: Any) -> Any:
     """Return the store of a group, for our keys only; None if the group has no store."""
     import torch.distributed as dist
@@ -157,8 +138,9 @@ class _Ranks:
         if store is None:
             return ""
         turn = store.add(f"turn/{here}", 1)
-        if turn == 1:
-            introduce(self.group)
+        if turn == 1:  # for the other ranks, which name the process of a late rank
+            process = os.uname().nodename, os.getpid(), time.time()
+            store.set(f"process/{here}", json.dumps(process))
         else:  # all ranks have completed the last exchange, or given it up
             store.delete_key(f"{turn - 1}/{here}")
         store.set(f"{turn}/{here}", "")
@@ -222,7 +204,7 @@ class _Ranks:
         return self.names[n] + (f" (process {process[1]} on {process[0]})" if process else "")
 
     def _process(self, n: int) -> tuple[str, int, float] | None:
-        """Return a rank's host, process and time of its introduction, if it was introduced."""
+        """Return the host and number of a rank's process, and the time of its first exchange."""
         key = f"process/{n}"
         try:
             if self.store is not None and self.store.check([key]):

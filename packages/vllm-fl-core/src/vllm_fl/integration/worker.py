@@ -20,7 +20,6 @@ from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
 from . import attending, patching, updates
 from .engines import Engine, calling, with_own_engine
-from .exchange import publish_process
 from .graphs import ranges
 from .hooks import reports, start_sessions
 from .models import completed
@@ -75,7 +74,6 @@ class PlannedWorker:
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
             engine.device = self.device
-            publish_process()
             if engine.groups is not None:
                 settle(engine, Moment.GROUPED)
                 engine.groups.say()
