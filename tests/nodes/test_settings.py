@@ -45,7 +45,6 @@ def every_setting(folder: Path, model: str, env: envs.Env) -> dict[str, tuple[st
         "metrics": ("VLLM_FL_METRICS", f"{path}/metrics.prom", f"{path}/metrics.prom"),
         "report": ("VLLM_FL_REPORT", f"{path}/report.json", f"{path}/report.json"),
         "shadow": ("VLLM_FL_SHADOW", "0.5", "0.5"),
-        "shadow_file": ("VLLM_FL_SHADOW_FILE", f"{path}/shadow.jsonl", f"{path}/shadow.jsonl"),
         "plugins": ("VLLM_FL_PLUGINS", ",".join(plugins), plugins),
         "plugin_modules": ("VLLM_FL_PLUGIN_MODULES", ",".join(modules), modules),
         "strict_plugins": ("VLLM_FL_STRICT_PLUGINS", "1", True),

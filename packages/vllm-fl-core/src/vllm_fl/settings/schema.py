@@ -187,7 +187,6 @@ class Settings(Mapping[str, Setting]):
     """The file that each worker leaves what it ran with and counted in, or None: beside metrics."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The share of steps in which the plan's calls are compared while they serve, or None."""
-    shadow_file = SettingSpec[str | None]("shadow_file", "VLLM_FL_SHADOW_FILE", None)
     """The file that each worker appends what it compared to, by its rank, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     """The distributions whose plugins are loaded, or None for all."""

@@ -48,9 +48,6 @@ def find_idle(
     if settings.pinned is None:
         why = f"{Settings.table.variable} names no table that it could let act."
         yield from idle(["table_unaccepted"], why)
-    if settings.shadow is None:
-        why = f"No step is compared: {Settings.shadow.variable} names no share of them."
-        yield from idle(["shadow_file"], why)
     if not settings.oot_enabled:
         why = f"{settings['oot_enabled'].named} replaces no layer of vLLM's."
         yield from idle(["oot_whitelist", "oot_blacklist"], why)

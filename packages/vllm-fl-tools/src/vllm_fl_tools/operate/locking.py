@@ -36,7 +36,7 @@ ENGINE, MODEL, PLAN = "engine arguments", "model configuration", "plan"
 """The facts that only an engine of a known model has."""
 
 FREE = re.compile(
-    "config|platform_files|table|lock|lock_mode|log_level|debug|metrics|report|shadow|shadow_file"
+    "config|platform_files|table|lock|lock_mode|log_level|debug|metrics|report|shadow"
 )
 """Settings that change nothing of what runs, and those whose files count, not their names."""
 
