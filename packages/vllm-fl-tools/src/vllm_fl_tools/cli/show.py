@@ -13,12 +13,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.engine.state_file import EVERY
 from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.table import MAX_BYTES, read_table
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
+from ..operate.state_file import EVERY
 from ._options import ReportFile
 from ._show import SCHEMA, UsageError, answer, print_table, say
 
