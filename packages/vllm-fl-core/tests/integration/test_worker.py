@@ -174,7 +174,8 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
     lines = told["metrics"].splitlines()
     plan = [line for line in lines if line.startswith("vllm_fl_plan_info{")]
     assert len(plan) == len(told["report"]["ops"])
-    assert all('engine="chat",dp="2",rank="0"' in line for line in plan)
+    labels = ('dp="2"', 'engine="chat"', 'rank="0"')
+    assert all(label in line for line in plan for label in labels)
     assert all(told["report"]["digest"] in line for line in plan)
     assert told["report"]["device"] is None, "no order depends on it"
     assert told["left"] == [], "it ends with the worker"

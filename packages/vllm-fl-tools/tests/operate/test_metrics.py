@@ -21,7 +21,7 @@ import yaml
 from builders import X, managing, planning, refusing, silu
 
 from vllm_fl_tools.operate import state_file
-from vllm_fl_tools.operate.metrics import MetricsFile, exposition
+from vllm_fl_tools.operate.metrics import exposition, metrics_file
 from vllm_fl_tools.operate.state_file import StateFile
 from vllm_fl_verify.shadow import Shadow
 
@@ -154,13 +154,13 @@ def test_the_alerts_fire_when_they_should() -> None:
 
 
 @pytest.fixture
-def writing() -> Iterator[Callable[..., MetricsFile]]:
+def writing() -> Iterator[Callable[..., StateFile]]:
     """`writing(path, …)`: a file of a plan, closed at the end."""
-    files: list[MetricsFile] = []
+    files: list[StateFile] = []
 
-    def started(path: Path, **options: Any) -> MetricsFile:
+    def started(path: Path, **options: Any) -> StateFile:
         plan = options.pop("plan", None) or planned()[0]
-        files.append(MetricsFile(str(path), lambda: (plan, "f00d"), **{"rank": 0, **options}))
+        files.append(metrics_file(str(path), lambda: (plan, "f00d"), **{"rank": 0, **options}))
         return files[-1]
 
     yield started
@@ -181,7 +181,7 @@ def until(true: Callable[[], object], what: str) -> None:
 
 @needs_parser
 def test_no_two_workers_have_a_file_or_a_sample_in_common(
-    tmp_path: Path, writing: Callable[..., MetricsFile]
+    tmp_path: Path, writing: Callable[..., StateFile]
 ) -> None:
     both = tmp_path / "a.prom", tmp_path / "b.prom"
     files = [writing(p, rank=r, replica=d) for p in both for r in (0, 1) for d in (0, 1)]
@@ -197,14 +197,17 @@ def test_no_two_workers_have_a_file_or_a_sample_in_common(
 
 @needs_parser
 def test_who_reads_it_finds_it_whole_and_may_read_it(
-    tmp_path: Path, writing: Callable[..., MetricsFile]
+    tmp_path: Path, writing: Callable[..., StateFile]
 ) -> None:
     plan, bound = planned()
     file = writing(tmp_path / "vllm.prom", plan=plan, every=0.01)
     until(file.path.exists, "it is written")
     with file.path.open() as opened:
         bound(X)
-        until(lambda: 'impl="vendor.acme"} 1\n' in file.path.read_text(), "it is written again")
+        until(
+            lambda: 'impl="vendor.acme",op="silu_and_mul",rank="0"} 1.0\n' in file.path.read_text(),
+            "it is written again",
+        )
         old = opened.read()
     assert value(old, "vllm_fl_refusals_total", op=OP, impl="vendor.acme") == 0
     mask = os.umask(0)
@@ -226,7 +229,7 @@ def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path, s
 
 
 def test_no_link_that_lies_beside_it_is_followed(
-    tmp_path: Path, writing: Callable[..., MetricsFile]
+    tmp_path: Path, writing: Callable[..., StateFile]
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -243,7 +246,7 @@ def test_no_link_that_lies_beside_it_is_followed(
 
 
 def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
-    tmp_path: Path, writing: Callable[..., MetricsFile], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, writing: Callable[..., StateFile], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "missing"
     file = writing(folder / "vllm.prom", every=0.01)
@@ -257,7 +260,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
 
 
 def test_a_file_system_that_hangs_holds_up_neither_calls_nor_the_end(
-    tmp_path: Path, writing: Callable[..., MetricsFile], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, writing: Callable[..., StateFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, answers = threading.Event(), threading.Event()
     real = os.replace

@@ -52,7 +52,7 @@ def worker_report(engine: Any) -> Mapping[str, object] | None:
 @contextmanager
 def _files(engine: Any) -> Iterator[None]:
     from .locking import Lock
-    from .metrics import MetricsFile
+    from .metrics import metrics_file
     from .report_file import file_of, session
 
     def differs() -> list[str]:
@@ -67,7 +67,7 @@ def _files(engine: Any) -> Iterator[None]:
         if (named := file_of(settings)) is not None:
             stack.enter_context(session(engine, named, differs))
         if settings.metrics is not None:
-            file = MetricsFile(
+            file = metrics_file(
                 settings.metrics,
                 lambda: (engine.plan, engine.digest),
                 rank=engine.rank,
