@@ -95,7 +95,7 @@ def test_one_that_ends_the_process_is_named_by_the_next_one_and_imported_by_no_v
 ) -> None:
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     only = {"VLLM_FL_PLUGINS": "fl-sound", **cache}
-    for verb in ("plugins", "ops", "policy", "doctor"):
+    for verb in ("plugins", "ops", "settings", "doctor"):
         done = installed.command(verb, "--json", **only)
         assert done.stdout and "ended the process" not in done.stdout
     done = installed.run("-c", "import vllm_fl.plugins.breadcrumb as b; print(b.lost())", **cache)

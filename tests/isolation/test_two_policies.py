@@ -41,7 +41,7 @@ def test_the_orders_merge_whatever_was_installed_first(both: Installed) -> None:
 
 
 def test_a_setting_on_which_they_differ_is_the_default_and_a_finding(both: Installed) -> None:
-    policy = both.answer("policy", status=0)
+    policy = both.answer("settings", status=0)
     assert policy["platform_files"]
     rows = {row["key"]: row for row in policy["settings"]}
     assert rows["strict"]["value"] is False

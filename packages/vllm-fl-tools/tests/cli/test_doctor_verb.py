@@ -309,7 +309,7 @@ class TestInstalled:
         done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
         assert not found(done, "platforms")
         assert done.json()["facts"]["vLLM's platform"] == "acme, of vllm-acme 1.0"
-        assert fl("policy", "--json", VLLM_FL_PLUGINS="").json()["platform"] == "acme"
+        assert fl("settings", "--json", VLLM_FL_PLUGINS="").json()["platform"] == "acme"
         left = {"VLLM_FL_PLUGINS": "", "VLLM_TARGET_DEVICE": "cpu"}
         (finding,) = found(fl("doctor", "--json", **left), "vllm-target-device")
         assert "'acme' of vllm-acme 1.0" in finding["what"]

@@ -12,7 +12,7 @@ from commands import Command, Plugin
 from vllm_fl.errors import StartError
 from vllm_fl_tools.cli import ops
 
-VERBS = ("doctor", "explain", "ops", "plugins", "policy")
+VERBS = ("doctor", "explain", "ops", "plugins", "settings")
 
 
 def test_help_lists_every_verb_with_a_summary(fl: Command) -> None:
@@ -52,7 +52,7 @@ def test_wrong_usage_is_status_2_and_one_message(
     assert "vllm-fl" in done.err
 
 
-@pytest.mark.parametrize("verb", [("ops",), ("policy",), ("explain", "rms_norm")])
+@pytest.mark.parametrize("verb", [("ops",), ("settings",), ("explain", "rms_norm")])
 def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str, ...]) -> None:
     done = fl(*verb, VLLM_FL_PREFER="vendr")
     assert done.status == 2
@@ -84,7 +84,7 @@ def test_what_libraries_print_is_no_part_of_an_answer(
 
 
 def test_a_secret_in_an_error_is_not_printed(fl: Command) -> None:
-    done = fl("policy", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
+    done = fl("settings", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
     assert done.status == 2
     assert "hf_0123456789" not in done.err
     assert "<redacted>" in done.err
@@ -110,7 +110,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert last == "vllm-fl: the answer cannot be written: No space left on device"
 
 
-@pytest.mark.parametrize("verb", ["ops", "policy"])
+@pytest.mark.parametrize("verb", ["ops", "settings"])
 @pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"])
 def test_a_settings_file_that_is_not_there(fl: Command, verb: str, variable: str) -> None:
     done = fl(verb, **{variable: "/not/there.yaml"})

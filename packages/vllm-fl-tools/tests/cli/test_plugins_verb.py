@@ -90,7 +90,7 @@ def test_no_secret_and_no_escape_sequence_is_printed(
 ) -> None:
     monkeypatch.setattr(doctor, "CHECKS", {})  # of what is installed, which are slow
     plugin("raise OSError('cannot log in with s3cr3tpg \\x1b[31m\\nERROR forged')")
-    for verb in ("plugins", "ops", "policy", "doctor"):
+    for verb in ("plugins", "ops", "settings", "doctor"):
         done = fl(verb, PGPASSWORD="s3cr3tpg")
         said = done.out + done.err
         assert "s3cr3tpg" not in said and "\x1b" not in said, verb

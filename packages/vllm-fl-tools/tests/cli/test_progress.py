@@ -20,7 +20,7 @@ def register_ops():
 """
 
 
-@pytest.mark.parametrize("verb", ["ops", "policy"])
+@pytest.mark.parametrize("verb", ["ops", "settings"])
 def test_what_a_plugin_does_is_named_while_it_runs(
     fl: Command, plugin: Plugin, told: threading.Event, verb: str
 ) -> None:

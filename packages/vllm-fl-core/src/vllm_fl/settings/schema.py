@@ -94,7 +94,7 @@ def undo(origin: str) -> str:
     if in_file := re.match(r"(\S.*?):(\d+)\b", origin):
         return f"${{EDITOR:-vi}} +{in_file[2]} {shlex.quote(in_file[1])}"
     named = re.search(r"\benvironment (\w+)|^(\w+_\w+)", origin)
-    return f"unset {named[1] or named[2]}" if named else "vllm-fl policy"
+    return f"unset {named[1] or named[2]}" if named else "vllm-fl settings"
 
 
 @dataclass(frozen=True)

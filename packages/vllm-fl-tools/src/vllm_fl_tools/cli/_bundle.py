@@ -100,7 +100,7 @@ def _parts(
     yield "versions.txt", "".join(f"{line}\n" for line in _versions())
     yield "environment.txt", "".join(f"{line}\n" for line in _environment())
     yield "doctor.json", json.dumps(found, indent=2)
-    yield "settings.txt", _said("policy")
+    yield "settings.txt", _said("settings")
     yield "plan.txt", _said("plan", *([] if model is None else ["--model", model, *more]))
     settings_file = os.environ.get(CONFIG)
     if settings_file:

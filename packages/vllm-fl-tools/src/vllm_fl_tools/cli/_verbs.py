@@ -11,7 +11,7 @@ from typing import Any
 
 VERBS = (
     *("bisect", "doctor", "explain", "new", "ops", "plan"),
-    *("plugins", "policy", "show", "tune", "verify"),
+    *("plugins", "settings", "show", "tune", "verify"),
 )
 
 

@@ -29,7 +29,7 @@ from . import _table
 from ._engine import WHERE, any_engines, asked_of, takes_engine
 from ._show import UsageError, answer, print_table, say
 from ._views import script_view, view_of
-from .policy import merged_from, say_merged
+from .settings import merged_from, say_merged
 
 PAGES = files("vllm_fl") / "codes"
 """One file for each code, in Markdown: the documentation site has the same ones."""
