@@ -39,9 +39,9 @@ class Installed:
             text=True,
         )
 
-    def plugins(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
-        """What `vllm-fl plugins --json` lists beside ops and extensions, by distribution."""
-        found = self.answer("plugins", status=status, **variables)["plugins"]
+    def plugins(self, **variables: str) -> dict[str, dict[str, Any]]:
+        """Return the plugins that `doctor --json` lists, without ours, by distribution."""
+        found = self.answer("doctor", status=None, **variables)["plugins"]
         always = ("vllm-fl-ops", "vllm-fl-tools", "vllm-fl-verify")
         return {p["distribution"]: p for p in found if p["distribution"] not in always}
 

@@ -27,7 +27,6 @@ from vllm.platforms import current_platform
 from vllm_fl.dispatch import reset_default_manager, reset_global_policy
 from vllm_fl_tools.operate.state_file import StateFile
 from vllm_fl.errors import PolicySealedError
-from vllm_fl_tools.operate.metrics import MetricsFile
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import load_settings
@@ -113,7 +112,8 @@ told = {
     "reset": [],
 }
 if "METRICS" in os.environ:
-    (file,) = (t for t in gc.get_objects() if isinstance(t, MetricsFile) and not t._is_closed)
+    files = (t for t in gc.get_objects() if isinstance(t, StateFile) and not t._is_closed)
+    (file,) = (each for each in files if each.path.suffix == ".prom")
     while not file.path.exists():
         assert file._thread.is_alive()
         time.sleep(0.01)

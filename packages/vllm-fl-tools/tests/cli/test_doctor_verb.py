@@ -18,7 +18,7 @@ import pytest
 from commands import Command, Distribution, Done, Plugin, numbers
 
 from vllm_fl import Finding
-from vllm_fl_tools.cli import _environment, _installed, doctor
+from vllm_fl_tools.cli import _child, _environment, _installed, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
 from vllm_fl_tools.cli.doctor import contained
 
@@ -92,7 +92,8 @@ def test_a_sound_installation(fl: Command, plugin: Plugin) -> None:
     assert facts["devices"]
     loaded = [row for row in done.json()["plugins"] if row["status"] == "ok"]
     (row,) = [row for row in loaded if row["name"] not in ("ops", "operate", "verify")]
-    assert row["name"] == name
+    assert (row["name"], row["hooks"], row["error"]) == (name, ["register_ops"], None)
+    assert name in fl("doctor").out.replace("\n", "")
 
 
 def test_the_text_says_what_why_and_what_to_do(fl: Command, plugin: Plugin) -> None:
@@ -570,3 +571,47 @@ def test_why_an_engine_would_not_start(fl: Command, plugin: Plugin) -> None:
     checks = {each["check"] for each in fl("doctor", "--json", **STOCK_LISTED).json()["findings"]}
     assert not checks & {"engine", "ops"}
     assert fl("doctor", "--dtype", "half").status == 2  # vLLM's own, without a model
+
+
+ENDS = {
+    "at import": "os._exit(0)",
+    "at import, by a signal": "os.kill(os.getpid(), 9)",
+    "in a hook": "@hookimpl\ndef register_ops():\n    os._exit(0)",
+    "in another process": "if os.fork() == 0: time.sleep(5); os._exit(0)\nos._exit(3)",
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_one_that_ends_the_process_is_a_named_finding(
+    fl: Command, plugin: Plugin, how: str
+) -> None:
+    sound = plugin()
+    lethal = plugin("import os, time\n" + ENDS[how])
+    done = fl("doctor", "--json")
+    assert done.status == 1
+    rows = {row["name"]: row for row in done.json()["plugins"] if row["status"] != "disabled"}
+    assert rows[sound]["status"] == "ok"
+    assert rows[lethal]["status"] == "failed"
+    assert "ended the process" in rows[lethal]["error"] and lethal in rows[lethal]["error"]
+
+
+def test_one_that_never_comes_back_is_a_named_finding(
+    fl: Command, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_child, "PATIENCE", 0.5)
+    monkeypatch.setattr(_progress, "QUIET", 0.1)
+    name = plugin("import time\ntime.sleep(600)")
+    done = fl("doctor", "--json")
+    (row,) = [row for row in done.json()["plugins"] if row["status"] == "failed"]
+    assert row["name"] == name and "did not come back within" in row["error"]
+    assert "vllm-fl doctor: the import of plugin" in done.err
+
+
+def test_no_secret_and_no_escape_sequence_is_printed(fl: Command, plugin: Plugin) -> None:
+    plugin("raise OSError('cannot log in with s3cr3tpg \\x1b[31m\\nERROR forged')")
+    for verb in ("plan", "settings", "doctor"):
+        done = fl(verb, PGPASSWORD="s3cr3tpg")
+        said = done.out + done.err
+        assert "s3cr3tpg" not in said and "\x1b" not in said, verb
+        assert not any(line.startswith("ERROR forged") for line in said.splitlines()), verb
+        assert "s3cr3tpg" not in fl(verb, "--json", PGPASSWORD="s3cr3tpg").out, verb

@@ -8,7 +8,7 @@ from vllm_fl.contracts import contracts
 
 
 def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
-    name = plugin()
+    plugin()
     done = fl("ops", "--script", "--json", VLLM_FL_PLATFORM="none")
     assert done.status == 0  # nobody brings the others, which nothing is wrong with
     ops = {op["op"]: op for op in done.json()["ops"]}
@@ -31,7 +31,6 @@ def test_every_op_with_its_candidates(fl: Command, plugin: Plugin) -> None:
         "status": "selected",
         "reason": "the order says vendor",
     }
-    assert name in fl("plugins").out
 
 
 def test_where_no_plugin_is_loaded_no_op_is_known_and_it_is_said_why(fl: Command) -> None:

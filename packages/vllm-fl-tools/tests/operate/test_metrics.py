@@ -173,7 +173,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)

@@ -58,7 +58,7 @@ def _answer(words: Sequence[str]) -> int:
     arguments.more = more
     if arguments.verb != "explain":  # which has the page of what is said here
         _check_temporary_folder()
-    with answering(), progress(arguments.verb):
+    with answering(), progress(arguments.verb, forks=arguments.verb == "doctor"):
         status: int = arguments.run(arguments)
     sys.stdout.flush()
     return status

