@@ -93,7 +93,7 @@ def test_one_that_ends_the_process_is_named_by_the_next_one_and_imported_by_no_v
 ) -> None:
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     only = {"VLLM_FL_PLUGINS": "fl-sound", **cache}
-    for verb in ("ops", "settings", "doctor"):
+    for verb in ("plan", "settings", "doctor"):
         done = installed.command(verb, "--json", **only)
         assert done.stdout and "ended the process" not in done.stdout
     done = installed.run("-c", "import vllm_fl.plugins.breadcrumb as b; print(b.lost())", **cache)
@@ -125,7 +125,7 @@ def test_narrowing_and_strictness(installed: Installed, only: str, sound: str, b
     expected = dict.fromkeys([EXITS, *BROKEN], "disabled")
     assert statuses == {**expected, "fl-sound": sound, "fl-broken-import": broken}
     strict = {"VLLM_FL_PLUGINS": only, "VLLM_FL_STRICT_PLUGINS": "1"}
-    done = installed.command("ops", **strict)
+    done = installed.command("plan", **strict)
     if broken == "failed":
         assert done.returncode == 1
         assert done.stderr.count("libacme.so.3: cannot open shared object file") == 1
@@ -135,7 +135,7 @@ def test_narrowing_and_strictness(installed: Installed, only: str, sound: str, b
 def test_the_older_forms_are_found_by_their_entry_points(install: Install) -> None:
     installed = install("fl-old-form", "fl-form-musa", "fl-form-iluvatar")
     assert {p["status"] for p in installed.plugins().values()} == {"ok"}
-    ops = installed.ops("eager")
+    ops = installed.ops()
     brought = {c["impl_id"] for c in ops["attention_backend"]["candidates"]}
     assert {"vendor.iluvatar", "vendor.musa"} <= brought
     candidates = {c["impl_id"]: c for c in ops["silu_and_mul"]["candidates"]}

@@ -15,7 +15,7 @@ pytest.importorskip("argcomplete")
 @pytest.mark.parametrize(
     ("line", "offered", "not_offered"),
     [
-        ("vllm-fl ex", {"explain"}, {"ops"}),
+        ("vllm-fl ex", {"explain"}, {"plan"}),
         ("vllm-fl explain rms_", {"rms_norm", "rms_norm_gated"}, {"silu_and_mul"}),
         ("vllm-fl plan --", {"--diff", "--from", "--json"}, {"--op"}),
     ],

@@ -145,8 +145,6 @@ def test_an_order_by_size_is_shown_row_by_row(fl: Command, plugin: Plugin, tmp_p
     assert plain["rows"] == []
     # One row in which nothing may run is a finding: a script would fail there.
     assert fl("explain", "silu_and_mul", "--mode", "script", **variables).status == 1
-    for asked in (("ops",), ("ops", "--script")):
-        assert "(by size)" in fl(*asked, **variables).out and "(by size)" not in fl(*asked).out
 
 
 def test_an_op_without_anything_is_a_finding(fl: Command, plugin: Plugin) -> None:
@@ -203,6 +201,5 @@ def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
     orders = {"VLLM_FL_PER_OP": "RowParallelLinear=stock"}
     left = fl("explain", "RowParallelLinear", "--mode", "eager", "--json", **orders).json()
     assert left["modes"][0]["selected"] == "stock.vllm"
-    ops = {op["op"]: op for op in fl("ops", "--json").json()["ops"]}
-    assert ops["RowParallelLinear"]["selected"] == "vendor.acme"
+    assert fl("plan", "--json").json()["plan"]["ops"]["RowParallelLinear"]["impl"] == "vendor.acme"
     assert "RowParallelLinear" not in fl("explain", "rms_norm").out

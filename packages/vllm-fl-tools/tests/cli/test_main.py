@@ -10,7 +10,7 @@ import pytest
 from commands import Command, Plugin
 
 from vllm_fl.errors import StartError
-from vllm_fl_tools.cli import ops
+from vllm_fl_tools.cli import plan
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from vllm_fl_tools.cli import ops
     [
         (),
         ("nonsense",),
-        ("ops", "--nonsense"),
+        ("plan", "--nonsense"),
         ("explain",),
         ("explain", "rms_norm", "--mode", "fast"),
         ("explain", "rms_nrom"),
@@ -35,7 +35,7 @@ def test_wrong_usage_is_status_2_and_one_message(
     assert "vllm-fl" in done.err
 
 
-@pytest.mark.parametrize("verb", [("ops",), ("settings",), ("explain", "rms_norm")])
+@pytest.mark.parametrize("verb", [("plan",), ("settings",), ("explain", "rms_norm")])
 def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str, ...]) -> None:
     done = fl(*verb, VLLM_FL_PREFER="vendr")
     assert done.status == 2
@@ -43,7 +43,7 @@ def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str
     assert done.out == ""
 
 
-@pytest.mark.parametrize("verb", [("ops",), ("explain", "silu_and_mul")])
+@pytest.mark.parametrize("verb", [("plan",), ("explain", "silu_and_mul")])
 def test_what_libraries_print_is_no_part_of_an_answer(
     fl: Command, plugin: Plugin, verb: tuple[str, ...]
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert last == "vllm-fl: the answer cannot be written: No space left on device"
 
 
-@pytest.mark.parametrize("verb", ["ops", "settings"])
+@pytest.mark.parametrize("verb", ["plan", "settings"])
 @pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"])
 def test_a_settings_file_that_is_not_there(fl: Command, verb: str, variable: str) -> None:
     done = fl(verb, **{variable: "/not/there.yaml"})
@@ -103,7 +103,7 @@ def test_a_settings_file_that_is_not_there(fl: Command, verb: str, variable: str
 
 
 def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Command) -> None:
-    done = fl("ops", VLLM_FL_PREFER="vendr")
+    done = fl("plan", VLLM_FL_PREFER="vendr")
     message, more = done.err.splitlines()
     assert message.endswith("[FL102]")
     (command,) = re.findall(r"`vllm-fl ([^`]+)`", more)
@@ -123,8 +123,8 @@ def test_the_end_of_a_log_stays_lines(fl: Command, monkeypatch: pytest.MonkeyPat
     def run(_: object) -> int:
         raise StartError("The engine plan failed. The end of its log:\nTraceback\nFL\x1b[1m")
 
-    monkeypatch.setattr(ops, "run", run)
-    done = fl("ops")
+    monkeypatch.setattr(plan, "run", run)
+    done = fl("plan")
     assert done.status == 1
     assert done.err.splitlines() == [
         "vllm-fl: The engine plan failed. The end of its log: [FL501]",

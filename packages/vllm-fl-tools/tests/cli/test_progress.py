@@ -19,7 +19,7 @@ def register_ops():
 """
 
 
-@pytest.mark.parametrize("verb", ["ops", "settings"])
+@pytest.mark.parametrize("verb", ["plan", "settings"])
 def test_what_a_plugin_does_is_named_while_it_runs(
     fl: Command, plugin: Plugin, told: threading.Event, verb: str
 ) -> None:

@@ -82,7 +82,7 @@ def test_a_broken_policy_file_costs_only_what_needs_a_policy(
     path = tmp_path / "acme.yaml"
     path.write_text(content)
     plugin(SOUND + WITH_FILE.format(path=str(path)))
-    for verb in (["ops"], ["settings"], ["explain", "silu_and_mul"]):
+    for verb in (["plan"], ["settings"], ["explain", "silu_and_mul"]):
         done = fl(*verb, VLLM_FL_PLATFORM="acme")
         assert done.status == 2
         assert str(path) in done.err and BROKEN[content] in done.err

@@ -112,7 +112,7 @@ def _status_of(answer: Callable[[], int]) -> int:
     """The exit status: the answer's own, or that of what ended it, which is told."""
     try:
         return answer()
-    except BrokenPipeError:  # `vllm-fl ops | head`
+    except BrokenPipeError:  # `vllm-fl plan | head`
         sys.stderr.close()
         return GOOD
     except VllmFLError as error:  # a missing file is an OSError, too

@@ -156,7 +156,7 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
                 CHECK,
                 f"{use.setting.origin}: {key} names the {use.space} {name!r}, which no loaded "
                 "plugin brings.",
-                "It has no effect until a plugin brings it; `vllm-fl ops` lists what there is.",
+                "It has no effect until a plugin brings it; `vllm-fl plan` lists what there is.",
                 use.setting.undo,
             )
 

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "op",
         metavar="OP",
-        help="the op, as `vllm-fl ops` names it; or the code of an error or a finding (FL102)",
+        help="the op, as `vllm-fl plan` names it; or the code of an error or a finding (FL102)",
     )
     takes_engine(parser)
     parser.add_argument(
