@@ -44,7 +44,7 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     assert "[FL505]" not in served["log"]
     with pytest.raises(EngineFailed) as ended:
         run(job, VLLM_FL_PREFER="reference", **named)
-    line = "setting prefer is reference (environment VLLM_FL_PREFER); the lock has nothing"
+    line = "setting prefer is reference; the lock has nothing"
     assert "LockError" in ended.value.log and line in ended.value.log
     report = tmp_path / "report.json"
     named |= {"VLLM_FL_LOCK_MODE": "warn", "VLLM_FL_REPORT": str(report)}
