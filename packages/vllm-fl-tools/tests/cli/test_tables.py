@@ -79,7 +79,7 @@ def test_explain_shows_the_rows_and_their_figures(fl: Command, table: Any) -> No
 @pytest.fixture(autouse=True)
 def of_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Doctor's checks of what is installed are slow, and tested in test_doctor_verb.py."""
-    monkeypatch.setattr(doctor, "CHECKS", {})
+    monkeypatch.setattr(doctor, "CHECKS", ())
 
 
 def found(fl: Command, path: str) -> list[tuple[str, str]]:

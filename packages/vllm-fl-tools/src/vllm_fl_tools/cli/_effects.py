@@ -7,40 +7,35 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from vllm_fl.plugins.discovery import unmatched
-from vllm_fl.plugins.finding import Finding
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.settings.names import uses
-from vllm_fl.settings.policy import MODES, OpOrder
+from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import CONFIG, Setting, Settings, overridden, undo
 from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
 
-CHECK = "settings"
+from ._installed import Problem
 
 
-def find_idle(
-    settings: Settings, plugins: Sequence[Plugin], ops: Collection[str]
-) -> Iterator[Finding]:
-    """The settings that somebody set and that change nothing.
+def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem]:
+    """Find settings of the user without effect.
 
     Args:
-        settings: the effective ones.
-        plugins: what was found.
-        ops: every op that has an implementation.
+        settings: the effective settings.
+        plugins: the plugins that were found.
     """
     chosen = settings.chosen
 
-    def idle(keys: Collection[str], why: str) -> Iterator[Finding]:
+    def idle(keys: Collection[str], why: str) -> Iterator[Problem]:
         for key in keys:
             if key in chosen:
                 what = f"{chosen[key].named} has no effect."
-                yield Finding(CHECK, what, why, chosen[key].undo)
+                yield what, why, chosen[key].undo
 
     if not settings.enabled:
         rest = [key for key in chosen if key != "enabled"]
         if rest:
             names = ", ".join(chosen[key].named for key in rest)
-            yield Finding(
-                CHECK,
+            yield (
                 f"Inside vLLM these have no effect: {names}.",
                 f"{settings['enabled'].named} makes vllm-fl step aside entirely.",
                 settings["enabled"].undo,
@@ -51,20 +46,12 @@ def find_idle(
     if not settings.oot_enabled:
         why = f"{settings['oot_enabled'].named} replaces no layer of vLLM's."
         yield from idle(["oot_whitelist", "oot_blacklist"], why)
-    if settings.debug:
-        yield from idle(["log_level"], f"{settings['debug'].named} logs everything.")
-    if "prefer" in chosen and ops and all(_pinned(settings, op) for op in ops):
-        yield from idle(
-            ["prefer"],
-            "Every op has a list that you wrote, and such a list is never re-sorted.",
-        )
     both = set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors
     if both:
         allowed = settings["allow_vendors"]
         kept = ",".join(vendor for vendor in allowed.names if vendor not in both)
         is_variable = kept and allowed.origin.startswith("environment")
-        yield Finding(
-            CHECK,
+        yield (
             f"{settings['allow_vendors'].named} has no effect for {', '.join(sorted(both))}.",
             f"{settings['deny_vendors'].named} denies it too, and deny beats allow.",
             exported(Settings.allow_vendors.variable, kept) if is_variable else allowed.undo,
@@ -73,8 +60,7 @@ def find_idle(
     if settings.strict_plugins and not loaded:
         yield from idle(["strict_plugins"], "No plugin is loaded.")
     for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
-        yield Finding(
-            CHECK,
+        yield (
             line,
             "The names are those of distributions. Without the variable all plugins are loaded.",
             undo(line),
@@ -83,16 +69,16 @@ def find_idle(
         yield from idle([key], "No loaded plugin has this setting.")
 
 
-def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Finding]:
-    """What reading the settings warned of."""
+def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Problem]:
+    """Return the warnings that reading the settings gave."""
     has_others = any(env.get(name, "").strip() for name in overridden(settings.declared))
     for warning in settings.warnings:
         if warning.startswith(f"{CONFIG}=") and not has_others:
             continue  # it replaces what a plugin ships, which is what it is for
-        yield Finding(CHECK, warning, "What is written there does not happen.", undo(warning))
+        yield warning, "This setting has no effect.", undo(warning)
 
 
-def find_disagreements(settings: Settings) -> Iterator[Finding]:
+def find_disagreements(settings: Settings) -> Iterator[Problem]:
     """Where the platform files of several distributions contradict each other.
 
     Orders of which the same files say the same make one finding, which names every op.
@@ -107,8 +93,7 @@ def find_disagreements(settings: Settings) -> Iterator[Finding]:
         files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in first.merged)
         ops = [each.key.removeprefix(ORDER_PREFIX) for each in (first, *others)]
         where = f", and in the same way about {', '.join(ops[1:])}" if others else ""
-        yield Finding(
-            CHECK,
+        yield (
             f"The installed backends disagree about {first.key}{where}.",
             f"{'. '.join(first.disagreements)}. They set: {files}. In force: "
             f"{_shown(first.value)}. You decide by setting it: this keeps what is in force.",
@@ -139,7 +124,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def find_unknown(settings: Settings) -> Iterator[Finding]:
+def find_unknown(settings: Settings) -> Iterator[Problem]:
     """Ops and allowed vendors in the user's own settings that nobody installed brings.
 
     Those in a plugin's file are no finding: it speaks of vendors that this machine need not have.
@@ -152,15 +137,9 @@ def find_unknown(settings: Settings) -> Iterator[Finding]:
         if not is_op and (key != "allow_vendors" or name in PLATFORMS):
             continue
         if key in chosen and use.label in settings.unchecked and f"{name!r}" not in told:
-            yield Finding(
-                CHECK,
+            yield (
                 f"{use.setting.origin}: {key} names the {use.space} {name!r}, which no loaded "
                 "plugin brings.",
                 "It has no effect until a plugin brings it; `vllm-fl plan` lists what there is.",
                 use.setting.undo,
             )
-
-
-def _pinned(settings: Settings, op: str) -> bool:
-    lists = (settings.policy.listed(op, mode) for mode in MODES)
-    return all(listed is not None and listed.pinned for listed in lists)

@@ -45,7 +45,7 @@ from ._child import LoadingError, surviving
 from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import describe
-from ._installed import CHECKS, VLLMS
+from ._installed import CHECKS, VLLMS, Problem
 from ._options import device_of
 from ._show import answer, print_table, say
 
@@ -152,7 +152,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [
             finding
-            for check, find in {**CHECKS, **examined.checks}.items()
+            for check, find in (*CHECKS, *examined.checks)
             for finding in contained(check, find)
         ]
         if arguments is not None and examined.settings is not None:  # else it would say the same
@@ -210,7 +210,8 @@ def _of_engine(
     for why in dict.fromkeys("; ".join(each.differs) for each in engines if each.differs):
         what = f"An engine differs from {first.facts.settings['lock'].named}."
         found.append(Finding("lock", what, f"{why}.", _page_of(why, "FL505")))
-    return [*found, *warned(first.facts.settings, os.environ)]
+    warnings = warned(first.facts.settings, os.environ)
+    return [*found, *(Finding("settings", *each) for each in warnings)]
 
 
 def _ending(why: str) -> Finding:
@@ -229,12 +230,12 @@ def code_of(finding: Finding) -> str | None:
     return told[1] if told else CODES.get(finding.check)
 
 
-def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> list[Finding]:
     """Return the findings of one check. If it breaks, that is a finding too."""
     findings = []
     try:
-        for finding in find():
-            findings.append(finding)
+        for found in find():
+            findings.append(found if isinstance(found, Finding) else Finding(check, *found))
     # Metadata, drivers and packages may be broken in any way: that is what doctor is for.
     except KeyboardInterrupt:
         raise
@@ -256,18 +257,18 @@ class _Examined:
         self.failing: list[PluginError] = []
         self.absent: list[str] = []
         self.unused: dict[Owner, str] = {}
-        self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
-            "plugins": self.load_plugins,
-            "contracts": self.find_contracts,
-            "device": self.find_device,
-            "settings": self.read_settings,
-            "effects": self.find_idle,
-            "table": self.find_table,
-            "ops": self.find_idle_ops,
-            "own": self.ask_plugins,
-        }
+        self.checks: Sequence[tuple[str, Callable[[], Iterable[Finding | Problem]]]] = (
+            ("plugins", self.load_plugins),
+            ("contracts", self.find_contracts),
+            ("device", self.find_device),
+            ("settings", self.read_settings),
+            ("settings", self.find_idle),
+            ("table", self.find_table),
+            ("ops", self.find_idle_ops),
+            ("plugins", self.ask_plugins),
+        )
 
-    def load_plugins(self) -> Iterator[Finding]:
+    def load_plugins(self) -> Iterator[Finding | Problem]:
         """Load every plugin; one that fails is a finding."""
         try:
             # Another setting of the start may be wrong; these two say what may be imported.
@@ -282,18 +283,16 @@ class _Examined:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
         if not any(each.kind == "backend" for each in found):
-            yield Finding(
-                "plugins",
+            yield (
                 "No backend is installed.",
                 "vllm-fl-core has none of its own; your hardware's vendor may have one.",
                 "pip install vllm-fl-reference",
             )
 
-    def find_contracts(self) -> Iterator[Finding]:
+    def find_contracts(self) -> Iterator[Finding | Problem]:
         """The contracts of our ops, where they are missing, or will be once core brings none."""
         if not any(brings_ops(each.owner) for each in self.found):
-            yield Finding(
-                "contracts",
+            yield (
                 f"{OPS} is not installed.",
                 "It has the contracts of the ops. Without them vLLM runs as stock, and does not "
                 "start with a backend of these ops.",
@@ -311,15 +310,14 @@ class _Examined:
                 others = requires.get(name, frozenset()) - {*needed, CORE}
                 needed += sorted(others)
             if OPS not in needed:
-                yield Finding(
-                    "contracts",
+                yield (
                     f"{owner.name} implements ops of {OPS}, and does not require it.",
-                    f"{CORE} 0.3 still brings {OPS}; 0.4 does not, and the start ends without it. "
-                    "Its author should add it to the dependencies.",
+                    f"Without {OPS} no engine starts with it. Its author should add it to the "
+                    "dependencies.",
                     f"pip install {OPS}",
                 )
 
-    def find_device(self) -> Iterator[Finding]:
+    def find_device(self) -> Iterator[Finding | Problem]:
         """The hardware that a plugin brings for this machine; two that claim it are a finding."""
         try:
             forced = load_startup(os.environ).platform
@@ -331,8 +329,7 @@ class _Examined:
         try:
             profile = find_device(self.plugins, forced)
         except PluginError as error:
-            yield Finding(
-                "device",
+            yield (
                 "The device that a plugin brings cannot be used.",
                 f"{error} Until then vLLM does not start on that device.",
                 _page_of(str(error), "FL215"),
@@ -342,7 +339,7 @@ class _Examined:
         if profile is None:
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
-    def read_settings(self) -> Iterator[Finding]:
+    def read_settings(self) -> Iterator[Finding | Problem]:
         """Read the settings; a wrong one is a finding, and so is each warning."""
         try:
             forced = load_startup(os.environ).platform
@@ -360,8 +357,7 @@ class _Examined:
                 platform=where,
             )
         except SettingsError as error:
-            yield Finding(
-                "settings",
+            yield (
                 str(error),
                 "vllm-fl does not start with a setting that is wrong.",
                 undo(error.origin),
@@ -369,15 +365,15 @@ class _Examined:
             return
         yield from warned(self.settings, os.environ)
 
-    def find_idle(self) -> Iterator[Finding]:
+    def find_idle(self) -> Iterator[Finding | Problem]:
         """Settings without effect, and names that nobody knows."""
         if self.settings is None:
             return
-        yield from find_idle(self.settings, self.plugins, self.registry.list_operators())
+        yield from find_idle(self.settings, self.plugins)
         yield from find_unknown(self.settings)
         yield from find_disagreements(self.settings)
 
-    def find_table(self) -> Iterator[Finding]:
+    def find_table(self) -> Iterator[Finding | Problem]:
         """A table that is named and does not hold on this machine, or not whole."""
         if self.settings is None or self.settings.pinned is None:
             return
@@ -387,14 +383,14 @@ class _Examined:
         found = here(table, snapshot, device_of(None), serves=False)
         if (why := table.differs(found)) is not None:
             why = f"{why}. `vllm-fl tune` measures again."
-            yield Finding("table", f"The {pinned.label} has no effect here.", why, todo)
+            yield f"The {pinned.label} has no effect here.", why, todo
         if (why := unaccepted(self.settings)) is not None:
-            yield Finding("table", f"The {pinned.label} has no effect.", f"{why}.", todo)
+            yield f"The {pinned.label} has no effect.", f"{why}.", todo
         for op, reason in left_out(table, snapshot).items():
             what = f"The rows of op {op!r} in {pinned.label} have no effect."
-            yield Finding("table", what, f"{reason}.", todo)
+            yield what, f"{reason}.", todo
 
-    def find_idle_ops(self) -> Iterator[Finding]:
+    def find_idle_ops(self) -> Iterator[Finding | Problem]:
         """Ops that backends bring and that nothing could run; a list may leave one to vLLM.
 
         A backend of which nothing can run here is none of this machine: an image for many machines
@@ -417,15 +413,14 @@ class _Examined:
             trace = manager.trace(op, without_layer=True)
             leaves = any(token.kind in UNTOUCHED for token in trace.order)
             if trace.selected is None and not leaves:
-                yield Finding(
-                    "ops",
+                yield (
                     f"{op} has no implementation that may run.",
                     "; ".join(f"{i}: {r}" for i, r in trace.rejected)
                     + ". Inside vLLM its own path runs.",
                     f"vllm-fl explain {op} --script",
                 )
 
-    def ask_plugins(self) -> Iterator[Finding]:
+    def ask_plugins(self) -> Iterator[Finding | Problem]:
         """What the plugins report of themselves; one that fails to is a finding."""
         for plugin in self.plugins if self.settings is not None else ():
             try:
@@ -451,7 +446,7 @@ def _modules() -> list[str]:
     return [*map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))]
 
 
-def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
+def _open_to_all(paths: Sequence[str]) -> Iterator[Finding | Problem]:
     """Files with settings that every user of this machine may write."""
     for path in dict.fromkeys(paths):
         try:
@@ -459,8 +454,7 @@ def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
         except OSError:  # reading the settings says it
             continue
         if mode & stat.S_IWOTH:
-            yield Finding(
-                "settings",
+            yield (
                 f"{path} can be written by every user of this machine.",
                 "It says which code runs in your engine.",
                 f"chmod o-w {quoted(path)}",
