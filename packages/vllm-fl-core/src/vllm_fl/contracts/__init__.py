@@ -34,7 +34,7 @@ def contracts() -> Mapping[str, OpSpec]:
 
     Imports no torch. `vllm_fl.plugins.registry.known_contracts` has other distributions' ops, too.
     """
-    from importlib.metadata import entry_points  # slow to import
+    from importlib_metadata import entry_points  # slow to import
 
     found = entry_points(group="vllm_fl.contracts", module="vllm_fl_ops.plugin")
     specs = [contract.spec for plugin in found for contract in plugin.load().contracts()]

@@ -253,7 +253,7 @@ def _module_of(code: Callable[..., Any] | str) -> str:
 
 
 def _distribution(name: str | None) -> Any:
-    from importlib.metadata import PackageNotFoundError, distribution  # slow to import
+    from importlib_metadata import PackageNotFoundError, distribution  # slow to import
 
     try:
         return distribution(name) if name else None

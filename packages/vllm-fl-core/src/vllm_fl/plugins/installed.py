@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import (
+
+from importlib_metadata import (
     Distribution,
     EntryPoint,
     PackageNotFoundError,

@@ -422,7 +422,7 @@ def _foreign() -> dict[str, type]:
 @cache
 def owner_of(cls: type) -> str:
     """A class with the distribution that its module belongs to, as far as metadata tells."""
-    from importlib.metadata import distribution, packages_distributions
+    from importlib_metadata import distribution, packages_distributions
 
     path = f"{cls.__module__}.{cls.__qualname__}"
     try:
