@@ -43,7 +43,6 @@ def every_setting(folder: Path, model: str, env: envs.Env) -> dict[str, tuple[st
         "log_level": ("VLLM_FL_LOG_LEVEL", "WARNING", "WARNING"),
         "debug": ("VLLM_FL_DISPATCH_DEBUG", "1", True),
         "metrics": ("VLLM_FL_METRICS", f"{path}/metrics.prom", f"{path}/metrics.prom"),
-        "report": ("VLLM_FL_REPORT", f"{path}/report.json", f"{path}/report.json"),
         "shadow": ("VLLM_FL_SHADOW", "0.5", "0.5"),
         "plugins": ("VLLM_FL_PLUGINS", ",".join(plugins), plugins),
         "plugin_modules": ("VLLM_FL_PLUGIN_MODULES", ",".join(modules), modules),

@@ -84,9 +84,9 @@ asked = {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": "off"}
 """
 
 START = """
-for name in ("METRICS", "SHADOW", "REPORT"):
+for name in ("METRICS", "SHADOW"):
     if name in os.environ:
-        asked["VLLM_FL_" + name] = os.environ[name] + ".json" * (name == "REPORT")
+        asked["VLLM_FL_" + name] = os.environ[name]
 if "FOREIGN" in os.environ:
     GemmaRMSNorm.register_oot(TheirNorm)
 config = engine_config(pickle.loads(pickle.dumps(Carried(load_settings(asked, platform="cpu")))))
@@ -129,7 +129,7 @@ for _ in range(2):
     worker.shutdown()
 if "METRICS" in os.environ:
     file._thread.join()
-    told["left"] = os.listdir(file.path.parent)
+    told["left"] = [name for name in os.listdir(file.path.parent) if name.endswith(".prom")]
     told["kept"] = kept(".dp2.rank0")
 print(json.dumps(told))
 """
@@ -139,7 +139,7 @@ print(json.dumps(told))
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Name -> what a worker tells of its start; "metered" has all that is seen and written."""
     metrics = tmp_path_factory.mktemp("m") / "chat.prom"
-    report = tmp_path_factory.mktemp("r") / "chat"
+    report = metrics.with_suffix(".report")
     metered = {"METRICS": str(metrics), "REPORT": str(report), "SHADOW": "0.01"}
     cases = {"plain": {}, "metered": metered, "foreign": {"FOREIGN": "1"}}
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}

@@ -218,7 +218,9 @@ def test_who_reads_it_finds_it_whole_and_may_read_it(
 @pytest.mark.parametrize("stays", [False, True])
 def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path, stays: bool) -> None:
     path, now = tmp_path / "chat.json", {"state": "starting"}
-    file = StateFile("VLLM_FL_REPORT", path, path, lambda: json.dumps(now), every=3600, stays=stays)
+    file = StateFile(
+        "VLLM_FL_METRICS", path, path, lambda: json.dumps(now), every=3600, stays=stays
+    )
     until(path.exists, "it is written")
     now["state"] = "serving"
     file.renew()

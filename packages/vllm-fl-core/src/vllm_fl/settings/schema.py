@@ -183,7 +183,6 @@ class Settings(Mapping[str, Setting]):
     """Whether every resolution is printed and calls are counted."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
     """The file that each worker writes its counters to, by its rank, or None."""
-    report = SettingSpec[str | None]("report", "VLLM_FL_REPORT", None)
     """The file that each worker leaves what it ran with and counted in, or None: beside metrics."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The share of steps in which the plan's calls are compared while they serve, or None."""

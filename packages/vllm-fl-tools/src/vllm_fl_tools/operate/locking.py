@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 log = get_logger("engine")
 
-FREE = re.compile(
-    "config|platform_files|table|lock|lock_mode|log_level|debug|metrics|report|shadow"
-)
+FREE = re.compile("config|platform_files|table|lock|lock_mode|log_level|debug|metrics|shadow")
 """Settings without effect on results, and those that name files, which are compared instead."""
 
 ALIASES = re.compile(
