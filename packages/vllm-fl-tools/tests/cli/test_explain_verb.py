@@ -90,7 +90,7 @@ def test_the_page_of_an_op_is_whole(fl: Command, plugin: Plugin, op: str) -> Non
     assert told["bypasses"] == list(binding.not_reached)
     assert len(set(told["places"])) == len(told["places"])
     assert bool(told["places"]) == bool(binding.targets), (
-        "`places_of` of cli/explain.py does not name this kind of place"
+        "`targets_of` of cli/explain.py does not describe this kind of target"
     )
     assert f"vllm-fl explain {op} --contract" in page and "Args:" not in page
 

@@ -18,7 +18,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.errors import LockError
 from vllm_fl.integration.targets import without_layers
 from vllm_fl.logs import quiet
-from vllm_fl.plugins.reserved import why_absent
+from vllm_fl.plugins.reserved import ops_missing
 from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
 
@@ -291,7 +291,7 @@ def _show_ops(ops: Mapping[str, Any]) -> None:
     manager = get_default_manager()
     if not manager.registry.snapshot().contracts:
         plugins = manager.startup.plugins if manager.startup else ()
-        say(f"No op has a contract here: {why_absent(plugins)}.")
+        say(f"No op has a contract here: {ops_missing(plugins)}.")
     if rows:
         print_table(["op", "implementation", "reason", "layers"], rows)
     if further := sorted(ops.keys() - _in_model(ops).keys()):
