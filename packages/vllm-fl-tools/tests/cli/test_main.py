@@ -35,14 +35,6 @@ def test_wrong_usage_is_status_2_and_one_message(
     assert "vllm-fl" in done.err
 
 
-@pytest.mark.parametrize("verb", [("plan",), ("settings",), ("explain", "rms_norm")])
-def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str, ...]) -> None:
-    done = fl(*verb, VLLM_FL_PREFER="vendr")
-    assert done.status == 2
-    assert "VLLM_FL_PREFER" in done.err and "vendor" in done.err
-    assert done.out == ""
-
-
 @pytest.mark.parametrize("verb", [("plan",), ("explain", "silu_and_mul")])
 def test_what_libraries_print_is_no_part_of_an_answer(
     fl: Command, plugin: Plugin, verb: tuple[str, ...]
@@ -66,13 +58,6 @@ def test_what_libraries_print_is_no_part_of_an_answer(
     assert "hello" in done.err
 
 
-def test_a_secret_in_an_error_is_not_printed(fl: Command) -> None:
-    done = fl("settings", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
-    assert done.status == 2
-    assert "hf_0123456789" not in done.err
-    assert "<redacted>" in done.err
-
-
 def test_the_version(fl: Command) -> None:
     done = fl("--version")
     assert done.status == 0
@@ -93,19 +78,18 @@ def test_a_full_disk_is_one_line() -> None:
     assert last == "vllm-fl: the answer cannot be written: No space left on device"
 
 
-@pytest.mark.parametrize("verb", ["plan", "settings"])
-@pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"])
-def test_a_settings_file_that_is_not_there(fl: Command, verb: str, variable: str) -> None:
-    done = fl(verb, **{variable: "/not/there.yaml"})
-    assert done.status == 2
-    assert "'/not/there.yaml' does not exist" in done.err
-    assert "Traceback" not in done.err
+def test_a_settings_file_that_does_not_exist(fl: Command) -> None:
+    for variable in ("VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"):
+        done = fl("settings", **{variable: "/not/there.yaml"})
+        assert done.status == 2
+        assert "'/not/there.yaml' does not exist" in done.err
 
 
 def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Command) -> None:
-    done = fl("plan", VLLM_FL_PREFER="vendr")
+    done = fl("plan", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
     message, more = done.err.splitlines()
-    assert message.endswith("[FL102]")
+    assert (done.status, done.out) == (2, "") and message.endswith("[FL102]")
+    assert "VLLM_FL_PREFER" in message and "<redacted>" in message and "hf_0" not in message
     (command,) = re.findall(r"`vllm-fl ([^`]+)`", more)
     # The setting that is wrong must not keep its own explanation away.
     explained = fl(*command.split(), VLLM_FL_PREFER="vendr")

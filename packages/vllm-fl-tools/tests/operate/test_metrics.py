@@ -230,23 +230,6 @@ def test_a_file_is_written_at_once_when_what_is_so_has_changed(tmp_path: Path, s
     assert path.exists() == stays and (not stays or json.loads(path.read_text()) == now)
 
 
-def test_no_link_that_lies_beside_it_is_followed(
-    tmp_path: Path, writing: Callable[..., StateFile]
-) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    threads = set(threading.enumerate())
-    for name in ("vllm.rank0.prom", "vllm.rank0.prom.part"):
-        (tmp_path / name).symlink_to(victim)
-    file = writing(tmp_path / "vllm.prom")
-    until(lambda: not file.path.is_symlink(), "it is written")
-    assert victim.read_text() == "mine" and "vllm_fl_" in file.path.read_text()
-    file.close()
-    file.close()
-    until(lambda: set(threading.enumerate()) <= threads, "the thread ends")
-    assert not file.path.exists()
-
-
 def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
     tmp_path: Path, writing: Callable[..., StateFile], caplog: pytest.LogCaptureFixture
 ) -> None:
