@@ -18,8 +18,8 @@ import tables
 from commands import Command
 
 from vllm_fl.contracts import contracts
-from vllm_fl.settings.table import DEFAULT, Figure, Row, TunedOp, Verdict
 from vllm_fl_tools.cli import _plots
+from vllm_fl_tools.engine.tuned import DEFAULT, Figure, Row, Tuned, TunedOp
 
 EVIL = "<script>alert('1')</script>&\"x=\x1b[2J"
 VOID = {"meta"}
@@ -115,7 +115,8 @@ def made(fl: Command, tmp_path: Path, *contents: Any) -> Page:
     paths = []
     for number, content in enumerate(contents):
         path = tmp_path / f"f{number}.json"
-        path.write_text(content.text if hasattr(content, "text") else json.dumps(content))
+        told = tables.printed(content) if isinstance(content, Tuned) else content
+        path.write_text(json.dumps(told))
         paths.append(str(path))
     done = fl("show", *paths, "--html", str(tmp_path / "page.html"))
     assert (done.status, done.err) == (0, "")
@@ -123,7 +124,7 @@ def made(fl: Command, tmp_path: Path, *contents: Any) -> Page:
 
 
 def one(*figures: Figure, rows: tuple[Row, ...], default: str = "stock") -> Any:
-    return tables.table({"rms_norm": TunedOp("c0ffee", default, rows, figures)})
+    return tables.table({"rms_norm": TunedOp(default, rows, figures)})
 
 
 STOCK = Figure(16, "stock", 10.0, 9.5, 10.5, 40, copy_share=0.25)
@@ -165,26 +166,6 @@ def test_a_row_covers_what_was_not_compared_there(fl: Command, tmp_path: Path) -
     assert page.row("4", "■ vendor.fast")[2] == "by the row of more tokens; not compared here"
 
 
-@pytest.mark.parametrize(
-    ("verdict", "words"),
-    [
-        (None, "not yet accepted"),
-        (Verdict(True, "1 % faster", "2026-11-22", {"ratio": 1.01}), "accepted"),
-        (Verdict(False, "slower by 3 %", "2026-11-22"), "not accepted"),
-    ],
-)
-def test_the_verdict_and_what_it_holds_for(
-    fl: Command, tmp_path: Path, verdict: Verdict | None, words: str
-) -> None:
-    page = made(fl, tmp_path, dataclasses.replace(one(STOCK, rows=()), accepted=verdict))
-    assert page.row("f0.json")[2] == words
-    if verdict is not None:
-        assert verdict.reason in "".join(page.words)
-    for name, value in tables.IDENTITY.items():
-        assert page.row(name) == [name, value]
-    assert page.row("size: hidden")[1] == "4096"
-
-
 def test_the_support_matrix(fl: Command, tmp_path: Path) -> None:
     page = made(fl, tmp_path, verification())
     cells = {row[1]: row[2:] for row in page.rows if row[0] == "rms_norm" and len(row) == 4}
@@ -215,11 +196,10 @@ def test_what_stood_in_for_hardware_and_what_was_cut_short(fl: Command, tmp_path
 def test_tables_are_compared_where_they_hold_the_same_op(fl: Command, tmp_path: Path) -> None:
     first = one(STOCK, FAST, rows=(Row(16, DEFAULT),))
     later = one(STOCK, FAST, rows=(Row(16, "vendor.fast"),))
-    later = dataclasses.replace(later, identity={**tables.IDENTITY, "driver": "575.1"})
+    later = dataclasses.replace(later, holds={**tables.HOLDS, "vllm": "0.25.0"})
     page = made(fl, tmp_path, first, later, tables.table(["relu2"]))
     assert page.row("16", "stock", "10.0") == ["16", "stock", "10.0", "vendor.fast", "8.00", "0.80"]
-    driver = [row for row in page.rows if row[0] == "driver" and len(row) == 5]
-    assert driver == [["driver", "580.95.05", "575.1", "580.95.05", "differs"]]
+    assert page.row("vllm", "0.26.0") == ["vllm", "0.26.0", "0.25.0", "0.26.0", "differs"]
     captions = [c for c in page.attributes("aria-labelledby") if c.startswith("comparison")]
     assert captions == ["comparison-with-caption", "comparison-1-caption"]
 
@@ -232,15 +212,14 @@ def test_no_comparison_without_a_common_op(fl: Command, tmp_path: Path) -> None:
 def test_whatever_files_say_is_text(fl: Command, tmp_path: Path) -> None:
     figures = tuple(dataclasses.replace(f, impl=f.impl + EVIL, slower=EVIL) for f in (STOCK, FAST))
     wrong = dataclasses.replace(WRONG, impl=EVIL, rejected=EVIL)
-    tuned = TunedOp(EVIL, "stock" + EVIL, (Row(16, "vendor.fast" + EVIL),), (*figures, wrong))
+    tuned = TunedOp("stock" + EVIL, (Row(16, "vendor.fast" + EVIL),), (*figures, wrong))
     table = tables.table(
         {EVIL: tuned},
-        identity={EVIL: EVIL},
+        holds={"device": EVIL, "vllm": EVIL, "distributions": {EVIL: EVIL}},
         sizes={EVIL: 1},
         dtype=EVIL,
         model=EVIL,
         date=EVIL,
-        accepted=Verdict(True, EVIL, EVIL, {EVIL: 1.0}),
     )
     text = json.dumps(verification(emulated="EVIL")).replace("rms_norm", "EVIL")
     for word in ("vendor.bad", "no float32", "odd sizes", "torch", "EPYC", "2.13.0", "Linux"):
@@ -335,8 +314,7 @@ BROKEN = {
     "another schema": ('{"schema": 2, "results": []}', "schema 2"),
     "no results": ('{"schema": 1}', "no file of vllm-fl"),
     "no page": ('{"schema": 1, "plan": {}}', "there is no page of it"),
-    "half a table": ('{"vllm_fl_table": 1}', "'ops' is missing"),
-    "a table of another version": ('{"vllm_fl_table": 9}', "version"),
+    "half a table": ('{"schema": 1, "table": {}}', "'ops'"),
 }
 
 
@@ -400,5 +378,5 @@ def test_a_figure_of_no_tokens_is_one_clear_error(fl: Command, tmp_path: Path, t
     file = tables.written(tmp_path / "t.json", tables.table({"silu_and_mul": op}))
     done = fl("show", file, "--html", str(tmp_path / "page.html"))
     assert done.status == 2
-    assert f"silu_and_mul.figures: stock was measured at {tokens} tokens" in done.err
+    assert f"silu_and_mul: stock was measured at {tokens} tokens" in done.err
     assert "Traceback" not in done.err

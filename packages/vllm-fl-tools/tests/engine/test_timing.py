@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.settings.table import Row
 from vllm_fl_tools.engine.timing import ROOM, Measured, best_edges, in_turn, quartiles, rows_of
+from vllm_fl_tools.engine.tuned import Row
 
 
 def measured(tokens: int = 1, **finals: list[float]) -> Measured:

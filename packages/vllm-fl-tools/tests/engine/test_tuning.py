@@ -14,9 +14,9 @@ import torch
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
-from vllm_fl.settings.table import Row
 from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.timing import Measured, rows_of
+from vllm_fl_tools.engine.tuned import Row
 from vllm_fl_tools.engine.tuning import Contender, OpTuning
 
 BETWEEN = "between the graphs of a prefill"

@@ -17,7 +17,7 @@ if find_spec("vllm") is None:
 
 from vllm_fl.errors import LockError
 from vllm_fl.settings.loading import load_settings
-from vllm_fl.settings.lock import Locked, sealed
+from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl_tools.operate.locking import Lock, differences
 
 FACTS: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_one_line_for_each_value() -> None:
 def lock_of(tmp_path: Path, rank: int, by_rank: list[list[str]], **variables: str) -> Lock:
     """The lock of a rank's engine, whose ranks find these differences."""
     path = tmp_path / "vllm-fl.lock"
-    path.write_text(json.dumps(sealed({"facts": FACTS, "result": {}, "seed": 7})))
+    path.write_text(json.dumps({MARK: VERSION, "facts": FACTS, "result": {}, "seed": 7}))
     settings = load_settings({"VLLM_FL_LOCK": str(path), **variables})
     facts = SimpleNamespace(settings=settings)
     engine: Any = SimpleNamespace(facts=facts, rank=rank, gather=lambda what, mine: by_rank)

@@ -1,4 +1,4 @@
-"""Accepting a table: a model served with it and without it, in turns.
+"""`vllm-fl tune --accept`: a model served with a table and without it, in turns.
 
 Two engines lie side by side, each in a process of its own, and one of them works at a time. Every
 round visits both with each phase, in short turns, beginning with the other one each time. A ratio
@@ -19,20 +19,20 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.settings.devices import DeviceOrder
+from vllm_fl.settings.files import read_table
 from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.policy import MODES, Mode
 from vllm_fl.settings.schema import CONFIG, Settings
-from vllm_fl.settings.table import DEFAULT as UNCHANGED
-from vllm_fl.settings.table import Table, Verdict, read_table
+from vllm_fl.settings.values import DEVICES
 
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
 from ._engines import Engine, check_model, running
-from ._options import ReportFile
 from ._show import UsageError, print_json, print_table, say
 from ._watch import ended_by_signal
 
@@ -65,13 +65,64 @@ PHASES = {
 }
 """On every machine, where the model takes so many tokens; `_beyond_graphs` adds one."""
 
+Orders = tuple[DeviceOrder, ...]
+
 TABLED, DEFAULT = "with the table", "without it"
 
 
 class AcceptError(VllmFLError):
-    """A table cannot be accepted or turned down: the engines do not run with it as they should."""
+    """A table cannot be judged: the engines do not run with it as they should."""
 
     code = "FL602"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The table that is judged.
+
+    Args:
+        path: its file.
+        mode: the mode of its orders.
+        impls: op -> the implementations that it chooses over the default, by id.
+    """
+
+    path: str
+    mode: Mode
+    impls: Mapping[str, set[str]]
+
+    @classmethod
+    def of(cls, path: str) -> Choices:
+        """Read a table."""
+        _, layer = read_table(path, "--accept")
+        orders = {
+            key.removeprefix(DEVICES): [each.order for each in cast(Orders, setting.value)]
+            for key, setting in layer.items()
+        }
+        every = [order for found in orders.values() for order in found]
+        mode = next((mode for mode in MODES if any(order.rows(mode) for order in every)), MODES[0])
+        impls = {}
+        for op, found in orders.items():
+            firsts = [
+                [str(tokens[0]).removeprefix("impl:") for _, tokens in order.rows(mode)]
+                for order in found
+            ]
+            impls[op] = {impl for first in firsts for impl in first if impl != first[-1]}
+        return cls(path, mode, impls)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a table is worth serving with.
+
+    Args:
+        accepted: whether it is.
+        reason: why, in one sentence.
+        figures: the measurements, by name: `rounds`, and of each phase the ratio and its quartiles.
+    """
+
+    accepted: bool
+    reason: str
+    figures: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -98,8 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept",
         metavar="FILE",
-        help="measure no op: serve the model of --model with this table and without it, and write "
-        "into the file whether it may act. Of the other options it takes --rounds and --json",
+        help="measure no op: serve the model of --model with this table and without it, and say "
+        "whether it is as fast. Of the other options it takes --dtype, --rounds and --json",
     )
     parser.add_argument(
         "--rounds",
@@ -110,55 +161,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the workload, write the verdict into the table's file, and say it.
+    """Serve the workload and print the verdict.
 
     Returns:
-        The exit status: 0 where the table is accepted, 1 where it is not, or its file cannot be
-        written any more.
+        The exit status: 0 if the table is accepted, 1 if it is not.
 
     Raises:
-        SettingsError: the file is no table.
-        UsageError: it cannot be written, or the model is not there.
-        EngineError: an engine failed: nothing is written.
-        AcceptError: the table chooses nothing, or does not hold in it: nothing is written.
+        SettingsError: the file is not a table.
+        UsageError: the model does not exist.
+        EngineError: an engine failed.
+        AcceptError: the table chooses nothing, or has no effect.
     """
     path, model = arguments.accept, arguments.model
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
-    table = read_table(path, key="--accept", origin="--accept")
-    if not any(_choices(table).values()):
+    table = Choices.of(path)
+    if not any(table.impls.values()):
         raise AcceptError(
-            f"The table {path} chooses nothing: all its rows say '{UNCHANGED}', and an engine runs "
-            "the same with it and without it. Nothing was started or written"
+            f"The table {path} chooses nothing: an engine runs the same with it and without it"
         )
     if model is None:
         raise UsageError("--accept takes --model DIR: it serves the model")
     check_model(model)
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: at least {STARTS}")
-    for op in filter(load_settings(groups=known_contracts().groups).policy.names, table.ops):
+    for op in filter(load_settings(groups=known_contracts().groups).policy.names, table.impls):
         raise AcceptError(
             f"The table's rows of op '{op}' have no effect: a list of your own orders it. "
-            f"`vllm-fl explain {op}` says where it stands; unset it. Nothing was written"
+            f"`vllm-fl explain {op}` says where it is; unset it"
         )
-    unwritten = ""
-    with ReportFile(path, "--accept") as file, ended_by_signal():
+    options = {"dtype": arguments.dtype} if arguments.dtype else {}
+    with ended_by_signal():
         started = time.monotonic()
-        served = _serve(table, path, model, -(-rounds // STARTS))
-        verdict = judged(served)
-        try:
-            file.write(dataclasses.replace(table, accepted=verdict).text)
-        except OSError as error:  # what took minutes is told all the same
-            unwritten = f"{path} cannot be written: {error.strerror or error}"
-    took = time.monotonic() - started
+        served = _serve(table, model, options, -(-rounds // STARTS))
+    verdict, took = judged(served), time.monotonic() - started
     if arguments.json:
-        print_json(table=path, digest=table.digest, seconds=took, **dataclasses.asdict(verdict))
+        print_json(table=path, seconds=took, **dataclasses.asdict(verdict))
     else:
         _show(served, verdict)
         state = "accepted" if verdict.accepted else "not accepted"
-        say(f"\nThe table {path} ({table.digest}) is {state}: {verdict.reason}. {took:.0f} s.")
-    if unwritten:
-        say(f"vllm-fl: {unwritten}; the file is as it was, without this verdict", error=True)
-    return 0 if verdict.accepted and not unwritten else 1
+        say(f"\nThe table {path} is {state}: {verdict.reason}. {took:.0f} s.")
+    return 0 if verdict.accepted else 1
 
 
 def judged(served: Served) -> Verdict:
@@ -174,8 +216,7 @@ def judged(served: Served) -> Verdict:
         if served.idle:
             told = ", ".join(f"{op} ({why})" for op, why in served.idle.items())
             reason += f"; without effect in this engine: {told}"
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Verdict(fault is None, fault or reason, now, figures)
+    return Verdict(fault is None, fault or reason, figures)
 
 
 def _fault(served: Served, of_phase: Mapping[str, tuple[float, float, float]]) -> str | None:
@@ -218,7 +259,7 @@ def _show(served: Served, verdict: Verdict) -> None:
     print_table(["phase", f"tokens/s {DEFAULT}", TABLED, "ratio", "quartiles"], rows)
 
 
-def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
+def _serve(table: Choices, model: str, options: Mapping[str, Any], rounds: int) -> Served:
     seconds: dict[tuple[str, str], list[float]] = {}
     tokens, digests = [], []
     idle: dict[str, str] = {}
@@ -229,7 +270,7 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
             order = (TABLED, DEFAULT) if start % 2 == 0 else (DEFAULT, TABLED)
             engines: dict[str, Engine] = {}
             for name in order:
-                engines[name] = stack.enter_context(_running(name, table, path, model))
+                engines[name] = stack.enter_context(_running(name, table, model, options))
                 _check(name, engines[name], table)
             report = engines[TABLED].report
             digests.append(str(report["digest"]))
@@ -282,10 +323,10 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1)} if largest else {}
 
 
-def _check(name: str, engine: Engine, table: Table) -> None:
-    """AcceptError where the one engine does not have the table, whole, or the other has one."""
+def _check(name: str, engine: Engine, table: Choices) -> None:
+    """Raise AcceptError if the one engine does not have the table, or the other has one."""
     told = engine.report["table"]
-    if (told and told["digest"]) != (table.digest if name == TABLED else None):
+    if (told and told["file"]) != (os.path.abspath(table.path) if name == TABLED else None):
         raise AcceptError(
             f"The engines cannot be told apart: {CONFIG} overrides VLLM_FL_TABLE. Unset it, or "
             "leave the table out of its file and set its other settings by variables"
@@ -293,20 +334,10 @@ def _check(name: str, engine: Engine, table: Table) -> None:
     if told is None:
         return
     if not told["acts"]:
-        raise AcceptError(f"{told['reason']}. Nothing was written")
-    for op, why in told["left_out"].items():
-        raise AcceptError(
-            f"The table's rows of op '{op}' have no effect: {why}. Measure again with "
-            "`vllm-fl tune --model DIR`; nothing was written"
-        )
+        raise AcceptError(told["reason"])
 
 
-def _choices(table: Table) -> dict[str, set[str]]:
-    """Op -> the implementations that the table chose for it."""
-    return {op: {row.impl for row in tuned.rows} - {UNCHANGED} for op, tuned in table.ops.items()}
-
-
-def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
+def _idle(table: Choices, planned: Mapping[str, Any]) -> dict[str, str]:
     """Op -> why what the table chose for it does not serve in the engine that has the table.
 
     Args:
@@ -316,8 +347,7 @@ def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         AcceptError: nothing of what the table chose serves.
     """
-    chosen = _choices(table)
-    idle = {}
+    chosen, idle = table.impls, {}
     for op, impls in chosen.items():
         told = planned.get(op, {"impl": "", "reason": "the model does not have it"})
         if impls - {told["impl"], *(row["impl"] for row in told.get("rows", ()))}:
@@ -325,8 +355,7 @@ def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
     if idle and not any(impls for op, impls in chosen.items() if op not in idle):
         op, why = next(iter(idle.items()))
         raise AcceptError(
-            f"Nothing of what the table chose serves in this engine; of op '{op}': {why}. Nothing "
-            "was written"
+            f"Nothing of what the table chose serves in this engine; of op '{op}': {why}"
         )
     return idle
 
@@ -364,19 +393,17 @@ def _of_steps(steps: Sequence[float]) -> float:
 
 
 @contextlib.contextmanager
-def _running(name: str, table: Table, path: str, model: str) -> Iterator[Engine]:
+def _running(name: str, table: Choices, model: str, options: Mapping[str, Any]) -> Iterator[Engine]:
     """One of the two engines."""
     options = {
-        "dtype": table.dtype,
+        **options,
         "enforce_eager": table.mode == "eager",
         "gpu_memory_utilization": 0.45,  # two engines side by side
     }
-    named = {
-        Settings.table.variable: os.path.abspath(path),
-        Settings.table_unaccepted.variable: "1",
-    }
-    without = {key: value for key, value in os.environ.items() if key not in named}
-    environment = without | (named if name == TABLED else {})
+    variable = Settings.table.variable
+    environment = {key: value for key, value in os.environ.items() if key != variable}
+    if name == TABLED:
+        environment[variable] = os.path.abspath(table.path)
     with running(name, model, options, environment, longest=LENGTH) as engine:
         yield engine
 

@@ -40,9 +40,6 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
                 f"{settings['enabled'].named} makes vllm-fl step aside entirely.",
                 settings["enabled"].undo,
             )
-    if settings.pinned is None:
-        why = f"{Settings.table.variable} names no table that it could let act."
-        yield from idle(["table_unaccepted"], why)
     if not settings.oot_enabled:
         why = f"{settings['oot_enabled'].named} replaces no layer of vLLM's."
         yield from idle(["oot_whitelist", "oot_blacklist"], why)

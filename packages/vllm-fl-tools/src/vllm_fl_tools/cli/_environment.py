@@ -14,10 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.engine.identity import cpu_name
 from vllm_fl.plugins.breadcrumb import FOLDER
 from vllm_fl.plugins.installed import canonical, identity
 from vllm_fl.text import quote
+
+from ..operate.identity import cpu_name
 
 SHOWN = (
     "torch",

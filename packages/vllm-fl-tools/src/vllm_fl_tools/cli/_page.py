@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import clean, quote
 
+from ..engine.tuned import DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
 from ._coverage import named, sums
 from ._show import UsageError
@@ -32,7 +32,7 @@ class Measured:
     Args:
         name: what the page calls it: the file's name, numbered where two have the same.
         kind: `table`, `verification` or `coverage`.
-        content: a `Table`, or what `verify --json` or `coverage --json` printed.
+        content: a `Tuned`, or what `verify --json` or `coverage --json` printed.
     """
 
     name: str
@@ -73,8 +73,9 @@ def page(measured: Sequence[Measured]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    asked = (impls_of, tokens_of, serves, figure_of, why, not_chosen, cells, findings, named, sums)
-    environment.globals |= {each.__name__: each for each in (*asked, microseconds)}
+    of_table = (impls_of, tokens_of, serves, figure_of, why, not_chosen, versions)
+    asked = (*of_table, cells, findings, named, sums, microseconds)
+    environment.globals |= {each.__name__: each for each in asked}
     environment.globals |= {"looks": look, "plots": plots, "colours": _plots.COLOURS}
     made: Any = environment.get_template("page.html").module
     rows, sections = [], []
@@ -114,8 +115,7 @@ def tokens_of(op: TunedOp) -> list[int]:
 
 def serves(op: TunedOp, tokens: int) -> str:
     """The implementation of a call with so many tokens."""
-    impl = next((row.impl for row in op.rows if tokens <= row.up_to), DEFAULT)
-    return op.default if impl == DEFAULT else impl
+    return op.chosen(tokens)
 
 
 def figure_of(op: TunedOp, tokens: int, impl: str) -> Figure | None:
@@ -162,14 +162,20 @@ def not_chosen(op: TunedOp) -> list[tuple[str, str, str]]:
     ]
 
 
-def differences(tables: Sequence[tuple[str, Table]]) -> Iterator[tuple[str, list[str]]]:
+def differences(tables: Sequence[tuple[str, Tuned]]) -> Iterator[tuple[str, list[str]]]:
     """What tables were measured with: each fact, and its value in each of them."""
     facts = [
-        {"mode": table.mode, "dtype": table.dtype, "model": table.model, **table.identity}
+        {"mode": table.mode, "dtype": table.dtype, "model": table.model, **versions(table)}
         for _, table in tables
     ]
     for fact in dict.fromkeys(name for of_table in facts for name in of_table):
         yield fact, [of_table.get(fact, "–") for of_table in facts]
+
+
+def versions(table: Tuned) -> dict[str, str]:
+    """What it was measured with, by name."""
+    holds = table.holds
+    return {"device": holds["device"], "vllm": holds.get("vllm") or "–", **holds["distributions"]}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_fl.settings.table import Figure
-
+from ..engine.tuned import Figure
 from ._show import UsageError
 
 __all__ = ["COLOURS", "LOOKS", "Look", "drawing", "looks", "require"]

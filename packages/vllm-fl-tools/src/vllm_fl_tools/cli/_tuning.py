@@ -29,12 +29,13 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.installed import installed_version
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
-from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
 from vllm_fl.text import quote
 
+from ..engine.tuned import DEFAULT, STOCK, Row, Tuned, TunedOp
 from ..integration.parts import taken_in
 from ._show import say
 from ._watch import TookTooLong, Watch
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from ..engine.tuning import Contender, OpTuning
 
 __all__ = [
-    "STOCK",
     "InGraphs",
     "Subject",
     "Work",
@@ -55,9 +55,6 @@ __all__ = [
     "left_after",
     "rows_by_op",
 ]
-
-STOCK = "stock"
-"""vLLM's own form of an op, in tables and options."""
 
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
@@ -142,7 +139,9 @@ class InGraphs:
     @property
     def launched(self) -> frozenset[str]:
         """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
-        if not self._is_found_by_range:
+        from vllm_fl.integration.patchers import fusions
+
+        if not any(map(fusions.has_vllms_pass, self._targets(FusionTarget))):
             return frozenset()
         traced = (c for c in self.contenders if all(impl.traced is not None for impl in c.impls))
         return frozenset(contender.name for contender in traced)
@@ -180,8 +179,6 @@ class InGraphs:
         has_vllm = any(contender.name == STOCK for contender in self.contenders)
         if self._targets(GraphTarget):
             return has_vllm
-        if self._targets(FusionTarget):
-            return has_vllm and self._is_found_by_range
         absent = self.subject.absent
         is_called = any(b.calls_operators and o not in absent for o, b in self.bindings.items())
         if is_called and self._targets(OperatorTarget):
@@ -190,12 +187,6 @@ class InGraphs:
         granted = {name for target in layers for name in target.grants}
         impls = [impl for contender in self.contenders for impl in contender.impls]
         return bool(layers) and not any(impl.consumes & granted for impl in impls)
-
-    @property
-    def _is_found_by_range(self) -> bool:
-        from vllm_fl.integration.patchers import fusions
-
-        return any(map(fusions.is_by_range, self._targets(FusionTarget)))
 
     def _targets(self, *kinds: type) -> list[Any]:
         return [target for target in self.binding.targets if isinstance(target, kinds)]
@@ -541,27 +532,34 @@ class Work:
     def _binding(self, op: str) -> Binding:
         return self._bindings.get(op, Binding())
 
-    def table(self) -> Table:
+    def table(self) -> Tuned:
         """What came of it."""
-        from vllm_fl.contracts.meaning import contract_digest
-        from vllm_fl.engine.identity import identity
         from vllm_fl_verify.verification import dtype_name
+
+        from ..operate.identity import device_name
 
         subject = self.subject
         found, ops = self._by_op(), {}
         for (graphs, measured), rows in zip(found, rows_by_op(found), strict=True):
             tuning = self._tunings[graphs.op]
             figures = tuple(figure for one in measured for figure in one.figures())
-            digest = contract_digest(tuning.spec)
-            ops[graphs.op] = TunedOp(digest, tuning.default, rows, figures)
-        return Table(
-            identity(subject.device, self._owners.values()),
+            ops[graphs.op] = TunedOp(tuning.default, rows, figures)
+        names = {owner.distribution for owner in self._owners.values()} | {"torch", "triton"}
+        versions = {
+            name: version for name in names if name and (version := installed_version(name))
+        }
+        return Tuned(
             subject.mode,
             dtype_name(subject.dtype),
             subject.told,
             subject.name,
             datetime.now(UTC).isoformat(timespec="seconds"),
             round(sum(self._seconds.values()), 1),
+            {
+                **({"vllm": release} if (release := installed_version("vllm")) else {}),
+                "device": device_name(subject.device),
+                "distributions": dict(sorted(versions.items())),
+            },
             ops,
         )
 

@@ -15,7 +15,6 @@ from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import STOCK, Candidate, Stock, Trace
-from vllm_fl.engine.tables import under
 from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.attention import ATTENTION
 from vllm_fl.plugins.communicator import COMMUNICATOR, NAMED_CLASSES
@@ -27,7 +26,6 @@ from vllm_fl.settings.unmatched import unmatched
 from vllm_fl.settings.values import ORDER_PREFIX
 
 from ..operate.described import Described
-from . import _table
 from ._engine import WHERE, any_engines, asked_of, entry_of, takes_engine
 from ._show import UsageError, answer, print_table, say
 from .settings import merged_from, say_merged
@@ -96,12 +94,18 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
             "layers": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
             "error": (engines[0].unasked or None) if engines else None,
         },
-        "table": _table.as_json(settings, op, engines) if engines else None,
+        "table": _unused_table(engines),
         "devices": {
             "here": str(engines[0].facts.device or "") or None if engines else None,
             "orders": [str(order) for order in settings.by_device.get(op, ())],
         },
     }
+
+
+def _unused_table(engines: Sequence[Described]) -> str | None:
+    """Return why the table that the settings name has no effect, unless it has in an engine."""
+    tables = [table for each in engines if (table := each.facts.settings.tuned) is not None]
+    return tables[0].reason if tables and all(table.unused for table in tables) else None
 
 
 def _engines_of(
@@ -130,7 +134,7 @@ def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
 
 def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
     """Return what an engine gets."""
-    entry, facts = entry_of(engine, op), under(engine.facts, engine.table)
+    entry, facts = entry_of(engine, op), engine.facts.ordered
     note = entry.note if entry else "this engine has none of it"
     told = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
     if engine.aside:
@@ -252,7 +256,7 @@ def _show(facts: Mapping[str, Any]) -> None:
     for view in facts["modes"]:
         _show_view(view)
     if facts["table"]:
-        _table.say_figures(facts["table"])
+        say(f"\n{facts['table']}.")
     if facts["devices"]["orders"]:
         here = facts["devices"]["here"] or "no device that vLLM knows the class of"
         say(f"\nIts order differs by device; here is {here}:")

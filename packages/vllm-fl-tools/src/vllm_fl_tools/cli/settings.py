@@ -15,7 +15,6 @@ from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Setting, Settings
 from vllm_fl.text import HIDDEN, is_secret
 
-from . import _table
 from ._engine import any_engines
 from ._show import answer, print_table, say
 
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         "platform": settings.platform,
         "platform_files": list(settings["platform_files"].value),  # type: ignore[call-overload]
         "settings": as_rows(settings),
-        "table": _table.as_json(settings),
+        "table": settings.tuned.reason or settings.tuned.file if settings.tuned else None,
         "unchecked": list(settings.unchecked),
         "unowned": list(settings.unowned),
         "warnings": list(settings.warnings),
@@ -77,12 +76,8 @@ def _show(facts: Mapping[str, Any]) -> None:
     for row in rows:
         if "merged" in row:
             say_merged(row["key"], row)
-    if table := facts["table"]:
-        say(f"{table['summary']}. `vllm-fl doctor` says whether it holds on this machine.")
-        for op, of_op in table["rows"].items():
-            each = ", ".join(f"up to {row['up_to']} tokens {row['impl']}" for row in of_op)
-            idle = " (a list of yours orders the op)" * (op in table["idle"])
-            say(f"  {op}: {each or 'none'}{idle}")
+    if facts["table"]:
+        say(f"Table: {facts['table']}")
     if facts["unowned"]:
         say("Settings that belong to no loaded plugin: they are kept, unchecked, and do nothing:")
         say("\n".join(f"  {name}" for name in facts["unowned"]))

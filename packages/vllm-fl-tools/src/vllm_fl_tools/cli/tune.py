@@ -6,38 +6,35 @@ Nothing else measures: an engine reads a table, and never makes one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.tables import Standing, under
 from vllm_fl.integration.targets import all_bindings
-from vllm_fl.settings.policy import closest
-from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
-from vllm_fl.text import quote
+from vllm_fl.text import closest, quote
 from vllm_fl_ops.contracts.rules import RULES
 
+from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
 from ..integration.parts import without
 from ..integration.threads import worker_threads
 from . import _accept, _profile
 from ._engine import asked_of, takes_vllms
 from ._options import ReportFile, check_known, counts, device_of, positive_seconds
 from ._show import UsageError, print_json, print_table, say
-from ._tuning import STOCK, Subject, Work
+from ._tuning import Subject, Work
 from ._watch import INTERRUPTED, ended_by_signal
 
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_FILE = "vllm-fl-table.json"
+DEFAULT_FILE = "vllm-fl-table.yaml"
 
 LARGEST = 8192
 """The largest batch, in tokens, where no model's configuration tells it."""
@@ -162,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
             path=str(out),
             remarks=[*work.remarks, *_of_device(work.subject, table)],
             measurements=work.done,
-            table=json.loads(table.text),
+            table=asdict(table),
         )
     else:
         done = f"{work.done} measurements."
@@ -234,15 +231,17 @@ def _subject(
         from vllm_fl.integration.planning import plan_for
 
         # The default is without a table, and without what is measured for such devices already.
-        facts = replace(engine.facts, device=None)
-        plan = plan_for(facts, table=Standing())
+        facts = engine.facts
+        facts = replace(facts, settings=facts.settings.without_table("it is measured"))
+        ordered = (*facts.ordered.settings.held_by_device,)
+        facts = replace(facts, device=None)
+        plan = plan_for(facts)
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype = facts.sizes, facts.dtype
         absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
-        ordered = (*under(engine.facts, Standing()).settings.held_by_device,)
     return Subject(
         arguments.model or arguments.sizes,
         replace(sizes, tokens=(1, max(tokens))),
@@ -259,7 +258,7 @@ def _subject(
     )
 
 
-def _of_device(subject: Subject, table: Table) -> Iterator[str]:
+def _of_device(subject: Subject, table: Tuned) -> Iterator[str]:
     """What the reader must know of a default that an engine on this device does not have."""
     if ops := [op for op in subject.ordered if op in table.ops]:
         yield (
@@ -336,11 +335,11 @@ def _powers(largest: int) -> tuple[int, ...]:
     return tuple(sorted({1 << n for n in range(largest.bit_length())} | {largest}))
 
 
-def show(path: str, table: Table, remarks: Iterable[str] = ()) -> None:
+def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:
     """Print a table."""
     say(path)
     if table.ops:
-        say(f"{table.mode}, {table.dtype}, {table.identity['device']}; {table.seconds:.0f} s")
+        say(f"{table.mode}, {table.dtype}, {table.holds['device']}; {table.seconds:.0f} s")
         headings = ("op", "default", "up to", "choice", "µs", "quartiles", "default's µs", "ratio")
         print_table(headings, [row for op in table.ops.items() for row in _rows(*op)])
     else:

@@ -133,7 +133,7 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
     """What a device is, for a report."""
     import torch
 
-    from vllm_fl.engine.identity import cpu_name
+    from ..operate.identity import cpu_name
 
     facts: dict[str, Any] = {"type": device.type}
     if device.type == "cuda":

@@ -13,8 +13,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
-from vllm_fl.settings.table import DEFAULT, Figure, Row
 from vllm_fl.text import quote
+
+from .tuned import DEFAULT, Figure, Row
 
 __all__ = [
     "ROOM",

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
-from vllm_fl.engine.identity import THREADS, identity
 from vllm_fl.engine.plan import Plan
-from vllm_fl.engine.tables import standing
 from vllm_fl.errors import LockError
 from vllm_fl.integration.carried import turned_on
 from vllm_fl.integration.engines import Engine
@@ -26,6 +24,8 @@ from vllm_fl.settings.lock import Locked
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import HIDDEN, is_secret, scrub
+
+from .identity import identity
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,6 @@ def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) 
         "setting": _settings(facts.settings),
         "variable": _variables(),
     }
-    found.pop(THREADS, None)  # how many an engine has is not known before it starts
     if device.type == "cuda" and torch.distributed.is_nccl_available():
         nccl: Any = torch.cuda.nccl
         found["nccl"] = ".".join(map(str, nccl.version()))
@@ -84,8 +83,7 @@ def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) 
         model = config.model_config.hf_config.to_dict()
         found["argument"] = _arguments(facts, config)
         found["model configuration"] = _plain({k: v for k, v in model.items() if k[0] != "_"})
-        table = standing(facts, snapshot, device, serves=False)
-        found["plan"] = labels(plan_for(facts, table=table))
+        found["plan"] = labels(plan_for(facts))
     return found
 
 
@@ -198,9 +196,11 @@ def _settings(settings: Settings) -> dict[str, Any]:
         for key, setting in settings.chosen.items()
         if FREE.fullmatch(key) is None
     }
-    if (pinned := settings.pinned) is not None:
-        verdict = pinned.table.accepted
-        found["table"] = f"{pinned.digest}, accepted {verdict is not None and verdict.accepted}"
+    if settings.tuned is not None:
+        found["table"] = {
+            op: [f"{each.devices}: {each.order}" for each in orders if each.of_table]
+            for op, orders in settings.by_device.items()
+        }
     return found
 
 

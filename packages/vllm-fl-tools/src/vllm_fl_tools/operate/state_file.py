@@ -1,4 +1,4 @@
-"""Files that say what is so now: a worker's own, written anew from a thread until it ends."""
+"""Files with the current state of a worker, written by a thread again and again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = get_logger("engine")
 
 
 def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
-    """A worker's own file beside the one that the user names.
+    """Return the path of a worker's file, made from the one that the user sets.
 
     Args:
         named: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second
