@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from vllm_fl.plugins.discovery import unmatched
 from vllm_fl.plugins.plugin import Plugin
-from vllm_fl.settings.names import uses
-from vllm_fl.settings.policy import OpOrder
-from vllm_fl.settings.schema import CONFIG, Setting, Settings, overridden, undo
-from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP, PLATFORMS
+from vllm_fl.settings.schema import CONFIG, Settings, overridden, undo
 
 from ._installed import Problem
 
@@ -76,38 +72,16 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def find_disagreements(settings: Settings) -> Iterator[Problem]:
-    """Where the platform files of several distributions contradict each other.
-
-    Orders of which the same files say the same make one finding, which names every op.
-    """
-    alike: dict[object, list[Setting]] = {}
+    """Find settings that the policy files of several backends set differently."""
     for setting in settings.values():
         if setting.disagreements and setting.key not in settings.unowned:
-            listed = isinstance(setting.value, OpOrder)
-            said = str([_shown(value) for value, _ in setting.merged])
-            alike.setdefault(said if listed else setting.key, []).append(setting)
-    for first, *others in alike.values():
-        files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in first.merged)
-        ops = [each.key.removeprefix(ORDER_PREFIX) for each in (first, *others)]
-        where = f", and in the same way about {', '.join(ops[1:])}" if others else ""
-        yield (
-            f"The installed backends disagree about {first.key}{where}.",
-            f"{'. '.join(first.disagreements)}. They set: {files}. In force: "
-            f"{_shown(first.value)}. You decide by setting it: this keeps what is in force.",
-            _decided(first, ops),
-        )
-
-
-def _decided(setting: Setting, ops: Sequence[str]) -> str:
-    """The command by which what is in force becomes the user's own."""
-    order = setting.value
-    if not isinstance(order, OpOrder):
-        text = ",".join(order) if isinstance(order, tuple) else _shown(order)
-        return exported(str(setting.variable), text)
-    if order.eager == order.compiled:
-        return exported(PER_OP, ";".join(f"{op}={order}" for op in ops))
-    told = shlex.quote(json.dumps(dict.fromkeys(ops, order.written)))
-    return f"echo {told} > ops.json; export {OP_CONFIG}=$PWD/ops.json"
+            files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in setting.merged)
+            yield (
+                f"The installed backends disagree about {setting.key}.",
+                f"{'. '.join(setting.disagreements)}. They set: {files}. In force: "
+                f"{_shown(setting.value)}. You decide by setting it: this keeps what is in force.",
+                exported(str(setting.variable), _shown(setting.value)),
+            )
 
 
 def exported(variable: str, text: str) -> str:
@@ -117,26 +91,5 @@ def exported(variable: str, text: str) -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, tuple):
-        return ", ".join(value) or "none"
+        return ",".join(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def find_unknown(settings: Settings) -> Iterator[Problem]:
-    """Ops and allowed vendors in the user's own settings that nobody installed brings.
-
-    Those in a plugin's file are no finding: it speaks of vendors that this machine need not have.
-    """
-    told, chosen = " ".join(settings.warnings), settings.chosen
-    for use in uses(settings):
-        key, name, is_op = use.setting.key, use.name, use.space == "op"
-        # A token that matches nothing is warned of. Layers and plugins' names have owners of their
-        # own; denying harms nobody; and one file may serve several machines.
-        if not is_op and (key != "allow_vendors" or name in PLATFORMS):
-            continue
-        if key in chosen and use.label in settings.unchecked and f"{name!r}" not in told:
-            yield (
-                f"{use.setting.origin}: {key} names the {use.space} {name!r}, which no loaded "
-                "plugin brings.",
-                "It has no effect until a plugin brings it; `vllm-fl plan` lists what there is.",
-                use.setting.undo,
-            )

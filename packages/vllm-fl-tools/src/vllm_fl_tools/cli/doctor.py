@@ -43,7 +43,7 @@ from vllm_fl.text import clean, quote
 from ..operate.identity import device_name
 from . import _bundle
 from ._child import LoadingError, surviving
-from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
+from ._effects import exported, find_disagreements, find_idle, warned
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import describe
 from ._installed import CHECKS, VLLMS, Problem
@@ -372,7 +372,6 @@ class _Examined:
         if self.settings is None:
             return
         yield from find_idle(self.settings, self.plugins)
-        yield from find_unknown(self.settings)
         yield from find_disagreements(self.settings)
 
     def find_table(self) -> Iterator[Finding | Problem]:

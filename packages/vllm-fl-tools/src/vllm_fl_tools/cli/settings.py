@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
         "platform_files": list(settings["platform_files"].value),  # type: ignore[call-overload]
         "settings": as_rows(settings),
         "table": settings.tuned.reason or settings.tuned.file if settings.tuned else None,
-        "unchecked": list(settings.unchecked),
+        "unchecked": [name for name in settings.unchecked if name not in settings.unowned],
         "unowned": list(settings.unowned),
         "warnings": list(settings.warnings),
     }
@@ -78,12 +79,12 @@ def _show(facts: Mapping[str, Any]) -> None:
             say_merged(row["key"], row)
     if facts["table"]:
         say(f"Table: {facts['table']}")
-    if facts["unowned"]:
-        say("Settings that belong to no loaded plugin: they are kept, unchecked, and do nothing:")
-        say("\n".join(f"  {name}" for name in facts["unowned"]))
-    if unknown := [name for name in facts["unchecked"] if name not in facts["unowned"]]:
-        say("Names that nobody here could check, or that nobody installed knows:")
-        say("\n".join(f"  {name}" for name in unknown))
+    for title, names in (
+        ("Settings without a loaded plugin, which have no effect", facts["unowned"]),
+        ("Names that no installed distribution provides", facts["unchecked"]),
+    ):
+        if names:
+            say("\n  ".join([f"{title}:", *names]))
     for warning in facts["warnings"]:
         say(f"Warning: {warning}")
 
@@ -137,13 +138,8 @@ def _plain(key: str, value: object) -> Any:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return "; ".join(
-            f"{key}: ({_text(each)})" if isinstance(each, dict) else f"{key}: {_text(each)}"
-            for key, each in value.items()
-        )
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if isinstance(value, dict | bool):
+        return json.dumps(value)
     return "-" if value is None else str(value)
