@@ -251,27 +251,25 @@ def _annotation(annotation: object) -> str:
 
 
 def _show(facts: Mapping[str, Any]) -> None:
-    op = facts["op"]
-    _show_heading(op)
+    _show_heading(facts["op"])
     for view in facts["modes"]:
         _show_view(view)
     if facts["table"]:
         say(f"\n{facts['table']}.")
     if facts["devices"]["orders"]:
         here = facts["devices"]["here"] or "no device that vLLM knows the class of"
-        say(f"\nIts order differs by device; here is {here}:")
-        say("\n".join(f"  {order}" for order in facts["devices"]["orders"]))
+        say(
+            "\n  ".join(
+                [f"\nIts order differs by device; here is {here}:", *facts["devices"]["orders"]]
+            )
+        )
     if facts["places"]:
         say(f"\nInside vLLM it runs in: {'; '.join(facts['places'])}.")
     if facts["bypasses"]:
-        say("This is not reached, whatever the policy says:")
-    for bypass in facts["bypasses"]:
-        say(f"  - {bypass}")
+        say("\n  - ".join(["This is not covered, whatever the policy says:", *facts["bypasses"]]))
     if facts["merged"]:
         say()
         say_merged("The order", facts["merged"])
-        if facts["merged"]["disagreements"]:
-            say(f"  VLLM_FL_PER_OP='{op}=…' decides it.")
     for said in facts["unmatched"]:
         say(f"\nWarning: {said}")
     if error := facts["replaced"]["error"]:
@@ -297,33 +295,40 @@ def _show_heading(op: str) -> None:
 
 
 def _show_view(view: Mapping[str, Any]) -> None:
-    """What is selected, and every candidate, in one mode: of each row, where it has rows."""
+    """Print the selected implementation and every candidate in one mode, by size if it matters."""
     where = WHERE[view["mode"]].capitalize()
-    note = f"\n{view['note']}" * bool(view["note"])
     if view["rows"]:
         say(f"\n{where}, by the size of a call  ({view['origin']}):")
         for row in view["rows"]:
             _show_order(f"at most {row['up_to']} tokens", row)
         _show_order("more tokens", view)
     else:
-        _show_order(f"\n{where}", view, note, f"  ({view['origin']})")
+        _show_order(f"\n{where}", view, view["note"], f"  ({view['origin']})")
 
 
 def _show_order(what: str, view: Mapping[str, Any], note: str = "", origin: str = "") -> None:
-    """What is selected, and every candidate, of a mode or of one row of it."""
-    nothing = "nothing" if note else "nothing may run"
-    say(f"{what}: {view['selected'] or nothing}{note}")
+    """Print the selected implementation and every candidate of a mode, or of one size in it."""
+    say(f"{what}: {view['selected'] or 'nothing'}")
+    if note:
+        say(note)
+    elif view["selected"] is None:
+        say("Nothing may run. Install a backend (pip install vllm-fl-reference), or admit one.")
     if view["order"]:
         say(f"order {' | '.join(view['order'])}{origin}")
     if view["candidates"]:
+        rows = [
+            (
+                each["impl_id"],
+                each["kind"],
+                each["priority"],
+                f"{each['distribution']} {each['version']}" if each["distribution"] else None,
+                each["status"],
+                each["reason"],
+            )
+            for each in view["candidates"]
+        ]
         print_table(
-            ["implementation", "kind", "priority", "distribution", "status", "reason"],
-            [_row(candidate) for candidate in view["candidates"]],
-        )
-    if view["selected"] is None and not note:
-        say(
-            "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
-            "one of the rejected ones."
+            ["implementation", "kind", "priority", "distribution", "status", "reason"], rows
         )
 
 
@@ -375,15 +380,3 @@ def _show_contract(op: str, *, as_json: bool) -> int:
 def documentation_of(spec: OpSpec) -> str:
     """What the contract says of the op, in its own words."""
     return inspect.getdoc(spec.oracle) or ""
-
-
-def _row(candidate: dict[str, Any]) -> tuple[object, ...]:
-    brought_by = candidate["distribution"]
-    return (
-        candidate["impl_id"],
-        candidate["kind"],
-        candidate["priority"],
-        f"{brought_by} {candidate['version']}" if brought_by else None,
-        candidate["status"],
-        candidate["reason"],
-    )
