@@ -29,7 +29,6 @@ CONTENTS = {
     "report": "worker",
     "coverage": "coverage",
     "results": "verification",
-    "plan": "plan",
     "culprits": "bisection",
     "table": "table",
 }
