@@ -48,6 +48,7 @@ from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import describe
 from ._installed import CHECKS, VLLMS, Problem
 from ._options import device_of
+from ._progress import progress
 from ._show import answer, print_table, say
 
 CODES: Mapping[str, str] = MappingProxyType(
@@ -100,7 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         draft = arguments.bundle and stack.enter_context(_bundle.draft_of(arguments.bundle))
         found = _examine(arguments)
         if draft:
-            _bundle.write(draft, found, arguments.model, arguments.more)
+            with progress(arguments.verb):
+                _bundle.write(draft, found, arguments.model, arguments.more)
     answer(found, _show, as_json=arguments.json)
     return 1 if found["findings"] else 0
 
