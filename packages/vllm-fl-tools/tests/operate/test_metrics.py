@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,7 +161,14 @@ def writing() -> Iterator[Callable[..., StateFile]]:
 
     def started(path: Path, **options: Any) -> StateFile:
         plan = options.pop("plan", None) or planned()[0]
-        files.append(metrics_file(str(path), lambda: (plan, "f00d"), **{"rank": 0, **options}))
+        engine: Any = SimpleNamespace(
+            plan=plan,
+            digest="f00d",
+            rank=0,
+            replica=0,
+            facts=SimpleNamespace(settings=SimpleNamespace(shadow=None)),
+        )
+        files.append(metrics_file(engine, str(path), lambda: [], **options))
         return files[-1]
 
     yield started

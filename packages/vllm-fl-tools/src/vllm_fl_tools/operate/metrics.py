@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.engine.plan import Plan
 from vllm_fl.settings.schema import Settings
 
 from .state_file import EVERY, StateFile, of_worker
+
+if TYPE_CHECKING:
+    from vllm_fl.integration.engines import Engine
 
 FAMILIES = {
     "vllm_fl_plan_info": "Implementation of each op of the plan.",
@@ -89,35 +92,26 @@ def exposition(
 
 
 def metrics_file(
-    named: str,
-    serving: Callable[[], tuple[Plan, str]],
-    *,
-    rank: int,
-    replica: int = 0,
-    shadow: Callable[[], Mapping[str, Any] | None] = lambda: None,
-    lock_differs: Callable[[], bool] = lambda: False,
-    every: float = EVERY,
+    engine: Engine, named: str, lock: Callable[[], Sequence[str]], *, every: float = EVERY
 ) -> StateFile:
-    """Write a plan's counters to a file until it is closed, and then delete the file.
+    """Write an engine's counters to a file until it is closed, and then delete the file.
 
     Args:
+        engine: the engine.
         named: the file that the user names. Each worker has one of its own in the same directory
             (`of_worker`). The label `engine` is its name without the ending.
-        serving: returns the plan that serves, and its digest.
-        rank: the worker's, within its replica.
-        replica: the index of the data-parallel replica.
-        shadow: returns the shadow's part of the worker's report; None without one.
-        lock_differs: returns whether the engine differs from its lock.
+        lock: returns the differences from the lock.
         every: seconds between two writes.
     """
     path = Path(named)
-    worker = {"engine": path.stem, "dp": str(replica), "rank": str(rank)}
+    worker = {"engine": path.stem, "dp": str(engine.replica), "rank": str(engine.rank)}
 
     def text() -> str | None:
-        plan, digest = serving()
+        plan, settings = engine.plan, engine.facts.settings
         if plan.record.is_aside:  # counters never decrease
             return None
-        return exposition(plan, digest, worker, shadow(), lock_differs=lock_differs())
+        shadow = engine.worker.vllm_fl_report().get("shadow") if settings.shadow else None
+        return exposition(plan, engine.digest, worker, shadow, lock_differs=bool(lock()))
 
-    own = of_worker(path, rank, replica)
+    own = of_worker(path, engine.rank, engine.replica)
     return StateFile(Settings.metrics.variable, path, own, text, every=every)

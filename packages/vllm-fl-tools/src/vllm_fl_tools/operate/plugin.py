@@ -59,18 +59,8 @@ def _files(engine: Any, metrics: str) -> Iterator[None]:
     def differs() -> list[str]:
         return engine.state[Lock].differs if Lock in engine.state else []
 
-    def shadow() -> Any:
-        return engine.facts.settings.shadow and engine.worker.vllm_fl_report().get("shadow")
-
     with session(engine, metrics, differs):
-        file = metrics_file(
-            metrics,
-            lambda: (engine.plan, engine.digest),
-            rank=engine.rank,
-            replica=engine.replica,
-            shadow=shadow,
-            lock_differs=lambda: bool(differs()),
-        )
+        file = metrics_file(engine, metrics, differs)
         try:
             yield
         finally:
