@@ -121,12 +121,12 @@ def test_an_order_by_size_is_shown_row_by_row(fl: Command, plugin: Plugin, tmp_p
     (plain,) = fl(*question, "--json").json()["modes"]
     assert plain["rows"] == []
     # One row in which nothing may run is a finding: a script would fail there.
-    assert fl("explain", "silu_and_mul", "--mode", "script", **variables).status == 1
+    assert fl("explain", "silu_and_mul", "--script", **variables).status == 1
 
 
 def test_an_op_without_anything_is_a_finding(fl: Command, plugin: Plugin) -> None:
     plugin()
-    done = fl("explain", "rms_norm", "--mode", "script")
+    done = fl("explain", "rms_norm", "--script")
     assert done.status == 1
     assert "pip install" in done.out
     assert fl("explain", "rms_norm", "--mode", "eager").status == 0  # vLLM's own path

@@ -85,7 +85,7 @@ _CODE = re.compile(r"\[(FL\d{3})\]")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which engine is looked at; of any model without one."""
-    takes_engine(parser, or_script=False)
+    takes_engine(parser)
     parser.add_argument(
         "--bundle",
         metavar="FILE",

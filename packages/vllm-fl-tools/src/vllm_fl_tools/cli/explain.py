@@ -26,7 +26,7 @@ from vllm_fl.settings.unmatched import unmatched
 from vllm_fl.settings.values import ORDER_PREFIX
 
 from ..operate.described import Described
-from ._engine import WHERE, any_engines, asked_of, entry_of, takes_engine
+from ._engine import any_engines, asked_of, entry_of, takes_engine
 from ._show import UsageError, answer, print_table, say
 from .settings import merged_from, say_merged
 
@@ -39,6 +39,13 @@ NAMED = {
 }
 
 
+WHERE = {
+    "script": "called by a script (call_op)",
+    "eager": "in an engine, eager mode",
+    "compiled": "in an engine, compiled mode",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The op, and the engine's mode."""
     parser.add_argument(
@@ -47,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the op, as `vllm-fl plan` names it; or the code of an error or a finding (FL102)",
     )
     takes_engine(parser)
+    parser.add_argument(
+        "--script",
+        dest="mode",
+        action="store_const",
+        const="script",
+        help="what a script gets (call_op), outside of an engine",
+    )
     parser.add_argument(
         "--contract",
         action="store_true",

@@ -31,7 +31,7 @@ STOCK = "stock"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which engine, and what its plan is compared with."""
-    takes_engine(parser, or_script=False)
+    takes_engine(parser)
     parser.usage = "%(prog)s [options] [--model DIR [vLLM's arguments]]"
     parser.add_argument(
         "--diff",
