@@ -118,18 +118,12 @@ def test_one_that_ends_the_process_is_named_by_the_next_one_and_imported_by_no_v
         ("fl-sound,fl-broken-import", "ok", "failed"),
     ],
 )
-def test_narrowing_and_strictness(installed: Installed, only: str, sound: str, broken: str) -> None:
-    """A plugin that VLLM_FL_PLUGINS leaves out cannot fail; one it loads does, when strict."""
+def test_narrowing(installed: Installed, only: str, sound: str, broken: str) -> None:
+    """A plugin that VLLM_FL_PLUGINS leaves out cannot fail."""
     listed = installed.plugins(VLLM_FL_PLUGINS=only)
     statuses: dict[str, Any] = {name: plugin["status"] for name, plugin in listed.items()}
     expected = dict.fromkeys([EXITS, *BROKEN], "disabled")
     assert statuses == {**expected, "fl-sound": sound, "fl-broken-import": broken}
-    strict = {"VLLM_FL_PLUGINS": only, "VLLM_FL_STRICT_PLUGINS": "1"}
-    done = installed.command("plan", **strict)
-    if broken == "failed":
-        assert done.returncode == 1
-        assert done.stderr.count("libacme.so.3: cannot open shared object file") == 1
-        assert "VLLM_FL_STRICT_PLUGINS=1 makes this an error" in done.stderr
 
 
 def test_the_older_forms_are_found_by_their_entry_points(install: Install) -> None:

@@ -51,7 +51,6 @@ def every_setting(folder: Path) -> dict[str, tuple[str, str, Any]]:
         "shadow": ("VLLM_FL_SHADOW", "0.5", "0.5"),
         "plugins": ("VLLM_FL_PLUGINS", ",".join(plugins), plugins),
         "plugin_modules": ("VLLM_FL_PLUGIN_MODULES", ",".join(modules), modules),
-        "strict_plugins": ("VLLM_FL_STRICT_PLUGINS", "1", True),
         "flagcx_path": ("FLAGCX_PATH", path, path),
         "vendor_watch_folder": ("VLLM_FL_VENDOR_WATCH_FOLDER", path, path),
         "op_backends.rms_norm": ("VLLM_FL_PER_OP", "rms_norm=vendor|reference", RMS_NORM),

@@ -189,7 +189,6 @@ class Settings(Mapping[str, Setting]):
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
     )
     """Modules that are loaded as plugins."""
-    strict_plugins = SettingSpec("strict_plugins", "VLLM_FL_STRICT_PLUGINS", False)
     """Whether a plugin that fails ends the start."""
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
     """Where FlagCX lies, or None."""

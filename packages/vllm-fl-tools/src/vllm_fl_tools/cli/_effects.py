@@ -49,9 +49,6 @@ def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem
             f"{settings['deny_vendors'].named} denies it too, and deny beats allow.",
             exported(Settings.allow_vendors.variable, kept) if is_variable else allowed.undo,
         )
-    loaded = [plugin for plugin in plugins if plugin.status != "disabled"]
-    if settings.strict_plugins and not loaded:
-        yield from idle(["strict_plugins"], "No plugin is loaded.")
     for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
         yield (
             line,

@@ -353,13 +353,7 @@ class _Examined:
             yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
             for failure in errors:
                 yield _plugin_finding(str(failure.plugin), failure)
-            # Said already: it must not end the reading of the rest.
-            env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
-            self.settings = read_settings(
-                self.registry,
-                env if errors or self.failing else os.environ,
-                platform=where,
-            )
+            self.settings = read_settings(self.registry, platform=where)
         except SettingsError as error:
             yield (
                 str(error),
