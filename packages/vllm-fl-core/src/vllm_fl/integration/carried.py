@@ -80,7 +80,7 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
     if not isinstance(entry, Carried):
         raise SettingsError(
             f"additional_config: {KEY!r} is vllm-fl's own entry and cannot be set by hand; "
-            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl policy` shows them). "
+            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl settings` shows them). "
             "Remove it.",
             key=KEY,
             origin="additional_config",
