@@ -370,7 +370,6 @@ SPEC = contract(
     group="moe",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"hidden_states", "topk_weights", "topk_ids"}),
     part=_part,
     second_form=_dense,
     tolerances={
