@@ -338,10 +338,9 @@ def assert_same_bits(got: Any, want: Any) -> None:
 @pytest.fixture(scope="module")
 def plan() -> Iterator[Plan]:
     """The plan of an eager engine that runs this package alone, with the layers replaced."""
-    from vllm_fl.integration.patchers.layers import replace_layers
+    from vllm_fl.integration.patchers.layers import in_tables, ours
 
-    with set_current_vllm_config(VllmConfig()), torch.no_grad():
-        replace_layers()
+    with set_current_vllm_config(VllmConfig()), torch.no_grad(), in_tables(ours()):
         settings = load_settings({"VLLM_FL_PREFER": "reference"})
         yield make_plan(get_default_manager(), EngineFacts(settings, "eager"))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from ..plugins.installed import installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +35,6 @@ class EngineFacts:
         attention_backend: the name of the attention backend that vLLM was told to take, or None.
         batch_invariant: whether vLLM was told to use its batch-invariant kernels.
         compile_backend: what vLLM compiles the model with; empty for its default.
-        passes_on: vLLM's passes that are on, of those that take an op of ours into a kernel of
-            their own.
         passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
         absent: the ops that the model cannot have, as their bindings read its configuration, and
             those that only layers run, of which it has none.
@@ -55,18 +55,38 @@ class EngineFacts:
     communicator: CommunicatorRequest | None = None
     layers: LayerRequest | None = None
     custom_ops: tuple[str, ...] = ()
-    ir_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ir_priority: Mapping[str, Sequence[str]] = field(default_factory=dict)
     attention_backend: str | None = None
     batch_invariant: bool = False
     compile_backend: str = ""
-    passes_on: frozenset[str] = frozenset()
-    passes_off: tuple[str, ...] = ()
+    passes_off: Sequence[str] = ()
     absent: frozenset[str] = frozenset()
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]] = field(default_factory=dict)
     captured: tuple[int, ...] = ()
     by_range: bool = False
     foreign: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     device: Device | None = None
+
+    @property
+    def ordered(self) -> EngineFacts:
+        """Return these facts with the orders for the device among the settings."""
+        settings = self.settings.with_devices(self.device, self.mode)
+        return self if settings is self.settings else replace(self, settings=settings)
+
+    def with_checked_table(self) -> EngineFacts:
+        """Return these facts without the orders of a table that does not hold here."""
+        table = self.settings.tuned
+        if table is None:
+            return self
+        device = self.device.name if self.device else ""
+        why = table.differs(device, installed_version)
+        if not why and not any(
+            order.of_table and order.order.rows(self.mode)
+            for orders in self.settings.by_device.values()
+            for order in orders
+        ):
+            why = f"it has no orders for {self.mode} engines"
+        return replace(self, settings=self.settings.without_table(why)) if why else self
 
     @property
     def wants_invariance(self) -> str:
