@@ -11,13 +11,7 @@ from vllm_fl.contracts.spec import ModelSizes, Sample
 
 from .common import contract, outside
 from .rotary_embedding import SPEC as ROTARY
-from .rotary_embedding import (
-    TABLE,
-    by_complex_numbers,
-    heads_of_qkv,
-    served_positions,
-    tables,
-)
+from .rotary_embedding import TABLE, by_complex_numbers, heads_of_qkv, served_positions, tables
 
 if TYPE_CHECKING:
     import torch

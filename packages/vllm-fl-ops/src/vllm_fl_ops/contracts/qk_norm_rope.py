@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import (
-    flag,
-    integer,
-    integers,
-    like,
-    scalar,
-    tensor,
-)
+from vllm_fl.contracts.arguments import flag, integer, integers, like, scalar, tensor
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
