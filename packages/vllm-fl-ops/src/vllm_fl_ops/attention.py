@@ -1,4 +1,4 @@
-"""What backends of paged attention share: refusals, and a KV cache of all keys, then all values."""
+"""Shared code of paged attention backends: refusals, and a cache of all keys, then all values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KV_CACHE_DTYPES = (None, "auto", *HALVES)
 def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | None:
     """Return why a kernel for decoders in half precision cannot compute a request, or None.
 
-    A flag that is not known to work is refused, such as one that a newer vLLM adds.
+    Unknown flags, such as those that a newer vLLM adds, are refused.
 
     Args:
         request: the request.
@@ -40,12 +40,12 @@ def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | No
     if (kind := extras.get("attn_type", "decoder")) != "decoder":
         return f"{backend} is for decoders, not {kind}"
     if extras.get("is_hybrid"):
-        return f"{backend} has no cache in pieces, as beside layers that keep states"
+        return f"{backend} supports no split cache, which models with state layers use"
     return None
 
 
 class InPlanes:
-    """The methods of vLLM's `AttentionBackend` by which a layer has all keys, then all values."""
+    """The methods of vLLM's `AttentionBackend` for a cache of all keys, then all values."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:

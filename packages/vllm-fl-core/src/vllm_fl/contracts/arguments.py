@@ -100,7 +100,7 @@ class Tensor(Argument):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether the first dimension is that of the tokens."""
+        """Whether the first dimension has a row for each token."""
         return self.shape.split(", ")[0] in ("tokens", "...")
 
     def meet(self, x: torch.Tensor, call: Call) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""Compile what an implementation takes: calls that keep the contract, and rules of its own."""
+"""Compile the check of an implementation's calls: the contract, and further rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     Args:
         spec: the contract.
         rules: each may use the parameters, the sizes in the contract's shapes, and `torch`. A size
-            of which an argument is None is None, too.
+            that an argument of None would have is None.
 
     Raises:
         ValueError: a rule uses another name.
@@ -73,7 +73,7 @@ def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool])
     Args:
         name, argument: the argument.
         spec: the contract.
-        sizes: the names that are known, and whether every call has them; new ones are added.
+        sizes: the known names -> whether every call has a value for them; new names are added.
     """
     where = [_unless(re.sub(r"\bvalue\b", name, argument.where))] if argument.where else []
     if not isinstance(argument, Tensor):
@@ -101,7 +101,7 @@ def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool])
 
 
 def _sizes(argument: Tensor, sizes: dict[str, bool]) -> Iterator[str]:
-    """Yield statements that compare `_shape` with what is declared, and name new sizes."""
+    """Yield statements that compare `_shape` with the declared shape, and set new sizes."""
     texts = argument.shape.split(", ")
     leads = texts[0] == "..."
     yield _unless(f"len(_shape) {'>=' if leads else '=='} {len(texts) - leads}")
@@ -123,7 +123,7 @@ def _sizes(argument: Tensor, sizes: dict[str, bool]) -> Iterator[str]:
 
 
 def _dtype(name: str, spec: OpSpec) -> str:
-    """Return the source of a dtype, by its own name or by that of an argument."""
+    """Return the source of a dtype, given its name or the name of an argument."""
     if name not in spec.parameters:
         return f"torch.{name}"
     return (

@@ -126,7 +126,7 @@ def _relu2_by_sign(x: torch.Tensor) -> torch.Tensor:
 
 
 LEARNED = ("alpha_p", "alpha_n", "beta", "eps")
-"""The arguments beside x, which a layer has under these names."""
+"""The other arguments, which are attributes of the layer with these names."""
 
 
 def xielu(
