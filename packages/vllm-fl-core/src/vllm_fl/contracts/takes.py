@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import inspect
 import math
 import re
@@ -13,7 +14,7 @@ from typing import Any
 from .arguments import DIMENSION, FLOATING, Argument, Tensor
 from .spec import OpSpec
 
-__all__ = ["Rule", "supports_of"]
+__all__ = ["Rule", "checked", "supports_of"]
 
 Rule = str | Callable[..., object]
 """An expression of arguments and sizes; or a function of some of them: True, or a reason."""
@@ -36,7 +37,7 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     """
     import torch
 
-    scope: dict[str, Any] = {"__name__": __name__, "torch": torch, "_inf": math.inf}
+    scope: dict[str, Any] = {"torch": torch, "_inf": math.inf}
     scope |= {"_broken": BROKEN, "_needs": _needs}
     sizes, checks = dict.fromkeys(spec.parameters, True), []
     for name, argument in spec.arguments.items():
@@ -64,7 +65,20 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     code = _block(f"def supports({', '.join(heads)}):", [*unmet, *checks, "return True"])
     exec("\n".join(code), scope)
     supports: Callable[..., object] = scope["supports"]
+    supports.__module__ = __name__
     return supports
+
+
+def checked(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
+    """`fn`, raising ValueError for a call that `supports` refuses."""
+
+    @functools.wraps(fn)
+    def check(*args: Any, **kwargs: Any) -> Any:
+        if (reason := supports(*args, **kwargs)) is not True:
+            raise ValueError(reason)
+        return fn(*args, **kwargs)
+
+    return check
 
 
 def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..contracts import OpSpec
 from ..contracts.spec import differs
-from ..contracts.takes import supports_of
+from ..contracts.takes import checked, supports_of
 from .types import OpImpl, older_probe, parameters_of
 
 Parameters = Sequence[inspect.Parameter]
@@ -54,6 +54,8 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None and not impl.needs_layer:
         supports = supports_of(spec, impl.takes)
+        if impl.traceable and not impl.takes:  # with `supports` it would be opaque
+            fn, supports = checked(fn, supports), None
     traced = _spread_out(impl.traced, tuple(spec.signature.parameters.values()))
     consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())
     told = parameters_of(fn)

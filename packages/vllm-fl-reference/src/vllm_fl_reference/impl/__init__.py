@@ -19,8 +19,7 @@ def implementations(
     Args:
         functions: each an op.
         consumes: the arguments that each of them overwrites.
-        traceable: whether a compiler may look inside. If not, a call that breaks the contract is
-            refused before; PyTorch would compute some of them in silence.
+        traceable: whether a compiler may look inside.
     """
     return tuple(
         OpImpl(
@@ -30,7 +29,7 @@ def implementations(
             fn if consumes else _packed(fn),
             consumes=frozenset(consumes),
             traceable=traceable,
-            takes=None if traceable else (),
+            takes=(),  # PyTorch would broadcast, promote or truncate in silence
         )
         for fn in functions
     )
