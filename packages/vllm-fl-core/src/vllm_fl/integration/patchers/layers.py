@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from ...contracts import OpSpec
 from ...contracts.binding import LayerTarget
 from ...dispatch import dispatch_method
 from ...dispatch.chain import Chain
@@ -251,28 +249,6 @@ def forget_shared_layers() -> None:
         table = shared_table(path)
         if table is not None:
             table.clear()
-
-
-def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
-    """A layer of vLLM's own class that provides what a contract takes from its layer.
-
-    For verifying an implementation that is handed the layer. Nothing of the class's constructor
-    runs, which would choose an implementation.
-
-    Args:
-        spec: the contract.
-        provided: the parameters of `spec.from_layer`, by name.
-    """
-    stand_in = spec.layer(**provided)
-    base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)
-    if base is None:
-        return stand_in
-    layer: Any = object.__new__(base)
-    torch.nn.Module.__init__(layer)
-    for name, value in vars(stand_in).items():
-        is_weight = isinstance(value, Tensor)
-        setattr(layer, name, torch.nn.Parameter(value, False) if is_weight else value)
-    return layer
 
 
 def _dispatch_forward(base: type) -> Callable[..., Any]:
