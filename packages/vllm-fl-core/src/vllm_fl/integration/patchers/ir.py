@@ -129,22 +129,18 @@ def bind_provider(engine: Engine, *, by_range: bool = False) -> None:
     engine.state[Ir] = planned
 
 
-def natives() -> dict[str, Callable[..., Any] | None]:
-    """Return op -> vLLM's implementation of it in its layers."""
-    layers = reversed(targets(installed_bindings(), LayerTarget))
-    return {op: target.native for op, target in layers}
-
-
-def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget]) -> Chain:
-    """Return the candidates of an op of vLLM's IR in compiled code.
+def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Chain:
+    """Return the candidates of an op in compiled code, the last one as vLLM's layers compute it.
 
     Args:
         plan: the plan.
         op: the op; it must not be stock.
-        of_op: its targets in the IR.
+        of_op: its targets.
     """
+    layers = targets(installed_bindings(), LayerTarget)
+    native = next((target.native for of, target in layers if of == op), None)
     grants = frozenset(name for target in of_op for name in target.grants)
-    return plan.chain(op, grants, last=stock_form(op, natives().get(op)))
+    return plan.chain(op, grants, last=stock_form(op, native))
 
 
 def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:

@@ -36,8 +36,8 @@ from ...settings.loading import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, stock_form, targets
-from .ir import ir_ops, natives
+from ..targets import installed_bindings, planned, stock_form, targets
+from .ir import chain_of, ir_ops
 from .lookups import named
 
 if TYPE_CHECKING:
@@ -369,17 +369,16 @@ class Layers(Patcher):
 
     def by_range(self, plan: Plan) -> dict[str, Chain]:
         """Return the ops that are operators in compiled graphs, and write over no argument."""
-        found: dict[str, Chain] = {}
-        in_ir, own = ir_ops(), natives()
-        grants: dict[str, frozenset[str]] = {}
-        for op, target in targets(installed_bindings(), LayerTarget):
-            grants[op] = grants.get(op, frozenset()) | frozenset(target.grants)
-        for op, entry in plan.entries.items():
-            if entry.ceilings and plan.mode == "compiled" and op in grants and op not in in_ir:
-                chain = plan.chain(op, grants[op], last=stock_form(op, own.get(op)))
-                if not all(mutated(chain, variant) for variant in chain.spec.variants):
-                    found[op] = chain
-        return found
+        by_op: dict[str, list[LayerTarget]] = {}
+        for op, target in planned(plan, LayerTarget):
+            if plan.mode == "compiled" and plan.entries[op].ceilings and op not in ir_ops():
+                by_op.setdefault(op, []).append(target)
+        chains = {op: chain_of(plan, op, of_op) for op, of_op in by_op.items()}
+        return {
+            op: chain
+            for op, chain in chains.items()
+            if not all(mutated(chain, variant) for variant in chain.spec.variants)
+        }
 
     def contents(self, plan: Plan) -> dict[str, Any]:
         """Return the other plugins' classes that compute, also below ours, with their code."""
