@@ -23,6 +23,7 @@ from vllm_fl.contracts.binding import LayerTarget
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN
 from vllm_fl.engine.plan import Plan
+from vllm_fl.engine.start_line import line, notes
 from vllm_fl.integration import entry
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import targets
@@ -152,8 +153,8 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
     for order in (["vendor"], ["foreign", "vendor"], ["foreign", "stock"]):
         left = plan(*order)
         assert type(built(left)) is theirs and left.is_stock("silu_and_mul")
-        assert "silu_and_mul=foreign" in left.line()
-        assert any("layer SiluAndMul is " in note for note in left.notes())
+        assert "silu_and_mul=foreign" in line(left)
+        assert any("layer SiluAndMul is " in note for note in notes(left))
     kept = plan("vendor", "foreign", notes={"silu_and_mul": "oot_blacklist names SiluAndMul"})
     assert type(built(kept)) is theirs and kept.entries["silu_and_mul"].label == "foreign"
     assert type(built(plan("stock", "foreign"))) is SiluAndMul

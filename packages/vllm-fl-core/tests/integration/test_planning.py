@@ -38,7 +38,6 @@ from vllm_fl.integration.planning import (
     facts_of,
     note_user_priority,
     plan_for,
-    refuse_batch_invariance,
 )
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -283,17 +282,6 @@ def test_a_wrong_setting_ends_a_start_with_its_own_code(monkeypatch: pytest.Monk
     told = "".join(traceback.format_exception(error))
     assert told.count("Traceback (most recent call last)") == 1
     assert "`vllm-fl explain FL102`" in told
-
-
-def test_on_the_cpu_vllm_has_no_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_batch_invariance("cpu")
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    refuse_batch_invariance("cuda")
-    with pytest.raises(SettingsError) as caught:
-        refuse_batch_invariance("cpu")
-    assert caught.value.key == "VLLM_BATCH_INVARIANT"
-    assert str(caught.value).count("\n") == 0
-    assert "VLLM_FL_REQUIRE=batch_invariant" in str(caught.value), "what to do instead"
 
 
 def test_only_what_we_turned_on_is_turned_off_again() -> None:

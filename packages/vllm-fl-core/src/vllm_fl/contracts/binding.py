@@ -138,8 +138,8 @@ class Contract:
 
     Args:
         spec: what the op is.
-        binding: the module that has its `BINDING`, as `acme.bindings.acme_op`; None for an op that
-            vLLM has no target for, and that scripts call.
+        binding: the module with its `BINDING`, such as `acme.bindings.acme_op`, or with a mapping
+            from ops to bindings; None for an op that vLLM has no target for, and that scripts call.
     """
 
     spec: OpSpec
@@ -152,11 +152,6 @@ class Contract:
             raise ValueError(
                 f"Contract: the op's name, which is its oracle's, is {self.name!r}; expected "
                 "lower-case letters, digits and underscores"
-            )
-        if not isinstance(self.binding, str | None):
-            raise TypeError(
-                f"Contract of {self.name}: binding is {self.binding!r}; expected a module's path, "
-                "as 'acme.bindings.acme_op', or None"
             )
 
     @property

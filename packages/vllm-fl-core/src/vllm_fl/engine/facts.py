@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from ..plugins.installed import installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +66,27 @@ class EngineFacts:
     by_range: bool = False
     foreign: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     device: Device | None = None
+
+    @property
+    def ordered(self) -> EngineFacts:
+        """Return these facts with the orders for the device among the settings."""
+        settings = self.settings.with_devices(self.device, self.mode)
+        return self if settings is self.settings else replace(self, settings=settings)
+
+    def with_checked_table(self) -> EngineFacts:
+        """Return these facts without the orders of a table that does not hold here."""
+        table = self.settings.tuned
+        if table is None:
+            return self
+        device = self.device.name if self.device else ""
+        why = table.differs(device, installed_version)
+        if not why and not any(
+            order.of_table and order.order.rows(self.mode)
+            for orders in self.settings.by_device.values()
+            for order in orders
+        ):
+            why = f"it has no orders for {self.mode} engines"
+        return replace(self, settings=self.settings.without_table(why)) if why else self
 
     @property
     def wants_invariance(self) -> str:

@@ -51,6 +51,17 @@ def vllm_release() -> tuple[str, str] | None:
     return None
 
 
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution, or None; of `vllm`, whichever distribution it is."""
+    if name == "vllm":
+        release = vllm_release()
+        return release[1] if release else None
+    try:
+        return str(distribution(name).version)
+    except PackageNotFoundError:
+        return None
+
+
 def canonical(name: str) -> str:
     """A distribution's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()

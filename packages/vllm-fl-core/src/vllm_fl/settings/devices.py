@@ -1,14 +1,13 @@
-"""Orders that a settings file has for some devices alone, and the device that they may hold for.
+"""Orders for some devices only: those that backends ship, a user's own, and those of a table.
 
-A backend ships what it has measured on a class of devices, with the figure. What a file says of a
-device's class lies above its lists for all devices; see `Settings.with_devices`.
+An order for a device wins over the lists for all devices; see `Settings.with_devices`.
 """
 
 from __future__ import annotations
 
-import datetime
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from .policy import Mode, OpOrder, Rows, Token, joined
@@ -31,26 +30,6 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The figure for which an order was written.
-
-    Args:
-        date: the day.
-        device: the name of the device.
-        ratio: of what it says; above 1 the order is the faster one.
-        what: what was measured.
-    """
-
-    date: datetime.date
-    device: str
-    ratio: float
-    what: str
-
-    def __str__(self) -> str:
-        return f"measured {self.date} on {self.device}: {self.ratio:g} times as fast in {self.what}"
-
-
-@dataclass(frozen=True)
 class DeviceOrder:
     """One op's order on the devices of one section.
 
@@ -60,14 +39,16 @@ class DeviceOrder:
         origin: where it stands, as a setting's.
         capability: the compute capability of the devices, or empty for any.
         name: a pattern of their names, as `NVIDIA H100*`; or empty for any.
-        measured: the figure; None where a user wrote none.
+        measured: the measurement, in words; empty if a user wrote none.
+        of_table: whether it is in the file that the setting `table` names.
     """
 
     order: OpOrder
     origin: str
     capability: str = ""
     name: str = ""
-    measured: Measured | None = None
+    measured: str = ""
+    of_table: bool = False
 
     @property
     def devices(self) -> str:
@@ -78,7 +59,7 @@ class DeviceOrder:
     @property
     def why(self) -> str:
         """Where it stands, and the figure."""
-        return ", ".join(map(str, filter(None, (self.origin, self.measured))))
+        return ", ".join(filter(None, (self.origin, self.measured)))
 
     def holds(self, device: Device) -> bool:
         """Whether it is for this device."""
@@ -94,6 +75,45 @@ class DeviceOrder:
 
     def __str__(self) -> str:
         return f"on devices of {self.devices}: {self.order} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The file of `vllm-fl tune` that the setting `table` names, and what its orders hold for.
+
+    Args:
+        file: the file.
+        vllm: the release of vLLM; empty for any.
+        device: the name of the device; empty for any.
+        distributions: name -> version of what was measured.
+        unused: why its orders have no effect in an engine; empty if they have.
+    """
+
+    file: str
+    vllm: str = ""
+    device: str = ""
+    distributions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    unused: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why it has no effect, in a sentence without its full stop."""
+        return f"The table {self.file} has no effect: {self.unused}" if self.unused else ""
+
+    def differs(self, device: str, version: Callable[[str], str | None]) -> str:
+        """Return the first value that differs here; empty if none does.
+
+        Args:
+            device: the name of the device.
+            version: returns the version of a distribution, or None; of vLLM by `vllm`.
+        """
+        held = {"vllm": self.vllm} if self.vllm else {}
+        for name, then in {**held, **self.distributions}.items():
+            if (now := version(name)) != then:
+                return f"{name} is {now or 'not installed'}, and it was measured with {then}"
+        if self.device not in ("", device):
+            return f"the device is {device or 'unknown'}, and it was measured on {self.device}"
+        return ""
 
 
 def capability_of(text: str) -> str:

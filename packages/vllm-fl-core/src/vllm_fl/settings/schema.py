@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
-from .devices import Device, DeviceOrder
+from .devices import Device, DeviceOrder, Table
 from .policy import PREFERENCES, Mode, OpOrder, SelectionPolicy
 from .values import (
     DEVICES,
@@ -25,14 +25,12 @@ from .values import (
     ORDER_PREFIX,
     PER_OP,
     read_platform,
-    read_prefer,
     read_share,
     wrong,
 )
 
 if TYPE_CHECKING:
     from .lock import Locked
-    from .table import Pinned
 
 CONFIG = "VLLM_FL_CONFIG"
 
@@ -83,6 +81,11 @@ class Setting:
             return f"{variable}={text.lower() if isinstance(self.value, bool) else text}"
         return f"{self.key}={text} ({self.origin})"
 
+    def replaced(self, value: object, origin: str) -> Setting:
+        """Return this setting with another value, which overrides its own."""
+        overrides = ((self.value, self.origin), *self.overrides)
+        return dataclasses.replace(self, value=value, origin=origin, overrides=overrides)
+
     @property
     def undo(self) -> str:
         """The command that takes it away, or that opens the file which has it."""
@@ -110,8 +113,7 @@ class Settings(Mapping[str, Setting]):
         unchecked: names that nobody has checked yet, or that their owner does not know, as
             `oot_blacklist.fused_moe`; `check_names` shortens it.
         declared: the settings that there are, core's and those of the loaded plugins.
-        pinned: the table that `table` names. What it orders is in force only where it holds, which
-            needs a device to know: see `with_table`.
+        tuned: what the orders of the table hold for that `table` names.
         locked: the lock that `lock` names.
     """
 
@@ -119,7 +121,7 @@ class Settings(Mapping[str, Setting]):
     warnings: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
-    pinned: Pinned | None = field(default=None, hash=False)
+    tuned: Table | None = None
     locked: Locked | None = field(default=None, hash=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
@@ -128,9 +130,7 @@ class Settings(Mapping[str, Setting]):
     """A YAML file that overrides everything a file can set."""
     platform = SettingSpec[str | None]("platform", "VLLM_FL_PLATFORM", None, read=read_platform)
     """The platform whose files count, forced or detected."""
-    prefer = SettingSpec(
-        "prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES, read=read_prefer
-    )
+    prefer = SettingSpec("prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES)
     """The kind that is tried first, or `stock`: everything is left as it is."""
     strict = SettingSpec("strict", "VLLM_FL_STRICT", False, in_file=True)
     """Whether the first failure is raised and nothing else is tried."""
@@ -147,11 +147,7 @@ class Settings(Mapping[str, Setting]):
     )
     """What an engine's implementations must have been measured to be."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
-    """A file of `vllm-fl tune`, by which engines choose for each number of tokens, or None."""
-    table_unaccepted = SettingSpec(
-        "table_unaccepted", "VLLM_FL_TABLE_UNACCEPTED", False, in_file=True
-    )
-    """Whether a table acts that `vllm-fl tune --accept` has not accepted."""
+    """A file of `vllm-fl tune`: orders for the device that was measured, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
     """A file of `vllm-fl plan --save`, from which a start may not differ, or None."""
     lock_mode = SettingSpec("lock_mode", "VLLM_FL_LOCK_MODE", "strict", choices=("strict", "warn"))
@@ -229,51 +225,42 @@ class Settings(Mapping[str, Setting]):
             deny_vendors=frozenset(self.deny_vendors),
         )
 
-    def with_table(self, left_out: Collection[str] = ()) -> Settings:
-        """These settings with the orders of the table that they name, beneath the user's lists.
-
-        Args:
-            left_out: the ops whose rows do not count.
-        """
-        pinned = self.pinned
-        if pinned is None:
+    def without_table(self, why: str) -> Settings:
+        """Return these settings, in which the table has no effect; `why` says why."""
+        if self.tuned is None:
             return self
-        orders = {}
-        for op in pinned.table.ops:
-            if op in left_out or self.policy.names(op):
-                continue
-            base = self.policy.order(op, pinned.table.mode, engine=True)
-            order = pinned.order(op, base, self.policy.per_op_order.get(op))
-            if len(order.rows(pinned.table.mode)) > 1:
-                orders[op] = order, pinned.origin
-        return self._over(orders)
+        return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
 
-    def with_devices(
-        self, device: Device | None, mode: Mode, tuned: Collection[str] = ()
-    ) -> Settings:
-        """These settings with what files say of a device.
+    def with_devices(self, device: Device | None, mode: Mode) -> Settings:
+        """Return these settings with the orders for a device.
 
-        A user's `prefer`, lists and table hold in the place of what a backend ships. What a user's
-        own file says of the device lies above them.
+        Orders for the device in a user's own file win over all others. A user's lists win over
+        those of the table, and these over what backends ship, as does a user's `prefer`.
 
         Args:
-            device: that of the engine; None where nobody knows it, and nothing changes.
+            device: that of the engine; None if it is not known, and nothing changes.
             mode: the engine's.
-            tuned: the ops that a table orders.
         """
         if device is None:
             return self
-        orders = {}
-        for op, each in self.by_device.items():
-            holding = (o for o in each if o.holds(device) and o.order.rows(mode))
-            if (found := next(holding, None)) is None:
+        entries = dict(self._by_key)
+        has_table = self.tuned is not None and not self.tuned.unused
+        for op, orders in self.by_device.items():
+            used = (each for each in orders if has_table or not each.of_table)
+            found = next((o for o in used if o.holds(device) and o.order.rows(mode)), None)
+            if found is None:
                 continue
-            if found.order.pinned or not (op in tuned or self.is_users(op)):
-                below = self.policy.per_op_order.get(op, OpOrder((), ()))
+            yields = self.policy.names(op) if found.of_table else self.is_users(op)
+            if found.order.pinned or not yields:
+                key = f"{ORDER_PREFIX}{op}"
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
-                order = dataclasses.replace(below, pinned=found.order.pinned)
-                orders[op] = order.with_rows(mode, rows), found.why
-        return self._over(orders)
+                below = self.policy.per_op_order.get(op, OpOrder((), ()))
+                order = dataclasses.replace(below, pinned=found.order.pinned).with_rows(mode, rows)
+                new = Setting(key, order, found.why, variable=PER_OP)
+                entries[key] = entries[key].replaced(order, found.why) if key in entries else new
+        if entries == self._by_key:
+            return self
+        return dataclasses.replace(self, entries=tuple(entries.values()))
 
     def is_users(self, op: str) -> bool:
         """Whether a list or a `prefer` of the user's orders an op, not what a backend ships."""
@@ -295,20 +282,6 @@ class Settings(Mapping[str, Setting]):
         whys = {op: {order.why for order in orders} for op, orders in self.by_device.items()}
         held = {op: self.get(f"{ORDER_PREFIX}{op}") for op in whys}
         return {op: own.origin for op, own in held.items() if own and own.origin in whys[op]}
-
-    def _over(self, orders: Mapping[str, tuple[OpOrder, str]]) -> Settings:
-        """These settings with other orders of some ops, each with its origin."""
-        if not orders:
-            return self
-        entries = dict(self._by_key)
-        for op, (order, origin) in orders.items():
-            key = f"{ORDER_PREFIX}{op}"
-            below = entries.get(key, Setting(key, None, variable=PER_OP))
-            replaced = ((below.value, below.origin),) if below.value is not None else ()
-            entries[key] = dataclasses.replace(
-                below, value=order, origin=origin, overrides=(*replaced, *below.overrides)
-            )
-        return dataclasses.replace(self, entries=tuple(entries.values()))
 
     @property
     def unowned(self) -> tuple[str, ...]:
@@ -338,7 +311,7 @@ class Settings(Mapping[str, Setting]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What plugins declare stays here: readers of their own need not travel.
-        fields = (self.entries, self.warnings, self.unchecked, self.pinned, self.locked)
+        fields = (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
         return _carried, (FORM, *fields)
 
 
@@ -355,8 +328,8 @@ def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
             "not what this vllm-fl-core sends; install the same release of it wherever a worker of "
             "one engine runs",
         )
-    entries, warnings, unchecked, pinned, locked = fields
-    return Settings(entries, warnings, unchecked, pinned=pinned, locked=locked)
+    entries, warnings, unchecked, tuned, locked = fields
+    return Settings(entries, warnings, unchecked, tuned=tuned, locked=locked)
 
 
 ITEMS: Declared = MappingProxyType(
@@ -369,6 +342,7 @@ FORM = (
     *Setting.__dataclass_fields__,
     *OpOrder.__dataclass_fields__,
     *DeviceOrder.__dataclass_fields__,
+    *Table.__dataclass_fields__,
 )
 """What settings are made of in this release: those of another one are not taken over."""
 

@@ -45,9 +45,6 @@ def find_idle(
                 f"{settings['enabled'].named} makes vllm-fl step aside entirely.",
                 settings["enabled"].undo,
             )
-    if settings.pinned is None:
-        why = f"{Settings.table.variable} names no table that it could let act."
-        yield from idle(["table_unaccepted"], why)
     if settings.shadow is None:
         why = f"No step is compared: {Settings.shadow.variable} names no share of them."
         yield from idle(["shadow_file"], why)

@@ -13,7 +13,6 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import read_settings
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import PlanEntry, make_plan
-from vllm_fl.engine.tables import Standing, standing, under
 from vllm_fl.errors import VllmFLError
 from vllm_fl.logs import silence
 from vllm_fl.settings.policy import MODES, Mode
@@ -21,7 +20,6 @@ from vllm_fl.text import clean, quote
 
 from ..operate.described import Described
 from ._engine_args import WrongArguments, arguments_of
-from ._options import device_of
 from ._progress import doing
 from ._show import UsageError
 
@@ -171,11 +169,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
     settings = read_settings(manager.registry)  # again: `plan --diff FILE` asks so
     found = []
     for facts in (EngineFacts(settings, mode) for mode in modes):
-        table = Standing()
-        if settings.pinned is not None:
-            table = standing(facts, manager.registry.snapshot(), device_of(None), serves=False)
-        plan = make_plan(manager, under(facts, table))
-        found.append(Described(facts, plan, table, unasked=unasked))
+        found.append(Described(facts, make_plan(manager, facts), unasked=unasked))
     return found
 
 

@@ -29,12 +29,13 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.installed import installed_version
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
-from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
 from vllm_fl.text import quote
 
+from ..engine.tuned import DEFAULT, STOCK, Row, Tuned, TunedOp
 from ..integration.parts import taken_in
 from ._show import say
 from ._watch import TookTooLong, Watch
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from ..engine.tuning import Contender, OpTuning
 
 __all__ = [
-    "STOCK",
     "InGraphs",
     "Subject",
     "Work",
@@ -55,9 +55,6 @@ __all__ = [
     "left_after",
     "rows_by_op",
 ]
-
-STOCK = "stock"
-"""vLLM's own form of an op, in tables and options."""
 
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
@@ -78,7 +75,6 @@ class Subject:
             capture none; None where that is not known.
         plan: the engine's, without a table; None where only its sizes are known.
         first: the numbers of tokens that every op is measured at; None for all.
-        thorough: as for `OpTuning`; otherwise plain PyTorch is no candidate on a GPU either.
         ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
@@ -92,7 +88,6 @@ class Subject:
     captured: int | None = None
     plan: Plan | None = None
     first: tuple[int, ...] | None = None
-    thorough: bool = False
     ordered: tuple[str, ...] = ()
 
     @property
@@ -355,7 +350,6 @@ class Work:
                 once=graphs.binding.products,
                 # Their own launches count, since something must keep the device busy before them.
                 products=(lambda _: 0.0) if graphs.binding.products else self._products,
-                thorough=subject.thorough,
             )
             if tuning.forms:
                 snapshot = self.manager.registry.snapshot()
@@ -397,7 +391,7 @@ class Work:
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
         # On a GPU it is several kernels, or what the compiler makes of vLLM's own form, too.
-        without_plain = not subject.thorough and subject.device.type == "cuda" and names is None
+        without_plain = subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
             for impl in installed
@@ -466,32 +460,18 @@ class Work:
             rest = left_after(self._seconds, (n for _, n in self._wanted - self._found.keys()))
             say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
 
-        def settle(op: str, tokens: int) -> None:
-            running[:2] = op, tokens
-            found = self._found[op, tokens]
-            if not found.is_settled:
-                watch.at(f"{op}, {tokens} tokens again", self.done)
-                self._kept(op, partial(self._tunings[op].measure_again, found))
-                told = "holds" if found.winner == found.promoted else "does not hold: default"
-                told = f"{op}, {tokens} tokens: {found.promoted} again: {told}"
-                say(f"        {told}", error=True)
-
         first = self.subject.first or self.subject.tokens
         with _without_old_objects(self.subject.mode):
             for op, tuning in self._tunings.items():
                 tuning.over = over
                 for tokens in first:
                     measure(op, tokens)
-                for one in reversed(self._of(op)):
-                    settle(op, one.tokens)
                 while (size := between(self._graphs(op), self._of(op))) is not None:
                     measure(op, size)
-                    settle(op, size)
                 self._forget(tuning)
             while end := lacking(self._by_op()):
                 op, tokens = end
                 measure(op, tokens)
-                settle(op, tokens)
                 self._forget(self._tunings[op])
 
     def _forget(self, tuning: OpTuning) -> None:
@@ -535,27 +515,34 @@ class Work:
     def _binding(self, op: str) -> Binding:
         return self._bindings.get(op, Binding())
 
-    def table(self) -> Table:
+    def table(self) -> Tuned:
         """What came of it."""
-        from vllm_fl.contracts.meaning import contract_digest
-        from vllm_fl.engine.identity import identity
         from vllm_fl_verify.verification import dtype_name
+
+        from ..operate.identity import device_name
 
         subject = self.subject
         found, ops = self._by_op(), {}
         for (graphs, measured), rows in zip(found, rows_by_op(found), strict=True):
             tuning = self._tunings[graphs.op]
             figures = tuple(figure for one in measured for figure in one.figures())
-            digest = contract_digest(tuning.spec)
-            ops[graphs.op] = TunedOp(digest, tuning.default, rows, figures)
-        return Table(
-            identity(subject.device, self._owners.values()),
+            ops[graphs.op] = TunedOp(tuning.default, rows, figures)
+        names = {owner.distribution for owner in self._owners.values()} | {"torch", "triton"}
+        versions = {
+            name: version for name in names if name and (version := installed_version(name))
+        }
+        return Tuned(
             subject.mode,
             dtype_name(subject.dtype),
             subject.told,
             subject.name,
             datetime.now(UTC).isoformat(timespec="seconds"),
             round(sum(self._seconds.values()), 1),
+            {
+                **({"vllm": release} if (release := installed_version("vllm")) else {}),
+                "device": device_name(subject.device),
+                "distributions": dict(sorted(versions.items())),
+            },
             ops,
         )
 
@@ -600,7 +587,7 @@ def left_after(took: Mapping[tuple[str, int], float], left: Iterable[int]) -> fl
 
 def _outcome(found: Measured) -> str:
     figures = {figure.impl: figure for figure in found.figures() if figure.us is not None}
-    if (winner := figures.get(found.promoted)) is not None:
+    if (winner := figures.get(found.winner)) is not None:
         speed = f"{winner.ratio:.2f} times as fast as {found.default}"
         told = f"{winner.impl} {winner.us:.1f} µs, {speed}"
     else:

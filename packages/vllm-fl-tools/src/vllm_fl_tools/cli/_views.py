@@ -6,7 +6,6 @@ from typing import Any
 
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import STOCK, Stock, Trace
-from vllm_fl.engine.tables import under
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.settings.policy import DEFAULT, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
@@ -24,7 +23,7 @@ def script_view(manager: OpManager, op: str, settings: Settings) -> dict[str, An
 
 def view_of(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
     """What an engine gets, as JSON data."""
-    entry, facts = entry_of(engine, op), under(engine.facts, engine.table)
+    entry, facts = entry_of(engine, op), engine.facts.ordered
     note = entry.note if entry else "this engine has none of it"
     told = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
     if engine.aside:

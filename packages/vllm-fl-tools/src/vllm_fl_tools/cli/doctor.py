@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from shlex import quote as quoted
 from types import MappingProxyType
@@ -22,8 +23,6 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.platforms import foreign_platform
 from vllm_fl.dispatch.startup import Startup, detect_platform, is_foreign, read_settings
-from vllm_fl.engine.identity import cpu_name
-from vllm_fl.engine.tables import here, left_out, unaccepted
 from vllm_fl.errors import PluginError, SettingsError, VllmFLError
 from vllm_fl.logs import quiet
 from vllm_fl.plugins import breadcrumb, calling
@@ -32,7 +31,7 @@ from vllm_fl.plugins.breadcrumb import Crumb
 from vllm_fl.plugins.calling import devices, find_device, policy_files
 from vllm_fl.plugins.discovery import Found, discover
 from vllm_fl.plugins.finding import Finding
-from vllm_fl.plugins.installed import CORE, canonical
+from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import OPS, brings_ops
@@ -43,6 +42,7 @@ from vllm_fl.settings.schema import CONFIG, TAKEN, Settings, undo
 from vllm_fl.settings.values import IN_TREE, OP_CONFIG
 from vllm_fl.text import clean, quote
 
+from ..operate.identity import cpu_name, device_name
 from . import _bundle
 from . import plugins as plugins_verb
 from ._child import LoadingError, surviving
@@ -168,8 +168,8 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
     if (foreign := foreign_platform()) is not None:
         facts["vLLM's platform"] = f"{foreign.name}, of {foreign.release}"
-    if examined.settings is not None and examined.settings.pinned is not None:
-        facts["table"] = examined.settings.pinned.label.removeprefix("table ")
+    if examined.settings is not None and examined.settings.tuned is not None:
+        facts["table"] = examined.settings.tuned.file
     return {
         "facts": facts,
         "plugins": plugins_verb.as_rows(examined.plugins),
@@ -298,7 +298,8 @@ class _Examined:
                 "start with a backend of these ops.",
                 f"pip install {OPS}",
             )
-        requires = {canonical(f.owner.distribution or ""): f.requires for f in self.found}
+        names = {canonical(f.owner.distribution) for f in self.found if f.owner.distribution}
+        requires = {name: required_by(distribution(name)) for name in names}
         snapshot = self.registry.snapshot()
         ours = {op for op, author in snapshot.authors.items() if brings_ops(author)}
         owners = snapshot.owners.items()
@@ -349,8 +350,8 @@ class _Examined:
             files, errors = policy_files(self.plugins, where)
             paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG, Settings.table.variable)]
             yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
-            for name, failure in errors.items():
-                yield _plugin_finding(name, failure)
+            for failure in errors:
+                yield _plugin_finding(str(failure.plugin), failure)
             # Said already: it must not end the reading of the rest.
             env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(
@@ -377,21 +378,14 @@ class _Examined:
         yield from find_disagreements(self.settings)
 
     def find_table(self) -> Iterator[Finding]:
-        """A table that is named and does not hold on this machine, or not whole."""
-        if self.settings is None or self.settings.pinned is None:
+        """A table that does not hold on this machine."""
+        table = self.settings.tuned if self.settings is not None else None
+        if table is None or self.settings is None:
             return
-        pinned, snapshot = self.settings.pinned, self.registry.snapshot()
-        todo = self.settings["table"].undo
-        table = pinned.table
-        found = here(table, snapshot, device_of(None), serves=False)
-        if (why := table.differs(found)) is not None:
-            why = f"{why}. `vllm-fl tune` measures again."
-            yield Finding("table", f"The {pinned.label} has no effect here.", why, todo)
-        if (why := unaccepted(self.settings)) is not None:
-            yield Finding("table", f"The {pinned.label} has no effect.", f"{why}.", todo)
-        for op, reason in left_out(table, snapshot).items():
-            what = f"The rows of op {op!r} in {pinned.label} have no effect."
-            yield Finding("table", what, f"{reason}.", todo)
+        if why := table.differs(device_name(device_of(None)), installed_version):
+            what = f"The table {table.file} has no effect here."
+            todo = self.settings["table"].undo
+            yield Finding("table", what, f"{why}. `vllm-fl tune` measures again.", todo)
 
     def find_idle_ops(self) -> Iterator[Finding]:
         """Ops that backends bring and that nothing could run; a list may leave one to vLLM.

@@ -25,7 +25,6 @@ from vllm_fl.settings.unmatched import unmatched
 from vllm_fl.settings.values import ORDER_PREFIX
 
 from ..operate.described import Described
-from . import _table
 from ._engine import WHERE, any_engines, asked_of, takes_engine
 from ._show import UsageError, answer, print_table, say
 from ._views import script_view, view_of
@@ -103,12 +102,18 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
             "layers": [{"layer": layer, "owner": owner} for layer, owner in foreign.items()],
             "error": (engines[0].unasked or None) if engines else None,
         },
-        "table": _table.as_json(settings, op, engines) if engines else None,
+        "table": _unused_table(engines),
         "devices": {
             "here": str(engines[0].facts.device or "") or None if engines else None,
             "orders": [str(order) for order in settings.by_device.get(op, ())],
         },
     }
+
+
+def _unused_table(engines: Sequence[Described]) -> str | None:
+    """Return why the table that the settings name has no effect, unless it has in an engine."""
+    tables = [table for each in engines if (table := each.facts.settings.tuned) is not None]
+    return tables[0].reason if tables and all(table.unused for table in tables) else None
 
 
 def _engines_of(
@@ -219,7 +224,7 @@ def _show(facts: Mapping[str, Any]) -> None:
     for view in facts["modes"]:
         _show_view(view)
     if facts["table"]:
-        _table.say_figures(facts["table"])
+        say(f"\n{facts['table']}.")
     if facts["devices"]["orders"]:
         here = facts["devices"]["here"] or "no device that vLLM knows the class of"
         say(f"\nIts order differs by device; here is {here}:")

@@ -123,12 +123,11 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
         if settings.locked is not None
         else None,
         "table": {
-            "file": settings.pinned.file,
-            "acts": bool(engine.table.digest),
-            "reason": engine.table.reason,
-            "left_out": dict(engine.table.left_out),
+            "file": settings.tuned.file,
+            "acts": not settings.tuned.unused,
+            "reason": settings.tuned.reason,
         }
-        if settings.pinned is not None
+        if settings.tuned is not None
         else None,
         "warnings": list(settings.warnings),
     }
@@ -266,8 +265,6 @@ def show(facts: Mapping[str, Any]) -> None:
         _show_ops(plan["ops"])
     if table := plan["table"]:
         say(f"Table {table['file']}" if table["acts"] else f"{table['reason']}.")
-        for op, why in table["left_out"].items():
-            say(f"The table's rows of {op} have no effect: {why}.")
     for warning in dict.fromkeys((*plan["warnings"], *facts.get("diff", {}).get("warnings", ()))):
         say(f"Warning: {warning}")
     for line in facts.get("diff", {}).get("differs", ()):

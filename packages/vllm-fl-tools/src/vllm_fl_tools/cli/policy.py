@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
@@ -18,7 +17,6 @@ from vllm_fl.settings.schema import CONFIG, Setting, Settings
 from vllm_fl.settings.values import ORDER_PREFIX
 from vllm_fl.text import HIDDEN, clean, is_secret
 
-from . import _table
 from ._engine import any_engines
 from ._options import ReportFile
 from ._show import UsageError, answer, print_table, say
@@ -44,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         "platform": settings.platform,
         "platform_files": list(settings["platform_files"].value),  # type: ignore[call-overload]
         "settings": as_rows(settings),
-        "table": _table.as_json(settings),
+        "table": settings.tuned.reason or settings.tuned.file if settings.tuned else None,
         "unchecked": list(settings.unchecked),
         "unowned": list(settings.unowned),
         "warnings": list(settings.warnings),
@@ -89,12 +87,8 @@ def _show(facts: Mapping[str, Any]) -> None:
     for row in rows:
         if "merged" in row:
             say_merged(row["key"], row)
-    if table := facts["table"]:
-        say(f"{table['summary']}. `vllm-fl doctor` says whether it holds on this machine.")
-        for op, of_op in table["rows"].items():
-            each = ", ".join(f"up to {row['up_to']} tokens {row['impl']}" for row in of_op)
-            idle = " (a list of yours orders the op)" * (op in table["idle"])
-            say(f"  {op}: {each or 'none'}{idle}")
+    if facts["table"]:
+        say(f"Table: {facts['table']}")
     if facts["unowned"]:
         say("Settings that belong to no loaded plugin: they are kept, unchecked, and do nothing:")
         say("\n".join(f"  {name}" for name in facts["unowned"]))
@@ -180,22 +174,21 @@ def _sections(settings: Settings) -> Iterator[dict[str, Any]]:
     """What is said of some devices, as a file has it: a section for each order that may act."""
     for op, orders in settings.by_device.items():
         for each in orders:
-            if settings.is_users(op) and not each.order.pinned:
+            if each.of_table or (settings.is_users(op) and not each.order.pinned):
                 continue
             sides = {}
             for mode in filter(each.order.rows, MODES):
                 rows = each.over(settings.policy.order(op, mode, engine=True), mode)
                 sides[mode] = OpOrder(rows, rows).written
             named = {"capability": each.capability, "name": each.name}
-            figure = {"measured": asdict(each.measured)} if each.measured else {}
             said = {key: value for key, value in named.items() if value}
-            yield {**said, "op_backends": {op: {**sides, **figure}}}
+            yield {**said, "op_backends": {op: sides}}
 
 
 def _order(setting: Setting, order: OpOrder, settings: Settings) -> Any:
     """An order as a file has it; a file's lists are the user's, which win over much."""
     op = setting.key.removeprefix(ORDER_PREFIX)
-    if not order.pinned and settings.pinned is not None and op in settings.pinned.table.ops:
+    if not order.pinned and any(each.of_table for each in settings.by_device.get(op, ())):
         raise UsageError(
             f"--write: the table {settings.table} orders {op}, over {setting.origin}; in a file of "
             "yours that list would win over the table"

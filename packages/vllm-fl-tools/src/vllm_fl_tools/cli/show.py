@@ -8,27 +8,29 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.engine.state_file import EVERY
 from vllm_fl.settings.schema import Settings
-from vllm_fl.settings.table import MAX_BYTES, read_table
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
+from ..engine.tuned import Tuned
+from ..operate.state_file import EVERY
 from ._options import ReportFile
 from ._show import SCHEMA, UsageError, answer, print_table, say
 
+MAX_BYTES = 16 * 2**20
+
 CONTENTS = {
     "report": "worker",
-    "vllm_fl_table": "table",
     "coverage": "coverage",
     "results": "verification",
-    "plan": "plan",
     "culprits": "bisection",
+    "table": "table",
 }
 """Key of a file's object -> its kind."""
 
@@ -55,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILE",
         nargs="+",
-        help=f"a worker's report ({Settings.metrics.variable}), a file of `tune`, or the JSON that "
-        "`plan`, `verify`, `tune --profile` or `bisect` printed",
+        help=f"a worker's report ({Settings.metrics.variable}), or the JSON that `plan`, "
+        "`tune`, `verify`, `tune --profile` or `bisect` printed",
     )
     parser.add_argument(
         "--html", metavar="OUT", help="write one page of tables, verifications and profiles there"
@@ -108,8 +110,8 @@ def _read(path: str) -> dict[str, Any]:
     seconds since its last state.
 
     Raises:
-        SettingsError: it cannot be read, or is an incomplete table.
-        UsageError: it is of no known kind.
+        SettingsError: it cannot be read.
+        UsageError: it is of no known kind, or incomplete.
     """
     text = read_text(path, "show", path, most=MAX_BYTES)
     try:
@@ -118,8 +120,6 @@ def _read(path: str) -> dict[str, Any]:
         raise UsageError(f"{path}: is not complete JSON: {error}") from error
     keys = data if isinstance(data, dict) else {}
     kind = next((kind for key, kind in CONTENTS.items() if key in keys), None)
-    if kind == "table":
-        return {"file": path, "kind": kind, "content": read_table(path, key="show", origin=path)}
     if kind is None:
         raise UsageError(f"{path}: is no file of vllm-fl; it has none of {', '.join(CONTENTS)}")
     if data.get("schema") != SCHEMA:
@@ -127,13 +127,18 @@ def _read(path: str) -> dict[str, Any]:
             f"{path}: has schema {data.get('schema')!r:.60}; this release reads {SCHEMA}"
         )
     content = data["coverage"] if kind == "coverage" else data
+    if kind == "table":
+        try:
+            content = Tuned.of(data["table"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path}: is incomplete: {quote(error)}") from error
     found = {"file": path, "kind": kind, "content": content}
     return {**found, "silent": _silent(path, data)} if kind == "worker" else found
 
 
 def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
     content = file["content"]
-    return {**file, "content": json.loads(content.text) if file["kind"] == "table" else content}
+    return {**file, "content": asdict(content) if file["kind"] == "table" else content}
 
 
 def _silent(path: str, data: Mapping[str, Any]) -> int | None:

@@ -6,38 +6,35 @@ Nothing else measures: an engine reads a table, and never makes one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.engine.tables import Standing, under
 from vllm_fl.integration.targets import all_bindings
-from vllm_fl.settings.policy import closest
-from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
-from vllm_fl.text import quote
+from vllm_fl.text import closest, quote
 from vllm_fl_ops.contracts.rules import RULES
 
+from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
 from ..integration.parts import without
 from ..integration.threads import worker_threads
 from . import _accept, _profile
 from ._engine import asked_of, takes_vllms
 from ._options import ReportFile, check_known, counts, device_of, positive_seconds
 from ._show import UsageError, print_json, print_table, say
-from ._tuning import STOCK, Subject, Work
+from ._tuning import Subject, Work
 from ._watch import INTERRUPTED, ended_by_signal
 
 if TYPE_CHECKING:
     import torch
 
-DEFAULT_FILE = "vllm-fl-table.json"
+DEFAULT_FILE = "vllm-fl-table.yaml"
 
 LARGEST = 8192
 """The largest batch, in tokens, where no model's configuration tells it."""
@@ -84,11 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({LARGEST} where no model tells it), then between those whose winners differ",
     )
     parser.add_argument(
-        "--thorough",
-        action="store_true",
-        help="every op at every size, plain PyTorch on a GPU too, and every winner twice",
-    )
-    parser.add_argument(
         "--out",
         metavar="FILE",
         help=f"the table; a file there is replaced. Default: {DEFAULT_FILE}, which is not",
@@ -118,11 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when the table cannot be written, nothing was measured, or it is not accepted."""
     if arguments.profile:
         return _profile.run(arguments)
-    if arguments.more and (arguments.model is None or arguments.accept is not None):
-        more = " ".join(arguments.more)
-        raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
     if arguments.accept is not None:
         return _accept.run(arguments)
+    if arguments.more and arguments.model is None:
+        more = " ".join(arguments.more)
+        raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
     if arguments.batch is not None:
@@ -162,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
             path=str(out),
             remarks=[*work.remarks, *_of_device(work.subject, table)],
             measurements=work.done,
-            table=json.loads(table.text),
+            table=asdict(table),
         )
     else:
         done = f"{work.done} measurements."
@@ -234,15 +226,17 @@ def _subject(
         from vllm_fl.integration.planning import plan_for
 
         # The default is without a table, and without what is measured for such devices already.
-        facts = replace(engine.facts, device=None)
-        plan = plan_for(facts, table=Standing())
+        facts = engine.facts
+        facts = replace(facts, settings=facts.settings.without_table("it is measured"))
+        ordered = (*facts.ordered.settings.held_by_device,)
+        facts = replace(facts, device=None)
+        plan = plan_for(facts)
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype = facts.sizes, facts.dtype
-        absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
+        absent = facts.absent | without(engine, bindings)
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
-        ordered = (*under(engine.facts, Standing()).settings.held_by_device,)
     return Subject(
         arguments.model or arguments.sizes,
         replace(sizes, tokens=(1, max(tokens))),
@@ -253,13 +247,12 @@ def _subject(
         absent,
         captured,
         plan,
-        first=None if asked or arguments.thorough else _first(tokens, captured or 0),
-        thorough=arguments.thorough,
+        first=None if asked else _first(tokens, captured or 0),
         ordered=ordered,
     )
 
 
-def _of_device(subject: Subject, table: Table) -> Iterator[str]:
+def _of_device(subject: Subject, table: Tuned) -> Iterator[str]:
     """What the reader must know of a default that an engine on this device does not have."""
     if ops := [op for op in subject.ordered if op in table.ops]:
         yield (
@@ -336,11 +329,11 @@ def _powers(largest: int) -> tuple[int, ...]:
     return tuple(sorted({1 << n for n in range(largest.bit_length())} | {largest}))
 
 
-def show(path: str, table: Table, remarks: Iterable[str] = ()) -> None:
-    """Print a table."""
+def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:
+    """Print the result of a run."""
     say(path)
     if table.ops:
-        say(f"{table.mode}, {table.dtype}, {table.identity['device']}; {table.seconds:.0f} s")
+        say(f"{table.mode}, {table.dtype}, {table.holds['device']}; {table.seconds:.0f} s")
         headings = ("op", "default", "up to", "choice", "µs", "quartiles", "default's µs", "ratio")
         print_table(headings, [row for op in table.ops.items() for row in _rows(*op)])
     else:

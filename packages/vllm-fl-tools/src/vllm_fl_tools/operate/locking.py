@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
-from vllm_fl.engine.identity import THREADS, identity
 from vllm_fl.engine.plan import Plan
-from vllm_fl.engine.tables import standing
 from vllm_fl.errors import LockError
 from vllm_fl.integration.carried import turned_on
 from vllm_fl.integration.engines import Engine
@@ -25,6 +23,8 @@ from vllm_fl.settings.lock import Locked
 from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import HIDDEN, is_secret, scrub
+
+from .identity import identity
 
 if TYPE_CHECKING:
     import torch
@@ -77,10 +77,9 @@ def facts_of_lock(facts: EngineFacts, config: VllmConfig, device: torch.device) 
     owners = {each.owner for each in registry.plugins if each.status != "disabled"}
     owners |= {*snapshot.owners.values(), *snapshot.authors.values()}
     found: dict[str, Any] = {**identity(device, owners), "python": platform.python_version()}
-    found.pop(THREADS, None)  # how many an engine has is not known before it starts
     found |= _settings(facts.settings) | _of_vllm(device)
     if config.model_config is not None:
-        plan = plan_for(facts, table=standing(facts, snapshot, device, serves=False))
+        plan = plan_for(facts)
         found[ENGINE] = _arguments(facts, config)
         model = config.model_config.hf_config.to_dict()
         found[MODEL] = _plain({key: model[key] for key in model if key != "_name_or_path"})
@@ -225,9 +224,11 @@ def _told(value: Any) -> str:
 def _settings(settings: Settings) -> dict[str, Any]:
     """What the user set, each as its value and its origin."""
     found: dict[str, Any] = {}
-    if (pinned := settings.pinned) is not None:
-        verdict = pinned.table.accepted
-        found["table"] = f"{pinned.digest}, accepted {verdict is not None and verdict.accepted}"
+    if settings.tuned is not None:
+        found["table"] = {
+            op: [f"{each.devices}: {each.order}" for each in orders if each.of_table]
+            for op, orders in settings.by_device.items()
+        }
     for key, setting in settings.chosen.items():
         if FREE.fullmatch(key) is None:
             value = _plain(setting.value, is_secret(key))

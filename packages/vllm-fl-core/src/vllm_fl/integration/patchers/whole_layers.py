@@ -21,7 +21,7 @@ from ...engine.plan import Plan
 from ...errors import TargetError
 from ...logs import get_logger
 from ...plugins.types import LayerImpl, LayerRequest
-from ...settings.policy import closest
+from ...text import closest
 from ..compat import declared_layers, vllm_folders, vllm_version
 from ..patcher import Patcher, WhyNot
 from . import classes
