@@ -38,13 +38,11 @@ class Sought:
         target: a `FusionTarget` or a `GraphTarget`.
         chain: its candidates, by rows.
         operator: the op's operator, of the contract's schema.
-        sites: what is counted.
     """
 
     target: Any
     chain: Chain
     operator: Callable[..., Any]
-    sites: Sites
 
 
 @dataclass
@@ -65,8 +63,8 @@ class InGraphs:
 
     def seek(self, op: str, target: Any, chain: Chain, operator: Callable[..., Any]) -> None:
         """Let our passes find an op."""
-        sites = self.sites[op] = Sites()
-        self.sought.append(Sought(target, chain, operator, sites))
+        self.sites[op] = Sites()
+        self.sought.append(Sought(target, chain, operator))
 
 
 def in_graphs(engine: Engine) -> InGraphs:
