@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
-from ..text import kind_of
+from ..text import closest, kind_of
 from .devices import DeviceOrder, Table, capability_of
-from .policy import DEFAULT, MODES, OpOrder, closest
+from .policy import DEFAULT, MODES, OpOrder
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     DEVICES,
