@@ -17,9 +17,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from docs_site import MEASURED, ROOT, TABLE
+from docs_site import ROOT, stored_table
 
 from vllm_fl_tools.cli._plots import COLOURS, looks
 
@@ -103,14 +102,7 @@ def plan_picture(plan: Mapping[str, tuple[Sequence[str], str]]) -> Iterator[str]
 
 def report_plot() -> tuple[str, list[str]]:
     """The first plot of the report's page, and the implementations of the table, by name."""
-    stored: dict[str, Any] = json.loads(MEASURED.read_text())[TABLE]
-    names = ("mode", "dtype", "sizes", "model", "date", "seconds")
-    table: dict[str, Any] = {name: stored[name] for name in names}
-    table["holds"] = {"device": stored["identity"]["device"], "distributions": {}}
-    table["ops"] = {
-        op: {name: tuned[name] for name in ("default", "rows", "figures")}
-        for op, tuned in stored["ops"].items()
-    }
+    table = stored_table()
     with tempfile.TemporaryDirectory() as folder:
         file, page = Path(folder) / "table.json", Path(folder) / "page.html"
         file.write_text(json.dumps({"schema": 1, "table": table}))

@@ -40,11 +40,10 @@ def tuned(
                 figures.append(Figure(size, impl, rejected=WRONG))
                 continue
             ratio = times[default] / us
-            share = size * bytes_per_token / 4.0e6 / us
             spread = random_.uniform(0.005, 0.08)
             low, high = us * (1 - spread), us * (1 + spread)
             compared = {} if impl == default else {"ratio": ratio, "ratio_low": ratio * 0.99}
-            figures.append(Figure(size, impl, us, low, high, 40, copy_share=share, **compared))
+            figures.append(Figure(size, impl, us, low, high, 40, **compared))
             if impl != default and ratio >= best and ratio * 0.99 > 1:
                 winner, best = impl, ratio
         if rows and rows[-1].impl == winner:

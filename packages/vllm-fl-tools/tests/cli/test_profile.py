@@ -173,4 +173,4 @@ def test_a_page_of_it(profile: Any, fl: Command, tmp_path: Path) -> None:
     told["phases"][0]["rows"][0]["us"] = "many"
     (tmp_path / "odd.json").write_text(json.dumps({"schema": 1, "coverage": told}))
     odd = fl("show", "odd.json", "--html", "page.html")
-    assert odd.status == 2 and "odd.json: it is not whole, or was changed by hand" in odd.err
+    assert odd.status == 2 and "odd.json: is not complete" in odd.err

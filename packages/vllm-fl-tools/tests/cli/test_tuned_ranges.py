@@ -11,7 +11,6 @@ from builders import silu
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding, SizeRule
-from vllm_fl.integration.patchers import fusions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.cli import tune
@@ -50,7 +49,7 @@ def rows(*ops: InGraphs) -> list[list[tuple[int, str]]]:
         default, measured = op.contenders[1].name, []
         for tokens in TOKENS:
             times = {default: [10.0] * 4, "vendor.fast": [5.0 if tokens <= 8 else 20.0] * 4}
-            measured.append(Measured(tokens, default, finals=times, again=times))
+            measured.append(Measured(tokens, default, finals=times))
         found.append((op, measured))
     return [[(row.up_to, row.impl) for row in of_op] for of_op in rows_by_op(found)]
 
@@ -122,13 +121,6 @@ def test_and_elsewhere_at_every_size_or_none(op: str, why: str) -> None:
     assert rows(graphs("cuda", "eager", op, default="stock")) == [BY_RANGE]
 
 
-def test_where_a_pass_of_vllms_finds_an_op_it_may_be_left_to_vllm_by_range(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fusions, "_is_there", lambda target: True)
-    assert rows(graphs("cuda", "compiled", "qk_norm_rope", default="stock")) == [BY_RANGE]
-
-
 def test_an_activation_that_vllms_experts_call_is_left_to_vllm_at_every_size_or_none() -> None:
     assert rows(graphs("cuda", "compiled", OP, default="stock")) == [BY_RANGE]
     assert rows(graphs("cuda", "compiled", OP, default="stock", absent=())) == [FOR_ALL]
@@ -145,7 +137,6 @@ def test_a_model_of_which_no_number_of_experts_is_told_has_none(
         mode="compiled",
         dtype=None,
         device="cpu",
-        thorough=False,
     )
     sizes = ModelSizes(intermediate=8, more=more)
     cpu = torch.device("cpu")
@@ -166,7 +157,7 @@ def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
     found = []
     for tokens in sizes:
         took = {default: [10.0] * 4, "vendor.fast": [5.0 if tokens <= fast_up_to else 20.0] * 4}
-        found.append(Measured(tokens, default, finals=took, again=took))
+        found.append(Measured(tokens, default, finals=took))
     return found
 
 

@@ -92,17 +92,6 @@ def test_a_failure_shows_the_finding_and_no_source_of_the_kit(run: Run) -> None:
     shown.stdout.no_fnmatch_line("*cases.py*")
 
 
-def test_an_error_of_the_kernels_shows_where_it_was_raised(run: Run) -> None:
-    shown = run("", "-x", "-k", "test_values", mistake=" * no_such_name")
-    shown.stdout.fnmatch_lines(["*toy_plugin.py:*", "E*NameError: name 'no_such_name'*"])
-
-
-def test_the_checks_run_in_their_own_order() -> None:
-    """Where a kernel ends the process, those that name its fault have run before."""
-    methods = [n.removeprefix("test_") for n in vars(OpConformance) if n.startswith("test_")]
-    assert [name for name in methods if name in CHECKS] == [*CHECKS]
-
-
 def test_an_exception_that_is_none_any_more_fails(run: Run) -> None:
     result = run(WRONG + 'sample = "1 token"\ndtype = "float16"\n', "-k", "values")
     assert result.parseoutcomes()["failed"] == 1
@@ -191,10 +180,6 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, problem: str)
     with pytest.raises(ValueError) as caught:
         read_xfails(path, CHECKS)
     assert problem in str(caught.value)
-
-
-def test_no_file_is_no_exception(tmp_path: Path) -> None:
-    assert read_xfails(tmp_path / "xfails.toml", CHECKS) == ()
 
 
 WITHOUT_PYTEST = """

@@ -19,16 +19,11 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from vllm_fl.errors import VllmFLError
-from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.settings.devices import DeviceOrder
 from vllm_fl.settings.files import read_table
-from vllm_fl.settings.loading import load_settings
-from vllm_fl.settings.policy import MODES, Mode
 from vllm_fl.settings.schema import CONFIG, Settings
-from vllm_fl.settings.values import DEVICES
 
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
@@ -36,7 +31,7 @@ from ._engines import Engine, check_model, running
 from ._show import UsageError, print_json, print_table, say
 from ._watch import ended_by_signal
 
-__all__ = ["add_arguments", "judged", "run"]
+__all__ = ["add_arguments", "compare_engines", "judged", "run"]
 
 ROUNDS = 10
 STARTS = 2
@@ -65,8 +60,6 @@ PHASES = {
 }
 """On every machine, where the model takes so many tokens; `_beyond_graphs` adds one."""
 
-Orders = tuple[DeviceOrder, ...]
-
 TABLED, DEFAULT = "with the table", "without it"
 
 
@@ -74,40 +67,6 @@ class AcceptError(VllmFLError):
     """A table cannot be judged: the engines do not run with it as they should."""
 
     code = "FL602"
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The table that is judged.
-
-    Args:
-        path: its file.
-        mode: the mode of its orders.
-        impls: op -> the implementations that it chooses over the default, by id.
-    """
-
-    path: str
-    mode: Mode
-    impls: Mapping[str, set[str]]
-
-    @classmethod
-    def of(cls, path: str) -> Choices:
-        """Read a table."""
-        _, layer = read_table(path, "--accept")
-        orders = {
-            key.removeprefix(DEVICES): [each.order for each in cast(Orders, setting.value)]
-            for key, setting in layer.items()
-        }
-        every = [order for found in orders.values() for order in found]
-        mode = next((mode for mode in MODES if any(order.rows(mode) for order in every)), MODES[0])
-        impls = {}
-        for op, found in orders.items():
-            firsts = [
-                [str(tokens[0]).removeprefix("impl:") for _, tokens in order.rows(mode)]
-                for order in found
-            ]
-            impls[op] = {impl for first in firsts for impl in first if impl != first[-1]}
-        return cls(path, mode, impls)
 
 
 @dataclass(frozen=True)
@@ -134,14 +93,12 @@ class Served:
         tokens: for each start of the engine with the table, what it answered freely in each round.
         digests: for each start of it, the digest of its plan.
         phases: what they were asked to do, by name.
-        idle: op -> why what the table chose for it did not serve.
     """
 
     seconds: Mapping[tuple[str, str], Sequence[float]]
     tokens: Sequence[object]
     digests: Sequence[str]
     phases: Mapping[str, Visit] = field(default_factory=lambda: PHASES)
-    idle: Mapping[str, str] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accept",
         metavar="FILE",
         help="measure no op: serve the model of --model with this table and without it, and say "
-        "whether it is as fast. Of the other options it takes --dtype, --rounds and --json",
+        "whether it is as fast. Of the other options it takes --rounds, --json and vLLM's",
     )
     parser.add_argument(
         "--rounds",
@@ -170,29 +127,20 @@ def run(arguments: argparse.Namespace) -> int:
         SettingsError: the file is not a table.
         UsageError: the model does not exist.
         EngineError: an engine failed.
-        AcceptError: the table chooses nothing, or has no effect.
+        AcceptError: the table has no effect.
     """
     path, model = arguments.accept, arguments.model
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
-    table = Choices.of(path)
-    if not any(table.impls.values()):
-        raise AcceptError(
-            f"The table {path} chooses nothing: an engine runs the same with it and without it"
-        )
     if model is None:
         raise UsageError("--accept takes --model DIR: it serves the model")
     check_model(model)
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: at least {STARTS}")
-    for op in filter(load_settings(groups=known_contracts().groups).policy.names, table.impls):
-        raise AcceptError(
-            f"The table's rows of op '{op}' have no effect: a list of your own orders it. "
-            f"`vllm-fl explain {op}` says where it is; unset it"
-        )
-    options = {"dtype": arguments.dtype} if arguments.dtype else {}
+    read_table(path, "--accept")
+    more = arguments.more + (["--dtype", arguments.dtype] if arguments.dtype else [])
+    started = time.monotonic()
     with ended_by_signal():
-        started = time.monotonic()
-        served = _serve(table, model, options, -(-rounds // STARTS))
+        served = compare_engines(os.path.abspath(path), model, more, -(-rounds // STARTS))
     verdict, took = judged(served), time.monotonic() - started
     if arguments.json:
         print_json(table=path, seconds=took, **dataclasses.asdict(verdict))
@@ -213,9 +161,6 @@ def judged(served: Served) -> Verdict:
     if fault is None:
         least = min(median for _, median, _ in of_phase.values())
         reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
-        if served.idle:
-            told = ", ".join(f"{op} ({why})" for op, why in served.idle.items())
-            reason += f"; without effect in this engine: {told}"
     return Verdict(fault is None, fault or reason, figures)
 
 
@@ -259,22 +204,37 @@ def _show(served: Served, verdict: Verdict) -> None:
     print_table(["phase", f"tokens/s {DEFAULT}", TABLED, "ratio", "quartiles"], rows)
 
 
-def _serve(table: Choices, model: str, options: Mapping[str, Any], rounds: int) -> Served:
+def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> Served:
+    """Serve a model with a table and without it, in turns.
+
+    Args:
+        path: the table's file.
+        model: the model's folder.
+        more: vLLM's arguments.
+        rounds: of each pair of engines.
+
+    Raises:
+        EngineError: an engine failed.
+        AcceptError: the table has no effect.
+    """
     seconds: dict[tuple[str, str], list[float]] = {}
     tokens, digests = [], []
-    idle: dict[str, str] = {}
     phases: Mapping[str, Visit] = {}
     for start in range(STARTS):
         with contextlib.ExitStack() as stack:
-            # A table that does not hold is told after one start, not after two.
+            # A table without effect is reported after one engine, not after two.
             order = (TABLED, DEFAULT) if start % 2 == 0 else (DEFAULT, TABLED)
             engines: dict[str, Engine] = {}
             for name in order:
-                engines[name] = stack.enter_context(_running(name, table, model, options))
-                _check(name, engines[name], table)
-            report = engines[TABLED].report
-            digests.append(str(report["digest"]))
-            idle |= _idle(table, report["ops"])
+                engines[name] = stack.enter_context(_running(name, path, model, more))
+                _check(engines[name], path if name == TABLED else None)
+            digest, other = (str(engines[name].report["digest"]) for name in (TABLED, DEFAULT))
+            if digest == other:
+                raise AcceptError(
+                    f"The plan is the same with {path} and without it: the table has no effect in "
+                    "this engine. `vllm-fl explain OP` shows the orders of an op"
+                )
+            digests.append(digest)
             if start == 0:
                 length = min(engine.length for engine in engines.values())
                 every = {**PHASES, **_beyond_graphs(engines)}  # those whose prompt, and a token
@@ -303,7 +263,7 @@ def _serve(table: Choices, model: str, options: Mapping[str, Any], rounds: int) 
                         seconds.setdefault((name, phase), []).append(_of_steps(of_engine))
                 say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
             tokens.append(answered)
-    return Served(seconds, tokens, digests, phases, idle)
+    return Served(seconds, tokens, digests, phases)
 
 
 def _part(visit: Visit) -> Visit:
@@ -323,41 +283,16 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1)} if largest else {}
 
 
-def _check(name: str, engine: Engine, table: Choices) -> None:
-    """Raise AcceptError if the one engine does not have the table, or the other has one."""
+def _check(engine: Engine, path: str | None) -> None:
+    """Raise AcceptError if an engine does not have this table."""
     told = engine.report["table"]
-    if (told and told["file"]) != (os.path.abspath(table.path) if name == TABLED else None):
+    if (told and told["file"]) != path:
         raise AcceptError(
-            f"The engines cannot be told apart: {CONFIG} overrides VLLM_FL_TABLE. Unset it, or "
-            "leave the table out of its file and set its other settings by variables"
+            f"The engines do not differ by the table: {CONFIG} overrides VLLM_FL_TABLE. Unset it, "
+            "or leave the table out of its file"
         )
-    if told is None:
-        return
-    if not told["acts"]:
+    if told and not told["acts"]:
         raise AcceptError(told["reason"])
-
-
-def _idle(table: Choices, planned: Mapping[str, Any]) -> dict[str, str]:
-    """Op -> why what the table chose for it does not serve in the engine that has the table.
-
-    Args:
-        table: the table.
-        planned: op -> what the engine's report says of it.
-
-    Raises:
-        AcceptError: nothing of what the table chose serves.
-    """
-    chosen, idle = table.impls, {}
-    for op, impls in chosen.items():
-        told = planned.get(op, {"impl": "", "reason": "the model does not have it"})
-        if impls - {told["impl"], *(row["impl"] for row in told.get("rows", ()))}:
-            idle[op] = told["reason"]
-    if idle and not any(impls for op, impls in chosen.items() if op not in idle):
-        op, why = next(iter(idle.items()))
-        raise AcceptError(
-            f"Nothing of what the table chose serves in this engine; of op '{op}': {why}"
-        )
-    return idle
 
 
 def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
@@ -393,18 +328,14 @@ def _of_steps(steps: Sequence[float]) -> float:
 
 
 @contextlib.contextmanager
-def _running(name: str, table: Choices, model: str, options: Mapping[str, Any]) -> Iterator[Engine]:
+def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[Engine]:
     """One of the two engines."""
-    options = {
-        **options,
-        "enforce_eager": table.mode == "eager",
-        "gpu_memory_utilization": 0.45,  # two engines side by side
-    }
+    options = {"gpu_memory_utilization": 0.45}  # two engines on one device
     variable = Settings.table.variable
     environment = {key: value for key, value in os.environ.items() if key != variable}
     if name == TABLED:
-        environment[variable] = os.path.abspath(table.path)
-    with running(name, model, options, environment, longest=LENGTH) as engine:
+        environment[variable] = path
+    with running(name, model, options, environment, longest=LENGTH, arguments=more) as engine:
         yield engine
 
 

@@ -75,7 +75,6 @@ class Subject:
             capture none; None where that is not known.
         plan: the engine's, without a table; None where only its sizes are known.
         first: the numbers of tokens that every op is measured at; None for all.
-        thorough: as for `OpTuning`; otherwise plain PyTorch is no candidate on a GPU either.
         ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
@@ -89,7 +88,6 @@ class Subject:
     captured: int | None = None
     plan: Plan | None = None
     first: tuple[int, ...] | None = None
-    thorough: bool = False
     ordered: tuple[str, ...] = ()
 
     @property
@@ -139,7 +137,9 @@ class InGraphs:
     @property
     def launched(self) -> frozenset[str]:
         """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
-        if not self._is_found_by_range:
+        from vllm_fl.integration.patchers import fusions
+
+        if not any(map(fusions.has_vllms_pass, self._targets(FusionTarget))):
             return frozenset()
         traced = (c for c in self.contenders if all(impl.traced is not None for impl in c.impls))
         return frozenset(contender.name for contender in traced)
@@ -177,8 +177,6 @@ class InGraphs:
         has_vllm = any(contender.name == STOCK for contender in self.contenders)
         if self._targets(GraphTarget):
             return has_vllm
-        if self._targets(FusionTarget):
-            return has_vllm and self._is_found_by_range
         absent = self.subject.absent
         is_called = any(b.calls_operators and o not in absent for o, b in self.bindings.items())
         if is_called and self._targets(OperatorTarget):
@@ -187,12 +185,6 @@ class InGraphs:
         granted = {name for target in layers for name in target.grants}
         impls = [impl for contender in self.contenders for impl in contender.impls]
         return bool(layers) and not any(impl.consumes & granted for impl in impls)
-
-    @property
-    def _is_found_by_range(self) -> bool:
-        from vllm_fl.integration.patchers import fusions
-
-        return any(map(fusions.is_by_range, self._targets(FusionTarget)))
 
     def _targets(self, *kinds: type) -> list[Any]:
         return [target for target in self.binding.targets if isinstance(target, kinds)]
@@ -358,7 +350,6 @@ class Work:
                 once=graphs.binding.products,
                 # Their own launches count, since something must keep the device busy before them.
                 products=(lambda _: 0.0) if graphs.binding.products else self._products,
-                thorough=subject.thorough,
             )
             if tuning.forms:
                 snapshot = self.manager.registry.snapshot()
@@ -400,7 +391,7 @@ class Work:
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
         # On a GPU it is several kernels, or what the compiler makes of vLLM's own form, too.
-        without_plain = not subject.thorough and subject.device.type == "cuda" and names is None
+        without_plain = subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
             for impl in installed
@@ -469,32 +460,18 @@ class Work:
             rest = left_after(self._seconds, (n for _, n in self._wanted - self._found.keys()))
             say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
 
-        def settle(op: str, tokens: int) -> None:
-            running[:2] = op, tokens
-            found = self._found[op, tokens]
-            if not found.is_settled:
-                watch.at(f"{op}, {tokens} tokens again", self.done)
-                self._kept(op, partial(self._tunings[op].measure_again, found))
-                told = "holds" if found.winner == found.promoted else "does not hold: default"
-                told = f"{op}, {tokens} tokens: {found.promoted} again: {told}"
-                say(f"        {told}", error=True)
-
         first = self.subject.first or self.subject.tokens
         with _without_old_objects(self.subject.mode):
             for op, tuning in self._tunings.items():
                 tuning.over = over
                 for tokens in first:
                     measure(op, tokens)
-                for one in reversed(self._of(op)):
-                    settle(op, one.tokens)
                 while (size := between(self._graphs(op), self._of(op))) is not None:
                     measure(op, size)
-                    settle(op, size)
                 self._forget(tuning)
             while end := lacking(self._by_op()):
                 op, tokens = end
                 measure(op, tokens)
-                settle(op, tokens)
                 self._forget(self._tunings[op])
 
     def _forget(self, tuning: OpTuning) -> None:
@@ -610,7 +587,7 @@ def left_after(took: Mapping[tuple[str, int], float], left: Iterable[int]) -> fl
 
 def _outcome(found: Measured) -> str:
     figures = {figure.impl: figure for figure in found.figures() if figure.us is not None}
-    if (winner := figures.get(found.promoted)) is not None:
+    if (winner := figures.get(found.winner)) is not None:
         speed = f"{winner.ratio:.2f} times as fast as {found.default}"
         told = f"{winner.impl} {winner.us:.1f} µs, {speed}"
     else:

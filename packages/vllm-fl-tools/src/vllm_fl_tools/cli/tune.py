@@ -81,11 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"({LARGEST} where no model tells it), then between those whose winners differ",
     )
     parser.add_argument(
-        "--thorough",
-        action="store_true",
-        help="every op at every size, plain PyTorch on a GPU too, and every winner twice",
-    )
-    parser.add_argument(
         "--out",
         metavar="FILE",
         help=f"the table; a file there is replaced. Default: {DEFAULT_FILE}, which is not",
@@ -115,11 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when the table cannot be written, nothing was measured, or it is not accepted."""
     if arguments.profile:
         return _profile.run(arguments)
-    if arguments.more and (arguments.model is None or arguments.accept is not None):
-        more = " ".join(arguments.more)
-        raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
     if arguments.accept is not None:
         return _accept.run(arguments)
+    if arguments.more and arguments.model is None:
+        more = " ".join(arguments.more)
+        raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
     if arguments.batch is not None:
@@ -238,7 +233,7 @@ def _subject(
         plan = plan_for(facts)
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype = facts.sizes, facts.dtype
-        absent = facts.absent | (frozenset() if arguments.thorough else without(engine, bindings))
+        absent = facts.absent | without(engine, bindings)
         batches = facts.captured if arguments.mode == "compiled" else ()
         tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
         captured = max(batches, default=0)
@@ -252,8 +247,7 @@ def _subject(
         absent,
         captured,
         plan,
-        first=None if asked or arguments.thorough else _first(tokens, captured or 0),
-        thorough=arguments.thorough,
+        first=None if asked else _first(tokens, captured or 0),
         ordered=ordered,
     )
 
@@ -336,7 +330,7 @@ def _powers(largest: int) -> tuple[int, ...]:
 
 
 def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:
-    """Print a table."""
+    """Print the result of a run."""
     say(path)
     if table.ops:
         say(f"{table.mode}, {table.dtype}, {table.holds['device']}; {table.seconds:.0f} s")

@@ -36,19 +36,15 @@ ROOM = 1.02
 """What the default's time by a winner's must be at least, in the middle of the rounds: below that,
 another implementation is not worth it."""
 
-CLEAR = 1.1
-"""What that ratio is at least of a clear winner, who besides wins every round of the finals."""
-
 
 def in_turn(
-    timers: Mapping[str, Timer], rounds: int, *, first: int = 0
+    timers: Mapping[str, Timer], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Call every timer once a round, in an order that rotates and is reversed every other time.
 
     Args:
         timers: by name.
         rounds: how many.
-        first: where the rotation begins.
 
     Returns:
         (name -> its times, as many as rounds; name -> why it was dropped). One that raises is
@@ -56,7 +52,7 @@ def in_turn(
     """
     times: dict[str, list[float]] = {name: [] for name in timers}
     dropped: dict[str, str] = {}
-    for number in range(first, first + rounds):
+    for number in range(rounds):
         for name in _order(list(times), number):
             try:
                 times[name].append(timers[name]())
@@ -91,11 +87,8 @@ class Measured:
         rejected: who was not timed -> why.
         screened: name -> the times of the first rounds, µs.
         finals: name -> those of the finals; the default and the fastest of the first rounds.
-        again: name -> those of a second finals, at another time and in another order.
         slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
             launch, where no graph serves -> by what.
-        copied: how long a copy of as many bytes took in the finals; empty where they are not known.
-        thorough: whether every winner needs second finals; otherwise a clear one does without.
     """
 
     tokens: int
@@ -103,15 +96,12 @@ class Measured:
     rejected: dict[str, str] = field(default_factory=dict)
     screened: dict[str, list[float]] = field(default_factory=dict)
     finals: dict[str, list[float]] = field(default_factory=dict)
-    again: dict[str, list[float]] = field(default_factory=dict)
     slower: dict[str, str] = field(default_factory=dict)
-    copied: list[float] = field(default_factory=list)
-    thorough: bool = True
 
     @property
-    def promoted(self) -> str:
-        """Who beat the default in the finals, the fastest of them; else `default`."""
-        winners = [name for name in self.finals if self._beats(name, self.finals)]
+    def winner(self) -> str:
+        """The fastest of those that beat the default in the finals; else `default`."""
+        winners = [name for name in self.finals if self._beats(name)]
         return min(winners, key=lambda name: quartiles(self.finals[name])[1], default=DEFAULT)
 
     @property
@@ -120,29 +110,13 @@ class Measured:
         times = self.finals or self.screened
         return min((quartiles(of)[1] for of in times.values()), default=0.0)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether second finals would tell nothing more, or were held."""
-        if self.promoted == DEFAULT or self.again:
-            return True
-        found = self._ratios(self.promoted, self.finals)
-        return not self.thorough and min(found) > 1.0 and statistics.median(found) >= CLEAR
-
-    @property
-    def winner(self) -> str:
-        """Who beat the default in the finals, and in the second ones too; else `default`."""
-        name = self.promoted
-        if name == DEFAULT or (not self.again and self.is_settled):
-            return name
-        return name if self._beats(name, self.again) else DEFAULT
-
     def ratio(self, name: str) -> float | None:
         """The default's time by `name`'s, the median of pairs; None where it may not serve."""
         found = self._ratios(name, self.finals if name in self.finals else self.screened)
         return statistics.median(found) if found else None
 
-    def _beats(self, name: str, times: Mapping[str, list[float]]) -> bool:
-        found = self._ratios(name, times)
+    def _beats(self, name: str) -> bool:
+        found = self._ratios(name, self.finals)
         if name == self.default or not found:
             return False
         low, median, _ = quartiles(found)
@@ -163,16 +137,12 @@ class Measured:
             yield Figure(self.tokens, name, rejected=why)
 
     def _figure(self, name: str) -> Figure:
-        series = (self.finals, self.again) if name in self.finals else (self.screened,)
-        beside = [of for of in series if name in of]
-        times = [us for of in beside for us in of[name]]
-        defaults = [us for of in beside for us in of.get(self.default, ())]
+        series = self.finals if name in self.finals else self.screened
+        times, defaults = series[name], series.get(self.default, ())
         low, median, high = quartiles(times)
         ratio = ratio_low = None
         if name != self.default and len(defaults) == len(times):
             ratio_low, ratio, _ = (round(r, 4) for r in quartiles(ratios(defaults, times)))
-        copied = quartiles(self.copied)[1] if self.copied else 0.0
-        share = round(copied / median, 4) if copied and median else None
         return Figure(
             self.tokens,
             name,
@@ -182,7 +152,6 @@ class Measured:
             n=len(times),
             ratio=ratio,
             ratio_low=ratio_low,
-            copy_share=share,
             slower=self.slower.get(name, ""),
         )
 
@@ -242,8 +211,7 @@ def best_edges(
             before = 0.5
             for one in ones:
                 impl = next(row.impl for row in rows if one.tokens <= row.up_to)
-                counts = 1.0 if one.thorough else math.log2(one.tokens / before)
-                total += counts * math.log(one.ratios.get(impl) or 1.0)
+                total += math.log2(one.tokens / before) * math.log(one.ratios.get(impl) or 1.0)
                 before = one.tokens
         return round(total, 6)
 
@@ -260,13 +228,12 @@ class _Outcome:
     default: str
     winner: str
     ratios: Mapping[str, float | None]
-    thorough: bool
 
 
 def _outcome(one: Measured) -> _Outcome:
     names = {*one.screened, *one.finals}
     ratios_of = {name: one.ratio(name) for name in names}
-    return _Outcome(one.tokens, one.default, one.winner, ratios_of, one.thorough)
+    return _Outcome(one.tokens, one.default, one.winner, ratios_of)
 
 
 def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:

@@ -31,8 +31,6 @@ class Figure:
         ratio: the default's time by this one's, the median of pairs measured next to each other;
             above 1 it is faster than the default.
         ratio_low: the lower quartile of those.
-        copy_share: the share of the device's copy bandwidth that the call reaches; None if the
-            number of bytes that it moves is not known.
         slower: in which of the forms it is slower than the default, and the ratio there, since how
             often a model calls each form is not known; or that it is slower to launch, at sizes
             without a captured graph. A slower implementation gets no row. Empty otherwise.
@@ -48,7 +46,6 @@ class Figure:
     n: int = 0
     ratio: float | None = None
     ratio_low: float | None = None
-    copy_share: float | None = None
     slower: str = ""
     rejected: str = ""
 
