@@ -19,8 +19,8 @@ from ..plugins.registry import OpRegistry
 from ..plugins.reserved import ops_missing
 from ..plugins.types import Impl, OpImpl
 from ..settings.loading import Settings
+from ..settings.names import meant
 from ..settings.policy import Mode, Rows, SelectionPolicy, Token
-from ..settings.unmatched import meant
 from ..settings.values import ORDER_PREFIX, wrong
 from ..text import closest
 

@@ -359,6 +359,8 @@ def _meant(key: str, declared: Declared) -> str:
             if spec.in_file:
                 return f" In a file it is {spec.key}."
             return f" It is set by the variable {spec.variable}, not in a file."
+    if key == "holds":
+        return " A table is named by VLLM_FL_TABLE, or by `table` in a file."
     if key in known_contracts().contracts:
         return " It is an op: write it under op_backends."
     known = file_keys(declared)

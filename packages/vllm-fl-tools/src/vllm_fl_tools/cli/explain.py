@@ -20,8 +20,8 @@ from vllm_fl.plugins.attention import ATTENTION
 from vllm_fl.plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.plugins.snapshot import RegistrySnapshot
+from vllm_fl.settings.names import unmatched
 from vllm_fl.settings.schema import Settings
-from vllm_fl.settings.unmatched import unmatched
 from vllm_fl.settings.values import ORDER_PREFIX
 
 from ..operate.described import Described
