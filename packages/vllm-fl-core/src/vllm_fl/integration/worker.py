@@ -179,7 +179,7 @@ class PlannedWorker:
             "remarks": [line for lines in engine.remarks.values() for line in lines],
             "ranges": ranges.report(engine, by_range(plan)),
             "table": _table_report(engine.facts),
-            "device": str(engine.facts.device) if engine.facts.device else None,
+            "device": engine.facts.device or None,
             "ordered_for_device": _orders_by_device(engine),
             "start": {
                 **phases_of(self).seconds,

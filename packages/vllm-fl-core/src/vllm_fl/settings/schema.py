@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
-from .devices import Device, DeviceOrder, Table
+from .devices import DeviceOrder, Table
 from .policy import PREFERENCES, Mode, OpOrder, SelectionPolicy
 from .values import (
     DEVICES,
@@ -231,17 +231,17 @@ class Settings(Mapping[str, Setting]):
             return self
         return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
 
-    def with_devices(self, device: Device | None, mode: Mode) -> Settings:
+    def with_devices(self, device: str, mode: Mode) -> Settings:
         """Return these settings with the orders for a device.
 
         Orders for the device in a user's own file win over all others. A user's lists win over
         those of the table, and these over what backends ship, as does a user's `prefer`.
 
         Args:
-            device: that of the engine; None if it is not known, and nothing changes.
+            device: the name of the engine's; empty if it is not known, and nothing changes.
             mode: the engine's.
         """
-        if device is None:
+        if not device:
             return self
         entries = dict(self._by_key)
         has_table = self.tuned is not None and not self.tuned.unused

@@ -104,7 +104,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         },
         "table": _unused_table(engines),
         "devices": {
-            "here": str(engines[0].facts.device or "") or None if engines else None,
+            "here": engines[0].facts.device or None if engines else None,
             "orders": [str(order) for order in settings.by_device.get(op, ())],
         },
     }

@@ -180,9 +180,7 @@ def _sections(settings: Settings) -> Iterator[dict[str, Any]]:
             for mode in filter(each.order.rows, MODES):
                 rows = each.over(settings.policy.order(op, mode, engine=True), mode)
                 sides[mode] = OpOrder(rows, rows).written
-            named = {"capability": each.capability, "name": each.name}
-            said = {key: value for key, value in named.items() if value}
-            yield {**said, "op_backends": {op: sides}}
+            yield {"name": each.name, "op_backends": {op: sides}}
 
 
 def _order(setting: Setting, order: OpOrder, settings: Settings) -> Any:
