@@ -15,7 +15,7 @@ from operator import attrgetter, methodcaller
 from types import MappingProxyType
 from typing import Any, cast
 
-from ..errors import IdleSwitchError, SettingsError
+from ..errors import IdleSwitchError
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
 from ..text import closest, nearest
@@ -142,22 +142,13 @@ def load_settings(
     if foreign and (is_whole or not platform_files):
         origin = "another plugin's platform, which no policy file is for"
         fixed["prefer"] = Setting("prefer", "stock", origin)
-    has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
-    shipped: Layer = {}
-    try:
-        shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
-    except SettingsError:
-        if not is_whole:  # otherwise it is overridden
-            raise
     shown = tuple(f"{path} ({distribution})" for distribution, path in platform_files)
     files = Setting("platform_files", shown, "plugins")
     warnings: list[str] = []
     if config is not None and is_whole:
         users = [own]
         ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
-        entries = _stacked(
-            [own, fixed], declared, ignored=[_unread(env, declared, ignored), shipped]
-        )
+        entries = _stacked([own, fixed], declared, ignored=_unread(env, declared, ignored))
         _append_all(env, entries, _of(declared, in_file=False))
         if ignored or shown:
             names = ", ".join((*ignored, *shown))
@@ -165,6 +156,8 @@ def load_settings(
         files = Setting(files.key, (), config.origin, ((shown, files.origin),))
     else:
         users = [own, *_variables(env, groups, declared)]
+        has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
+        shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
         entries = _stacked([*users, fixed, shipped], declared)
         _append_all(env, entries, declared)
     if any("prefer" in layer for layer in users):
@@ -343,7 +336,7 @@ def _per_op(env: Mapping[str, str]) -> Layer:
 
 
 def _stacked(
-    layers: Sequence[Layer], declared: Declared, *, ignored: Sequence[Layer] = ()
+    layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
 ) -> Layer:
     """Return the highest layer's setting for each key, or the default, with all it overrides."""
     defaults = {
@@ -354,7 +347,7 @@ def _stacked(
     for key in dict.fromkeys(key for layer in layers for key in layer):
         top, *below = (layer[key] for layer in layers if key in layer)
         overrides, spec = [*top.overrides], declared.get(key)
-        for other in (*(layer[key] for layer in ignored if key in layer), *below):
+        for other in (*([ignored[key]] if key in ignored else ()), *below):
             if other.value not in (None, ()) or (spec and other.value != spec.default):
                 overrides += [(other.value, other.origin), *other.overrides]
         variable = top.variable or (spec.variable if spec else None)

@@ -204,8 +204,12 @@ def _said(
             problems[token] = f"no installed implementation of {op} matches {str(token)!r}.{slip}"
     rows = [tokens for mode in MODES for _, tokens in order.rows(mode)]
     is_lost = bool(impls) and not failed and any(problems.keys() >= {*row} for row in rows)
-    if not is_lost:
-        problems = {t: why for t, why in problems.items() if not _may_be_elsewhere(t)}
+    if not is_lost:  # other machines may have a kind, or a platform's vendor
+        problems = {
+            token: why
+            for token, why in problems.items()
+            if token.kind not in KINDS or token.name not in (None, *PLATFORMS)
+        }
     if not problems:
         return ""
     lost = ""
@@ -224,8 +228,3 @@ def _obstacle(impl: Impl, settings: Settings) -> str | None:
     if why is None and (verdict := impl.availability()) is not True:
         why = f"not available: {verdict}"
     return why
-
-
-def _may_be_elsewhere(token: Token) -> bool:
-    """Whether it is a kind or a platform's vendor, which other machines may have."""
-    return token.kind in KINDS and (token.name is None or token.name in PLATFORMS)

@@ -105,9 +105,6 @@ class Token:
         return "stock" if self.kind in UNTOUCHED else self.kind
 
 
-MAX_ROWS = 256
-"""The most rows of an order by size. vLLM captures graphs of some fifty sizes."""
-
 REST = "rest"
 """The key of the row for calls of more tokens than every ceiling."""
 
@@ -290,8 +287,6 @@ def _side(value: object) -> Rows[tuple[Token, ...]]:
     """The rows of one mode."""
     if not isinstance(value, Mapping):
         return ((None, _tokens(value)),)
-    if len(value) > MAX_ROWS:
-        raise ValueError(f"an order by size has at most {MAX_ROWS} rows")
     rows = [(_ceiling(key), _tokens(tokens)) for key, tokens in value.items()]
     return tuple(sorted(rows, key=lambda row: row[0] is None))
 
