@@ -177,7 +177,7 @@ class PlannedWorker:
             "ranges": ranges.report(engine, by_range(plan)),
             "table": table
             and {"file": table.file, "acts": not table.unused, "reason": table.reason},
-            "device": str(engine.facts.device) if engine.facts.device else None,
+            "device": engine.facts.device or None,
             "ordered_for_device": _orders_by_device(engine),
             "start": {
                 **phases_of(self).seconds,

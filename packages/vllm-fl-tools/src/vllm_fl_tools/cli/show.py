@@ -29,6 +29,7 @@ CONTENTS = {
     "report": "worker",
     "coverage": "coverage",
     "results": "verification",
+    "plan": "plan",
     "culprits": "bisection",
     "table": "table",
 }
