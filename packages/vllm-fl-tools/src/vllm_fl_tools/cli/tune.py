@@ -18,7 +18,6 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.targets import all_bindings
-from vllm_fl.settings.policy import closest
 from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import RULES
 
@@ -175,28 +174,20 @@ def _out(path: str | None) -> Path:
 
 
 def _sizes(text: str, bindings: Iterable[Binding]) -> ModelSizes:
-    """The sizes of `--sizes`; those that it does not name are not told."""
+    """The sizes of `--sizes`; those that it does not name are unknown."""
     own = {field.name for field in fields(ModelSizes)}
     rules = {rule.name for rule in (*RULES, *(r for binding in bindings for r in binding.sizes))}
-    known = {*rules, *MORE_SIZES}
-    told: dict[str, float] = {}
+    told: dict[str, Any] = {}
     for item in text.split(","):
-        name, equals, value = (word.strip() for word in item.partition("="))
-        if not equals or name not in known:
-            listed = ", ".join(sorted(known))
-            raise UsageError(
-                f"--sizes: {item.strip()!r} is no NAME=NUMBER of a size.{closest(name, known)} "
-                f"Known: {listed}."
-            )
+        name, _, value = (word.strip() for word in item.partition("="))
+        check_known("sizes", [name], {*rules, *MORE_SIZES})
         try:
-            number = float(value)
+            told[name] = float(value) if name == "epsilon" else int(value)
         except ValueError:
-            number = 0.0
-        whole = number.is_integer()
-        if not 0 < number < 2**40 or not (whole or name == "epsilon" or name not in own):
+            told[name] = 0
+        if not 0 < told[name] < 2**40:
             raise UsageError(f"--sizes {name}={value}: expected a positive number")
-        told[name] = int(number) if whole else number
-    mine: dict[str, Any] = {name: value for name, value in told.items() if name in own}
+    mine = {name: value for name, value in told.items() if name in own}
     return ModelSizes(**mine, more={n: told.get(n) for n in sorted(rules - own)})
 
 
