@@ -16,7 +16,6 @@ OPS = frozenset(contracts())
 
 EXAMPLE = "an example, in words for a reader"
 EXCEPTIONS = {
-    ("plugins/reserved.py", "*"): "the one table of reserved names",
     ("plugins/types.py", "rms_norm"): EXAMPLE,
     ("settings/values.py", "rms_norm"): EXAMPLE,
 }
@@ -77,13 +76,3 @@ def test_no_op_is_named_in_core() -> None:
     assert unexplained == set(), "make it a field of the op's Binding or OpSpec"
     used = {*found, *((path, "*") for path, _ in found)}
     assert set(EXCEPTIONS) <= used, "an exception that nothing needs any more"
-
-
-def test_core_imports_no_contract_and_asks_the_registry_which_there_are() -> None:
-    for path, module in core().items():
-        for node in ast.walk(module):
-            if not isinstance(node, ast.ImportFrom) or node.module is None:
-                continue
-            names = {alias.name for alias in node.names}
-            is_contracts = node.module.split(".")[-1] == "contracts"
-            assert not (is_contracts and "contracts" in names), path

@@ -76,3 +76,17 @@ def open_to_append(path: Path) -> BinaryIO:
         os.close(fd)
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return open(fd, "a+b")
+
+
+def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
+    """Return the path of a worker's file, made from the one that the user sets.
+
+    Args:
+        named: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second
+            replica of data parallelism.
+        rank: the worker's, within its replica.
+        replica: which one, from 0.
+    """
+    path = Path(named)
+    of_replica = f".dp{replica}" if replica else ""
+    return path.parent / f"{path.stem}{of_replica}.rank{rank}{path.suffix}"

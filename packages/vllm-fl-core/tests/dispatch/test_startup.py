@@ -215,7 +215,7 @@ def test_a_token_whose_plugin_has_failed_is_no_slip(begin: Begin, asked: str) ->
             raise OSError("no driver")
 
     made = begin({"VLLM_FL_PER_OP": f"silu_and_mul={asked}"}, Sound(), Broken(), platform="cpu")
-    assert [plugin.owner.plugin for plugin in made.failed] == ["broken"]
+    assert [plugin.owner.plugin for plugin in made.plugins if plugin.error] == ["broken"]
     assert made.settings.warnings == (), "an engine ends with FL201: it runs no code in its place"
     named = {"VLLM_FL_PER_OP": f"silu_and_mul={asked}|vendor:soundd"}
     (warning,) = begin(named, Sound(), Broken(), platform="cpu").settings.warnings

@@ -24,8 +24,10 @@ from torch import Tensor
 from vllm_fl.contracts.binding import Binding, FunctionTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import calling
-from vllm_fl.integration.patchers import functions, taking
+from vllm_fl.integration.patchers.functions import Functions
 from vllm_fl.integration.patchers.taking import Choice
+
+PATCHER = Functions()
 
 X = torch.arange(32.0).reshape(4, 8)
 STOCK, FIRST = X[..., 4:], half(X)
@@ -93,8 +95,8 @@ def binding(*targets: FunctionTarget) -> dict[str, Binding]:
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
-    chosen = functions.choose(plan, bound or binding())
-    functions.take(engine, chosen)
+    chosen = PATCHER.choice(plan, bound or binding(), engine.device)
+    PATCHER.take(engine, chosen)
     try:
         with calling(engine):
             yield chosen
@@ -107,7 +109,7 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 
 
 def told(plan: Plan, chosen: Choice) -> dict[str, Any]:
-    report = taking.report(engine_of(plan), chosen)
+    report = PATCHER.told(engine_of(plan), chosen)
     json.dumps(report)
     return report["silu_and_mul"]
 

@@ -25,7 +25,7 @@ from vllm.config.kernel import IrOpPriorityConfig
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.platforms import current_platform
 from vllm_fl.dispatch import reset_default_manager, reset_global_policy
-from vllm_fl.engine.state_file import StateFile
+from vllm_fl_tools.operate.state_file import StateFile
 from vllm_fl.errors import PolicySealedError
 from vllm_fl_tools.operate.metrics import MetricsFile
 from vllm_fl.integration.carried import Carried

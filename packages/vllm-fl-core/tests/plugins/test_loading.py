@@ -100,11 +100,9 @@ def test_a_failed_import_says_what_leaves_it_out(write: Write) -> None:
         return str(load(OpRegistry(), found, only=only)[0].error)
 
     listed = "leave it out with VLLM_FL_PLUGINS="
-    assert f"{listed}fl-other,fl-sound (all others)." in told(broken, sound, other)
-    assert f"{listed}fl-sound (all others)." in told(
-        broken, sound, other, only=["fl-acme", "FL_sound"]
-    )
-    assert f"{listed}'' (there is no other)." in told(broken)
+    assert f"{listed}fl-other,fl-sound." in told(broken, sound, other)
+    assert f"{listed}fl-sound." in told(broken, sound, other, only=["fl-acme", "FL_sound"])
+    assert f"{listed}''." in told(broken)
     named = Found(Owner("acme"), broken.target, broken.load)
     assert "or take it out of VLLM_FL_PLUGIN_MODULES." in told(named, sound)
 
@@ -164,7 +162,7 @@ def test_the_hooks_of_an_object_with_generators(write: Write) -> None:
     )
     plugin, registry = one(found)
     assert plugin.error is None
-    assert plugin.hooks == ("attention_backend", "communicator", "register_ops")
+    assert [*plugin.hooks] == ["attention_backend", "communicator", "register_ops"]
     (attention,) = registry.snapshot().impls_by_op["attention_backend"]
     assert isinstance(attention, AttentionImpl)
     found = set(registry.snapshot().impls_by_op)
@@ -270,7 +268,7 @@ class TestOlderForm:
         source = self.SOURCE.replace("{name}", name)
         plugin, registry = one(write(source, attribute=None if as_module else name))
         assert plugin.error is None
-        assert plugin.hooks == ("register_builtins",)
+        assert [*plugin.hooks] == ["register_builtins"]
         manager = OpManager(registry)
 
         class Layer:
@@ -480,7 +478,7 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
     plugin, registry = one(write(source))
     assert plugin.status == "ok"
     settings = load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
-    errors = [policy_files([plugin], "cpu")[1]["acme"]]
+    errors = [policy_files([plugin], "cpu")[1][0]]
     for ask in (
         lambda: rejections(registry.plugins, settings, "silu_and_mul", ()),
         lambda: findings(plugin, settings),
@@ -621,7 +619,7 @@ def test_a_foreign_name_forges_no_line(write: Write) -> None:
 
 def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> None:
     plugin, registry = one(write("KERNEL_DISTRIBUTIONS = ('acme-kernels',)\n" + SOUND))
-    assert (plugin.status, plugin.claims) == ("ok", ("vendor.acme",))
+    assert plugin.status == "ok"
     assert plugin.owner.kernels == ("acme-kernels",)
     assert registry.snapshot().owners["silu_and_mul", "vendor.acme"].kernels == ("acme-kernels",)
     wrong = failure(write("KERNEL_DISTRIBUTIONS = 'acme-kernels'\n" + SOUND))
@@ -633,7 +631,7 @@ def test_it_declares_the_distributions_whose_kernels_it_runs(write: Write) -> No
     [
         ("numba", "Did you mean 'vllm-fl-numba'?"),
         ("vllm-fl-nunba", "Did you mean 'vllm-fl-numba'?"),
-        ("torchlike", "Did you mean 'vllm-fl-reference'?"),
+        ("reference", "Did you mean 'vllm-fl-reference'?"),
         ("zzz", "Installed are vllm-fl-numba, vllm-fl-reference."),
     ],
 )
@@ -675,9 +673,10 @@ def test_policy_files_and_errors(write: Write) -> None:
     wrong = "@hookimpl\ndef policy(platform):\n    return 'acme.yaml'"
     plugins = load(OpRegistry(), [write(policy, "aaa"), write(wrong, "bbb")])
     files, errors = policy_files(plugins, "acme")
-    assert files == [("fl-aaa 1.0", "/acme.yaml")] and set(errors) == {"bbb"}
-    assert "expected PolicyDefaults" in str(errors["bbb"])
-    assert policy_files(plugins[:1], "cpu") == ([], {})
+    assert files == [("fl-aaa 1.0", "/acme.yaml")]
+    assert [each.plugin for each in errors] == ["bbb"]
+    assert "expected PolicyDefaults" in str(errors[0])
+    assert policy_files(plugins[:1], "cpu") == ([], [])
 
 
 DEVICE = """
@@ -755,7 +754,7 @@ def layers():
 
 def test_the_hook_for_whole_layers(write: Write) -> None:
     plugin, registry = one(write(LAYERS))
-    assert (plugin.status, plugin.hooks, plugin.claims) == ("ok", ("layers",), ("vendor.acme",))
+    assert (plugin.status, [*plugin.hooks]) == ("ok", ["layers"])
     assert registry.snapshot().layers == ("LogitsProcessor", "RowParallelLinear")
     assert registry.snapshot().owners["RowParallelLinear", "vendor.acme"] is plugin.owner
 
@@ -861,9 +860,7 @@ def test_an_op_that_two_bring_is_loaded_from_neither_and_names_both(write: Write
     for plugin, other in zip(
         plugins, ("fl-two 1.0 (/site/two)", "fl-one 1.0 (/site/one)"), strict=True
     ):
-        assert f"the contract of op 'double': {other} brings one of this name too" in str(
-            plugin.error
-        )
+        assert f"the contract of op 'double': {other} claims it too" in str(plugin.error)
     assert registry.get_implementation("silu_and_mul", "vendor.acme") is not None
 
 
@@ -876,7 +873,6 @@ def test_an_op_that_two_bring_is_loaded_from_neither_and_names_both(write: Write
         ("[spec()]", "expected Contract"),
         ("[Contract('double')]", "expected an OpSpec"),
         ("[Contract(spec(lambda x: x))]", "expected lower-case letters"),
-        ("[Contract(spec(), binding=7)]", "expected a module's path"),
         ("[Contract(spec(), binding='no_such.module')]", "No module named 'no_such'"),
         ("[Contract(spec(), binding='json')]", "has None for its BINDING; expected a Binding"),
         ("1 / 0", "ZeroDivisionError"),

@@ -137,7 +137,6 @@ def test_a_users_own_section_is_all_that_is_tried(read: Read) -> None:
         ([section({**ORDER, "rest": "stock"})], "devices.linear", "unknown key 'rest'"),
         ([section({**ORDER, "compiled": {"<=64": "stock"}})], "devices.linear", "need 'rest'"),
         ([section({**ORDER, "measured": {**MEASURED, "ratio": "x"}})], "devices.linear", "'x'"),
-        ([section({**ORDER, "measured": {**MEASURED, "date": "May"}})], "devices.linear", "May"),
     ],
     ids=str,
 )

@@ -247,17 +247,17 @@ class TestSettings:
         assert "deny_vendors" not in text(found(done, "settings"))
 
     def test_backends_that_disagree(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
-        for name, order in {"one": "vendor, flagos", "two": "flagos, vendor"}.items():
+        for name in ("vendor", "reference"):
             path = tmp_path / f"{name}.yaml"
-            path.write_text(f"op_backends:\n  rms_norm: [{order}]\n")
+            path.write_text(f"# its own\nprefer: {name}\n")
             plugin(SHIPS.format(path=str(path)))
         done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
         (finding,) = [f for f in found(done, "settings") if "disagree" in f["what"]]
-        assert "op_backends.rms_norm" in finding["what"]
-        for fact in ("one.yaml:2", "two.yaml:2", "vendor|flagos", "In force: flagos|vendor"):
+        assert "about prefer" in finding["what"]
+        for fact in ("reference.yaml:2", "vendor.yaml:2", "In force: flagos"):
             assert fact in finding["why"]
-        assert finding["todo"] == "export VLLM_FL_PER_OP='rms_norm=flagos|vendor'"
-        settled = fl("doctor", "--json", VLLM_FL_PLATFORM="none", VLLM_FL_PER_OP="rms_norm=vendor")
+        assert finding["todo"] == "export VLLM_FL_PREFER=flagos"
+        settled = fl("doctor", "--json", VLLM_FL_PLATFORM="none", VLLM_FL_PREFER="vendor")
         assert "disagree" not in text(found(settled, "settings"))
 
 

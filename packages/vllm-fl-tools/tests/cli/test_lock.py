@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from commands import Command, Plugin
 
-from vllm_fl.settings.lock import read_lock, sealed
+from vllm_fl.settings.lock import MARK, VERSION, read_lock
 from vllm_fl_tools.cli._lock import text_of
 
 CONTENTS: dict[str, Any] = {
@@ -33,7 +33,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_file_that_git_can_compare(lock: Path) -> None:
     text = lock.read_text()
-    assert json.loads(text) == sealed(CONTENTS) and text.endswith("}\n")
+    assert json.loads(text) == {MARK: VERSION, **CONTENTS} and text.endswith("}\n")
     assert vars(read_lock(str(lock))) == {"file": str(lock), **CONTENTS}
 
 

@@ -93,7 +93,7 @@ def test_a_secret_in_an_error_is_not_printed(fl: Command) -> None:
 def test_the_version(fl: Command) -> None:
     done = fl("--version")
     assert done.status == 0
-    assert re.fullmatch(r"vllm-fl: vllm-fl-core \d+\.\d+\S* from /.*/vllm_fl\n", done.out)
+    assert re.fullmatch(r"vllm-fl: vllm-fl-tools \d+\.\d+\S* from /.*/vllm_fl_tools\n", done.out)
 
 
 def test_a_full_disk_is_one_line() -> None:

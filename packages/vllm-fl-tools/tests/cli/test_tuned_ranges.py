@@ -11,7 +11,6 @@ from builders import silu
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding, SizeRule
-from vllm_fl.integration.patchers import fusions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.cli import tune
@@ -120,13 +119,6 @@ def test_and_elsewhere_at_every_size_or_none(op: str, why: str) -> None:
     assert found.bound_to_all == {"stock"}, why
     assert rows(found) == [FOR_ALL]
     assert rows(graphs("cuda", "eager", op, default="stock")) == [BY_RANGE]
-
-
-def test_where_a_pass_of_vllms_finds_an_op_it_may_be_left_to_vllm_by_range(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fusions, "_is_there", lambda target: True)
-    assert rows(graphs("cuda", "compiled", "qk_norm_rope", default="stock")) == [BY_RANGE]
 
 
 def test_an_activation_that_vllms_experts_call_is_left_to_vllm_at_every_size_or_none() -> None:

@@ -23,7 +23,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm_fl.dispatch.context import building
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import engines
-from vllm_fl.integration.patchers.layers import FORWARDS, replace_layers
+from vllm_fl.integration.patchers.layers import FORWARDS, in_tables, ours
 from vllm_fl_tools.integration.forcing import Forcing
 from vllm_fl_tools.integration.leaving import Leaving
 from vllm_fl_tools.integration.workload import FORCED
@@ -36,8 +36,7 @@ OURS, THEIRS = X[:, :4] + 5, torch.nn.functional.silu(X[:, :4]) * X[:, 4:]
 def layers() -> Iterator[None]:
     """What a worker does before it builds the model."""
     eager = VllmConfig(compilation_config=CompilationConfig(mode=CompilationMode.NONE))
-    with set_current_vllm_config(eager), torch.no_grad():
-        replace_layers()
+    with set_current_vllm_config(eager), torch.no_grad(), in_tables(ours()):
         yield
 
 

@@ -16,7 +16,7 @@ if find_spec("vllm") is None:
 
 from vllm_fl.errors import LockError
 from vllm_fl.settings.loading import load_settings
-from vllm_fl.settings.lock import Locked, sealed
+from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl.settings.schema import Settings
 from vllm_fl_tools.operate.locking import differences, refuse
 
@@ -52,7 +52,7 @@ def test_one_line_each() -> None:
 def settings(tmp_path: Path) -> Settings:
     path = tmp_path / "vllm-fl.lock"
     contents = {"facts": FACTS, "result": {}, "seed": 7}
-    path.write_text(json.dumps(sealed(contents)))
+    path.write_text(json.dumps({MARK: VERSION, **contents}))
     return load_settings({"VLLM_FL_LOCK": str(path)})
 
 

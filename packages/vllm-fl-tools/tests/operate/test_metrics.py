@@ -20,9 +20,9 @@ import torch
 import yaml
 from builders import X, managing, planning, refusing, silu
 
-from vllm_fl.engine import state_file
-from vllm_fl.engine.state_file import StateFile
+from vllm_fl_tools.operate import state_file
 from vllm_fl_tools.operate.metrics import MetricsFile, exposition
+from vllm_fl_tools.operate.state_file import StateFile
 from vllm_fl_verify.shadow import Shadow
 
 OP = "silu_and_mul"

@@ -12,7 +12,7 @@ from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers import fusions
 from vllm_fl.integration.patchers.layers import layer_for
-from vllm_fl.integration.targets import installed_bindings, meets_a_compiler
+from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.inspection import Key, Moment, Objection
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import at_size
@@ -58,7 +58,8 @@ class Checks:
         table = installed_bindings()
         found_by_passes = {op for op, _, _ in fusions.operators(plan)}
         for op, entry in plan.entries.items():
-            meets = meets_a_compiler(table.get(op))
+            of_op = table[op].targets if op in table else ()
+            meets = any(target.reaches_compiler for target in of_op)
             for impl in entry.impls:
                 key, is_first = (op, impl.impl_id), impl in entry.firsts
                 is_compiled = plan.mode == "compiled" and meets and is_first

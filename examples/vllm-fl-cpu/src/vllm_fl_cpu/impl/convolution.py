@@ -135,8 +135,17 @@ OPS = (
     implementation(
         causal_conv1d,
         "causal_conv1d_fwd_cpu",
-        takes=("x.dtype == torch.bfloat16", f"dim % {BLOCK} == 0 and weight.shape[1] == {WIDTH}"),
+        takes=(
+            "x.dtype == torch.bfloat16",
+            f"dim % {BLOCK} == 0 and width == {WIDTH}",
+            "state_len == width - 1",
+        ),
         consumes=("conv_states",),
     ),
-    implementation(causal_conv1d_update, "causal_conv1d_update_cpu_vec", consumes=("conv_state",)),
+    implementation(
+        causal_conv1d_update,
+        "causal_conv1d_update_cpu_vec",
+        takes=("state_len == width - 1",),  # of others it takes another column for the newest
+        consumes=("conv_state",),
+    ),
 )

@@ -12,8 +12,8 @@ from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb, discovery
 from ..plugins import loading as plugin_loader
-from ..plugins.asking import asking, in_hook
-from ..plugins.calling import devices, policy_files, results_of
+from ..plugins.asking import asking
+from ..plugins.calling import devices, in_hook, policy_files, results_of
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
@@ -45,11 +45,6 @@ class Startup:
     problem: SettingsError | None = None
     allowed: tuple[str, ...] | None = None
     modules: tuple[str, ...] = ()
-
-    @property
-    def failed(self) -> tuple[Plugin, ...]:
-        """The plugins that could not be loaded, or not whole."""
-        return tuple(p for p in self.plugins if p.error is not None)
 
     def loaded_under(self, settings: Settings) -> bool:
         """Whether the plugins are those that these settings allow."""
@@ -165,7 +160,7 @@ def begin_process() -> None:
     plugins = plugin_loader.load(OpRegistry(EMPTY), found, variables=TAKEN)
     for plugin in asking(plugins, "process_start"):
         try:
-            with in_hook(plugin, "process_start"):
+            with in_hook(plugin, "process_start", passing=True):
                 results_of(plugin, "process_start", object)
         except PluginError as error:
             log.error("%s", error)
@@ -229,7 +224,7 @@ def read_settings(
     if foreign and not early.platform:
         owners = {owner.name for owner, profile in devices(plugins)[0] if profile.name == where}
         files = [(name, path) for name, path in files if name not in owners]
-    for error in errors.values():
+    for error in errors:
         _report(error, strict=early.strict_plugins)
     snapshot = registry.snapshot()
     known: Sequence[str] = PLATFORMS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,6 @@ class EngineFacts:
         attention_backend: the name of the attention backend that vLLM was told to take, or None.
         batch_invariant: whether vLLM was told to use its batch-invariant kernels.
         compile_backend: what vLLM compiles the model with; empty for its default.
-        passes_on: vLLM's passes that are on, of those that take an op of ours into a kernel of
-            their own.
         passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
         absent: the ops that the model cannot have, as their bindings read its configuration, and
             those that only layers run, of which it has none.
@@ -57,12 +55,11 @@ class EngineFacts:
     communicator: CommunicatorRequest | None = None
     layers: LayerRequest | None = None
     custom_ops: tuple[str, ...] = ()
-    ir_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ir_priority: Mapping[str, Sequence[str]] = field(default_factory=dict)
     attention_backend: str | None = None
     batch_invariant: bool = False
     compile_backend: str = ""
-    passes_on: frozenset[str] = frozenset()
-    passes_off: tuple[str, ...] = ()
+    passes_off: Sequence[str] = ()
     absent: frozenset[str] = frozenset()
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]] = field(default_factory=dict)
     captured: tuple[int, ...] = ()

@@ -62,14 +62,16 @@ class Patcher:
         return frozenset()
 
     def note_user(self, vllm_config: VllmConfig) -> Mapping[str, Any]:
-        """Return the user's own settings of vLLM that vLLM overwrites later."""
+        """Return the fields of `EngineFacts` for settings of vLLM that vLLM overwrites later.
+
+        They travel with the configuration: lists instead of tuples.
+        """
         return {}
 
     def request(
         self,
         vllm_config: VllmConfig,
         settings: Settings,
-        noted: Mapping[str, Any],
         /,
         *,
         compiled: bool,
@@ -79,7 +81,6 @@ class Patcher:
         Args:
             vllm_config: the engine's configuration, which may have no model.
             settings: the engine's settings.
-            noted: what `note_user` returned.
             compiled: whether vLLM compiles the model.
         """
         return {}

@@ -48,23 +48,16 @@ class Disabled(NamedTuple):
         return f"refuses every call [{self.code}]" if self.why.startswith(REFUSES) else ""
 
     def warn(self, op: str, impl_id: str) -> None:
-        """Say that it is off on all ranks; rank 0 does."""
-        impl, rank, why = f"Implementation '{impl_id}'", self.rank, self.why
-        if self.code == FAILED:
-            told = (
-                f"{impl} failed for op '{op}': {why} (found at start, on rank {rank}; off on all)"
-            )
-        elif self.code == LACKED:
-            told = (
-                f"{impl} of op '{op}' is off on all ranks: rank {rank} lacks it. Install {why} on "
-                "its node"
-            )
-        else:
-            told = (
-                f"{impl} is rejected for op '{op}': {why} (measured at start, on rank {rank}; off "
-                "on all)"
-            )
-        log.warning("%s [%s]", told, self.code)
+        """Log that it is off on all ranks; rank 0 does."""
+        rank, why = self.rank, self.why
+        here = f"at start, on rank {rank}; off on all"
+        texts = {
+            FAILED: f"failed for op '{op}': {why} (found {here})",
+            LACKED: f"of op '{op}' is off on all ranks: rank {rank} lacks it. Install {why} on its "
+            "node",
+            REJECTED: f"is rejected for op '{op}': {why} (measured {here})",
+        }
+        log.warning("Implementation '%s' %s [%s]", impl_id, texts[self.code], self.code)
 
 
 def publish_process() -> None:

@@ -1,4 +1,4 @@
-"""All ranks settle on one plan: the only place where something is disabled."""
+"""All ranks settle on one plan, and bind to it: the only place where something is disabled."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import replace
 from functools import partial
 
 from ..dispatch import get_default_manager
-from ..engine.digest import fingerprint
+from ..engine.digest import digest, fingerprint
+from ..engine.plan import leave_place, take_place
 from ..errors import StartError, VllmFLError
 from ..logs import get_logger
 from ..plugins.inspection import FAILED, LACKED, REJECTED, Key, Moment, Objection
 from ..text import quote
 from . import patching
-from .binding import bind, bind_models
+from .carried import seal
 from .engines import Engine
 from .hooks import inspect_plan
-from .planning import plan_for
+from .planning import apply, plan_for
 from .ranks import (
     Disabled,
     Opinion,
@@ -92,8 +93,32 @@ def make_plan(engine: Engine) -> None:
         settings=facts.settings,
         plugins=registry.plugins,
     )
-    contents = patching.contents(engine.plan)
+    contents = patching.merged(lambda each: each.contents(engine.plan))
     engine.contents = {**consists, "workers": engine.worker_facts, **contents}
+
+
+def bind(engine: Engine) -> None:
+    """Seal the plan, and change vLLM's configuration and code by it until the plan is unbound."""
+    config, contents = engine.config, engine.contents
+    engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
+    plan = engine.plan = take_place(engine.plan)
+    engine.on_unbind(leave_place, plan)
+    if plan.place > 1:  # its operators have other names in compiled code
+        contents = {**contents, "place": plan.place}
+    chosen = patching.merged(lambda each: each.choose(engine))
+    engine.digest = digest({**contents, **chosen})
+    apply(plan, config)
+    engine.on_unbind(seal(config, engine.digest))
+    engine.begin(config)
+    for patcher in patching.PATCHERS:
+        patcher.apply(engine)
+
+
+def bind_models(engine: Engine) -> None:
+    """Bind the models that are built to the engine's new plan."""
+    for model in engine.models.values():
+        for patcher in patching.PATCHERS:
+            patcher.bind(engine, model)
 
 
 def is_fixed(engine: Engine, moment: Moment) -> bool:
@@ -186,7 +211,7 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
         unmet = [entry.unmet for entry in engine.plan.entries.values()]
         if why := "; ".join(filter(None, unmet)):
             raise StartError(why)
-        found = patching.faults(engine.plan, engine.facts)
+        found = patching.merged(lambda each: each.faults(engine.plan, engine.facts))
     else:
         found = {}
     return {key: Objection(FAILED, why) for key, why in found.items()}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
+from ..engine import start_line
 from ..engine.digest import code_facts
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
@@ -19,16 +20,15 @@ from ..plugins.inspection import REJECTED, Moment
 from ..plugins.types import AttentionImpl, WorkerContext
 from ..text import quote
 from . import attending, patching, updates
-from .binding import bind
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
 from .hooks import reports, start_sessions
 from .models import completed
 from .patchers.lookups import over_class, path_over, take_off
-from .patching import PATCHERS, by_range
-from .planning import facts_of, load_plugins, refusals, refuse_unverified
+from .patching import PATCHERS, by_range, why_not
+from .planning import facts_of, load_plugins, refuse_unverified
 from .ranks import publish_process
-from .settling import make_plan, settle
+from .settling import bind, make_plan, settle
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 PREFIX = "Planned:"
 
-BEGIN, VERIFY, LIVE = (
-    "what the plan goes by",
-    "plan and verification",
-    "verification on live tensors",
-)
+PLANNING, LIVE = "plan and verification", "verification on live tensors"
 """The phases of a startup in which the ranks settle on a plan."""
 
 log = get_logger("engine")
@@ -93,9 +89,8 @@ class PlannedWorker:
         assert engine is not None  # vLLM opens the device first
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         engine.joins = bool(kwargs.get("load_dummy_weights"))
-        with phases.during(BEGIN):
+        with phases.during(PLANNING):
             lines = _begin(engine)
-        with phases.during(VERIFY):
             settle(engine, Moment.PLANNED)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
@@ -170,7 +165,7 @@ class PlannedWorker:
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
         report = {
-            **patching.report(engine),
+            **patching.merged(lambda each: each.report(engine)),
             "rank": self.rank,
             "mode": plan.mode,
             "digest": engine.digest,
@@ -248,28 +243,28 @@ def _took(engine: Engine) -> str:
     """How long the ranks have taken to settle on the plan, and by which means."""
     how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
     seconds = phases_of(engine.worker).seconds
-    total = sum(seconds.get(phase, 0.0) for phase in (BEGIN, VERIFY, LIVE))
+    total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
     return f"{how} {total:.1f} s" if how else "not verified"
 
 
 def _say_plan(engine: Engine) -> None:
     """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
     plan, facts = engine.plan, engine.facts
-    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
+    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items())
     remarks = [*_of_table(facts), *_of_device(engine)]
     remarks += [*_of_invariance(facts), *said]
     inlined = ranges.planned(by_range(plan), engine.config)
     remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
     took, digested = _took(engine), f"digest {engine.digest}"
-    own = [*plan.notes(engine.unused), *out, took, digested, *remarks]
+    own = [*start_line.notes(plan, engine.unused), *out, took, digested, *remarks]
     found = engine.remarks[Moment.PLANNED]
     engine.remarks[Moment.PLANNED] = own + [each for each in found if each not in own]
     if engine.rank == 0:
         planned = " ".join(f"{op}={entry.label}" for op, entry in plan.entries.items())
         phrases = [line for lines in engine.remarks.values() for line in lines]
         log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *phrases]))
-        log.info("%s", plan.line(took, digested, not_reached=engine.unused))
+        log.info("%s", start_line.line(plan, took, digested, not_reached=engine.unused))
 
 
 def _of_table(facts: EngineFacts) -> list[str]:

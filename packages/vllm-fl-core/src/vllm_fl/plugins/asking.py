@@ -12,32 +12,20 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from ..text import clean
-from .calling import contained, leave_out, results_of
+from .calling import in_hook, results_of
 from .inspection import Check, Engine, GroupFacts, Key, Moment, Objection
 from .plugin import Plugin
 
 
 def asking(plugins: Iterable[Plugin], hook: str) -> list[Plugin]:
     """The loaded plugins that implement `hook`: first in order of loading, verifiers last."""
-    asked = [each for each in plugins if each.manager is not None and hook in each.hooks]
+    asked = [each for each in plugins if each.is_loaded and hook in each.hooks]
     return sorted(asked, key=lambda each: each.verifies)
-
-
-def in_hook(plugin: Plugin, hook: str, *, named: bool = True) -> contained:
-    """Contain a plugin's hook, or code that the hook has returned.
-
-    Args:
-        plugin: the plugin.
-        hook: the hook.
-        named: as for `contained`. A verifier is slow, and names each implementation that it runs.
-    """
-    todo, named = leave_out(plugin.owner.distribution), named and not plugin.verifies
-    return contained(plugin.owner, f"its {hook} hook", todo, named=named, passing=True)
 
 
 def objections(plugin: Plugin, engine: Engine, moment: Moment) -> dict[Key, Objection]:
     """The objections of a plugin at this moment (`inspect_plan`)."""
-    with in_hook(plugin, "inspect_plan"):
+    with in_hook(plugin, "inspect_plan", passing=True):
         found: dict[Key, Objection] = {}
         for each in results_of(plugin, "inspect_plan", Mapping, engine=engine, moment=moment):
             found |= dict(_objection(*item) for item in each.items())
@@ -60,12 +48,12 @@ def enter_session(plugin: Plugin, engine: Engine) -> Callable[[], None]:
         What leaves it again.
     """
     held = ExitStack()
-    with in_hook(plugin, "engine_session"):
+    with in_hook(plugin, "engine_session", passing=True):
         for session in results_of(plugin, "engine_session", AbstractContextManager, engine=engine):
             held.enter_context(session)
 
     def leave() -> None:
-        with in_hook(plugin, "engine_session"):
+        with in_hook(plugin, "engine_session", passing=True):
             held.close()
 
     return leave
@@ -79,7 +67,7 @@ def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict
         engine: the engine.
         taken: the keys that the report already has; another value for these is an error.
     """
-    with in_hook(plugin, "worker_report", named=False):
+    with in_hook(plugin, "worker_report", named=False, passing=True):
         results = results_of(plugin, "worker_report", Mapping, engine=engine)
         found = {str(key): value for each in results for key, value in each.items()}
         if twice := [key for key in found if key in taken]:
@@ -93,7 +81,7 @@ def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict
 def checks(plugin: Plugin, engine: Engine, communicator: Any, group: GroupFacts) -> list[Check]:
     """A plugin's checks of a communicator (`communicator_checks`)."""
     arguments = {"engine": engine, "communicator": communicator, "group": group}
-    with in_hook(plugin, "communicator_checks"):
+    with in_hook(plugin, "communicator_checks", passing=True):
         results = results_of(plugin, "communicator_checks", Iterable, **arguments)
         found = [check for each in results for check in each]
         for check in found:

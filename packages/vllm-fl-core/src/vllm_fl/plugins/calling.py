@@ -11,6 +11,7 @@ from ..errors import DeviceError, PluginError, VllmFLError
 from ..logs import get_logger
 from ..text import clean, quote
 from .breadcrumb import running
+from .finding import Finding
 from .plugin import Owner, Plugin
 from .reserved import may_extend
 from .types import (
@@ -23,7 +24,6 @@ from .types import (
 
 if TYPE_CHECKING:
     from ..contracts import OpSpec
-    from .finding import Finding
 
 log = get_logger("plugins")
 
@@ -36,17 +36,13 @@ def whose(owner: Owner) -> str:
     return clean(f"plugin {owner.plugin!r} of {owner.label}")
 
 
-def leave_out(distribution: str | None) -> str:
-    """How to do without a plugin of this distribution.
-
-    Of none is a module that the user named, which no VLLM_FL_PLUGINS leaves out. Extensions cannot
-    be left out.
-    """
-    if may_extend(distribution):
+def leave_out(owner: Owner) -> str:
+    """How to do without a plugin."""
+    if may_extend(owner):
         return "Reinstall it."
-    if distribution:
+    if owner.distribution:
         return "Reinstall it, or leave it out with VLLM_FL_PLUGINS."
-    return "Mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
+    return "Fix it, or take it out of VLLM_FL_PLUGIN_MODULES."
 
 
 class contained:
@@ -112,61 +108,71 @@ class contained:
         return f" (at {clean(lines[-1])})" if lines else ""
 
 
-def call_hook(
-    plugin: Plugin, hook: str, kind: type, consequence: str, **arguments: object
-) -> list[Any]:
-    """What a plugin's hook returns, without None: at most one value of type `kind`.
+def in_hook(
+    plugin: Plugin, hook: str, todo: str = "", *, named: bool = True, passing: bool = False
+) -> contained:
+    """Contain a plugin's hook, or code that the hook has returned.
 
-    Raises:
-        PluginError: it raised anything at all, or returned something else.
+    Args:
+        plugin: the plugin.
+        hook: the hook.
+        todo: the consequence of a failure; by default how to do without the plugin.
+        named, passing: as for `contained`. A verifier names each implementation that it runs.
     """
-    with contained(plugin.owner, f"its {hook} hook", consequence):
-        return results_of(plugin, hook, kind, **arguments)
+    named = named and not plugin.verifies
+    what, todo = f"its {hook} hook", todo or leave_out(plugin.owner)
+    return contained(plugin.owner, what, todo, named=named, passing=passing)
 
 
 def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> list[Any]:
-    """The same, with the errors as the plugin raises them: for a block of `contained`."""
-    if plugin.manager is None or hook not in plugin.hooks:
+    """The results of a plugin's hook without None, at most one; for a block of `in_hook`.
+
+    Raises:
+        TypeError: a result is not a `kind`.
+    """
+    if not plugin.is_loaded or hook not in plugin.hooks:
         return []
-    results = getattr(plugin.manager.hook, hook)(**arguments)
+    results: list[Any] = plugin.hooks[hook](**arguments)
     for result in results:
         if not isinstance(result, kind):
             raise TypeError(f"{hook} returned {result!r}; expected {kind.__name__} or None")
-    return list(results)
+    return results
+
+
+Results = tuple[list[tuple[Owner, Any]], list[PluginError]]
+"""The results of a hook, each with its plugin's owner, and the errors of plugins that failed."""
+
+
+def _each(
+    plugins: Sequence[Plugin], hook: str, kind: type, todo: str = "", **given: Any
+) -> Results:
+    found: list[tuple[Owner, Any]] = []
+    errors = []
+    for plugin in plugins:
+        try:
+            with in_hook(plugin, hook, todo):
+                found += [(plugin.owner, each) for each in results_of(plugin, hook, kind, **given)]
+        except PluginError as error:
+            errors.append(error)
+    return found, errors
 
 
 def policy_files(
     plugins: Sequence[Plugin], platform: str
-) -> tuple[list[tuple[str, Any]], dict[str, PluginError]]:
-    """The settings files that plugins ship for `platform`, and the errors of those that failed.
+) -> tuple[list[tuple[str, Any]], list[PluginError]]:
+    """The settings files that plugins ship for `platform`, and the errors of plugins that failed.
 
     Returns:
-        [(distribution, path)] and {plugin name: its error}.
+        [(distribution, path)] and the errors.
     """
     kept = "Its implementations are kept, its settings not."
-    found, errors = _asked(plugins, "policy", PolicyDefaults, kept, platform=platform)
-    files = [(owner.name, defaults.path) for owner, defaults in found]
-    return files, {str(error.plugin): error for error in errors}
+    found, errors = _each(plugins, "policy", PolicyDefaults, kept, platform=platform)
+    return [(owner.name, defaults.path) for owner, defaults in found], errors
 
 
-def _asked(
-    plugins: Sequence[Plugin], hook: str, kind: type, consequence: str = "", **arguments: object
-) -> tuple[list[tuple[Owner, Any]], list[PluginError]]:
-    """What a hook of each plugin returns, with who brings it; and the errors of those that failed.
-
-    Arguments as for `call_hook`. Without a consequence an error says how to leave the plugin out.
-    """
-    found: list[tuple[Owner, Any]] = []
-    errors = []
-    for plugin in plugins:
-        todo = consequence or leave_out(plugin.owner.distribution)
-        try:
-            values = call_hook(plugin, hook, kind, todo, **arguments)
-        except PluginError as error:
-            errors.append(error)
-        else:
-            found += [(plugin.owner, value) for value in values]
-    return found, errors
+def devices(plugins: Sequence[Plugin]) -> Results:
+    """The hardware that plugins support, as `DeviceProfile`."""
+    return _each(plugins, "device", DeviceProfile)
 
 
 def rejections(
@@ -196,7 +202,7 @@ def rejections(
     """
     asks = facts.wants_invariance if facts is not None else ""
     rejected: dict[str, str] = {}
-    if asks and not any(plugin.verifies and plugin.manager is not None for plugin in plugins):
+    if asks and not any(plugin.verifies and plugin.is_loaded for plugin in plugins):
         rejected = {impl.impl_id: f"{asks}, and nothing here measures invariance" for impl in impls}
     arguments = {"settings": settings, "op": op, "impls": impls}
     arguments |= {"facts": facts if asks else None, "contract": contract if asks else None}
@@ -204,53 +210,42 @@ def rejections(
         set_here = (settings.get(spec.key) for spec in plugin.settings)
         is_set = any(setting is not None and setting.origin != "default" for setting in set_here)
         if "rejections" in plugin.hooks and (is_set or (asks and plugin.verifies)):
-            todo = leave_out(plugin.owner.distribution)
-            with contained(plugin.owner, "its rejections hook", todo, named=False):
+            with in_hook(plugin, "rejections", named=False):
                 for found in results_of(plugin, "rejections", Mapping, **arguments):
                     rejected |= {str(impl_id): clean(str(why)) for impl_id, why in found.items()}
     return rejected
 
 
 def findings(plugin: Plugin, settings: Any) -> list[Finding]:
-    """What a plugin has `vllm-fl doctor` report.
+    """A plugin's findings for `vllm-fl doctor`.
 
     Raises:
         PluginError: its hook failed.
     """
-    from .finding import Finding  # only where it is wanted
-
-    todo = leave_out(plugin.owner.distribution)
-    told = call_hook(plugin, "doctor", Iterable, todo, settings=settings)
-    with contained(plugin.owner, "its doctor hook", todo):
-        return [Finding(**vars(finding)) for found in told for finding in found]
-
-
-def devices(
-    plugins: Sequence[Plugin],
-) -> tuple[list[tuple[Owner, DeviceProfile]], list[PluginError]]:
-    """The hardware that plugins bring, each with who brings it; and the errors of those that
-    failed to say."""
-    return _asked(plugins, "device", DeviceProfile)
+    with in_hook(plugin, "doctor"):
+        results = results_of(plugin, "doctor", Iterable, settings=settings)
+        return [Finding(**vars(finding)) for found in results for finding in found]
 
 
 def start_in_worker(
     plugins: Sequence[Plugin], context: WorkerContext
 ) -> dict[str, tuple[Plugin, WorkerReport]]:
-    """Run the plugins' `worker_start` hooks; distribution -> its plugin and what it reports.
+    """Run the plugins' `worker_start` hooks.
+
+    Returns:
+        Distribution -> (its plugin, its report).
 
     Raises:
         PluginError: one failed: a half-made set-up must not serve.
-        VllmFLError: what a plugin raised of ours, as for a setting that only it can check.
+        VllmFLError: a plugin raised an error of core, such as for a setting that only it can check.
     """
     reports = {}
     for plugin in plugins:
-        todo = f"Set what it asks for. {leave_out(plugin.owner.distribution)}"
-        with contained(plugin.owner, "its worker_start hook", todo, passing=True):
-            found = results_of(plugin, "worker_start", WorkerReport, context=context)
-        for report in found:
-            with contained(plugin.owner, "its worker_start report", todo, passing=True):
+        todo = f"Set what it asks for. {leave_out(plugin.owner)}"
+        with in_hook(plugin, "worker_start", todo, passing=True):
+            for report in results_of(plugin, "worker_start", WorkerReport, context=context):
                 plain = WorkerReport(tuple(map(str, report.lines)), dict(report.facts))
-            reports[plugin.owner.label] = (plugin, plain)
+                reports[plugin.owner.label] = (plugin, plain)
     return reports
 
 

@@ -3,76 +3,91 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import getattr_static
 from typing import Any
 
+import pluggy
+
+from . import hookspecs
 from .discovery import CONTRACTS, GROUP
 from .hookspecs import HOOK_API, PROJECT
-from .plugin import Kind
+from .plugin import Kind, Owner
 from .types import PLUGIN_KEY, SettingSpec
 
-OF_EXTENSIONS = (
-    "communicator_checks",
-    "doctor",
-    "engine_session",
-    "inspect_plan",
-    "process_start",
-    "rejections",
-    "settings",
-    "worker_report",
-    "worker_start",
-)
-"""The hooks that an extension may implement."""
+PROVIDING = [
+    "attention_backend",
+    "communicator",
+    "contracts",
+    "device",
+    "layers",
+    "policy",
+    "register_ops",
+]
+"""The hooks by which a backend provides something to choose."""
 
-OLD_NAMES = ("register_builtins", "vllm_fl_register", "register")
+OLD_FORM = "register_builtins"
+OLD_NAMES = (OLD_FORM, "vllm_fl_register", "register")
 
 
-def forms_of(plugin: object) -> tuple[tuple[str, ...], Callable[[Any], object] | None]:
-    """The hooks that `plugin` implements, or its older `register_builtins(registry)`."""
-    marked = tuple(
-        name
-        for name in sorted(dir(plugin))
-        if getattr(getattr(plugin, name, None), f"{PROJECT}_impl", None)
-    )
-    if marked and not isinstance(plugin, type):
-        return marked, None
-    if callable(plugin) and not isinstance(plugin, type):
-        return ("register_builtins",), plugin
+def hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
+    """The hooks that a plugin implements, or its older `register_builtins(registry)`.
+
+    Raises:
+        TypeError: it implements none.
+        PluginValidationError: there is no such hook, or it has other parameters.
+    """
+    is_class = isinstance(plugin, type)
+    if not is_class:
+        manager = pluggy.PluginManager(PROJECT)
+        manager.add_hookspecs(hookspecs)
+        manager.register(plugin)
+        manager.check_pending()
+        if callers := manager.get_hookcallers(plugin):
+            return {caller.name: caller for caller in sorted(callers, key=lambda each: each.name)}
+        if callable(plugin):
+            return {OLD_FORM: plugin}
     for name in OLD_NAMES:
         function = getattr(plugin, name, None)
-        static = getattr_static(plugin, name, None)
-        if callable(function) and (
-            not isinstance(plugin, type) or isinstance(static, classmethod | staticmethod)
-        ):
-            return ("register_builtins",), function
+        is_bound = isinstance(getattr_static(plugin, name, None), classmethod | staticmethod)
+        if callable(function) and (is_bound or not is_class):
+            return {OLD_FORM: function}
     raise TypeError(
         f"it points at {plugin!r}, which implements no hook: point it at a module whose functions "
         "carry @hookimpl, or at register_builtins(registry)"
     )
 
 
-def check_kind(kind: Kind, hooks: Sequence[str]) -> None:
+def check_kind(kind: Kind, hooks: Collection[str]) -> None:
     """Check that a plugin implements only hooks that the group of its entry point is for."""
-    if kind == "contracts" and hooks != ("contracts",):
+    if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
-            f"the group {CONTRACTS} is for plugins that bring contracts alone, and it "
-            f"implements {', '.join(hooks)}: name it in the group {GROUP}"
+            f"the group {CONTRACTS} is only for contracts, and it implements {', '.join(hooks)}: "
+            f"use the group {GROUP}"
         )
-    others = [hook for hook in hooks if hook not in OF_EXTENSIONS]
-    if kind == "extension" and others:
-        raise TypeError(
-            f"an extension implements only {', '.join(OF_EXTENSIONS)}, and it implements "
-            f"{', '.join(others)}"
-        )
+    if kind == "extension" and (
+        others := [hook for hook in hooks if hook in (OLD_FORM, *PROVIDING)]
+    ):
+        raise TypeError(f"an extension provides no implementations, and it implements {others[0]}")
     if kind == "backend" and "process_start" in hooks:
         raise TypeError(
             "process_start is for extensions: a backend is not imported when a process starts"
         )
 
 
-def verifies_of(plugin: object, hooks: Sequence[str]) -> bool:
+def check_api(plugin: object) -> None:
+    """Check that a plugin is written for this version of the hooks."""
+    api = getattr(plugin, "HOOK_API", HOOK_API)
+    if not isinstance(api, int):
+        raise RuntimeError(f"its HOOK_API is {api!r}, expected the integer {HOOK_API}")
+    if api != HOOK_API:
+        raise RuntimeError(
+            f"it is written for HOOK_API {api}, this vllm-fl-core has {HOOK_API}; install the "
+            f"{'older' if api > HOOK_API else 'newer'} release of it"
+        )
+
+
+def verifies_of(plugin: object, hooks: Collection[str]) -> bool:
     """Whether the plugin declares itself a verifier."""
     verifies = getattr(plugin, "VERIFIES", False)
     if not isinstance(verifies, bool):
@@ -82,29 +97,23 @@ def verifies_of(plugin: object, hooks: Sequence[str]) -> bool:
     return verifies
 
 
-def check_api(plugin: object) -> None:
-    wanted = getattr(plugin, "HOOK_API", HOOK_API)
-    if wanted != HOOK_API:
-        raise RuntimeError(
-            f"it is written for HOOK_API {wanted}, this vllm-fl-core has {HOOK_API}; "
-            f"install the {'older' if wanted > HOOK_API else 'newer'} release of it"
-            if isinstance(wanted, int)
-            else f"its HOOK_API is {wanted!r}, expected the integer {HOOK_API}"
-        )
-
-
 def kernels_of(plugin: object) -> tuple[str, ...]:
-    """The distributions that the plugin declares its implementations to run the code of."""
+    """The distributions that have the code which the plugin's implementations run."""
     names = getattr(plugin, "KERNEL_DISTRIBUTIONS", ())
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"its KERNEL_DISTRIBUTIONS is {names!r}; expected a tuple of distributions' names"
-        )
+        raise TypeError(f"its KERNEL_DISTRIBUTIONS is {names!r}; expected a tuple of names")
     return tuple(names)
 
 
-def check_settings(specs: Sequence[Any]) -> None:
-    """Check what one plugin declares; what it shares with others is checked when all are known."""
+def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) -> None:
+    """Check the settings that a plugin declares, and add their names to `holders`.
+
+    Args:
+        specs: the settings.
+        owner: the plugin's owner.
+        holders: key or variable -> the distribution that has it.
+    """
+    names: dict[str, str] = {}
     for spec in specs:
         if not isinstance(spec, SettingSpec):
             raise TypeError(f"settings returned {spec!r}; expected SettingSpec")
@@ -113,21 +122,16 @@ def check_settings(specs: Sequence[Any]) -> None:
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"
             )
-    settings = Counter(spec.key for spec in specs)
-    variables = Counter(name for spec in specs for name in spec.variables)
-    for name in (name for counts in (settings, variables) for name, n in counts.items() if n > 1):
-        raise ValueError(f"it declares {name!r} twice")
-    blacklists = {spec.key: spec for spec in specs if spec.names and spec.default is not None}
+        for name in dict.fromkeys((spec.key, *spec.variables)):
+            if name in names or name in holders:
+                raise ValueError(f"its setting {name!r} is {(names | holders)[name]}'s, too")
+            names[name] = str(owner)
+    lists = {spec.key: spec for spec in specs if spec.names and spec.default is not None}
     for spec in specs:
-        if not spec.excludes:
-            continue
-        if spec.excludes not in blacklists:
+        excluded = lists.get(spec.excludes)
+        if spec.excludes and (excluded is None or excluded.in_file is not spec.in_file):
             raise ValueError(
                 f"its setting {spec.key!r} excludes {spec.excludes!r}, which is no list of its own "
-                "with a tuple as its default"
+                "with a tuple as its default and the same in_file"
             )
-        if blacklists[spec.excludes].in_file is not spec.in_file:
-            raise ValueError(
-                f"its settings {spec.key!r} and {spec.excludes!r} exclude each other: a file may "
-                "have both or neither"
-            )
+    holders |= names

@@ -11,14 +11,13 @@ from typing import NoReturn
 
 from ..errors import PluginError
 from ..text import clean, nearest
-from .installed import canonical, entry_points, identity, required_by
+from .installed import canonical, entry_points, identity
 from .plugin import Kind, Owner
-from .reserved import EXTENDERS, brings_ops, may_extend
+from .reserved import EXTENDERS, may_extend
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
-"""The group of plugins that bring contracts and nothing else. They are data: what is allowed to
-load brings along those that it requires."""
+"""The group of plugins that have only contracts. They are data, and loaded with any backend."""
 EXTENSIONS = "vllm_fl.extension"
 """The group of extensions: plugins of this project that add features to engines."""
 
@@ -34,13 +33,11 @@ class Found:
     target: str
     load: Callable[[], object]
     kind: Kind = "backend"
-    requires: frozenset[str] = frozenset()
-    """The distributions that its own requires."""
 
     @property
     def refusal(self) -> PluginError | None:
         """The reason why it is never imported; None if it may be imported."""
-        if self.kind != "extension" or may_extend(self.owner.distribution):
+        if self.kind != "extension" or may_extend(self.owner):
             return None
         return self.owner.error(
             f" is not imported: the group {EXTENSIONS} is only for {', '.join(sorted(EXTENDERS))}. "
@@ -64,8 +61,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
             path=os.fspath(dist.locate_file("")) if dist else None,
         )
         load = partial(_fail, problem) if problem else entry.load
-        requires = frozenset() if dist is None else required_by(dist)
-        found.append(Found(owner, entry.value, load, KINDS[entry.group], requires))
+        found.append(Found(owner, entry.value, load, KINDS[entry.group]))
     found.sort(key=lambda f: (canonical(f.owner.distribution or ""), f.owner.plugin, f.target))
     unique: dict[tuple[str | None, str, str], Found] = {}
     for f in found:  # one distribution may lie on the path twice, as an editable install does
@@ -75,53 +71,38 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
 
 
 def select_allowed(found: Sequence[Found], only: Collection[str] | None) -> list[Found]:
-    """Those that may load: what the user names, the contracts that come along, and extensions.
+    """The plugins that may load: the backends that the user names, contracts and extensions.
 
-    Extensions are always loaded. Contracts alone are data. They come along with
-    what is named and requires them, and those of this project with whatever is named. Where nothing
-    is named none of them is needed.
+    Contracts are not loaded if the user names nothing.
     """
-    found = [each for each in found if each.refusal is None]
-    if only is None:
-        return found
-    names = {canonical(name) for name in only}
+    names = {canonical(name) for name in only or ()}
 
     def is_named(each: Found) -> bool:
-        # A module has no distribution: VLLM_FL_PLUGIN_MODULES has asked for it by name already.
-        return each.owner.distribution is None or canonical(each.owner.distribution) in names
+        # A module has no distribution: VLLM_FL_PLUGIN_MODULES names it.
+        return only is None or each.owner.distribution is None or each.owner.is_of(*names)
 
-    extensions = [each for each in found if each.kind == "extension"]
-    data = [each for each in found if each.kind == "contracts"]
-    allowed = [each for each in found if is_named(each) and each not in extensions]
-    if only or allowed:
-        allowed += [each for each in data if brings_ops(each.owner) and each not in allowed]
-    for each in allowed:  # grows while it is walked: contracts may require contracts
-        allowed += [
-            other
-            for other in data
-            if other not in allowed and canonical(other.owner.distribution or "") in each.requires
-        ]
-    return allowed + extensions
+    kinds = {"extension"}
+    if only or any(map(is_named, found)):
+        kinds.add("contracts")
+    return [
+        each for each in found if each.refusal is None and (each.kind in kinds or is_named(each))
+    ]
 
 
 def remedy_for(found: Found, allowed: Iterable[str]) -> str:
-    """What a failure at loading is followed by: how to do without this plugin.
+    """How to do without a plugin that fails at loading.
 
     Args:
         found: the plugin.
         allowed: the distributions of the backends that are loaded.
     """
-    owner = found.owner
-    if found.kind == "extension":
-        return "Reinstall it: VLLM_FL_PLUGINS does not leave it out."
-    if found.kind == "contracts":
-        return "Reinstall it: no engine runs an implementation of an op that has no contract."
-    if owner.distribution is None:
-        return "No other plugin needs it: mend it, or take it out of VLLM_FL_PLUGIN_MODULES."
-    mine = canonical(owner.distribution)
-    others = sorted({clean(name) for name in allowed if canonical(name) != mine})
-    told = f"{','.join(others)} (all others)" if others else "'' (there is no other)"
-    return f"No other plugin needs it: reinstall it, or leave it out with VLLM_FL_PLUGINS={told}."
+    if found.kind != "backend":
+        return "Reinstall it."
+    if found.owner.distribution is None:
+        return "Fix it, or take it out of VLLM_FL_PLUGIN_MODULES."
+    others = sorted({clean(name) for name in allowed if not found.owner.is_of(canonical(name))})
+    rest = ",".join(others) or "''"
+    return f"No other plugin needs it: reinstall it, or leave it out with VLLM_FL_PLUGINS={rest}."
 
 
 def module_of(target: str) -> str:
@@ -131,22 +112,18 @@ def module_of(target: str) -> str:
 
 def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
     """One sentence for each name in VLLM_FL_PLUGINS that no installed plugin's distribution has."""
-    known = {canonical(o.distribution): o for o in owners if o.distribution}
-    told = []
+    known = sorted({canonical(owner.distribution) for owner in owners if owner.distribution})
+    found = []
     for name in only or ():
         wanted = canonical(name)
-        if wanted in known:
-            continue
-        meant = [d for d, o in known.items() if canonical(o.plugin) == wanted]
-        meant += [d for d in known if d.removeprefix("vllm-fl-") == wanted.removeprefix("vllm-fl-")]
-        slip = meant[0] if meant else nearest(wanted, known)
-        suggestion = f" Did you mean {slip!r}?" if slip else ""
-        told.append(
-            f"VLLM_FL_PLUGINS names {name!r}, which is not an installed distribution with a "
-            f"plugin: it loads nothing.{suggestion} Installed are "
-            f"{', '.join(sorted(known)) or 'none'}."
-        )
-    return tuple(told)
+        if wanted not in known:
+            slip = next((each for each in known if wanted in each), None) or nearest(wanted, known)
+            found.append(
+                f"VLLM_FL_PLUGINS names {name!r}, which is not an installed distribution with a "
+                f"plugin: it loads nothing.{f' Did you mean {slip!r}?' if slip else ''} Installed "
+                f"are {', '.join(known) or 'none'}."
+            )
+    return tuple(found)
 
 
 def _fail(problem: str) -> NoReturn:

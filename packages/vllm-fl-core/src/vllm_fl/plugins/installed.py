@@ -57,7 +57,7 @@ def installed_version(name: str) -> str | None:
         release = vllm_release()
         return release[1] if release else None
     try:
-        return distribution(name).version
+        return str(distribution(name).version)
     except PackageNotFoundError:
         return None
 

@@ -1,51 +1,48 @@
 """Load the plugins that were found, each in isolation.
 
-pluggy checks the hooks and collects their results while a process starts; it is never on a call
-path. Each plugin has a plugin manager of its own, so that a broken one does not affect the others.
+Hooks are called while a process starts, never on a call path.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
-
-import pluggy
 
 from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
 from ..errors import PluginError
 from ..logs import get_logger
 from ..text import clean
-from . import hookspecs
 from .calling import ENDED, contained, whose
-from .declared import check_api, check_kind, check_settings, forms_of, kernels_of, verifies_of
-from .discovery import Found, module_of, remedy_for, select_allowed
-from .hookspecs import PROJECT
-from .installed import CORE
-from .plugin import Owner, Plugin, Status
-from .reserved import OPS, brings_ops, reservation
-from .snapshot import RegistrySnapshot
-from .types import (
-    AttentionImpl,
-    CommunicatorImpl,
-    Impl,
-    LayerImpl,
-    OpImpl,
-    SettingSpec,
+from .declared import (
+    OLD_FORM,
+    check_api,
+    check_kind,
+    check_settings,
+    hooks_of,
+    kernels_of,
+    verifies_of,
 )
+from .discovery import Found, module_of, remedy_for, select_allowed
+from .installed import CORE
+from .plugin import Owner, Plugin
+from .reserved import OPS, brings_ops, holder_of, reservation
+from .snapshot import RegistrySnapshot
+from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl, SettingSpec
 
-RETURNED = {
+IMPLS = {
     "register_ops": OpImpl,
     "attention_backend": AttentionImpl,
     "communicator": CommunicatorImpl,
     "layers": LayerImpl,
-    "settings": SettingSpec,
-    "contracts": Contract,
 }
-"""Hook -> what it returns an iterable of."""
+"""The hooks for implementations -> what each returns an iterable of."""
+
+Claims = dict[tuple[str, str], list[Owner]]
+"""(op, impl id), or (op, "") for its contract -> the plugins that have it."""
 
 log = get_logger("plugins")
 
@@ -67,19 +64,36 @@ class Registry(Protocol):
 
 
 class Refused(NamedTuple):
-    """A contract, or an implementation, that is not loaded.
+    """A contract or an implementation that is not loaded.
 
     Attributes:
         op: the op.
-        why: what is said of it.
-        kind: as which error.
-        impl: the implementation's id.
+        impl: the id of the implementation; None for the contract.
+        why: the reason.
+        kind: the class of the error.
     """
 
     op: str
+    impl: str | None
     why: str
     kind: type[PluginError] = PluginError
-    impl: str | None = None
+
+
+@dataclass
+class Candidate:
+    """A plugin that is imported, and nothing of it registered.
+
+    Args:
+        plugin: the plugin.
+        impls: its implementations.
+        todo: how to do without it.
+        refused: its contracts and implementations that are not loaded.
+    """
+
+    plugin: Plugin
+    impls: list[Any] = field(default_factory=list)
+    todo: str = ""
+    refused: list[Refused] = field(default_factory=list)
 
 
 def load(
@@ -91,143 +105,115 @@ def load(
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each in isolation.
 
-    Extensions of other distributions than `EXTENDERS` are refused. An (op, id) that two of
-    them claim, or that is reserved for another one, is loaded from nobody but the one that it is
-    reserved for; their other implementations stay. A module that the user names is left out where
-    an entry point that is loaded leads to it: it is one plugin.
+    An (op, id) or a contract of several plugins is loaded from none of them, except for the one
+    that it is reserved for; their other implementations are loaded. A module that the user names
+    is left out if the entry point of a loaded plugin has it.
 
     Args:
-        registry: what they register into. A plugin that fails leaves nothing in it.
+        registry: the registry. A plugin that fails leaves nothing in it.
         found: the plugins, in the order in which they are loaded.
-        only: the distributions to load, beside the modules that were named, and the contracts that
-            these need (`select_allowed`); None loads all.
+        only: the distributions to load (`select_allowed`); None loads all.
         variables: the variables and keys of core's own settings, which no plugin may declare.
     """
     allowed = select_allowed(found, only)
     reached = {module_of(f.target) for f in allowed if f.owner.distribution is not None}
-    found = [f for f in found if f.owner.distribution is not None or f.target not in reached]
     names = [f.owner.distribution for f in allowed if f.owner.distribution and f.kind == "backend"]
-    todos = {each.owner: remedy_for(each, names) for each in found}
-    brought: list[tuple[Plugin, list[Any]]] = []
-    for candidate in found:
-        owner = candidate.owner
-        if candidate not in allowed:
-            refusal = candidate.refusal
-            status: Status = "disabled" if refusal is None else "failed"
-            left_out = Plugin(owner, candidate.target, status, error=refusal, kind=candidate.kind)
-            brought.append((left_out, []))
+    holders = dict.fromkeys(variables, CORE)
+    candidates: list[Candidate] = []
+    for each in found:
+        if each.owner.distribution is None and each.target in reached:
             continue
-        before = _variables()
-        plugin, impls = _bring(candidate, registry, todos[owner])
-        if changed := sorted({name for name, _ in before ^ _variables()}):
-            names = ", ".join(map(clean, changed))
-            log.warning("%s set %s, which are the user's settings. [FL214]", owner.who, names)
-        brought.append((replace(plugin, kind=candidate.kind), impls))
-    brought = _without_clashes(registry, brought, variables)
-    refused = _add_contracts(registry, [plugin for plugin, _ in brought])
-    told = [todos[each.owner] for each in found]  # a loaded plugin's owner knows its kernels, too
-    claims: dict[tuple[str, str], list[Owner]] = {}
-    for plugin, impls in brought:
-        for key in dict.fromkeys(map(_key, impls)):
-            if key is not None:
-                claims.setdefault(key, []).append(plugin.owner)
-    loaded = tuple(
-        _register(registry, plugin, impls, claims, why, todo) if plugin.status == "ok" else plugin
-        for (plugin, impls), why, todo in zip(brought, refused, told, strict=True)
-    )
+        if each in allowed:
+            before = _variables()
+            candidates.append(_import(each, registry, remedy_for(each, names), holders))
+            if changed := sorted({name for name, _ in before ^ _variables()}):
+                told = f"{each.owner.who} set {', '.join(map(clean, changed))}"
+                log.warning("%s, which are the user's. [FL214]", told)
+        else:
+            error = each.refusal
+            status = "disabled" if error is None else "failed"
+            plugin = Plugin(each.owner, each.target, status, error=error, kind=each.kind)
+            candidates.append(Candidate(plugin))
+    claims: Claims = {}
+    for candidate in candidates:
+        ops = [(contract.name, "") for contract, _ in candidate.plugin.contracts]
+        for key in dict.fromkeys((*ops, *filter(None, map(_key, candidate.impls)))):
+            claims.setdefault(key, []).append(candidate.plugin.owner)
+    for candidate in sorted(candidates, key=lambda each: not brings_ops(each.plugin.owner)):
+        _add_contracts(registry, candidate, claims)
+    loaded = tuple(_register(registry, candidate, claims) for candidate in candidates)
     registry.plugins += loaded
     return loaded
 
 
-def _failed(registry: Registry, plugin: Plugin, error: PluginError, **fields: Any) -> Plugin:
-    """The same plugin with this error, and nothing of it left."""
-    registry.remove(plugin.owner)
-    return replace(
-        plugin, status="failed", error=error, manager=None, settings=(), contracts=(), **fields
-    )
+def _variables() -> set[tuple[str, str]]:
+    return {item for item in os.environ.items() if item[0].startswith("VLLM_FL_")}
 
 
-def _without_clashes(
-    registry: Registry, brought: Iterable[tuple[Plugin, list[Any]]], taken: Collection[str]
-) -> list[tuple[Plugin, list[Any]]]:
-    """The same, where a plugin that declares a setting of core's or of another one has failed."""
-    holders = dict.fromkeys(taken, CORE)
-    checked = []
-    for plugin, impls in brought:
-        names = [name for spec in plugin.settings for name in (spec.key, *spec.variables)]
-        clash = next((name for name in names if name in holders), None)
-        if clash is None:
-            holders |= dict.fromkeys(names, str(plugin.owner))
-            checked.append((plugin, impls))
-            continue
-        error = plugin.owner.error(
-            f": its setting {clash!r} is {clean(holders[clash])}'s, too; uninstall one of the two, "
-            "or name the ones to load in VLLM_FL_PLUGINS."
-        )
-        checked.append((_failed(registry, plugin, error), []))
-    return checked
-
-
-def _bring(found: Found, registry: Registry, todo: str) -> tuple[Plugin, list[Any]]:
-    """Import one plugin and ask it for its implementations; nothing is registered yet."""
-    owner = found.owner
-    own = _package(found.target)
-    hooks: tuple[str, ...] = ()
-    verifies = False
+def _import(found: Found, registry: Registry, todo: str, holders: dict[str, str]) -> Candidate:
+    """Import one plugin, and collect its implementations, contracts and settings."""
+    plugin = Plugin(found.owner, found.target, "failed", kind=found.kind)
+    own = module_of(found.target).partition(".")[0]
     impls: list[Any] = []
-    specs: list[Any] = []
-    contracts: list[tuple[Contract, Binding]] = []
-    manager = None
     try:
-        if (ended := ENDED.get(whose(owner))) is not None:
-            raise owner.error(f" failed: {ended}. {todo}")
-        with contained(owner, "the import", todo, own):
-            plugin = found.load()
-            hooks, old_form = forms_of(plugin)
+        if (ended := ENDED.get(whose(found.owner))) is not None:
+            raise found.owner.error(f" failed: {ended}. {todo}")
+        with contained(found.owner, "the import", todo, own):
+            module = found.load()
+            check_api(module)
+            hooks = hooks_of(module)
+            plugin = replace(plugin, hooks=hooks)
             check_kind(found.kind, hooks)
-            check_api(plugin)
-            verifies = verifies_of(plugin, hooks)
-            owner = replace(owner, kernels=kernels_of(plugin))
+            plugin = replace(plugin, verifies=verifies_of(module, hooks))
+            owner = replace(found.owner, kernels=kernels_of(module))
         with contained(owner, "the registration", todo, own):
-            if old_form is not None:
-                impls = _run_old_form(old_form, registry)
-            else:
-                manager = pluggy.PluginManager(PROJECT)
-                manager.add_hookspecs(hookspecs)
-                manager.register(plugin, name=str(owner))
-                manager.check_pending()
-                for hook in ("register_ops", "attention_backend", "communicator", "layers"):
-                    impls += _results(manager, hook)
-                specs = _results(manager, "settings")
-                check_settings(specs)
-                contracts = [(c, _binding(c)) for c in _results(manager, "contracts")]
+            if OLD_FORM in hooks:
+                impls = _run_old_form(hooks[OLD_FORM], registry)
+            for hook, kind in IMPLS.items():
+                impls += _results(hooks, hook, kind)
+            specs = _results(hooks, "settings", SettingSpec)
+            contracts = [(c, _binding(c)) for c in _results(hooks, "contracts", Contract)]
+            check_settings(specs, owner, holders)
     except PluginError as error:
-        return Plugin(owner, found.target, "failed", hooks, error=error, verifies=verifies), []
-    plugin = Plugin(
-        owner,
-        found.target,
-        "ok",
-        hooks,
-        manager=manager,
-        settings=tuple(specs),
-        contracts=tuple(contracts),
-        verifies=verifies,
-    )
-    return plugin, impls
+        return Candidate(replace(plugin, error=error))
+    settings = {"settings": tuple(specs), "contracts": tuple(contracts)}
+    return Candidate(replace(plugin, owner=owner, status="ok", **settings), impls, todo)
 
 
-def _package(target: str) -> str:
-    """The package that a plugin's entry point is in: `acme` of `acme.plugin:Plugin`."""
-    return module_of(target).partition(".")[0]
+def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> list[Any]:
+    """The results of a hook that returns an iterable. A generator runs to its end here."""
+    found: list[Any] = []
+    for result in hooks[hook]() if hook in hooks else ():
+        if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
+            raise TypeError(
+                f"{hook} returned {type(result).__name__}; expected an iterable of {kind.__name__}"
+            )
+        found += result
+    return found
+
+
+def _run_old_form(function: Callable[[Any], object], registry: Registry) -> list[Impl]:
+    collector = registry.collector()
+    function(collector)
+    if not collector.impls:
+        raise TypeError(
+            f"{getattr(function, '__qualname__', function)!r} was called with the registry, as the "
+            "older form is, and registered nothing: point the entry point at a module whose "
+            "functions carry @hookimpl, or register its implementations"
+        )
+    found: list[Impl] = collector.impls
+    return found
 
 
 def _binding(contract: object) -> Binding:
-    """The targets in vLLM of an op that a plugin brings."""
+    """The targets in vLLM of a plugin's op."""
     if not isinstance(contract, Contract):
         raise TypeError(f"contracts returned {contract!r}; expected Contract")
     if contract.binding is None:
         return Binding()
     binding = getattr(import_module(contract.binding), "BINDING", None)
+    if isinstance(binding, Mapping):
+        binding = binding.get(contract.name)
     if not isinstance(binding, Binding):
         raise TypeError(
             f"the module {contract.binding!r} of the op {contract.name!r} has {binding!r} for its "
@@ -241,101 +227,65 @@ def _binding(contract: object) -> Binding:
     return binding.routed(contract.spec)
 
 
-def _add_contracts(registry: Registry, plugins: Sequence[Plugin]) -> list[list[Refused]]:
-    """Register the ops that plugins bring; for each plugin, which were refused and why.
+def _add_contracts(registry: Registry, candidate: Candidate, claims: Claims) -> None:
+    """Register the contracts of one plugin.
 
-    An op that two of them bring is loaded from neither. A target in vLLM that two ops name is that
-    of the first, and those of this project come before all others.
+    A target in vLLM that two ops name belongs to the first.
     """
-    claims: dict[str, list[Owner]] = {}
-    for plugin in plugins:
-        for contract, _ in plugin.contracts:
-            claims.setdefault(contract.name, []).append(plugin.owner)
-    first = registry.snapshot()
-    refused: list[list[Refused]] = [[] for _ in plugins]
-    in_turn = sorted(
-        zip(plugins, refused, strict=True), key=lambda each: not brings_ops(each[0].owner)
-    )
-    for plugin, of_plugin in in_turn:
-        for contract, binding in plugin.contracts:
-            name = contract.name
-            if (first.contracts.get(name), first.authors.get(name)) == (
-                contract.spec,
-                plugin.owner,
-            ):
-                continue  # a script's registry began with it
-            claimants = claims.get(name, [])
-            why, kind = registry.snapshot().objection(name, binding)
-            if any(map(brings_ops, claimants)):
-                if not brings_ops(plugin.owner):
-                    why = f"{OPS} has this op; give yours another name"
-            elif len(claimants) > 1:
-                others = [clean(str(each)) for each in claimants if each != plugin.owner]
-                why, kind = (
-                    f"{', '.join(others) or 'the same plugin'} brings one of this name too, and it "
-                    "is loaded from none of them; uninstall all but one, or name the ones to load "
-                    "in VLLM_FL_PLUGINS",
-                    PluginError,
-                )
-            if why:
-                of_plugin.append(Refused(name, f"the contract of op {name!r}: {why}", kind))
-            else:
-                registry.add_contract(contract, binding, plugin.owner)
-    return refused
+    owner = candidate.plugin.owner
+    for contract, binding in candidate.plugin.contracts:
+        name, known = contract.name, registry.snapshot()
+        if known.contracts.get(name) is contract.spec and known.authors.get(name) == owner:
+            continue  # a script's registry began with it
+        why, kind = _clash(owner, claims[name, ""], OPS), PluginError
+        if not why:
+            why, kind = known.objection(name, binding)
+        if why:
+            why = f"the contract of op {name!r}: {why}"
+            candidate.refused.append(Refused(name, None, why, kind))
+        else:
+            registry.add_contract(contract, binding, owner)
 
 
-def _register(
-    registry: Registry,
-    plugin: Plugin,
-    impls: list[Any],
-    claims: Mapping[tuple[str, str], Sequence[Owner]],
-    refused: Sequence[Refused],
-    todo: str,
-) -> Plugin:
-    """Register what one plugin brings, without the ids that are not its own.
-
-    Args:
-        registry: what it is registered into. Its contracts are there already.
-        plugin: the plugin.
-        impls: its implementations.
-        claims: (op, impl id) -> who brings it.
-        refused: which of its contracts are not loaded, and why.
-        todo: what to do where the registration fails.
-    """
-    owner = plugin.owner
-    whys = {key: _not_its_own(key, owner, claims[key]) for key in filter(None, map(_key, impls))}
-    kept = [impl for impl in impls if (key := _key(impl)) is None or not whys[key]]
-    lost = [
-        Refused(op, f"{op} implementation {impl_id!r}: {why}", impl=impl_id)
-        for (op, impl_id), why in whys.items()
-        if why
-    ]
-    claimed = tuple(dict.fromkeys(impl_id for _, impl_id in whys))
-    error = None
-    if every := (*refused, *lost):
-        first = (*lost, *refused)[0]
-        error = owner.error(
-            f": not loaded: {'; '.join(each.why for each in every)}. What else it brings is "
-            "loaded.",
-            kind=every[0].kind,
-            op=first.op,
-            impl=first.impl,
-        )
+def _register(registry: Registry, candidate: Candidate, claims: Claims) -> Plugin:
+    """Register the implementations of one plugin. The contracts of all are registered already."""
+    plugin, refused = candidate.plugin, candidate.refused
+    if plugin.status != "ok":
+        return plugin
+    owner, kept = plugin.owner, []
+    for impl in candidate.impls:
+        op, impl_id = _key(impl) or ("", "")
+        why = reservation(impl_id, owner)
+        if why:
+            why = f"{why}; leave {owner.name} out with VLLM_FL_PLUGINS, or uninstall it"
+        elif impl_id:
+            others = [each for each in claims[op, impl_id] if not reservation(impl_id, each)]
+            why = _clash(owner, others, holder_of(impl_id))
+        if why:
+            why = f"{op} implementation {impl_id!r}: {why}"
+            refused.append(Refused(op, impl_id, why))
+        else:
+            kept.append(impl)
     try:
-        with contained(owner, "the registration", todo, _package(plugin.target)):
+        own = module_of(plugin.target).partition(".")[0]
+        with contained(owner, "the registration", candidate.todo, own):
             registry.register_many(kept, owner)
     except PluginError as failure:
-        return _failed(registry, plugin, failure, claims=claimed)
-    is_left = bool(kept) or len(refused) < len(plugin.contracts)
-    status: Status = "ok" if error is None else "partial" if is_left else "failed"
-    return replace(
-        plugin,
-        status=status,
-        claims=claimed,
-        error=error,
-        manager=plugin.manager if status != "failed" else None,
-        lost=tuple((each.op, str(each.impl)) for each in lost),
+        registry.remove(owner)
+        lost = tuple(filter(None, map(_key, candidate.impls)))
+        return replace(plugin, status="failed", error=failure, settings=(), contracts=(), lost=lost)
+    if not refused:
+        return plugin
+    first = next((each for each in refused if each.impl), refused[0])
+    error = owner.error(
+        f": not loaded: {'; '.join(each.why for each in refused)}. What else it brings is loaded.",
+        kind=refused[0].kind,
+        op=first.op,
+        impl=first.impl,
     )
+    is_left = bool(kept) or sum(each.impl is None for each in refused) < len(plugin.contracts)
+    lost = tuple((each.op, each.impl) for each in refused if each.impl)
+    return replace(plugin, status="partial" if is_left else "failed", error=error, lost=lost)
 
 
 def _key(impl: object) -> tuple[str, str] | None:
@@ -344,56 +294,20 @@ def _key(impl: object) -> tuple[str, str] | None:
     return None  # the registry refuses it, by name
 
 
-def _not_its_own(key: tuple[str, str], owner: Owner, claimants: Sequence[Owner]) -> str:
-    """Why `owner` may not register this (op, id); empty when it may."""
-    reserved = reservation(key[1], owner)
-    if reserved:
-        return f"{reserved}; leave {owner.name} out with VLLM_FL_PLUGINS, or uninstall it"
-    others = [other for other in claimants if other != owner and not reservation(key[1], other)]
-    if not others:
+def _clash(owner: Owner, claimants: Sequence[Owner], holder: str | None) -> str:
+    """The reason why `owner` may not have what several plugins claim; empty if it may.
+
+    Args:
+        owner: the plugin's owner.
+        claimants: all that claim it.
+        holder: the distribution that may have it.
+    """
+    others = [each for each in claimants if each != owner]
+    if not others or owner.is_of(holder):
         return ""
-    holders = [other for other in (owner, *others) if _holds(key[1], other)]
-    if owner in holders:
-        return ""
-    named = ", ".join(clean(str(other)) for other in holders or others)
+    holders = [each for each in others if each.is_of(holder)]
     ending = "it is loaded from there" if holders else "it is loaded from none of them"
     return (
-        f"{named} claims it too, and {ending}; uninstall all but one, or name the ones to load in "
-        "VLLM_FL_PLUGINS"
+        f"{', '.join(clean(str(each)) for each in holders or others)} claims it too, and {ending}; "
+        "uninstall all but one, or name the ones to load in VLLM_FL_PLUGINS"
     )
-
-
-def _holds(impl_id: str, owner: Owner) -> bool:
-    """Whether the id is reserved for this very distribution."""
-    stranger = Owner("", distribution="(nobody)")
-    return owner.distribution is not None and bool(reservation(impl_id, stranger))
-
-
-def _variables() -> set[tuple[str, str]]:
-    return {item for item in os.environ.items() if item[0].startswith("VLLM_FL_")}
-
-
-def _results(manager: pluggy.PluginManager, hook: str) -> list[Any]:
-    """What one plugin's hook returns, as a list. A generator runs to its end here."""
-    impls: list[Any] = []
-    for result in getattr(manager.hook, hook)():
-        if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
-            raise TypeError(
-                f"{hook} returned {type(result).__name__}; expected an iterable of "
-                f"{RETURNED[hook].__name__}"
-            )
-        impls += result
-    return impls
-
-
-def _run_old_form(function: Callable[[Any], object], registry: Registry) -> list[Impl]:
-    collector = registry.collector()
-    function(collector)
-    if not collector.impls:
-        raise TypeError(
-            f"{getattr(function, '__qualname__', function)!r} was called with the registry, as the "
-            "older form is, and registered nothing: point the entry point at a module whose "
-            "functions carry @hookimpl, or register what it brings"
-        )
-    found: list[Impl] = collector.impls
-    return found

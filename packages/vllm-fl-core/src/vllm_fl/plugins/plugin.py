@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import pluggy
 
 from ..contracts.binding import Binding, Contract
 from ..errors import PluginError
 from ..text import clean
+from .installed import canonical
 from .types import SettingSpec
 
 Status = Literal["ok", "partial", "failed", "disabled"]
@@ -52,6 +52,10 @@ class Owner:
         """The distribution's name, or the plugin's where it has none."""
         return self.distribution or self.plugin
 
+    def is_of(self, *names: str | None) -> bool:
+        """Whether its distribution is one of these, as pip compares names."""
+        return self.distribution is not None and canonical(self.distribution) in names
+
     @property
     def who(self) -> str:
         """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, cleaned: what errors begin with."""
@@ -83,11 +87,10 @@ class Plugin:
         target: what the entry point points at (`acme.plugin`).
         status: `ok`, `partial` (ids that are not its own were refused, the rest is loaded),
             `failed`, or `disabled` (VLLM_FL_PLUGINS leaves it out).
-        hooks: the hooks that it implements; `register_builtins` is the older form.
-        claims: the impl ids that it brought, or tried to bring.
+        hooks: the hooks that it implements, each as a function that returns a list of results;
+            `register_builtins` is the older form.
         error: why it failed, or what was refused.
-        manager: its hooks, to be called; None unless it is loaded and has hooks.
-        lost: the (op, id)s that were refused to one that is `partial`.
+        lost: the (op, id)s that were not loaded.
         settings: the settings that it declares.
         contracts: the ops that it brings, each with its targets in vLLM.
         kind: its purpose. A plugin of kind `contracts` has only contracts. An `extension` belongs
@@ -99,15 +102,18 @@ class Plugin:
     owner: Owner
     target: str
     status: Status
-    hooks: tuple[str, ...] = ()
-    claims: tuple[str, ...] = ()
+    hooks: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     error: PluginError | None = None
-    manager: pluggy.PluginManager | None = None
     lost: tuple[tuple[str, str], ...] = ()
     settings: tuple[SettingSpec[Any], ...] = ()
     contracts: tuple[tuple[Contract, Binding], ...] = ()
     kind: Kind = "backend"
     verifies: bool = False
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its hooks may be called."""
+        return self.status in ("ok", "partial")
 
     @property
     def lost_contracts(self) -> bool:
@@ -117,9 +123,7 @@ class Plugin:
     def may_bring(self, name: str, op: str | None = None) -> bool:
         """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""
         vendor = name.removeprefix("vendor.")
-        if self.status == "partial":  # what it brings is known
-            ids = (name, f"vendor.{vendor}")
-            return any(i in ids and op in (None, of) for of, i in self.lost)
-        return name in self.claims or vendor in re.split(
-            r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}"
-        )
+        if any(i in (name, f"vendor.{vendor}") and op in (None, of) for of, i in self.lost):
+            return True
+        words = re.split(r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}")
+        return self.status == "failed" and vendor in words

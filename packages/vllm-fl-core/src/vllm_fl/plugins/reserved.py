@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..contracts import OPS
-from .installed import canonical
 from .plugin import Owner, Plugin
 
 RESERVED = {
@@ -20,32 +19,41 @@ EXTENDERS = frozenset((VERIFY, TOOLS))
 """The distributions that may have extensions."""
 
 
-def reservation(impl_id: str, owner: Owner) -> str:
-    """Why `owner` may not use this id; empty when it may.
+def holder_of(impl_id: str) -> str | None:
+    """The only distribution that may use an id; None if there is none."""
+    return RESERVED.get(_reserved(impl_id))
 
-    What has no distribution (a script, a module that the user named) is held to `stock.` alone.
+
+def reservation(impl_id: str, owner: Owner) -> str:
+    """Why `owner` may not use this id; empty if it may.
+
+    For an owner without a distribution (a script, a module that the user named), only `stock.` is
+    reserved.
     """
-    for reserved, holder in RESERVED.items():
-        is_prefix = reserved.endswith(".")
-        given = impl_id.lower()
-        if not (given.startswith(reserved) if is_prefix else given == reserved):
-            continue
-        ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
-        if holder is None:
-            return f"{ids} mean vLLM's own path and are nobody's to use"
-        if owner.distribution is not None and canonical(owner.distribution) != holder:
-            return f"{ids} {'are' if is_prefix else 'is'} {holder}'s to use"
-    return ""
+    reserved = _reserved(impl_id)
+    is_prefix = reserved.endswith(".")
+    ids = f"ids that begin with {reserved!r}" if is_prefix else f"the id {reserved!r}"
+    if reserved == "stock.":
+        return f"{ids} mean vLLM's own path and are nobody's to use"
+    if not reserved or owner.distribution is None or owner.is_of(RESERVED[reserved]):
+        return ""
+    return f"{ids} {'are' if is_prefix else 'is'} {RESERVED[reserved]}'s to use"
+
+
+def _reserved(impl_id: str) -> str:
+    given = impl_id.lower()
+    found = (r for r in RESERVED if given == r or (r.endswith(".") and given.startswith(r)))
+    return next(found, "")
 
 
 def brings_ops(owner: Owner) -> bool:
-    """Whether it is the distribution whose ops these are."""
-    return owner.distribution is not None and canonical(owner.distribution) == OPS
+    """Whether its distribution has the ops of this project."""
+    return owner.is_of(OPS)
 
 
-def may_extend(distribution: str | None) -> bool:
-    """Whether a distribution may have extensions."""
-    return distribution is not None and canonical(distribution) in EXTENDERS
+def may_extend(owner: Owner) -> bool:
+    """Whether its distribution may have extensions."""
+    return owner.is_of(*EXTENDERS)
 
 
 def ops_missing(plugins: Iterable[Plugin]) -> str:

@@ -514,6 +514,8 @@ class SettingSpec(Generic[T]):
             )
         if self.excludes and (not self.names or default is not None):
             raise ValueError(f"{who}: excludes is for a list of names whose default is None")
+        if self.append == self.variable:
+            raise ValueError(f"{who}: append must be another variable")
         for name in ("append", "known"):
             if getattr(self, name) and (not self.names or self.excludes):
                 raise ValueError(f"{who}: {name} is for a list of names without excludes")

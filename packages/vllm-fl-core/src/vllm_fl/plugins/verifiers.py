@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .installed import canonical
 from .plugin import Plugin
 from .reserved import TOOLS, VERIFY
 
@@ -31,7 +30,7 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
     for plugin in plugins:
         if plugin.error is not None and plugin.status == "failed" and _is_verifier(plugin):
             return f"nothing here verifies kernels: {plugin.error.message} Or {OFF}"
-    if any(plugin.verifies and plugin.manager is not None for plugin in plugins):
+    if any(plugin.verifies and plugin.is_loaded for plugin in plugins):
         return None
     return f"nothing here verifies kernels: pip install {VERIFY}, or {OFF}"
 
@@ -43,7 +42,7 @@ def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | N
         settings: key -> the value that is set, or None.
         plugins: the plugins that were found.
     """
-    loaded = {p.owner.plugin for p in plugins if p.kind == "extension" and p.manager is not None}
+    loaded = {p.owner.plugin for p in plugins if p.kind == "extension" and p.is_loaded}
     for extension, (distribution, keys) in READ_BY.items():
         for key in keys:
             if settings.get(key) is not None and extension not in loaded:
@@ -54,5 +53,4 @@ def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | N
 
 def _is_verifier(plugin: Plugin) -> bool:
     """Whether a failed plugin is a verifier, also if its import failed before it declared that."""
-    owner = canonical(plugin.owner.distribution or "")
-    return plugin.verifies or (plugin.kind == "extension" and owner == VERIFY)
+    return plugin.verifies or (plugin.kind == "extension" and plugin.owner.is_of(VERIFY))

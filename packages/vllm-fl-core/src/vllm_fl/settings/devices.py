@@ -5,7 +5,6 @@ An order for a device wins over the lists for all devices; see `Settings.with_de
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,26 +30,6 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The figure for which an order was written.
-
-    Args:
-        date: the day.
-        device: the name of the device.
-        ratio: of what it says; above 1 the order is the faster one.
-        what: what was measured.
-    """
-
-    date: datetime.date
-    device: str
-    ratio: float
-    what: str
-
-    def __str__(self) -> str:
-        return f"measured {self.date} on {self.device}: {self.ratio:g} times as fast in {self.what}"
-
-
-@dataclass(frozen=True)
 class DeviceOrder:
     """One op's order on the devices of one section.
 
@@ -60,7 +39,7 @@ class DeviceOrder:
         origin: where it stands, as a setting's.
         capability: the compute capability of the devices, or empty for any.
         name: a pattern of their names, as `NVIDIA H100*`; or empty for any.
-        measured: the figure; None where a user wrote none.
+        measured: the measurement, in words; empty if a user wrote none.
         of_table: whether it is in the file that the setting `table` names.
     """
 
@@ -68,7 +47,7 @@ class DeviceOrder:
     origin: str
     capability: str = ""
     name: str = ""
-    measured: Measured | None = None
+    measured: str = ""
     of_table: bool = False
 
     @property
@@ -80,7 +59,7 @@ class DeviceOrder:
     @property
     def why(self) -> str:
         """Where it stands, and the figure."""
-        return ", ".join(map(str, filter(None, (self.origin, self.measured))))
+        return ", ".join(filter(None, (self.origin, self.measured)))
 
     def holds(self, device: Device) -> bool:
         """Whether it is for this device."""

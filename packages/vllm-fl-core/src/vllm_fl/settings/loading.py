@@ -9,19 +9,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter, methodcaller
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..errors import IdleSwitchError, SettingsError
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
-from ..text import few, nearest
+from ..text import closest, nearest
 from .devices import DeviceOrder, Table
 from .files import Layer, read_orders, read_settings_file, read_table
+from .lock import read_lock
 from .names import check_names, uses
-from .policy import GROUP, OpOrder, SelectionPolicy, closest
+from .policy import GROUP, OpOrder, SelectionPolicy
 from .schema import (
     CONFIG,
     ITEMS,
@@ -44,14 +46,10 @@ from .values import (
     PLATFORMS,
     checked,
     is_ordered,
-    near,
     normalise_platform,
     value_of,
     wrong,
 )
-
-if TYPE_CHECKING:
-    from .lock import Locked
 
 __all__ = [
     "Setting",
@@ -135,41 +133,47 @@ def load_settings(
     if platform is not None:
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
-    own = _file(fixed["config"], declared, groups) if "config" in fixed else {}
-    extends = own.pop(EXTENDS, None) is not None
-    is_whole = "config" in fixed and not extends
+    config = fixed.get("config")
+    own: Layer = {}
+    if config is not None:
+        own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
+        close_pairs(own, declared)
+        own = _spread(own, groups)
+    is_whole = config is not None and own.pop(EXTENDS, None) is None
     if foreign and (is_whole or not platform_files):
         origin = "another plugin's platform, which no policy file is for"
         fixed["prefer"] = Setting("prefer", "stock", origin)
     has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
     shipped: Layer = {}
-    problem = ""
     try:
         shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
-    except SettingsError as error:
-        if not is_whole:
+    except SettingsError:
+        if not is_whole:  # otherwise it is overridden
             raise
-        problem = f" (unreadable: {error})"  # overridden, so that it harms nobody
-    users = [own] if is_whole else [own, *_variables(env, groups, declared)]
-    entries = _stacked(
-        [*users, fixed, *([] if is_whole else [shipped])],
-        declared,
-        ignored=[_unread(env, declared), shipped] if is_whole else [],
-    )
-    _append_all(env, entries, _of(declared, in_file=False) if is_whole else declared)
-    if any("prefer" in layer for layer in users):
-        _resort(entries)
     shown = tuple(f"{path} ({distribution})" for distribution, path in platform_files)
     files = Setting("platform_files", shown, "plugins")
     warnings: list[str] = []
-    if is_whole:
-        warnings += _override(env, fixed["config"], files, problem, shipped, entries, declared)
-        beneath = ((files.value, files.origin),)
-        files = Setting(files.key, (), fixed["config"].origin, beneath)
+    if config is not None and is_whole:
+        users = [own]
+        ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
+        entries = _stacked(
+            [own, fixed], declared, ignored=[_unread(env, declared, ignored), shipped]
+        )
+        _append_all(env, entries, _of(declared, in_file=False))
+        if ignored or shown:
+            names = ", ".join((*ignored, *shown))
+            warnings.append(f"{CONFIG}={config.value} is a complete override; ignored: {names}.")
+        files = Setting(files.key, (), config.origin, ((shown, files.origin),))
     else:
-        warnings += _beaten(own, entries)
+        users = [own, *_variables(env, groups, declared)]
+        entries = _stacked([*users, fixed, shipped], declared)
+        _append_all(env, entries, declared)
+    if any("prefer" in layer for layer in users):
+        prefer = entries["prefer"]
+        preferring = methodcaller("preferring", str(prefer.value))
+        _reorder(entries, preferring, f"re-sorted by {prefer.origin}")
     entries["platform_files"] = files
-    if "config" in fixed:
+    if config is not None:
         _refuse_idle(env, entries)
     absent = [
         name
@@ -180,16 +184,20 @@ def load_settings(
         if text := _text(env, name, name):
             entries[name] = Setting(name, text, f"environment {name}", variable=name)
     warnings += _unknown_variables(env, (*variables(declared), *absent))
-    if not platform_files:
-        warnings += _unknown_platform(entries["platform"], {*PLATFORMS, *platforms})
+    forced, known = entries["platform"], {*PLATFORMS, *platforms}
+    is_forced = forced.origin == f"environment {forced.variable}"
+    if is_forced and not platform_files and forced.value not in known:
+        problem = "no installed plugin has settings for this platform."
+        warnings.append(f"{forced.named}: {problem}{closest(str(forced.value), known)}")
     tuned = _add_table(entries)
     ordered = {key: entries[key] for key in declared} | entries
+    lock = entries["lock"]
     settings = Settings(
         tuple(ordered.values()),
         tuple(warnings),
         declared=declared,
         tuned=tuned,
-        locked=_locked(entries["lock"]),
+        locked=read_lock(str(lock.value), origin=lock.origin) if lock.value else None,
     )
     labels = dict.fromkeys(use.label for use in uses(settings))
     return dataclasses.replace(settings, unchecked=tuple(labels))
@@ -207,15 +215,6 @@ def _add_table(entries: Layer) -> Table | None:
         orders = tuple(sorted(orders, key=lambda each: not each.order.pinned))
         entries[key] = dataclasses.replace(setting, value=orders, origin=orders[0].origin)
     return table
-
-
-def _locked(named: Setting) -> Locked | None:
-    """The lock that the setting names, read."""
-    if named.value is None:
-        return None
-    from .lock import read_lock  # few processes name one
-
-    return read_lock(str(named.value), origin=named.origin)
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
@@ -239,13 +238,6 @@ def _of(declared: Declared, *, in_file: bool) -> Declared:
     return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
-def _file(config: Setting, declared: Declared, groups: Groups) -> Layer:
-    """What the user's file sets."""
-    own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
-    close_pairs(own, declared)
-    return _spread(own, groups)
-
-
 def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
     """What the environment sets of that which a file may set, the highest layer first."""
     own = _environment(env, _of(declared, in_file=True))
@@ -254,70 +246,13 @@ def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> li
     return [own, *(_spread(layer, groups) for layer in (*orders, _per_op(env)))]
 
 
-def _ignored(env: Mapping[str, str], declared: Declared) -> list[str]:
-    """The variables that are set and that a complete override ignores."""
-    return [name for name in overridden(declared) if env.get(name, "").strip()]
-
-
-def _unread(env: Mapping[str, str], declared: Declared) -> Layer:
-    """These as settings, by their text."""
-    ignored = _ignored(env, declared)
+def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Layer:
+    """The variables that a complete override ignores, as settings by their text."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()
         if spec.variable in ignored
     }
-
-
-def _override(
-    env: Mapping[str, str],
-    config: Setting,
-    files: Setting,
-    problem: str,
-    plugins: Layer,
-    entries: Layer,
-    declared: Declared,
-) -> list[str]:
-    """The warning of a complete override, if it ignores anything."""
-    ignored = [*_ignored(env, declared), *files.names]
-    lost = [
-        f"{few(names)} ({black})"
-        for white, black in sorted(pairs(declared))
-        if (names := _lost(env, plugins, entries, white, declared[black]))
-    ]
-    said = (
-        f"{CONFIG}={config.value} is a complete override; ignored: {', '.join(ignored)}{problem}. "
-        f"Blacklist entries lost: {', '.join(lost) or 'none'}."
-    )
-    return [said] if ignored else []
-
-
-def _beaten(own: Layer, entries: Layer) -> list[str]:
-    """A warning of each variable that says otherwise than a file which extends the platform's."""
-    beaten: dict[str, list[str]] = {}
-    for key in own:
-        for value, origin in entries[key].overrides:
-            name = origin.removeprefix("environment ")
-            if name != origin and value != entries[key].value:
-                beaten.setdefault(name, []).append(key)
-    return [
-        f"{own[min(keys)].origin}: {name} has no effect on {few(keys)}, since a file counts before "
-        "variables. Say it in the file, or unset the variable."
-        for name, keys in beaten.items()
-    ]
-
-
-def _lost(
-    env: Mapping[str, str], plugins: Layer, entries: Layer, white: str, black: SettingSpec[Any]
-) -> set[str]:
-    """The blacklist entries that held without VLLM_FL_CONFIG and do not hold with it."""
-    texts = [env.get(black.variable, ""), env.get(black.append or "", "")]
-    names = {name.strip() for text in texts for name in text.split(",") if name.strip()}
-    if not texts[0].strip() and black.key in plugins:
-        names |= {*plugins[black.key].names}
-    if entries[white].value is not None:
-        names &= {*entries[white].names}
-    return names - {*entries[black.key].names}
 
 
 def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
@@ -405,7 +340,7 @@ def _per_op(env: Mapping[str, str]) -> Layer:
         key = f"{ORDER_PREFIX}{op}"
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        order = checked(OpOrder.of, [*map(str.strip, tokens.split("|"))], key, origin)
+        order = checked(OpOrder.of, tokens, key, origin)
         layer[key] = Setting(key, order, origin, variable=PER_OP)
     return layer
 
@@ -419,19 +354,14 @@ def _stacked(
     }
     layers = [*layers, defaults]
     stacked: Layer = {}
-    for layer in layers:
-        for key, setting in layer.items():
-            if key in stacked:
-                continue
-            overrides, spec = [*setting.overrides], declared.get(key)
-            for other in (each.get(key, setting) for each in (*ignored, *layers)):
-                is_set = other.value not in (None, ()) or (spec and other.value != spec.default)
-                if other is not setting and is_set:
-                    overrides += [(other.value, other.origin), *other.overrides]
-            variable = setting.variable or (spec.variable if spec else None)
-            stacked[key] = dataclasses.replace(
-                setting, overrides=tuple(overrides), variable=variable
-            )
+    for key in dict.fromkeys(key for layer in layers for key in layer):
+        top, *below = (layer[key] for layer in layers if key in layer)
+        overrides, spec = [*top.overrides], declared.get(key)
+        for other in (*(layer[key] for layer in ignored if key in layer), *below):
+            if other.value not in (None, ()) or (spec and other.value != spec.default):
+                overrides += [(other.value, other.origin), *other.overrides]
+        variable = top.variable or (spec.variable if spec else None)
+        stacked[key] = dataclasses.replace(top, overrides=tuple(overrides), variable=variable)
     return stacked
 
 
@@ -453,10 +383,8 @@ def _united(
         for name, path in platform_files
     ]
     united = unite([(name, _spread(layer, groups)) for name, layer in files], brought, declared)
-    for key, order in _orders(united).items() if has_stock else ():
-        if order != (raised := order.above_plain):
-            origin = f"{united[key].origin}, stock put before reference"
-            united[key] = dataclasses.replace(united[key], value=raised, origin=origin)
+    if has_stock:
+        _reorder(united, attrgetter("above_plain"), "stock put before reference")
     return united
 
 
@@ -482,56 +410,32 @@ def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> N
         entries[spec.key] = dataclasses.replace(held, value=value, origin=origin)
 
 
-def _resort(entries: Layer) -> None:
-    """Let a `prefer` of the user's re-sort the orders of the platform's files."""
-    prefer = entries["prefer"]
+def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> None:
+    """Change the orders of a layer."""
     for key, setting in entries.items():
         if isinstance(setting.value, OpOrder):
-            order = setting.value.preferring(str(prefer.value))
+            order = change(setting.value)
             if order != setting.value:
-                entries[key] = dataclasses.replace(
-                    setting,
-                    value=order,
-                    origin=f"{setting.origin}, re-sorted by {prefer.origin}",
-                    overrides=((setting.value, setting.origin), *setting.overrides),
-                )
+                entries[key] = setting.replaced(order, f"{setting.origin}, {how}")
 
 
 def _unknown_variables(env: Mapping[str, str], known: Sequence[str]) -> list[str]:
-    """A warning for each variable that is no setting and was likely meant for one."""
-    ours = {name.removeprefix(PREFIX): name for name in known}
+    """A warning for each variable that is likely meant for a setting and is none."""
+    letters = {v.removeprefix(PREFIX).replace("_", ""): v for v in known}
+    ours = [short for short, v in letters.items() if v.startswith(PREFIX)]
+    others = letters.keys() - {*ours}
     warnings = []
     for name in sorted(env):
-        if name.startswith(PREFIX) and name not in known and env[name]:
-            slip = near(name.removeprefix(PREFIX), ours)
-            meant = f" Did you mean {ours[slip]!r}?" if slip else ""
-            warnings.append(
-                f"{name} is not a setting of vllm-fl-core or of a loaded plugin: it has no effect."
-                + meant
-            )
-        elif env[name] and name not in known and (slip := _misspelt(name, known)):
-            warnings.append(f"{name} has no effect. Did you mean {slip!r}?")
+        if name in known or not env[name]:
+            continue
+        rest = re.sub(r"(?i)^vllm[_-]?fl[_-]", "", name)
+        is_ours = rest != name
+        short = rest.upper().replace("_", "").replace("-", "")
+        slip = nearest(short, ours, 0.8) if is_ours else nearest(short, others, 0.92)
+        meant = f" Did you mean {letters[slip]!r}?" if slip else ""
+        if is_ours:
+            problem = "is not a setting of vllm-fl-core or of a loaded plugin: it has no effect."
+            warnings.append(f"{name} {problem}{meant}")
+        elif slip:
+            warnings.append(f"{name} has no effect.{meant}")
     return warnings
-
-
-def _misspelt(name: str, known: Sequence[str]) -> str | None:
-    """The setting that a variable without our prefix is a slip of: `vllm_fl_prefer`, `USE_FLAGGEM`.
-
-    Ours are told by their first letters; the others are names of their own, and must be close.
-    """
-    is_ours = bool(re.match(r"(?i)vllm[_-]?fl[_-]", name))
-    letters = name.upper().replace("_", "").replace("-", "")
-    spelt = {v.replace("_", ""): v for v in known if v.startswith(PREFIX) is is_ours}
-    found = nearest(letters, spelt, 0.0 if is_ours else 0.92)
-    return spelt[found] if found else None
-
-
-def _unknown_platform(platform: Setting, known: Collection[str]) -> list[str]:
-    name = platform.value
-    forced = platform.origin == f"environment {platform.variable}"
-    if not forced or not isinstance(name, str) or name in known:
-        return []
-    return [
-        f"{platform.variable}={name}: no installed plugin has settings for this platform."
-        + closest(name, sorted(known))
-    ]

@@ -9,10 +9,11 @@ from typing import NamedTuple, cast
 
 from ..contracts.binding import Binding
 from ..plugins.types import Impl
-from .policy import DEFAULT, GROUP, OpOrder, closest
+from ..text import closest
+from .policy import DEFAULT, GROUP, OpOrder
 from .schema import Setting, Settings
 from .unmatched import unmatched
-from .values import DEVICES, ORDER_PREFIX, near, wrong
+from .values import DEVICES, ORDER_PREFIX, wrong
 
 OLDER_LAYERS = frozenset(
     (
@@ -27,17 +28,17 @@ vLLM has them. Those of ops are in their bindings."""
 
 
 class _Use(NamedTuple):
-    """A name that stands in a setting; `label` is what `Settings.unchecked` calls it."""
+    """A name in a setting; `label` is its entry in `Settings.unchecked`."""
 
     space: str
     name: str
     label: str
     setting: Setting
 
-    def is_users(self, space: str) -> bool:
-        """Whether it is such a name and an order of the user's has it."""
-        order = self.setting.value
-        return self.space == space and isinstance(order, OpOrder) and order.pinned
+    @property
+    def is_users_order(self) -> bool:
+        """Whether an order of the user has it."""
+        return isinstance(self.setting.value, OpOrder) and self.setting.value.pinned
 
 
 def check_names(
@@ -83,42 +84,29 @@ def check_names(
     checked = set()
     warnings = []
     for use in uses(settings):
-        # What a plugin's lists name it checks itself; ops of contracts may be among it.
-        names = known.get(use.space)
-        if names is not None and use.name in names:
+        names, name = known.get(use.space), use.name
+        problem = ""
+        if names is not None and name in names:
             checked.add(use.label)
-        elif names is not None and use.space == "layer" and use.name in older_layers:
-            warnings.append(
-                f"{use.setting.origin}: {use.setting.key}: the installed vLLM has no layer "
-                f"{use.name!r}, so that it has no effect."
-            )
-        elif names is not None and use.is_users("op") and use.name in older_ops:
-            warnings.append(
-                f"{use.setting.origin}: {use.setting.key}: {use.name!r} is vllm-plugin-FL's op, "
-                f"and has no effect. What it computes is part of {older_ops[use.name]!r} here: "
-                "name that instead."
-            )
-        elif names is not None and use.space == "group":
-            known_groups = f" Groups here: {', '.join(sorted(names)) or 'none'}."
-            warnings.append(
-                f"{use.setting.origin}: {use.setting.key}: no op that is installed belongs to the "
-                f"group {use.name!r}, so that it has no effect."
-                + (closest(use.name, names) or known_groups)
-            )
         elif names is not None and use.space == "layer":
-            raise wrong(
-                use.setting.key,
-                use.setting.origin,
-                f"there is no {use.space} {use.name!r}.{closest(use.name, names)}",
+            if name not in older_layers:
+                problem = f"there is no layer {name!r}.{closest(name, names)}"
+                raise wrong(use.setting.key, use.setting.origin, problem)
+            problem = f"the installed vLLM has no layer {name!r}, so that it has no effect."
+        elif use.space == "op" and use.is_users_order and name in older_ops:
+            problem = f"{name!r} is vllm-plugin-FL's op, and has no effect. Name "
+            problem += f"{older_ops[name]!r} instead, which computes it."
+        elif names is not None and use.space == "group":
+            groups_here = closest(name, names) or f" Groups here: {', '.join(sorted(names))}."
+            problem = (
+                f"no installed op belongs to the group {name!r}: it has no effect.{groups_here}"
             )
-        else:
-            near_to = names if use.space in known else ops
-            slip = near(use.name, near_to) if near_to and use.name not in near_to else None
-            if slip and (impls is None or not use.is_users("vendor")):  # `unmatched` says it
-                warnings.append(
-                    f"{use.setting.origin}: {use.setting.key}: no {use.space} {use.name!r} is "
-                    f"installed, so that it has no effect. Did you mean {slip!r}?"
-                )
+        elif not (use.space == "vendor" and use.is_users_order and impls is not None):
+            near = names if use.space in known else ops  # a plugin's lists may name ops
+            if near is not None and name not in near and (meant := closest(name, near, 0.8)):
+                problem = f"no {use.space} {name!r} is installed, so that it has no effect.{meant}"
+        if problem:
+            warnings.append(f"{use.setting.origin}: {use.setting.key}: {problem}")
     if impls is not None:
         warnings += [said for _, said in unmatched(settings, impls, has_failed)]
     return dataclasses.replace(

@@ -16,31 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args
 
 from ..plugins.types import BackendImplKind, Impl
-from ..text import nearest
-
-__all__ = [
-    "DEFAULT",
-    "DEFAULT_ORDERS",
-    "ENGINE_ORDERS",
-    "GROUP",
-    "KINDS",
-    "MAX_ROWS",
-    "MAX_TOKENS",
-    "PREFERENCES",
-    "REST",
-    "UNTOUCHED",
-    "MODES",
-    "Mode",
-    "OpOrder",
-    "Rows",
-    "SelectionPolicy",
-    "Token",
-    "at_size",
-    "ceiling_of",
-    "closest",
-    "is_by_size",
-    "joined",
-]
+from ..text import closest, kind_of
 
 T = TypeVar("T")
 
@@ -81,12 +57,6 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
 """The same inside an engine: vLLM's own kernels are not given away to plain PyTorch."""
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'rms_norm'?`, or nothing when no known word is near."""
-    near = nearest(word, known)
-    return f" Did you mean {near!r}?" if near else ""
-
-
 @dataclass(frozen=True)
 class Token:
     """One entry of an order: `flagos`, `reference`, `vendor`, `vendor:NAME`, `impl:ID`, `foreign`,
@@ -99,8 +69,13 @@ class Token:
     def parse(cls, text: str) -> Token:
         """Read one token. Raises ValueError that says what was likely meant."""
         if not isinstance(text, str):
-            raise ValueError(f"expected a token such as 'vendor:cuda', got {text!r}")
+            told = "a mapping (vendor:NAME has no space after its colon)"
+            found = told if isinstance(text, Mapping) else kind_of(text)
+            raise ValueError(f"expected a token such as 'vendor:cuda', got {found}")
         head, colon, name = text.strip().partition(":")
+        first, dot, rest = head.partition(".")
+        if dot and rest and not colon and first in ("default", "vendor", "reference"):
+            head, colon, name = "impl", ":", head  # an id, as logs have it
         if head in (*KINDS, *UNTOUCHED) and not colon:
             return cls(head)  # type: ignore[arg-type]
         is_name = name.isprintable() and not any(map(str.isspace, name))
@@ -108,7 +83,7 @@ class Token:
             return cls(head, name)  # type: ignore[arg-type]
         raise ValueError(
             f"{text!r} is not a valid token; use flagos, reference, vendor, vendor:NAME, impl:ID, "
-            f"foreign or stock.{_meant(text)}"
+            f"foreign or stock.{closest(text.strip(), (*KINDS, *UNTOUCHED))}"
         )
 
     def __str__(self) -> str:
@@ -129,20 +104,6 @@ class Token:
             return {"default": "flagos"}.get(head := self.name.split(".")[0], head)
         return "stock" if self.kind in UNTOUCHED else self.kind
 
-
-def _meant(text: str) -> str:
-    """What was likely meant by text that is no token: `vendor.acme` is an id, not a vendor."""
-    head, separator, name = re.sub(r"\s+", "", text).partition(":")
-    if separator and head in ("vendor", "impl") and name:
-        return f" Did you mean '{head}:{name}'?"
-    first, dot, rest = head.partition(".")
-    if dot and rest and not separator and first in ("vendor", "reference", "default"):
-        return f" Did you mean '{f'vendor:{rest}' if first == 'vendor' else f'impl:{head}'}'?"
-    return closest(text.strip(), (*KINDS, *UNTOUCHED))
-
-
-MAX_TOKENS = 64
-"""An order of more tokens is a mistake, or an attack by YAML aliases."""
 
 MAX_ROWS = 256
 """The same of rows by size: vLLM captures graphs of some fifty sizes."""
@@ -192,12 +153,15 @@ class OpOrder:
 
     def __post_init__(self) -> None:
         for rows in filter(None, (self.eager, self.compiled)):
-            is_whole = rows[-1][0] is None
-            ceilings = [ceiling for ceiling, _ in (rows[:-1] if is_whole else rows)]
-            for before, ceiling in pairwise([0, *ceilings]):
-                _after(ceiling, before)
-            if not is_whole:
+            if rows[-1][0] is not None:
                 raise ValueError(f"orders by size need {REST!r}: the order of every larger call")
+            ceilings = [ceiling for ceiling, _ in rows[:-1]]
+            if not all(type(n) is int and n > 0 for n in ceilings):
+                raise ValueError(f"a ceiling is an integer of at least 1, got {ceilings}")
+            for before, ceiling in pairwise(ceilings):
+                if ceiling <= before:  # type: ignore[operator]
+                    problem = f"'<={ceiling}' follows '<={before}'"
+                    raise ValueError(f"{problem}; write the ceilings in ascending order")
             for ceiling, tokens in rows:
                 if not tokens:
                     raise ValueError(f"the order of {_row_key(ceiling)} is empty")
@@ -228,7 +192,7 @@ class OpOrder:
         """
         if isinstance(value, OpOrder):
             return value
-        if isinstance(value, Mapping) and not is_by_size(value):
+        if isinstance(value, Mapping) and not _is_by_size(value):
             unknown = [str(mode) for mode in value if mode not in MODES]
             if unknown or not value:
                 raise ValueError(
@@ -283,16 +247,14 @@ class OpOrder:
         )
         return dataclasses.replace(self, eager=eager, compiled=compiled)
 
-    def plain(self, mode: Mode) -> list[str] | dict[str, list[str]] | None:
-        """One mode's order as `of` reads it, in JSON-able data; None where it is left open."""
-        rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
-        return rows if len(rows) > 1 else rows.get(REST)
-
     @property
     def written(self) -> Any:
-        """The whole order as `of` reads it, in JSON-able data: of both modes at once where they are
-        alike, and of none that is left open."""
-        sides = {mode: side for mode in MODES if (side := self.plain(mode)) is not None}
+        """The whole order as `of` reads it, in JSON-able data: of both modes at once if they are
+        alike, and without a mode that is left open."""
+        sides: dict[str, Any] = {}
+        for mode in filter(self.rows, MODES):
+            rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
+            sides[mode] = rows if len(rows) > 1 else rows[REST]
         return sides["eager"] if self.eager == self.compiled and sides else sides
 
     def __str__(self) -> str:
@@ -313,68 +275,38 @@ def _row_key(ceiling: int | None) -> str:
     return REST if ceiling is None else f"<={ceiling}"
 
 
-def is_by_size(value: Mapping[Any, object]) -> bool:
-    """Whether a mapping's keys are meant for token counts, be they right or wrong."""
-    return any(str(key) == REST or str(key).strip()[:1] in tuple("<≤>=0123456789") for key in value)
+def _is_by_size(value: Mapping[Any, object]) -> bool:
+    return any(str(key) == REST or str(key).startswith("<") for key in value)
 
 
-def ceiling_of(key: object, before: int = 0) -> int:
-    """The ceiling that the key of a row means, as 16 of `<=16`.
-
-    Args:
-        key: the key.
-        before: the ceiling of the row before; 0 for the first one.
-
-    Raises:
-        ValueError: it means none, or one that does not follow `before`.
-    """
+def _ceiling(key: object) -> int | None:
+    """The ceiling of a row: 16 of `<=16`, None of `rest`. Raises ValueError."""
+    if key == REST:
+        return None
     found = re.fullmatch(r"<=\s*([1-9][0-9]{0,8})", str(key).strip())
     if found is None:
         raise ValueError(
             f"{str(key)!r} is not a row of an order by size; expected '<=N' with an integer N of "
             f"at least 1, or {REST}"
         )
-    return _after(int(found[1]), before)
-
-
-def _after(ceiling: Any, before: Any) -> int:
-    """`ceiling`, where it may follow `before`."""
-    if isinstance(ceiling, bool) or not isinstance(ceiling, int) or ceiling < 1:
-        raise ValueError(
-            f"{ceiling!r} is no number of tokens; a ceiling is an integer of at least 1"
-        )
-    if ceiling == before:
-        raise ValueError(f"'<={ceiling}' is set twice")
-    if ceiling < before:
-        raise ValueError(
-            f"'<={ceiling}' follows '<={before}'; write the ceilings in ascending order"
-        )
-    return ceiling
+    return int(found[1])
 
 
 def _side(value: object) -> Rows[tuple[Token, ...]]:
     """The rows of one mode."""
     if not isinstance(value, Mapping):
         return ((None, _tokens(value)),)
-    if not is_by_size(value):
-        raise ValueError(
-            "expected a token, a list of tokens, or '<=N' and rest for orders by size, got "
-            f"{', '.join(map(str, value)) or 'nothing'}"
-        )
     if len(value) > MAX_ROWS:
         raise ValueError(f"an order by size has at most {MAX_ROWS} rows")
-    rows = [(ceiling_of(key), _tokens(tokens)) for key, tokens in value.items() if key != REST]
-    rest = [(None, _tokens(value[REST]))] if REST in value else []
-    return (*rows, *rest)
+    rows = [(_ceiling(key), _tokens(tokens)) for key, tokens in value.items()]
+    return tuple(sorted(rows, key=lambda row: row[0] is None))
 
 
 def _tokens(value: object) -> tuple[Token, ...]:
     if isinstance(value, str):
-        value = [value]
+        value = value.split("|")
     if not isinstance(value, Sequence) or not value:
-        raise ValueError(f"expected a token or a non-empty list of tokens, got {value!r}")
-    if len(value) > MAX_TOKENS:
-        raise ValueError(f"an order has at most {MAX_TOKENS} tokens")
+        raise ValueError(f"expected a token or a non-empty list of tokens, got {kind_of(value)}")
     tokens = tuple(item if isinstance(item, Token) else Token.parse(item) for item in value)
     if len(set(tokens)) != len(tokens):
         raise ValueError(f"a token is listed twice in [{', '.join(map(str, tokens))}]")

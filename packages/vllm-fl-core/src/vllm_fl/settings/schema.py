@@ -25,7 +25,6 @@ from .values import (
     ORDER_PREFIX,
     PER_OP,
     read_platform,
-    read_prefer,
     read_share,
     wrong,
 )
@@ -82,6 +81,11 @@ class Setting:
             return f"{variable}={text.lower() if isinstance(self.value, bool) else text}"
         return f"{self.key}={text} ({self.origin})"
 
+    def replaced(self, value: object, origin: str) -> Setting:
+        """Return this setting with another value, which overrides its own."""
+        overrides = ((self.value, self.origin), *self.overrides)
+        return dataclasses.replace(self, value=value, origin=origin, overrides=overrides)
+
     @property
     def undo(self) -> str:
         """The command that takes it away, or that opens the file which has it."""
@@ -126,9 +130,7 @@ class Settings(Mapping[str, Setting]):
     """A YAML file that overrides everything a file can set."""
     platform = SettingSpec[str | None]("platform", "VLLM_FL_PLATFORM", None, read=read_platform)
     """The platform whose files count, forced or detected."""
-    prefer = SettingSpec(
-        "prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES, read=read_prefer
-    )
+    prefer = SettingSpec("prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES)
     """The kind that is tried first, or `stock`: everything is left as it is."""
     strict = SettingSpec("strict", "VLLM_FL_STRICT", False, in_file=True)
     """Whether the first failure is raised and nothing else is tried."""
@@ -224,23 +226,10 @@ class Settings(Mapping[str, Setting]):
         )
 
     def without_table(self, why: str) -> Settings:
-        """Return these settings without the orders of the table that they name.
-
-        Args:
-            why: why they have no effect.
-        """
+        """Return these settings, in which the table has no effect; `why` says why."""
         if self.tuned is None:
             return self
-        entries = dict(self._by_key)
-        for op, orders in self.by_device.items():
-            key = f"{DEVICES}{op}"
-            kept = tuple(order for order in orders if not order.of_table)
-            if kept != orders:
-                below = entries.pop(key)
-                if kept:
-                    entries[key] = dataclasses.replace(below, value=kept, origin=kept[0].origin)
-        tuned = dataclasses.replace(self.tuned, unused=why)
-        return dataclasses.replace(self, entries=tuple(entries.values()), tuned=tuned)
+        return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
 
     def with_devices(self, device: Device | None, mode: Mode) -> Settings:
         """Return these settings with the orders for a device.
@@ -254,18 +243,24 @@ class Settings(Mapping[str, Setting]):
         """
         if device is None:
             return self
-        orders = {}
-        for op, each in self.by_device.items():
-            holding = (o for o in each if o.holds(device) and o.order.rows(mode))
-            if (found := next(holding, None)) is None:
+        entries = dict(self._by_key)
+        has_table = self.tuned is not None and not self.tuned.unused
+        for op, orders in self.by_device.items():
+            used = (each for each in orders if has_table or not each.of_table)
+            found = next((o for o in used if o.holds(device) and o.order.rows(mode)), None)
+            if found is None:
                 continue
             yields = self.policy.names(op) if found.of_table else self.is_users(op)
             if found.order.pinned or not yields:
-                below = self.policy.per_op_order.get(op, OpOrder((), ()))
+                key = f"{ORDER_PREFIX}{op}"
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
-                order = dataclasses.replace(below, pinned=found.order.pinned)
-                orders[op] = order.with_rows(mode, rows), found.why
-        return self._over(orders)
+                below = self.policy.per_op_order.get(op, OpOrder((), ()))
+                order = dataclasses.replace(below, pinned=found.order.pinned).with_rows(mode, rows)
+                new = Setting(key, order, found.why, variable=PER_OP)
+                entries[key] = entries[key].replaced(order, found.why) if key in entries else new
+        if entries == self._by_key:
+            return self
+        return dataclasses.replace(self, entries=tuple(entries.values()))
 
     def is_users(self, op: str) -> bool:
         """Whether a list or a `prefer` of the user's orders an op, not what a backend ships."""
@@ -287,20 +282,6 @@ class Settings(Mapping[str, Setting]):
         whys = {op: {order.why for order in orders} for op, orders in self.by_device.items()}
         held = {op: self.get(f"{ORDER_PREFIX}{op}") for op in whys}
         return {op: own.origin for op, own in held.items() if own and own.origin in whys[op]}
-
-    def _over(self, orders: Mapping[str, tuple[OpOrder, str]]) -> Settings:
-        """These settings with other orders of some ops, each with its origin."""
-        if not orders:
-            return self
-        entries = dict(self._by_key)
-        for op, (order, origin) in orders.items():
-            key = f"{ORDER_PREFIX}{op}"
-            below = entries.get(key, Setting(key, None, variable=PER_OP))
-            replaced = ((below.value, below.origin),) if below.value is not None else ()
-            entries[key] = dataclasses.replace(
-                below, value=order, origin=origin, overrides=(*replaced, *below.overrides)
-            )
-        return dataclasses.replace(self, entries=tuple(entries.values()))
 
     @property
     def unowned(self) -> tuple[str, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import InvalidSettingError, MissingFileError, SettingsError
 from ..plugins.types import SettingSpec
-from ..text import nearest, quote
-from .policy import GROUP, PREFERENCES, closest
+from ..text import closest, quote
+from .policy import GROUP
 
 T = TypeVar("T")
 
@@ -70,11 +70,6 @@ def checked(read: Callable[[Any], T], value: object, key: str, origin: str) -> T
 
 def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
-
-
-def near(word: str, known: Iterable[str]) -> str | None:
-    """The known name that `word` is most likely a slip of, or None: stricter than a suggestion."""
-    return nearest(word, known, 0.8)
 
 
 def name_of(value: str) -> str:
@@ -162,12 +157,9 @@ def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str
     except FileNotFoundError as error:
         problem = f"{path!r} does not exist{where}"
         raise wrong(key, origin, problem, kind=MissingFileError) from error
-    except OSError as error:
-        raise wrong(key, origin, f"{path!r} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise wrong(key, origin, f"{path!r} is not UTF-8 text: byte {error.start}") from error
-    except ValueError as error:  # a path with a NUL
-        raise wrong(key, origin, f"{path!r} is not a valid path: {error}") from error
+    except (OSError, ValueError) as error:  # no UTF-8, or a path with a NUL
+        why = getattr(error, "strerror", None) or error
+        raise wrong(key, origin, f"{path!r} cannot be read: {why}") from error
 
 
 def read_share(text: str) -> str | None:
@@ -179,23 +171,6 @@ def read_share(text: str) -> str | None:
     if not 0.0 <= share <= 1.0:
         raise ValueError(f"expected a share from 0 to 1, as 0.01, got {text!r}")
     return text if share else None
-
-
-def read_prefer(text: str) -> str:
-    """A kind of backend, or `stock`. Raises ValueError."""
-    if text.lower() in PREFERENCES:
-        return text.lower()
-    slip = near(text.lower(), PREFERENCES)
-    raise ValueError(
-        f"expected one of {', '.join(PREFERENCES)}, got {text!r}. "
-        + (
-            f"Did you mean {slip!r}?"
-            if slip
-            else "It prefers a kind of backend, never one vendor: prefer 'vendor' for any vendor "
-            f"that is available, and name one for an op by {PER_OP}='rms_norm=vendor:cuda|"
-            "flagos|reference' (in a file, op_backends)."
-        )
-    )
 
 
 def read_platform(text: str) -> str:

@@ -56,7 +56,6 @@ __all__ = [
     "rows_by_op",
 ]
 
-
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
 
@@ -138,7 +137,9 @@ class InGraphs:
     @property
     def launched(self) -> frozenset[str]:
         """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
-        if not self._is_found_by_range:
+        from vllm_fl.integration.patchers import fusions
+
+        if not any(map(fusions.has_vllms_pass, self._targets(FusionTarget))):
             return frozenset()
         traced = (c for c in self.contenders if all(impl.traced is not None for impl in c.impls))
         return frozenset(contender.name for contender in traced)
@@ -176,8 +177,6 @@ class InGraphs:
         has_vllm = any(contender.name == STOCK for contender in self.contenders)
         if self._targets(GraphTarget):
             return has_vllm
-        if self._targets(FusionTarget):
-            return has_vllm and self._is_found_by_range
         absent = self.subject.absent
         is_called = any(b.calls_operators and o not in absent for o, b in self.bindings.items())
         if is_called and self._targets(OperatorTarget):
@@ -186,12 +185,6 @@ class InGraphs:
         granted = {name for target in layers for name in target.grants}
         impls = [impl for contender in self.contenders for impl in contender.impls]
         return bool(layers) and not any(impl.consumes & granted for impl in impls)
-
-    @property
-    def _is_found_by_range(self) -> bool:
-        from vllm_fl.integration.patchers import fusions
-
-        return any(map(fusions.is_by_range, self._targets(FusionTarget)))
 
     def _targets(self, *kinds: type) -> list[Any]:
         return [target for target in self.binding.targets if isinstance(target, kinds)]

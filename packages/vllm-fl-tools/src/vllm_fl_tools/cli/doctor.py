@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
+from importlib.metadata import distribution
 from importlib.util import find_spec
 from shlex import quote as quoted
 from types import MappingProxyType
@@ -30,7 +31,7 @@ from vllm_fl.plugins.breadcrumb import Crumb
 from vllm_fl.plugins.calling import devices, find_device, policy_files
 from vllm_fl.plugins.discovery import Found, discover
 from vllm_fl.plugins.finding import Finding
-from vllm_fl.plugins.installed import CORE, canonical, installed_version
+from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.reserved import OPS, brings_ops
@@ -297,7 +298,8 @@ class _Examined:
                 "start with a backend of these ops.",
                 f"pip install {OPS}",
             )
-        requires = {canonical(f.owner.distribution or ""): f.requires for f in self.found}
+        names = {canonical(f.owner.distribution) for f in self.found if f.owner.distribution}
+        requires = {name: required_by(distribution(name)) for name in names}
         snapshot = self.registry.snapshot()
         ours = {op for op, author in snapshot.authors.items() if brings_ops(author)}
         owners = snapshot.owners.items()
@@ -348,8 +350,8 @@ class _Examined:
             files, errors = policy_files(self.plugins, where)
             paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG, Settings.table.variable)]
             yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
-            for name, failure in errors.items():
-                yield _plugin_finding(name, failure)
+            for failure in errors:
+                yield _plugin_finding(str(failure.plugin), failure)
             # Said already: it must not end the reading of the rest.
             env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
             self.settings = read_settings(

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
@@ -182,9 +181,8 @@ def _sections(settings: Settings) -> Iterator[dict[str, Any]]:
                 rows = each.over(settings.policy.order(op, mode, engine=True), mode)
                 sides[mode] = OpOrder(rows, rows).written
             named = {"capability": each.capability, "name": each.name}
-            figure = {"measured": asdict(each.measured)} if each.measured else {}
             said = {key: value for key, value in named.items() if value}
-            yield {**said, "op_backends": {op: {**sides, **figure}}}
+            yield {**said, "op_backends": {op: sides}}
 
 
 def _order(setting: Setting, order: OpOrder, settings: Settings) -> Any:

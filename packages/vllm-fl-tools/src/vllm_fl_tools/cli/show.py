@@ -14,12 +14,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.engine.state_file import EVERY
 from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
 from ..engine.tuned import Tuned
+from ..operate.state_file import EVERY
 from ._options import ReportFile
 from ._show import SCHEMA, UsageError, answer, print_table, say
 
@@ -27,10 +27,10 @@ MAX_BYTES = 16 * 2**20
 
 CONTENTS = {
     "report": "worker",
-    "table": "table",
     "coverage": "coverage",
     "results": "verification",
     "culprits": "bisection",
+    "table": "table",
     "plan": "plan",
 }
 """Key of a file's object -> its kind."""

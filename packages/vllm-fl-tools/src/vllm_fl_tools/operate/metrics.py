@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.engine.plan import Plan
-from vllm_fl.engine.state_file import EVERY, StateFile, of_worker
+from vllm_fl.files import of_worker
 from vllm_fl.settings.schema import Settings
+
+from .state_file import EVERY, StateFile
 
 FAMILIES = {
     "vllm_fl_plan_info": "What each op runs with.",

@@ -51,7 +51,7 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
     )
     if found:
         return found
-    for plugin in manager.startup.failed if manager.startup else ():
+    for plugin in manager.registry.plugins:
         if plugin.error is not None and plugin.may_bring(backend):
             raise LookupError(f"Backend {backend!r} did not load. {plugin.error}")
     others = sorted(
