@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from commands import Command, Plugin
 
 from vllm_fl.settings.loading import load_settings
@@ -44,13 +43,12 @@ QUICK = (*SIZES, *ONE_OP, *BESIDE, "--json")
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, caches that are cold at once, and threads as torch has them."""
+    """An empty working directory, and caches that are cold at once."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
     for module in (bench, tuning):
         monkeypatch.setattr(module, "cold_bytes", lambda device: 1024)
-    monkeypatch.setattr(tune, "worker_threads", lambda: None)
     return work
 
 
@@ -216,62 +214,6 @@ class TestWithoutSizesOfTheUser:
             "vendor.fast": tuning.FINALS,
             "vendor.slow": tuning.SCREENING,
         }
-
-
-class TestThreads:
-    COUNTS = """
-        import torch
-
-        SEEN = set()
-
-        def counts(x):
-            SEEN.add(torch.get_num_threads())
-            return silu_and_mul(x)
-
-        @hookimpl
-        def register_ops():
-            kind = BackendImplKind.VENDOR
-            return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, counts, "fast")]
-    """
-    RUN = (*SIZES, *ONE_OP, "--impl", "vendor.fast", "--tokens", "8", "--out", "t.yaml")
-
-    def test_it_measures_with_those_of_an_engine(
-        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        name, own = plugin(self.COUNTS), torch.get_num_threads()
-        monkeypatch.setattr(tune, "worker_threads", lambda: own + 1)
-        done = fl("tune", *self.RUN)
-        assert done.status == 0, done.err
-        assert f"computes with {own + 1} threads, as vLLM's worker does" in done.err
-        seen = sys.modules[name].SEEN
-        assert seen == {own + 1}
-        assert torch.get_num_threads() == own
-
-    def test_without_vllm_it_measures_with_torchs_own(
-        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def absent() -> None:
-            raise ModuleNotFoundError("No module named 'vllm'")
-
-        plugin(self.COUNTS)
-        monkeypatch.setattr(tune, "worker_threads", absent)
-        done = fl("tune", *self.RUN)
-        assert done.status == 0, done.err
-        assert "as torch's default: vLLM does not tell (ModuleNotFoundError: " in done.err
-
-    def test_what_an_engine_would_not_start_with_ends_it(
-        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def wrong() -> None:
-            raise ValueError("invalid literal for int() with base 10: 'x'")
-
-        plugin(self.COUNTS)
-        monkeypatch.setattr(tune, "worker_threads", wrong)
-        done = fl("tune", *self.RUN)
-        assert (done.status, done.out) == (2, "")
-        assert "with base 10: 'x'. Set VLLM_CPU_OMP_THREADS_BIND as for the engine" in done.err
-        assert len(done.err.strip().splitlines()) == 1
-        assert os.listdir(here) == []
 
 
 class TestBadArguments:

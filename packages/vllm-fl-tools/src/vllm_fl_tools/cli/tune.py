@@ -18,12 +18,10 @@ from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.targets import all_bindings
-from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import RULES
 
 from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
 from ..integration.parts import without
-from ..integration.threads import worker_threads
 from . import _accept, _profile
 from ._engine import asked_of, takes_vllms
 from ._options import ReportFile, check_known, counts, device_of, positive_seconds
@@ -132,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = device_of(arguments.device)
     subject = _subject(arguments, sizes, asked, bindings, device)
     with ExitStack() as stack:
-        stack.enter_context(_threads_of_a_worker(device))
+        stack.enter_context(_threads(device))
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
         try:
@@ -262,40 +260,19 @@ def _is_left_out(binding: Binding, sizes: ModelSizes) -> bool:
 
 
 @contextmanager
-def _threads_of_a_worker(device: torch.device) -> Iterator[None]:
-    """In the block, a CPU computes with as many threads as in an engine, and says how many; the
-    host of another device with few.
-
-    Raises:
-        UsageError: vLLM cannot tell, since an engine would not start with these variables.
-    """
-    import torch
-
+def _threads(device: torch.device) -> Iterator[None]:
+    """In the block, the host of a device other than a CPU computes with few threads."""
     from vllm_fl_verify.preflight import host_threads
 
-    if device.type != "cpu":
+    if device.type == "cpu":
+        import torch
+
+        threads = torch.get_num_threads()
+        say(f"vllm-fl: computes with {threads} threads; OMP_NUM_THREADS sets them", error=True)
+        yield
+    else:
         with host_threads(device):
             yield
-        return
-    own, why = torch.get_num_threads(), "as torch's default: vLLM binds no threads here"
-    try:
-        number = worker_threads()
-    except ImportError as error:
-        number, why = None, f"as torch's default: vLLM does not tell ({quote(error)})"
-    except Exception as error:
-        raise UsageError(
-            f"vLLM cannot tell how many threads its worker has: {quote(error)}. Set "
-            "VLLM_CPU_OMP_THREADS_BIND as for the engine; nothing was measured"
-        ) from error
-    if number is not None:
-        why = "as vLLM's worker does"
-    threads = number or own
-    say(f"vllm-fl: computes with {threads} thread{'s' * (threads > 1)}, {why}", error=True)
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(own)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
