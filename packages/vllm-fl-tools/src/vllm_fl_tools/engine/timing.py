@@ -180,7 +180,23 @@ def rows_of(
         edges: the last number of tokens of each range but the last; none where vLLM traces and
             compiles a model once.
     """
-    return _rows([_outcome(one) for one in measured], inlined, edges)
+    ones = sorted(measured, key=lambda one: one.tokens)
+    if not is_limited(ones, inlined):
+        found = [Row(one.tokens, one.winner) for one in ones]
+    elif not edges:
+        return (Row(ones[-1].tokens, _everywhere(ones)),)
+    else:
+        ends = [*edges, ones[-1].tokens]
+        parts = [
+            [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
+        ]
+        found = [row for part in parts if part for row in rows_of(part, inlined)]
+    rows: list[Row] = []
+    for row in found:
+        if rows and rows[-1].impl == row.impl:
+            rows.pop()
+        rows.append(row)
+    return tuple(rows)
 
 
 def best_edges(
@@ -199,19 +215,18 @@ def best_edges(
     Returns:
         The last number of tokens of each range but the last, as `rows_of` takes them.
     """
-    found = [([_outcome(one) for one in measured], inlined) for measured, inlined in ops]
-    limited = [(ones, inlined) for ones, inlined in found if _is_limited(ones, inlined)]
+    limited = [(ones, inlined) for ones, inlined in ops if is_limited(ones, inlined)]
     largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
-    changes = {row.up_to for ones, _ in limited for row in _rows(ones, frozenset(), ())}
+    changes = {row.up_to for ones, _ in limited for row in rows_of(ones)}
 
     def gained(edges: tuple[int, ...]) -> float:
         total = 0.0
         for ones, inlined in limited:
-            rows = _rows(ones, inlined, edges)
+            rows = rows_of(ones, inlined, edges)
             before = 0.5
             for one in ones:
                 impl = next(row.impl for row in rows if one.tokens <= row.up_to)
-                total += math.log2(one.tokens / before) * math.log(one.ratios.get(impl) or 1.0)
+                total += math.log2(one.tokens / before) * math.log(one.ratio(impl) or 1.0)
                 before = one.tokens
         return round(total, 6)
 
@@ -220,60 +235,18 @@ def best_edges(
     return min(ways, key=lambda way: (-gained(way), len(way), way), default=())
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What rows are made from, of one number of tokens: computed once."""
-
-    tokens: int
-    default: str
-    winner: str
-    ratios: Mapping[str, float | None]
-
-
-def _outcome(one: Measured) -> _Outcome:
-    names = {*one.screened, *one.finals}
-    ratios_of = {name: one.ratio(name) for name in names}
-    return _Outcome(one.tokens, one.default, one.winner, ratios_of)
-
-
 def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
     """Whether winners differ, and one of them is inlined."""
-    return _is_limited([_outcome(one) for one in measured], inlined)
-
-
-def _is_limited(ones: Sequence[_Outcome], inlined: Container[str]) -> bool:
-    """Whether winners differ, and one of them is inlined."""
-    serving = {one.default if one.winner == DEFAULT else one.winner for one in ones}
+    winners = [(one.winner, one.default) for one in measured]
+    serving = {default if winner == DEFAULT else winner for winner, default in winners}
     return len(serving) > 1 and any(name in inlined for name in serving)
 
 
-def _rows(
-    ones: Sequence[_Outcome], inlined: Container[str], edges: Sequence[int]
-) -> tuple[Row, ...]:
-    ones = sorted(ones, key=lambda one: one.tokens)
-    if not _is_limited(ones, inlined):
-        found = [Row(one.tokens, one.winner) for one in ones]
-    elif not edges:
-        return (Row(ones[-1].tokens, _everywhere(ones)),)
-    else:
-        ends = [*edges, ones[-1].tokens]
-        parts = [
-            [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
-        ]
-        found = [row for part in parts if part for row in _rows(part, inlined, ())]
-    rows: list[Row] = []
-    for row in found:
-        if rows and rows[-1].impl == row.impl:
-            rows.pop()
-        rows.append(row)
-    return tuple(rows)
-
-
-def _everywhere(ones: Sequence[_Outcome]) -> str:
+def _everywhere(ones: Sequence[Measured]) -> str:
     """The fastest of those who win somewhere and lose nowhere; else `default`."""
     speeds = {}
     for name in {one.winner for one in ones} - {DEFAULT}:
-        ratios_of = [one.ratios.get(name) for one in ones]
+        ratios_of = [one.ratio(name) for one in ones]
         if all(ratio is not None and ratio >= 1 / ROOM for ratio in ratios_of):
             speeds[name] = statistics.geometric_mean(r for r in ratios_of if r is not None)
     return max(sorted(speeds), key=lambda name: speeds[name], default=DEFAULT)
