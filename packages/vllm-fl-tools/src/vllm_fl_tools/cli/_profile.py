@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--profile needs --model DIR")
     check_model(model)
     batches = counts("--batch", arguments.batch or "1")
-    more = arguments.more + (["--dtype", arguments.dtype] if arguments.dtype else [])
+    more = arguments.more
     if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
         raise UsageError(f"{EXTENSION_OPTION} is set by --profile; leave it out")
     planned()
