@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         metavar="N,…",
-        help="rows of a call, these alone; default: some up to the largest batch, then between "
-        "those whose winners differ",
+        help="rows of a call; default: the powers of two up to the largest batch, and the largest "
+        "of which a graph is captured",
     )
     parser.add_argument(
         "--out",
@@ -166,9 +166,8 @@ def _subject(
     ordered = (*facts.ordered.settings.held_by_device,)
     facts = replace(facts, device=None)
     assert facts.sizes is not None and facts.dtype is not None  # it has a model
-    batches = facts.captured if facts.mode == "compiled" else ()
-    tokens = asked or tuple(sorted({*_powers(facts.sizes.tokens[-1]), *batches}))
-    captured = max(batches, default=0)
+    captured = max(facts.captured, default=0) if facts.mode == "compiled" else 0
+    tokens = asked or _sizes(facts.sizes.tokens[-1], captured)
     return Subject(
         arguments.model,
         replace(facts.sizes, tokens=(1, max(tokens))),
@@ -179,7 +178,6 @@ def _subject(
         facts.absent | without(engine, bindings),
         captured,
         plan_for(facts),
-        first=None if asked else _first(tokens, captured),
         ordered=ordered,
     )
 
@@ -209,16 +207,11 @@ def _threads(device: torch.device) -> Iterator[None]:
             yield
 
 
-def _first(tokens: Sequence[int], captured: int) -> tuple[int, ...]:
-    """Of these sizes those that differ in kind: every third power of two, the largest batch of
-    which a graph is captured, and the largest."""
-    eighths = {n for n in tokens if n.bit_count() == 1 and n.bit_length() % 3 == 1}
-    return tuple(sorted({*eighths, *({captured} & {*tokens}), tokens[-1]}))
-
-
-def _powers(largest: int) -> tuple[int, ...]:
-    """The powers of two up to the largest batch, and that."""
-    return tuple(sorted({1 << n for n in range(largest.bit_length())} | {largest}))
+def _sizes(largest: int, captured: int) -> tuple[int, ...]:
+    """The powers of two up to the largest batch, that batch, and the largest of which a graph is
+    captured."""
+    powers = {1 << n for n in range(largest.bit_length())}
+    return tuple(sorted(powers | {largest} | ({captured} & {*range(1, largest)})))
 
 
 def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:

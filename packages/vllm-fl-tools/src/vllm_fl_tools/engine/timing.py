@@ -23,7 +23,6 @@ __all__ = [
     "Timer",
     "best_edges",
     "in_turn",
-    "is_limited",
     "quartiles",
     "ratios",
     "rows_of",
@@ -205,8 +204,7 @@ def best_edges(
     """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
 
     What a way to split gains is the product of the ratios by which the rows of all ops are then
-    faster than the default, at every number of tokens. Of a run that chose its sizes each counts as
-    often as the one before it must be doubled to reach it: many close together tell no more.
+    faster than the default, at every number of tokens.
 
     Args:
         ops: (what was found, whose code is inlined) of each op.
@@ -223,11 +221,9 @@ def best_edges(
         total = 0.0
         for ones, inlined in limited:
             rows = rows_of(ones, inlined, edges)
-            before = 0.5
             for one in ones:
                 impl = next(row.impl for row in rows if one.tokens <= row.up_to)
-                total += math.log2(one.tokens / before) * math.log(one.ratio(impl) or 1.0)
-                before = one.tokens
+                total += math.log(one.ratio(impl) or 1.0)
         return round(total, 6)
 
     candidates = sorted(n for n in changes if n < largest)
