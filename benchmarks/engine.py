@@ -138,9 +138,7 @@ VARIANTS = {
     "reference": Variant(REFERENCE, ours=True),
     "shipped": Variant(ours=True),
     "vendor": Variant({"VLLM_FL_PREFER": "vendor"}, ours=True),
-    "table": Variant(
-        {"VLLM_FL_TABLE": os.environ.get("TABLE", ""), "VLLM_FL_TABLE_UNACCEPTED": "1"}, ours=True
-    ),
+    "table": Variant({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, ours=True),
 }
 """`table` is default settings with the table of `vllm-fl tune` that the variable TABLE names."""
 

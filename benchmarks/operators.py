@@ -54,7 +54,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     plan = make_plan(OpManager(registry), facts)
     engine = engines.Engine(facts, 0)
     engine.plan, engine.device = plan, device
-    chosen = operators.choose(plan, known_contracts().bindings, device, torch.float32)
+    chosen = operators.Operators().choice(plan, known_contracts().bindings, device, torch.float32)
     if not chosen.taken:
         raise MeasurementFailed(f"the operator cannot be overridden: {dict(chosen.left)}")
 
@@ -67,7 +67,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     for _ in range((options.rounds or ROUNDS) + 1):
         direct.run(CALLS)
         copy.run(CALLS)
-        operators.take(engine, chosen, device)
+        operators.Operators().take(engine, chosen)
         try:
             others.run(CALLS)
             with engine.calling(engine):

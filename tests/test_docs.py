@@ -43,7 +43,6 @@ from vllm_fl.plugins.discovery import EXTENSIONS, GROUP  # noqa: E402
 from vllm_fl.settings import loading  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
 from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables  # noqa: E402
-from vllm_fl.settings.table import Table  # noqa: E402
 from vllm_fl.settings.values import OP_CONFIG, PER_OP  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-flaggems" / "src"))
@@ -399,8 +398,8 @@ def test_every_shell_example_loads(number: int, tmp_path: Path) -> None:
     config, orders = tmp_path / "fl.yaml", tmp_path / "ops.json"
     config.write_text(blocks(text, "yaml")[0])
     orders.write_text(blocks(text, "json")[0])
-    table = tmp_path / "table.json"
-    table.write_text(Table({}, "eager", "bfloat16", {}, "", "2026-11-22", 0, {}).text)
+    table = tmp_path / "table.yaml"
+    table.write_text("holds: {}\ndevices: []\n")
     env: dict[str, str] = {}
     for line in blocks(text, "sh")[number].splitlines():
         words = shlex.split(line, comments=True)

@@ -17,9 +17,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from docs_site import MEASURED, ROOT, TABLE
+from docs_site import ROOT, stored_table
 
 from vllm_fl_tools.cli._plots import COLOURS, looks
 
@@ -103,10 +102,10 @@ def plan_picture(plan: Mapping[str, tuple[Sequence[str], str]]) -> Iterator[str]
 
 def report_plot() -> tuple[str, list[str]]:
     """The first plot of the report's page, and the implementations of the table, by name."""
-    table: dict[str, Any] = json.loads(MEASURED.read_text())[TABLE]
+    table = stored_table()
     with tempfile.TemporaryDirectory() as folder:
         file, page = Path(folder) / "table.json", Path(folder) / "page.html"
-        file.write_text(json.dumps(table))
+        file.write_text(json.dumps({"schema": 1, "table": table}))
         vllm_fl("show", str(file), "--html", str(page))
         plot = re.search(r"<svg.*?</svg>", page.read_text(), re.S)
     assert plot

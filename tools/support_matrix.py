@@ -134,7 +134,7 @@ def _cell(result: Mapping[str, Any]) -> str:
         parts.append("other bits in each run")
     elif same.get("batches") is not None:
         parts.append("any batch" if same["batches"] else "bits differ by batch")
-    if result["call"] is not None:
+    if result.get("call") is not None:  # runs of before have times
         parts.append(f"{result['call']['microseconds']:.0f} µs")
     return ", ".join(parts)
 

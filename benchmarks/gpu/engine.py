@@ -89,10 +89,7 @@ VARIANTS: dict[str, tuple[dict[str, str], bool]] = {
     "direct": (STOCK, False),
     "experts": ({"VLLM_FL_PER_OP": "fused_experts=flagos"}, True),
     "flagos-attention": ({"VLLM_FL_PER_OP": "attention_backend=flagos"}, True),
-    "table": (
-        {"VLLM_FL_TABLE": os.environ.get("TABLE", ""), "VLLM_FL_TABLE_UNACCEPTED": "1"},
-        True,
-    ),
+    "table": ({"VLLM_FL_TABLE": os.environ.get("TABLE", "")}, True),
 }
 """Name -> (what the environment says, whether vllm-fl takes part).
 

@@ -76,13 +76,3 @@ def test_what_rounds_otherwise_in_large_batches_is_rejected_by_name(
     assert "other bits in a batch of" in line
     measured = "VLLM_FL_REQUIRE=batch_invariant: measured; vLLM's own code is not"
     assert measured in bound["remarks"]
-
-
-def test_on_the_cpu_vllms_own_mode_ends_the_start_in_one_line(
-    model: Callable[[str], Path],
-) -> None:
-    with pytest.raises(EngineFailed) as failure:
-        run(Job(str(model("qwen3")), batches()), **IN_ONE_PROCESS, VLLM_BATCH_INVARIANT="1")
-    last, page = failure.value.log.strip().splitlines()[-2:]
-    assert page.startswith("`vllm-fl explain FL")
-    assert "VLLM_BATCH_INVARIANT=1: vLLM has no batch-invariant kernels for the CPU" in last

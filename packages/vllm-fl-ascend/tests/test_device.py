@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from importlib.util import find_spec
@@ -14,15 +13,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from vllm_fl_ascend import plugin
-
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-
-PROFILE = {
-    "platform_class": "vllm_fl_ascend.platform.AscendPlatform",
-    "worker_class": "vllm_fl_ascend.worker.AscendWorker",
-    "communicator_class": "vllm_fl_ascend.communicator.AscendCommunicator",
-}
 
 
 @pytest.fixture
@@ -31,21 +22,6 @@ def platform() -> Any:
     from vllm_fl_ascend.platform import AscendPlatform
 
     return AscendPlatform()
-
-
-def test_the_profile_s_paths_are_classes_of_vllm_s_kinds() -> None:
-    from vllm.distributed.device_communicators.base_device_communicator import (
-        DeviceCommunicatorBase,
-    )
-    from vllm.platforms.interface import Platform
-    from vllm.v1.worker.gpu_worker import Worker
-
-    kinds = dict(zip(PROFILE, (Platform, Worker, DeviceCommunicatorBase), strict=True))
-    for field, path in PROFILE.items():
-        module, _, name = path.rpartition(".")
-        assert issubclass(getattr(importlib.import_module(module), name), kinds[field])
-    assert plugin.PROFILE.name == "ascend"
-    assert plugin.PROFILE.communicator_class == PROFILE["communicator_class"]
 
 
 def test_what_does_not_run_is_refused_by_name(platform: Any) -> None:
@@ -175,42 +151,6 @@ def test_its_parameters_are_the_kernel_s() -> None:
 
     kernel = inspect.getattr_static(ComputeSlotMappingKernel, "kernel").__func__
     assert tuple(inspect.signature(compute_slot_mapping).parameters) == _kernel_arg_names(kernel)
-
-
-def test_the_worker_takes_the_npu_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_fl_ascend import worker
-
-    events: dict[str, tuple[Any, ...]] = {}
-
-    def note(name: str, result: Any = None) -> Any:
-        return lambda *args, **named: events.update({name: (*args, *named.values())}) or result
-
-    platform = SimpleNamespace(device_type="cpu", dist_backend="hccl")
-    platform.set_device, platform.check_if_supports_dtype = note("device"), note("dtype")
-    monkeypatch.setattr(worker, "current_platform", platform)
-    for name, result in (
-        ("init_worker_distributed_environment", None),
-        ("set_random_seed", None),
-        ("MemorySnapshot", "memory"),
-        ("request_memory", 17),
-        ("init_workspace_manager", None),
-    ):
-        monkeypatch.setattr(worker, name, note(name, result))
-    monkeypatch.setattr(torch.accelerator, "empty_cache", note("cache"))
-    monkeypatch.setattr(worker.AscendWorker, "_make_model_runner", note("runner", "runner"))
-    made = worker.AscendWorker.__new__(worker.AscendWorker)
-    made.local_rank, made.rank, made.distributed_init_method = 3, 11, "tcp://x"
-    made.model_config = SimpleNamespace(dtype=torch.float16, seed=5)
-    made.vllm_config, made.cache_config = "config", "cache"
-    made.init_device()
-    assert made.device == torch.device("cpu", 3)
-    kept = made.init_snapshot, made.requested_memory, made.model_runner
-    assert kept == ("memory", 17, "runner")
-    order = "device dtype init_worker_distributed_environment set_random_seed cache MemorySnapshot"
-    rest = "request_memory init_workspace_manager runner"  # after the ranks' buffers, HCCL's
-    assert list(events) == f"{order} {rest}".split()
-    assert events["device"] == events["init_workspace_manager"] == (made.device,)
-    assert events["init_worker_distributed_environment"] == ("config", 11, "tcp://x", 3, "hccl")
 
 
 def gathered(rank: int, file: str, results: Any) -> None:

@@ -6,8 +6,6 @@ One test for each number of the table in docs/migration.md.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -186,39 +184,13 @@ def test_11_a_contracts_op_in_the_blacklist_is_kept_from_flaggems_and_said() -> 
     assert f"flagos_blacklist.{OP}" in settings.unchecked
 
 
-def test_12_a_forked_child_registers_nothing_twice(tmp_path: Path) -> None:
-    (tmp_path / "forked.py").write_text(
-        dedent("""
-        from vllm_fl import BackendImplKind, OpImpl, hookimpl
-
-        def acme_op(x):
-            return x + 1
-
-        @hookimpl
-        def register_ops():
-            return [OpImpl("acme_op", "vendor.acme", BackendImplKind.VENDOR, acme_op, "acme")]
-        """)
-    )
-    code = """
-    import os
-    from vllm_fl.dispatch import call_op, get_discovered_plugins
-    child = (call_op("acme_op", 1), os.fork())[1]
+def test_12_a_forked_child_registers_nothing_twice() -> None:
+    made = manager(load_settings({}))
+    child = os.fork()
     if child == 0:
-        good = call_op("acme_op", 1) == 2
-        good &= all(plugin.status != "failed" for plugin in get_discovered_plugins())
-        os._exit(0 if good else 1)
+        registered = made.registry.get_implementations(OP)
+        os._exit(made.call(OP, X).shape != (2, 4) or len(registered) != len(KINDS))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    """
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    env |= {
-        "VLLM_FL_PLUGIN_MODULES": "forked",
-        "VLLM_FL_PLUGINS": "",
-        "VLLM_FL_STRICT_PLUGINS": "1",
-    }
-    program = [sys.executable, "-c", dedent(code)]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "already has" not in done.stderr and "failed" not in done.stderr
 
 
 def test_13_a_callers_mistake_harms_no_later_call() -> None:
@@ -233,7 +205,7 @@ def test_13_a_callers_mistake_harms_no_later_call() -> None:
     with pytest.raises(CallError) as caught:
         made.call(OP, torch.ones(2, 7))
     assert caught.value.argument == "x"
-    with pytest.raises(CallError):
+    with pytest.raises(TypeError, match="'x'"):
         made.call(OP)
     assert not made.demotions
     assert made.call(OP, X).shape == (2, 4)

@@ -16,7 +16,6 @@ OPS = frozenset(contracts())
 
 EXAMPLE = "an example, in words for a reader"
 EXCEPTIONS = {
-    ("plugins/reserved.py", "*"): "the one table of reserved names",
     ("plugins/types.py", "rms_norm"): EXAMPLE,
     ("settings/values.py", "rms_norm"): EXAMPLE,
 }
@@ -40,20 +39,9 @@ def words(module: ast.Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     for node in ast.walk(module):
-        match node:
-            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word):
-                yield node.lineno, word
-            case ast.FunctionDef(name=word) | ast.ClassDef(name=word):
-                yield node.lineno, word
-            case ast.keyword(arg=str(word)):
-                yield node.value.lineno, word
-            case ast.alias(name=word, asname=other):
-                yield node.lineno, word
-                yield node.lineno, other or ""
-            case ast.ImportFrom(module=str(word)):
-                yield node.lineno, word
-            case ast.Constant(value=str(word)) if id(node) not in documentation:
-                yield node.lineno, word
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, str) and id(node) not in documentation:
+                yield getattr(node, "lineno", 1), value
 
 
 def named(word: str) -> set[str]:
@@ -72,18 +60,7 @@ def test_no_op_is_named_in_core() -> None:
     unexplained = {
         f"{path}:{line} names {op}"
         for (path, op), line in found.items()
-        if (path, op) not in EXCEPTIONS and (path, "*") not in EXCEPTIONS
+        if (path, op) not in EXCEPTIONS
     }
     assert unexplained == set(), "make it a field of the op's Binding or OpSpec"
-    used = {*found, *((path, "*") for path, _ in found)}
-    assert set(EXCEPTIONS) <= used, "an exception that nothing needs any more"
-
-
-def test_core_imports_no_contract_and_asks_the_registry_which_there_are() -> None:
-    for path, module in core().items():
-        for node in ast.walk(module):
-            if not isinstance(node, ast.ImportFrom) or node.module is None:
-                continue
-            names = {alias.name for alias in node.names}
-            is_contracts = node.module.split(".")[-1] == "contracts"
-            assert not (is_contracts and "contracts" in names), path
+    assert set(EXCEPTIONS) <= set(found), "an exception that nothing needs any more"

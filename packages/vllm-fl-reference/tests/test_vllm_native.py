@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -34,7 +33,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_fl.integration.patchers.layers import layer_for
+from vllm_fl_verify.made_inputs import layer_for
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -339,10 +338,9 @@ def assert_same_bits(got: Any, want: Any) -> None:
 @pytest.fixture(scope="module")
 def plan() -> Iterator[Plan]:
     """The plan of an eager engine that runs this package alone, with the layers replaced."""
-    from vllm_fl.integration.patchers.layers import replace_layers
+    from vllm_fl.integration.patchers.layers import in_tables, ours
 
-    with set_current_vllm_config(VllmConfig()), torch.no_grad():
-        replace_layers()
+    with set_current_vllm_config(VllmConfig()), torch.no_grad(), in_tables(ours()):
         settings = load_settings({"VLLM_FL_PREFER": "reference"})
         yield make_plan(get_default_manager(), EngineFacts(settings, "eager"))
 
@@ -410,56 +408,3 @@ def test_norm_layers_are_bit_equal(
         want = cls.forward_native(layer, x.clone(), residual.clone())
         assert all(torch.equal(one, other) for one, other in zip(pair, want, strict=True))
     assert plan.fallbacks == {}
-
-
-def lowered(plan: Plan) -> str:
-    """The code that vLLM's own pass makes of the two norms of its IR under this plan."""
-    from torch._dynamo.backends.common import aot_autograd
-    from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
-    from vllm.config.kernel import IrOpPriorityConfig
-
-    from vllm_fl.engine.facts import EngineFacts
-    from vllm_fl.integration.engines import Engine
-    from vllm_fl.integration.patchers.ir import bind_provider, prioritise, register_provider
-    from vllm_fl.settings.loading import load_settings
-
-    def norms(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Any:
-        normed, total = ir.ops.fused_add_rms_norm(x, residual, weight, 1e-6)
-        return ir.ops.rms_norm(normed.view(-1, 4, 16), weight[:16], 1e-6), total
-
-    codes = []
-
-    def lower(graph: torch.fx.GraphModule, _: Any) -> Any:
-        VllmIRLoweringPass(VllmConfig())(graph.graph)
-        graph.recompile()
-        codes.append(graph.code)
-        return graph.forward
-
-    register_provider()
-    facts = EngineFacts(load_settings({}), "compiled")
-    engine = Engine(facts, 0, digest="digest")
-    engine.plan, engine.device = plan, torch.device("cpu")
-    bind_provider(engine)
-    priority = prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
-    torch._dynamo.reset()
-    x, residual = torch.randn(2, 7, 64, dtype=torch.bfloat16).unbind()
-    for tensor in (x, residual):
-        torch._dynamo.mark_dynamic(tensor, 0)
-    compiled = torch.compile(norms, backend=aot_autograd(fw_compiler=lower), fullgraph=True)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(ir.enable_torch_wrap())
-        stack.enter_context(torch.no_grad())
-        for op in ("rms_norm", "fused_add_rms_norm"):
-            stack.enter_context(getattr(ir.ops, op).set_priority(getattr(priority, op)))
-        compiled(x, residual, torch.randn(64, dtype=torch.bfloat16))
-    (code,) = codes
-    return str(code)
-
-
-def test_compiled_norms_are_the_graph_that_vllms_native_gives(plan: Plan) -> None:
-    manager = get_default_manager()
-    facts = EngineFacts(load_settings({"VLLM_FL_PREFER": "reference"}), "compiled")
-    stock = make_plan(manager, facts, notes={"rms_norm": "left to vLLM"})
-    ours = dataclasses.replace(make_plan(manager, facts), counts_calls=True)
-    assert lowered(ours) == lowered(stock)
-    assert ours.calls["rms_norm", "reference.torch"] > 0, "it is this package's function"

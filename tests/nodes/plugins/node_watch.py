@@ -29,8 +29,9 @@ def worker_start(context: WorkerContext) -> WorkerReport:
         "settings": {
             key: (getattr(setting.value, "written", setting.value), setting.origin)
             for key, setting in context.settings.items()
+            if not key.startswith("devices.")
         },
-        "table": context.settings.pinned.file,
+        "table": context.settings.tuned.file,
         "variables": sorted(name for name in os.environ if name.startswith(("VLLM_FL_", "FLAGCX"))),
     }
     (Path(folder) / f"rank{context.rank}.json").write_text(json.dumps(told))

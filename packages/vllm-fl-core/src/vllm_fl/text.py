@@ -145,3 +145,21 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
         if (swapped := folded[:at] + folded[at + 1] + folded[at] + folded[at + 2 :]) in by_fold
     ]
     return by_fold[found[0]] if found else None
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """` Did you mean 'rms_norm'?`, or empty without a near name. Arguments as for `nearest`."""
+    found = nearest(word, known, cutoff)
+    return f" Did you mean {found!r}?" if found else ""
+
+
+def kind_of(value: object) -> str:
+    """A value of a file, for an error that expected another one."""
+    if value is None:
+        return "nothing (leave the key out, or write [] for an empty list)"
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if isinstance(value, int | float):
+        return f"{str(value).lower()} ({type(value).__name__}; in quotes it is text)"
+    names = {list: "a list", dict: "a mapping"}
+    return next((name for kind, name in names.items() if isinstance(value, kind)), str(type(value)))

@@ -59,13 +59,6 @@ SILU = contracts()["silu_and_mul"]
 TIGHT = {"float32": Tolerance(1e-6, 0.0, "one rounding")}
 
 
-def test_dtypes_are_those_of_the_tolerances_where_nothing_else_is_said() -> None:
-    assert SILU.dtypes == ("float32", "float16", "bfloat16")
-    halves = replace(SILU, dtypes=("float16",))
-    assert halves.dtypes == ("float16",)
-    assert halves.tolerance(torch.float32) is SILU.tolerances["float32"]
-
-
 def test_an_output_has_the_contracts_tolerances_or_its_own() -> None:
     spec = replace(SILU, outputs=(Within(TIGHT), Within()), variants=())
     assert spec.tolerance(torch.float32, spec.outputs[0]) is TIGHT["float32"]
@@ -187,5 +180,3 @@ def test_numbers_of_outputs(number: float) -> None:
     if number:
         with pytest.raises(ValueError, match="margin must be finite, not negative"):
             Routing(lambda x: x, margin=number)
-    with pytest.raises(TypeError, match="scores must be callable"):
-        Routing("scores", margin=0.0)  # type: ignore[arg-type]

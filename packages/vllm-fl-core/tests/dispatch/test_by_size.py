@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders import failing, managing, refusing, silu
+from builders import failing, managing, silu
 
 from vllm_fl.contracts import OpSpec, contracts
 from vllm_fl.dispatch.chain import Chain
 from vllm_fl.dispatch.guard import call_guard, method_guard
 from vllm_fl.dispatch.record import Record
-from vllm_fl.errors import AllFailedError, CallError, NoImplementationError, SettingsError
+from vllm_fl.errors import NoImplementationError, SettingsError
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
@@ -89,22 +89,6 @@ def test_a_demotion_switches_every_row_that_begins_with_it() -> None:
     assert int(held(x(1))[0, 0]) == 3
     assert set(manager.demotions) == {(OP, "vendor.acme")}
     assert [int(held(x(n))[0, 0]) - 1 for n in (1, 3, 5)] == [2, 3, 2]
-
-
-def test_a_wrong_argument_is_the_callers_mistake_whatever_the_rows() -> None:
-    manager = managing(*three(), per_op_order={OP: BY_SIZE})
-    for wrong in (None, 5, "text", torch.tensor(1.0), [1.0]):
-        with pytest.raises(CallError):
-            manager.call(OP, wrong)
-    assert not manager.demotions
-
-
-def test_strict_holds_in_a_row() -> None:
-    impls = refusing("vendor.acme", "no"), *three()[1:]
-    manager = managing(*impls, per_op_order={OP: BY_SIZE}, strict=True)
-    assert ran(manager, 3) == 2
-    with pytest.raises(AllFailedError, match="Strict mode tries nothing else"):
-        ran(manager, 1)
 
 
 def test_a_size_that_engines_leave_to_vllm_fails_in_a_script_and_others_do_not() -> None:

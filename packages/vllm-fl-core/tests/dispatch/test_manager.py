@@ -91,14 +91,6 @@ class TestLogLines:
         assert all(str(cause) in str(error) for cause in causes.values())
         assert "vllm-fl explain silu_and_mul" in str(error)
 
-    def test_when_all_are_demoted_the_next_call_still_says_each_cause(self) -> None:
-        manager = managing(failing("default.flagos", ValueError("boom")))
-        with pytest.raises(AllFailedError):
-            manager.call(OP, X)
-        with pytest.raises(NoImplementationError) as caught:
-            manager.call(OP, X)
-        assert caught.value.rejected == (("default.flagos", "failed earlier: ValueError: boom"),)
-
     def test_a_refusal_is_said_once(self, lines: list[tuple[str, str]]) -> None:
         manager = managing(refusing("vendor.acme", "needs bf16"), silu("reference.torch"))
         for _ in range(3):
@@ -111,41 +103,6 @@ class TestLogLines:
 
 
 class TestFallback:
-    def test_a_refusal_goes_on_for_that_call_and_demotes_nothing(self) -> None:
-        def supports(x: torch.Tensor) -> bool | str:
-            return True if x.dtype == torch.bfloat16 else "needs bf16"
-
-        manager = managing(silu("vendor.acme", 10.0, supports=supports), silu("reference.torch", 1))
-        assert manager.call(OP, X)[0, 0] == 2
-        assert manager.call(OP, X.bfloat16())[0, 0] == 11
-        assert manager.demotions == {}
-        assert manager.fallbacks == {(OP, "reference.torch"): 1}
-
-    def test_not_implemented_is_a_refusal(self) -> None:
-        manager = managing(
-            failing("vendor.acme", NotImplementedError("no fp32")), silu("reference.torch", 1)
-        )
-        assert [manager.call(OP, X)[0, 0] for _ in range(2)] == [2, 2]
-        assert manager.demotions == {}
-        assert manager.fallbacks == {(OP, "reference.torch"): 2}
-
-    def test_an_exception_demotes_and_is_not_run_again(self) -> None:
-        runs = []
-
-        def broken(x: torch.Tensor) -> torch.Tensor:
-            runs.append(1)
-            raise ValueError("boom")
-
-        manager = managing(silu("vendor.acme", fn=broken), silu("reference.torch", 1))
-        for _ in range(3):
-            assert manager.call(OP, X)[0, 0] == 2
-        assert runs == [1]
-        assert manager.demotions == {(OP, "vendor.acme"): "failed earlier: ValueError: boom"}
-        assert manager.fallbacks == {(OP, "reference.torch"): 1}
-        assert manager.get_selected_impl_id(OP) == "reference.torch"
-        rejected = dict(manager.trace(OP).rejected)
-        assert rejected == {"vendor.acme": "failed earlier: ValueError: boom"}
-
     def test_what_was_resolved_or_bound_before_the_demotion_keeps_to_it(self) -> None:
         runs = []
 
@@ -161,73 +118,6 @@ class TestFallback:
         manager.clear_failed_impls()
         assert resolved(X)[0, 0] == 2
         assert runs == [1, 1]
-
-    @pytest.mark.parametrize("how", ["clear", "clear this op", "policy", "reset policy"])
-    def test_what_ends_a_demotion(self, how: str) -> None:
-        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
-        manager.call(OP, X)
-        assert manager.demotions
-        {
-            "clear": lambda: manager.clear_failed_impls(),
-            "clear this op": lambda: manager.clear_failed_impls(OP),
-            "policy": lambda: manager.set_policy(SelectionPolicy()),
-            "reset policy": lambda: manager.set_policy(None),
-        }[how]()
-        assert manager.demotions == {}
-        assert manager.get_selected_impl_id(OP) == "vendor.acme"
-
-    def test_clearing_another_op_or_a_block_does_not_end_it(self) -> None:
-        manager = managing(failing("vendor.acme", ValueError("boom")), silu("reference.torch"))
-        manager.call(OP, X)
-        manager.clear_failed_impls("rms_norm")
-        with policy_context(SelectionPolicy(prefer="vendor")):
-            assert manager.get_selected_impl_id(OP) == "reference.torch"
-        assert set(manager.demotions) == {(OP, "vendor.acme")}
-
-
-class TestStrict:
-    def test_the_first_failure_is_raised_itself(self) -> None:
-        boom = ValueError("boom")
-        manager = managing(failing("vendor.acme", boom), silu("reference.torch"), strict=True)
-        for _ in range(2):
-            with pytest.raises(ValueError) as caught:
-                manager.call(OP, X)
-            assert caught.value is boom
-        assert manager.demotions == {}
-        assert manager.fallbacks == {}
-
-    @pytest.mark.parametrize("cause", ["needs bf16", NotImplementedError("needs bf16")])
-    def test_a_refusal_is_an_error(self, cause: Any) -> None:
-        first = (
-            refusing("vendor.acme", cause)
-            if isinstance(cause, str)
-            else failing("vendor.acme", cause)
-        )
-        manager = managing(first, silu("reference.torch"), strict=True)
-        with pytest.raises(AllFailedError, match="needs bf16") as caught:
-            manager.call(OP, X)
-        assert caught.value.causes == (("vendor.acme", cause),)
-
-
-class TestConsuming:
-    def test_a_failure_is_raised_and_nothing_else_is_tried(self) -> None:
-        def half_written(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-            x[0] = float("nan")
-            raise ValueError("boom")
-
-        ran = []
-        manager = managing(
-            norm("vendor.acme", half_written, consumes={"x"}),
-            norm("reference.torch", lambda x, residual: ran.append(1)),
-        )
-        with pytest.raises(ValueError, match="boom"):
-            manager.call("rms_norm", torch.ones(2, 4), torch.ones(2, 4), None, 1e-6)
-        assert ran == []
-        assert manager.demotions == {}
-        # Without a residual it gives nothing up, and the next candidate finds all as it was.
-        manager.call("rms_norm", torch.ones(2, 4), None, None, 1e-6)
-        assert ran == [1]
-        assert [impl_id for _, impl_id in manager.demotions] == ["vendor.acme"]
 
 
 class AcceleratorError(RuntimeError):
@@ -277,12 +167,8 @@ class TestCallersMistakes:
     @pytest.mark.parametrize(
         ("args", "kwargs", "argument"),
         [
-            ((), {}, "x"),
-            ((X, X), {}, "(call)"),
-            ((X,), {"y": 1}, "y"),
-            ((X,), {"x": X}, "x"),
             (([1.0],), {}, "x"),
-            ((torch.ones(2, 7),), {}, "x"),
+            ((), {"x": torch.ones(2, 7)}, "x"),
         ],
     )
     @pytest.mark.parametrize("strict", [False, True])
@@ -302,32 +188,11 @@ class TestCallersMistakes:
         assert caught.value.cause is not None
         assert manager.demotions == {}
 
-    @pytest.mark.parametrize(
-        ("change", "argument"),
-        [
-            ({"weight": torch.ones(5)}, "weight"),
-            ({"residual": torch.ones(1, 4)}, "residual"),
-            ({"residual": torch.ones(2, 4).bfloat16()}, "residual"),
-            ({"epsilon": "small"}, "epsilon"),
-        ],
-    )
-    def test_rms_norm_names_the_argument(self, change: dict[str, Any], argument: str) -> None:
-        def broken(x: torch.Tensor, residual: torch.Tensor | None) -> Any:
-            raise RuntimeError("shapes do not match")
-
-        manager = managing(norm("vendor.acme", broken))
-        good = {"x": torch.ones(2, 4), "residual": None, "weight": None, "epsilon": 1e-6}
-        with pytest.raises(CallError) as caught:
-            manager.call("rms_norm", **(good | change))
-        assert caught.value.argument == argument
-        assert manager.demotions == {}
-
-    def test_a_missing_argument_is_named(self) -> None:
+    def test_a_call_that_does_not_fit_is_an_error_of_its_signature(self) -> None:
         manager = managing(norm("vendor.acme", lambda x, residual: x))
-        with pytest.raises(CallError) as caught:
+        with pytest.raises(TypeError, match=r"rms_norm\(\) missing 1 .* 'epsilon'"):
             manager.call("rms_norm", torch.ones(2, 4), None, None)
-        assert caught.value.argument == "epsilon"
-        assert "rms_norm(x, residual, weight, epsilon, variance_size=None)" in str(caught.value)
+        assert manager.demotions == {}
 
 
 class TestNothingToCall:
@@ -446,9 +311,8 @@ class TestRegistering:
         )
         assert manager.call("acme_fused", X, scale=3.0)[0, 0] == 3
         assert manager.call("acme_fused", X)[0, 0] == 2
-        with pytest.raises(CallError) as caught:
+        with pytest.raises(TypeError, match=r"acme_fused\(\) .* 'factor'"):
             manager.call("acme_fused", X, factor=3.0)
-        assert caught.value.argument == "factor"
 
 
 class TestOlderForm:
@@ -538,20 +402,3 @@ class TestBounds:
         del policies, policy
         gc.collect()
         assert sum(reference() is not None for reference in weak) <= 64
-
-
-def test_a_script_skips_stock_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="vllm_fl")
-    manager = managing(silu("vendor.acme", 1), norm("vendor.acme", lambda x, r: x), prefer="stock")
-    assert manager.call("silu_and_mul", X)[0, 0] == 2
-    manager.call("rms_norm", X, None, None, 1e-6)
-    assert [
-        record.getMessage() for record in caplog.records if "prefer" in record.getMessage()
-    ] == [
-        "prefer is 'stock', which is for engines; in a script ops without a list go by "
-        "flagos|vendor|reference"
-    ]
-    caplog.clear()
-    listed = managing(silu("vendor.acme"), prefer="stock", per_op_order={"silu_and_mul": "vendor"})
-    listed.call("silu_and_mul", X)
-    assert "prefer" not in caplog.text

@@ -33,7 +33,7 @@ from vllm_fl.dispatch import (
     with_preference,
     with_strict_mode,
 )
-from vllm_fl.errors import PluginError, PolicySealedError, SettingsError
+from vllm_fl.errors import PolicySealedError, SettingsError
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import known_contracts
@@ -198,22 +198,6 @@ def _given(value: Any) -> Any:
     return value
 
 
-def test_errors_are_what_they_were(tmp_path: Path) -> None:
-    registry = OpRegistry()
-    registry.register_impl(silu("vendor.acme"))
-    with pytest.raises(ValueError, match="already has") as caught:
-        registry.register_impl(silu("vendor.acme"))
-    assert isinstance(caught.value, PluginError)
-    with pytest.raises(FileNotFoundError, match=r"absent\.yaml"):
-        policy_from_config(tmp_path / "absent.yaml")
-    (tmp_path / "bad.yaml").write_text("prefer: [")
-    with pytest.raises(ValueError, match="invalid YAML"):
-        policy_from_config(tmp_path / "bad.yaml")
-    with pytest.raises(SettingsError, match="is not a regular file") as folder:
-        policy_from_config(tmp_path)
-    assert str(folder.value).count("is not a regular file") == 1  # not wrapped in itself
-
-
 def test_settings_files_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "older.yaml"
     path.write_text(
@@ -252,9 +236,7 @@ def test_layer_names_of_the_older_plugin_end_no_start(name: str, tmp_path: Path)
 def test_the_op_may_be_named_by_keyword() -> None:
     manager = managing(silu("reference.torch"))
     assert manager.call(op_name="silu_and_mul", x=X).shape == (2, 4)
-    with pytest.raises(TypeError, match="name of an op"):
-        manager.call(x=X)
-    with pytest.raises(TypeError, match="name of an op"):
+    with pytest.raises(TypeError, match="op_name"):
         call_op()
 
 

@@ -141,34 +141,6 @@ def test_32_threads_make_the_first_call_at_once(run: Run) -> None:
     assert log.count("Op 'acme_op' using 'vendor.acme'") == 1
 
 
-def test_a_failed_start_is_tried_again_by_each_and_never_half_done(run: Run) -> None:
-    run(
-        """
-        from vllm_fl.errors import SettingsError
-        together = threading.Barrier(8, timeout=300)
-        seen = []
-
-        def work():
-            together.wait()
-            try:
-                call_op("acme_op", 1)
-            except SettingsError as error:
-                seen.append(error.key)
-
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert seen == ["prefer"] * 8, seen
-        os.environ["VLLM_FL_PREFER"] = "vendor"
-        assert call_op("acme_op", 1) == 2
-        assert get_policy().prefer == "vendor"
-        """,
-        VLLM_FL_PREFER="vendr",
-    )
-
-
 def test_a_fork_while_another_thread_starts(run: Run) -> None:
     run(
         """

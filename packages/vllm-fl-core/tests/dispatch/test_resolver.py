@@ -221,34 +221,6 @@ def test_it_does_not_depend_on_the_order_of_installation(case: Case, seed: int) 
     assert seen(case.trace(seed)) == seen(case.trace(0))
 
 
-@given(cases)
-def test_deny_beats_allow_and_a_list(case: Case) -> None:
-    admitted = {impl.impl_id for impl in case.trace().admitted}
-    assert not admitted & {f"vendor.{name}" for name in case.deny}
-    for impl_id, reason in case.trace().rejected:
-        head, name = impl_id.split(".")
-        if head == "vendor" and name in case.deny:
-            assert reason == f"deny_vendors names {name}"
-
-
-@given(cases)
-def test_a_preference_is_never_an_exclusion(case: Case) -> None:
-    installed = case.impls(0)
-    sets = {
-        frozenset(
-            impl.impl_id
-            for impl in resolve(
-                "silu_and_mul", installed, SelectionPolicy(prefer=kind), rejections=case.rejections
-            ).admitted
-        )
-        for kind in ORDERS
-    }
-    assert len(sets) == 1
-    assert sets == {
-        frozenset(set(case.priorities) - set(case.unavailable) - set(case.rejections)),
-    }
-
-
 @given(cases, st.sampled_from(sorted(ORDERS)), st.booleans())
 def test_a_higher_preference_sorts_a_platforms_list_stably_and_a_users_never(
     case: Case, kind: str, written_by_the_user: bool
@@ -285,14 +257,6 @@ def ids(trace: Trace) -> list[str]:
 ALL = [impl("reference.torch"), impl("vendor.acme"), impl("vendor.beta"), impl("default.flagos")]
 
 
-def test_priority_counts_inside_a_token_and_never_across() -> None:
-    impls = [impl("reference.torch", 10_000), impl("vendor.acme", 1), impl("vendor.beta", 2)]
-    trace = resolve("silu_and_mul", impls, SelectionPolicy(prefer="vendor"))
-    assert ids(trace) == ["vendor.beta", "vendor.acme", "reference.torch"]
-    equal = resolve("silu_and_mul", ALL, SelectionPolicy(prefer="vendor"))
-    assert ids(equal)[:2] == ["vendor.acme", "vendor.beta"], "by id"
-
-
 def test_only_listed_tokens_are_tried() -> None:
     policy = SelectionPolicy(per_op_order={"silu_and_mul": ["vendor:beta", "reference"]})
     trace = resolve("silu_and_mul", ALL, policy)
@@ -301,68 +265,6 @@ def test_only_listed_tokens_are_tried() -> None:
         "default.flagos": "not listed: vendor:beta|reference",
         "vendor.acme": "not listed: vendor:beta|reference",
     }
-
-
-@pytest.mark.parametrize(
-    ("engine", "tokens", "want"),
-    [
-        (True, ["reference"], ["reference.torch", "stock.vllm"]),
-        (True, ["stock", "reference"], ["stock.vllm", "reference.torch"]),
-        (True, ["vendor:nobody", "stock"], ["stock.vllm"]),
-        (False, ["stock", "reference"], ["reference.torch"]),
-        (False, ["stock"], []),
-    ],
-)
-def test_stock_is_last_unless_it_is_listed_and_only_inside_the_engine(
-    engine: bool, tokens: list[str], want: list[str]
-) -> None:
-    policy = SelectionPolicy(per_op_order={"silu_and_mul": tokens})
-    assert ids(resolve("silu_and_mul", ALL, policy, engine=engine)) == want
-
-
-@pytest.mark.parametrize(
-    ("prefer", "want"),
-    [
-        ("flagos", ["default.flagos", "vendor.acme", "vendor.beta", "stock.vllm"]),
-        ("vendor", ["vendor.acme", "vendor.beta", "default.flagos", "stock.vllm"]),
-        ("reference", ["reference.torch", "default.flagos", "vendor.acme", "vendor.beta"]),
-    ],
-)
-def test_an_engine_does_not_give_vllms_kernels_away_to_plain_pytorch(
-    prefer: str, want: list[str]
-) -> None:
-    """Core, reference and one backend: an op that the backend lacks stays vLLM's own."""
-    policy = SelectionPolicy(prefer=prefer)
-    assert ids(resolve("silu_and_mul", ALL, policy, engine=True))[:-1] == want
-    assert len(ids(resolve("silu_and_mul", ALL, policy, engine=True))) == 5
-    lacking = resolve("silu_and_mul", [impl("reference.torch")], policy, engine=True)
-    assert lacking.selected is (STOCK if prefer != "reference" else lacking.admitted[0])
-    assert ids(resolve("silu_and_mul", [impl("reference.torch")], policy)) == ["reference.torch"]
-
-
-def test_a_list_of_one_mode_leaves_the_other_to_the_engines_default() -> None:
-    policy = SelectionPolicy(per_op_order={"silu_and_mul": {"eager": ["reference"]}})
-    trace = resolve("silu_and_mul", [impl("reference.torch")], policy, engine=True)
-    assert ids(trace) == ["reference.torch", "stock.vllm"]
-    compiled = resolve(
-        "silu_and_mul", [impl("reference.torch")], policy, mode="compiled", engine=True
-    )
-    assert ids(compiled) == ["stock.vllm", "reference.torch"]
-
-
-def test_strict_and_a_backend_listed_alone_that_is_not_there_runs_nothing_else() -> None:
-    """As docs/settings.md has it: vLLM's own code follows unless VLLM_FL_STRICT=1."""
-    listed = {"silu_and_mul": ["vendor:nobody"]}
-    lax = resolve("silu_and_mul", ALL, SelectionPolicy(per_op_order=listed), engine=True)
-    assert ids(lax) == ["stock.vllm"]
-    strict = SelectionPolicy(per_op_order=listed, strict=True)
-    assert ids(resolve("silu_and_mul", ALL, strict, engine=True)) == []
-    listed["silu_and_mul"].append("stock")
-    strict = SelectionPolicy(per_op_order=listed, strict=True)
-    assert ids(resolve("silu_and_mul", ALL, strict, engine=True)) == ["stock.vllm"]
-    shipped = OpOrder.of(["vendor:nobody"], pinned=False)  # a platform file's: nobody forces it
-    lax = SelectionPolicy(per_op_order={"silu_and_mul": shipped}, strict=True)
-    assert ids(resolve("silu_and_mul", ALL, lax, engine=True)) == ["stock.vllm"]
 
 
 @pytest.mark.parametrize(
@@ -392,24 +294,6 @@ def test_a_preference_takes_nothing_from_another_plugin(prefer: str) -> None:
     trace = resolve("silu_and_mul", ALL, SelectionPolicy(prefer), engine=True, foreign=THEIRS)
     assert trace.selected is FOREIGN
     assert trace.candidates[0].reason.endswith("to take it, name foreign behind yours")
-
-
-def test_foreign_where_there_is_none_is_skipped_whatever_else_holds() -> None:
-    listed = {"silu_and_mul": ["foreign", "vendor:acme"]}
-    for more in ({}, {"prefer": "stock"}, {"strict": True}):
-        policy = SelectionPolicy(per_op_order=listed, **more)  # type: ignore[arg-type]
-        assert ids(resolve("silu_and_mul", ALL, policy, engine=True)) == [
-            "vendor.acme",
-            "stock.vllm",
-        ]
-        assert ids(resolve("silu_and_mul", ALL, policy)) == ["vendor.acme"], "a script"
-    policy = SelectionPolicy(per_op_order=listed, strict=True, deny_vendors=frozenset({"acme"}))
-    assert ids(resolve("silu_and_mul", ALL, policy, engine=True)) == ["stock.vllm"]
-
-
-def test_vendor_filters_look_at_kind_vendor_only() -> None:
-    policy = SelectionPolicy(allow_vendors=set(), deny_vendors={"flagos", "torch"})
-    assert ids(resolve("silu_and_mul", ALL, policy)) == ["default.flagos", "reference.torch"]
 
 
 def test_what_is_rejected_anyway_is_not_probed() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from vllm_fl.dispatch import startup
 from vllm_fl.dispatch.startup import Startup, start
-from vllm_fl.errors import PluginError
 from vllm_fl.plugins.device import DeviceProfile
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.plugin import Owner, Plugin
@@ -134,11 +133,6 @@ def test_a_device_hook_that_fails_is_reported_once_and_costs_itself_only(
     (record,) = [each for each in caplog.records if "device hook" in each.getMessage()]
     said = "Plugin 'broken' of fl-test 1.0: its device hook failed: OSError: no driver"
     assert record.levelname == "ERROR" and said in record.getMessage()
-    strict = {"VLLM_FL_STRICT_PLUGINS": "1"}
-    with pytest.raises(PluginError, match="VLLM_FL_STRICT_PLUGINS=1 makes this an error") as caught:
-        begin({**env, **strict}, Broken(), Acme())
-    assert (caught.value.plugin, caught.value.distribution) == ("broken", "fl-test 1.0")
-    begin(strict, Broken(), platform="cpu")  # it is not asked, and has not failed
 
 
 @pytest.mark.parametrize(
@@ -210,7 +204,7 @@ def test_a_token_whose_plugin_has_failed_is_no_slip(begin: Begin, asked: str) ->
             raise OSError("no driver")
 
     made = begin({"VLLM_FL_PER_OP": f"silu_and_mul={asked}"}, Sound(), Broken(), platform="cpu")
-    assert [plugin.owner.plugin for plugin in made.failed] == ["broken"]
+    assert [plugin.owner.plugin for plugin in made.plugins if plugin.error] == ["broken"]
     assert made.settings.warnings == (), "an engine ends with FL201: it runs no code in its place"
     named = {"VLLM_FL_PER_OP": f"silu_and_mul={asked}|vendor:soundd"}
     (warning,) = begin(named, Sound(), Broken(), platform="cpu").settings.warnings

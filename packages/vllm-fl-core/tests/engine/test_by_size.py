@@ -18,6 +18,7 @@ from vllm_fl.dispatch.record import Record
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.opaque import opaque_op
 from vllm_fl.engine.plan import Plan, PlanEntry, leave_place, take_place
+from vllm_fl.engine.start_line import line
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
@@ -238,7 +239,7 @@ def test_stock_at_every_size_is_stock_and_at_some_it_is_not(row: Any) -> None:
     assert planned({"<=4": "vendor", "rest": "flagos"}).stock_at(OP) is None
     assert not planned({"<=4": row, "rest": "vendor"}).is_stock(OP)
     plan = planned({"<=4": "vendor", "rest": row})
-    assert not plan.is_stock(OP) and f" {OP}=vendor.acme(<=4)|stock (" in plan.line()
+    assert not plan.is_stock(OP) and f" {OP}=vendor.acme(<=4)|stock (" in line(plan)
 
 
 # Compiled.

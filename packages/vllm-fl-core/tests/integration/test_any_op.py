@@ -36,7 +36,7 @@ Entries = Callable[..., dict[str, PlanEntry]]
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
-    """`entries(fused_by=(...))`: the plan of an engine where the op has such a binding."""
+    """`entries(needs=(...))`: the plan of an engine where the op has such a binding."""
     monkeypatch.setattr(layers, "foreign_ops", dict)
     platform = SimpleNamespace(vllm_fl_platform="cuda", device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
@@ -70,7 +70,6 @@ def test_it_is_planned_where_nothing_speaks_against_it(entries: Entries) -> None
         {"needs": ("vllm.config.model:ModelConfig.no_such",)},
         {"needs": ("vllm.no_such:Name",)},
         {"shared": ("vllm.config.model:NO_SUCH",)},
-        {"shared": ("vllm.config.model:ModelConfig",)},
     ],
 )
 def test_a_name_that_this_vllm_lacks_costs_the_op_alone(entries: Entries, binding: Any) -> None:

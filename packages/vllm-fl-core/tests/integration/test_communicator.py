@@ -29,6 +29,7 @@ import vllm_fl.dispatch
 from vllm_fl.engine import limited
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
+from vllm_fl.engine.start_line import line
 from vllm_fl.errors import StartError
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers import communicator
@@ -266,7 +267,7 @@ def test_the_plan_has_it_where_there_are_ranks() -> None:
     found = facts()
     vars(found.settings)["policy"] = manager.policy
     plan = make_plan(manager, found)
-    assert "communicator=vendor.acme" in plan.line()
+    assert "communicator=vendor.acme" in line(plan)
     off = make_plan(manager, found, demoted={KEY: "failed at start on rank 1: wrong"})
     assert off.entries["communicator"].label == "stock"
     assert "failed at start on rank 1" in off.entries["communicator"].reason

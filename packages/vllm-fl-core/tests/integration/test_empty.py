@@ -1,4 +1,4 @@
-"""Operators for a vLLM without any: defined while an engine needs them, and gone with it.
+"""Operators for a vLLM without any: those that an engine needs are defined.
 
 The vLLM that these tests run on may have compiled ones: most define operators of a library of
 their own, by a table of their own. The table of the releases is looked at apart from that.
@@ -6,10 +6,8 @@ their own, by a table of their own. The table of the releases is looked at apart
 
 from __future__ import annotations
 
-import gc
 import json
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,12 +39,12 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError, NoKernelError, VllmFLError
 from vllm_fl.integration.compat import OLDEST, TOO_NEW, vllm_version
 from vllm_fl.integration.engines import calling
-from vllm_fl.integration.patchers import empty, operators, taking
+from vllm_fl.integration.patchers import empty, operators
 from vllm_fl.integration.patchers.taking import Choice
 from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
 
-CPU = torch.device("cpu")
+PATCHER, CPU = operators.Operators(), torch.device("cpu")
 
 X = torch.arange(32.0).reshape(4, 8)
 
@@ -63,16 +61,19 @@ TABLE = [
 @contextmanager
 def bare_vllm(first: str = RELEASE, last: str = RELEASE) -> Iterator[None]:
     """A vLLM without compiled operators, whose releases from `first` to `last` have `TABLE`."""
-    before = empty.TABLE, empty.compiled_files
+    before = empty.TABLE, empty.compiled_files, empty.installed_bindings
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump({"operators": [{**e, "first": first, "last": last} for e in TABLE]}, file)
         file.flush()
         empty.TABLE, empty.compiled_files = Path(file.name), tuple  # type: ignore[assignment]
+        empty.installed_bindings = binding
         empty._table.cache_clear()
         try:
             yield
         finally:
-            empty.TABLE, empty.compiled_files = before  # type: ignore[misc]
+            empty.TABLE, empty.compiled_files, empty.installed_bindings = before  # type: ignore[misc]
+            for name in [each for each in empty._libraries if each.startswith("fl_test_bare::")]:
+                empty._libraries.pop(name)._destroy()
             empty._table.cache_clear()
 
 
@@ -80,7 +81,6 @@ def bare_vllm(first: str = RELEASE, last: str = RELEASE) -> Iterator[None]:
 def bare() -> Iterator[None]:
     with bare_vllm():
         yield
-    assert names() == set(), "what was defined is undefined"
 
 
 def names() -> set[str]:
@@ -124,8 +124,8 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 def engine(plan: Plan, *found: OperatorTarget) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
-    chosen = operators.choose(plan, binding(*found), CPU, torch.float32)
-    operators.take(engine, chosen, CPU)
+    chosen = PATCHER.choice(plan, binding(*found), CPU, torch.float32)
+    PATCHER.take(engine, chosen)
     try:
         with calling(engine):
             yield chosen
@@ -133,15 +133,17 @@ def engine(plan: Plan, *found: OperatorTarget) -> Iterator[Choice]:
         engine.unbind()
 
 
-def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: None) -> None:
+def test_an_operator_is_there_from_an_engine_on_that_has_an_implementation_of_it(
+    bare: None,
+) -> None:
     assert names() == set()
     plan = plan_of(silu("vendor.a", 10.0), counts_calls=True)
     with engine(plan) as chosen:
         assert names() == {"gated"}
         assert torch.equal(call(), FIRST + 10)
         assert chosen.names == {"silu_and_mul": ["fl_test_bare::gated"]}
-        assert chosen.schemas == {"fl_test_bare::gated": TABLE[0]["schema"]}
-        told = taking.report(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::gated"]
+        assert chosen.defined == {"fl_test_bare::gated": TABLE[0]["schema"]}
+        told = PATCHER.told(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::gated"]
         assert told == {
             "replaced": None,
             "overridden_by": None,
@@ -149,12 +151,15 @@ def test_an_operator_is_there_while_an_engine_has_an_implementation_of_it(bare: 
             "other_arguments": 0,
         }
     assert plan.calls == {("silu_and_mul", "vendor.a"): 1}
-    assert names() == set()
+    with pytest.raises(NoKernelError):
+        call()
+    with engine(plan_of(silu("vendor.b", 2.0))):
+        assert torch.equal(call(), FIRST + 2)
 
 
 def test_without_an_implementation_there_is_none_for_vllm_to_find(bare: None) -> None:
     with engine(planning(managing())) as chosen:
-        assert names() == set() and chosen.schemas == {}
+        assert names() == set() and chosen.defined == {}
 
 
 @pytest.mark.parametrize("reason", ["compiled", "brought", "release"])
@@ -170,7 +175,7 @@ def test_only_an_empty_build_of_a_known_release_is_given_operators(
             library.define("another(Tensor x) -> Tensor")
         try:
             with engine(plan_of(silu("vendor.a"), mode="compiled")) as chosen:
-                assert chosen.schemas == {}
+                assert chosen.defined == {}
                 assert chosen.left["silu_and_mul"] == {
                     "fl_test_bare::gated": "this vLLM has no such operator"
                 }
@@ -192,7 +197,7 @@ def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: N
     with engine(plan, target("wider")) as chosen:
         with pytest.raises(NoKernelError) as failure:
             call("wider", 2.0)
-        told = taking.report(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::wider"]
+        told = PATCHER.told(engine_of(plan), chosen)["silu_and_mul"]["fl_test_bare::wider"]
     assert failure.value.operator == "fl_test_bare::wider"
     assert told["other_arguments"] == 1
 
@@ -223,7 +228,7 @@ def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: 
     stock = replace(planning(managing()), mode="compiled")
     with engine(stock) as chosen:
         assert names() == {"gated", "unowned"} and chosen.names == {}
-        assert set(chosen.schemas) == {"fl_test_bare::gated", "fl_test_bare::unowned"}
+        assert set(chosen.defined) == {"fl_test_bare::gated", "fl_test_bare::unowned"}
         assert torch.ops.fl_test_bare.unowned.default  # as vLLM's pass reads it
         with pytest.raises(NoKernelError) as failure:
             call("unowned")
@@ -231,22 +236,12 @@ def test_in_compiled_mode_what_vllm_reads_is_there_too_and_raises_by_name(bare: 
         assert "turn off what calls it" in str(failure.value)
         with pytest.raises(NoKernelError, match="explain silu_and_mul"):
             call("gated")
-    assert names() == set()
 
 
-def test_the_last_of_two_engines_takes_the_definition_away(bare: None) -> None:
-    one, other = plan_of(silu("vendor.a", 1.0)), plan_of(silu("vendor.b", 2.0), mode="compiled")
-    with engine(one) as first:
-        with engine(other) as second:
-            assert torch.equal(call(), FIRST + 2)
-            with calling(engine_of(one)):
-                assert torch.equal(call(), FIRST + 1)
-        assert names() == {"gated"}, "what only the other one read is gone"
-        assert torch.equal(call(), FIRST + 1)
-    # Neither the report nor the digest depends on who came first.
-    assert (
-        first.schemas.items() <= second.schemas.items() and "fl_test_bare::gated" in first.schemas
-    )
+def test_neither_report_nor_digest_depends_on_who_came_first(bare: None) -> None:
+    other = plan_of(silu("vendor.b", 2.0), mode="compiled")
+    with engine(plan_of(silu("vendor.a", 1.0))), engine(other) as second:
+        pass
     with engine(other) as alone:
         assert alone == second
 
@@ -258,46 +253,6 @@ def test_it_returns_nothing_on_tensors_without_data(bare: None) -> None:
         with FakeTensorMode() as mode:
             fakes = mode.from_tensor(torch.empty(4, 4)), mode.from_tensor(X)
             assert torch.ops.fl_test_bare.gated(*fakes) is None
-    assert names() == set()
-
-
-def test_who_keeps_the_operator_reaches_the_next_engines_or_an_error(bare: None) -> None:
-    """Not the memory where it was, which has become something else's."""
-    with engine(plan_of(silu("vendor.a", 1.0), mode="compiled")):
-        packet, overload = torch.ops.fl_test_bare.gated, torch.ops.fl_test_bare.gated.default
-        never_called = torch.ops.fl_test_bare.unowned
-    gc.collect()
-    out = torch.empty(4, 4)
-    for kept in (packet, overload, never_called):
-        with pytest.raises(NoKernelError):
-            kept(out, X)
-    with engine(plan_of(silu("vendor.b", 2.0))):
-        for kept in (packet, overload):
-            kept(out.fill_(-1), X)
-            assert torch.equal(out, FIRST + 2)
-
-
-def test_who_overrode_after_us_keeps_it_until_the_next_engine_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with bare_vllm():
-        theirs = torch.library.Library("fl_test_bare", "IMPL")
-        plan = plan_of(silu("vendor.a", 1.0))
-        with engine(plan):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                theirs.impl("gated", sevens, "CPU", allow_override=True)
-            assert (
-                Path(__file__).name in operators.overriders(engine_of(plan))["fl_test_bare::gated"]
-            )
-        assert Path(__file__).name in caplog.text
-        assert names() == {"gated"} and call().eq(7).all()
-        theirs._destroy()
-        with pytest.raises(NoKernelError):
-            call()
-        with engine(plan_of(silu("vendor.b", 2.0))):
-            assert torch.equal(call(), FIRST + 2)
-        assert names() == set()
 
 
 # The table of the releases.

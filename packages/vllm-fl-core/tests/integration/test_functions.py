@@ -24,8 +24,10 @@ from torch import Tensor
 from vllm_fl.contracts.binding import Binding, FunctionTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import calling
-from vllm_fl.integration.patchers import functions, taking
+from vllm_fl.integration.patchers.functions import Functions
 from vllm_fl.integration.patchers.taking import Choice
+
+PATCHER = Functions()
 
 X = torch.arange(32.0).reshape(4, 8)
 STOCK, FIRST = X[..., 4:], half(X)
@@ -93,8 +95,8 @@ def binding(*targets: FunctionTarget) -> dict[str, Binding]:
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
-    chosen = functions.choose(plan, bound or binding())
-    functions.take(engine, chosen)
+    chosen = PATCHER.choice(plan, bound or binding(), engine.device)
+    PATCHER.take(engine, chosen)
     try:
         with calling(engine):
             yield chosen
@@ -107,7 +109,7 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
 
 
 def told(plan: Plan, chosen: Choice) -> dict[str, Any]:
-    report = taking.report(engine_of(plan), chosen)
+    report = PATCHER.told(engine_of(plan), chosen)
     json.dumps(report)
     return report["silu_and_mul"]
 
@@ -228,10 +230,10 @@ def test_a_compiler_traces_vllms_own_function(home: ModuleType) -> None:
     ("paths", "parameters", "why"),
     [
         (("fl_home.nobody",), ("input",), "has no such function"),
-        (("fl_nowhere.gated",), ("input",), "no module fl_nowhere"),
+        (("fl_nowhere.gated",), ("input",), "No module named 'fl_nowhere'"),
         (("fl_home.gated",), ("x", "quantised"), "its parameters are input, quantised, scale"),
         (("fl_home.Layer.apply",), (), "without default: self, input"),
-        (("fl_home.Heir.apply",), ("self", "input"), "Heir inherits apply"),
+        (("fl_home.Heir.apply",), ("self", "input"), "Heir has no apply of its own"),
     ],
 )
 def test_a_function_that_does_not_fit_is_left_and_says_why(

@@ -13,19 +13,19 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import managing, planning, refusing, silu
+from builders import engine_of, managing, planning, refusing, silu
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.platforms import current_platform
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerTarget
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN
 from vllm_fl.engine.plan import Plan
+from vllm_fl.engine.start_line import line, notes
 from vllm_fl.integration import entry
-from vllm_fl.integration.patchers import layers, whole_layers
+from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import targets
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
@@ -90,18 +90,14 @@ def test_layers_of_each_of_vllms_tables_are_replaced_though_names_were_rebound_b
     tables = {SiluAndMul: (custom_op, {}), agnostic: (second, {"SiluAndMul": Theirs})}
     for module, table in tables.values():
         monkeypatch.setattr(module, "op_registry_oot", table)
-    layers.replace_layers()
-    assert second.op_registry_oot == {"SiluAndMul": Theirs}, "another plugin's stays"
+    assert [table for table, _, _ in layers.ours()] == [custom_op.op_registry_oot], "theirs stays"
     monkeypatch.setattr(second, "op_registry_oot", {})
-    layers.replace_layers()
     plan = planning(managing(silu("vendor.acme", 100)))
     for cls, (module, _) in tables.items():
-        with set_current_vllm_config(eager()), building(plan):
+        with set_current_vllm_config(eager()), building(plan), layers.in_tables(layers.ours()):
             layer = cls()
-        assert isinstance(layer, cls) and type(layer) is module.op_registry_oot["SiluAndMul"]
-        assert layer(X)[0, 0] == 103
-        with set_current_vllm_config(eager()), building(Plan("eager", {})):
-            assert cls()(X).equal(SiluAndMul.forward_native(X))
+            assert isinstance(layer, cls) and type(layer) is module.op_registry_oot["SiluAndMul"]
+        assert layer(X)[0, 0] == 103 and module.op_registry_oot == {}
 
 
 def test_a_layer_of_another_plugins_is_told_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +129,8 @@ def eager() -> VllmConfig:
 
 
 def built(plan: Plan) -> Any:
-    with set_current_vllm_config(eager()), building(plan), whole_layers.in_place(plan):
+    patched = layers.Layers().building(engine_of(plan))
+    with set_current_vllm_config(eager()), building(plan), patched:
         return SiluAndMul()
 
 
@@ -156,13 +153,15 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
     for order in (["vendor"], ["foreign", "vendor"], ["foreign", "stock"]):
         left = plan(*order)
         assert type(built(left)) is theirs and left.is_stock("silu_and_mul")
-        assert "silu_and_mul=foreign" in left.line()
-        assert any("layer SiluAndMul is " in note for note in left.notes())
+        assert "silu_and_mul=foreign" in line(left)
+        assert any("layer SiluAndMul is " in note for note in notes(left))
     kept = plan("vendor", "foreign", notes={"silu_and_mul": "oot_blacklist names SiluAndMul"})
     assert type(built(kept)) is theirs and kept.entries["silu_and_mul"].label == "foreign"
     assert type(built(plan("stock", "foreign"))) is SiluAndMul
     for order, computes in ((["foreign"], True), (["stock", "foreign"], False)):
-        assert ("SiluAndMul" in layers.foreign_code(plan(*order))) == computes, "in the digest"
+        assert ("SiluAndMul" in layers.Layers().contents(plan(*order))["foreign"]) == computes, (
+            "in the digest"
+        )
 
     taking = plan("vendor", "foreign", "stock")
     layer = built(taking)
@@ -182,17 +181,3 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
 
     layers.bind_anew(layer, plan("foreign"), eager())
     assert layer(X).equal(-own), "a plan that has given it up"
-
-
-@pytest.mark.parametrize("op", sorted(contracts()))
-def test_a_layer_for_verification_provides_what_the_contract_takes_from_it(op: str) -> None:
-    spec = contracts()[op]
-    sample = next(iter(spec.samples(torch.float32, torch.device("cpu"))))
-    given = dict(zip(spec.parameters, sample.args, strict=True))
-    provided = {name: given[name] for name in spec.from_layer}
-    layer = layers.layer_for(spec, provided)
-    for name, read in spec.from_layer.items():
-        got = read(layer)
-        want = provided[name]
-        same = torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
-        assert same, name

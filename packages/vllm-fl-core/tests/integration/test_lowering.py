@@ -31,8 +31,9 @@ from vllm.config.utils import Range as VllmRange
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.engine.ranges import Range
 from vllm_fl.integration.carried import Carried
+from vllm_fl.integration.engines import calling
 from vllm_fl.integration.graphs import lowering, passes, ranges
-from vllm_fl.integration.graphs.functional_operators import OWNER
+from vllm_fl.integration.graphs.base import OWNER
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patching import by_range
@@ -244,7 +245,9 @@ def test_what_cannot_be_traced_stays_an_operator_and_is_named(
     with caplog.at_level(logging.WARNING, "vllm_fl.engine"):
         result, left = lowered(plan, (1, 4), bound, x)
     (said,) = [r.getMessage() for r in caplog.records]
-    assert said.startswith(f"Op '{OP}': 'vendor.acme' cannot be traced for 1 to 4 tokens")
+    assert said.startswith(
+        f"Op '{OP}': graphs for 1-4 tokens call an operator that runs 'vendor.acme'"
+    )
     assert left and torch.equal(result, half(x))
 
 
@@ -348,7 +351,8 @@ def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined
 
     for sizes, tokens, mark in (((1, 4), 3, 1), ((5, 64), 8, 3)):
         x, residual = torch.randn(tokens, 8), torch.randn(tokens, 8)
-        (result, passed), left = lowered(plan, sizes, model, x, residual, afterwards=passes)
+        with calling(engine_of(plan)):
+            (result, passed), left = lowered(plan, sizes, model, x, residual, afterwards=passes)
         torch.testing.assert_close(result, x * 2 + mark)
         torch.testing.assert_close(passed, residual * 2)
         assert len(left) == (mark == 1)  # the operator, and no copy

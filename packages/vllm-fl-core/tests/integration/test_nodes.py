@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_fl.integration.nodes import carry_startup
+from vllm_fl.integration.carried import carry_startup
 from vllm_fl.settings.loading import STARTUP
 
 

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 
 if find_spec("vllm") is None:
@@ -27,7 +24,6 @@ if find_spec("vllm") is None:
 import torch
 from builders import (
     engine_of,
-    failing,
     half,
     managing,
     planning,
@@ -41,13 +37,12 @@ from torch import Tensor
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Binding, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import AllFailedError, CallError, VllmFLError
 from vllm_fl.integration.engines import calling
-from vllm_fl.integration.patchers import operators, taking
+from vllm_fl.integration.patchers import operators
 from vllm_fl.integration.patchers.taking import Choice
 from vllm_fl.plugins.registry import known_contracts
 
-CPU = torch.device("cpu")
+PATCHER, CPU = operators.Operators(), torch.device("cpu")
 
 X = torch.arange(32.0).reshape(4, 8)
 
@@ -104,8 +99,8 @@ FIRST = half(X)
 def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
     """An engine that serves with this plan, in this thread."""
     engine = engine_of(plan)
-    chosen = operators.choose(plan, bound or binding(), CPU, torch.float32)
-    operators.take(engine, chosen, CPU)
+    chosen = PATCHER.choice(plan, bound or binding(), CPU, torch.float32)
+    PATCHER.take(engine, chosen)
     try:
         with calling(engine):
             yield chosen
@@ -127,7 +122,7 @@ def overridden(fn: Callable[..., None], name: str = "gated") -> Iterator[torch.l
 
 
 def told(plan: Plan, chosen: Choice, name: str = "gated") -> dict[str, Any]:
-    report = taking.report(engine_of(plan), chosen)
+    report = PATCHER.told(engine_of(plan), chosen)
     json.dumps(report)
     return report["silu_and_mul"][f"fl_test_operators::{name}"]
 
@@ -147,7 +142,7 @@ def test_a_call_by_name_reaches_the_plans_first_choice_and_shutdown_gives_it_bac
 def test_an_op_that_is_stock_overrides_nothing() -> None:
     plan = planning(managing())
     with engine(plan) as chosen:
-        assert chosen.names == {} and taking.report(engine_of(plan), chosen) == {}
+        assert chosen.names == {} and PATCHER.told(engine_of(plan), chosen) == {}
         assert torch.equal(call(), STOCK)
 
 
@@ -163,15 +158,6 @@ def test_a_caller_without_engine_gets_the_replaced_kernel_and_is_counted() -> No
         assert told(plan, chosen)["without_engine"] == 2
 
 
-def test_calls_are_counted_where_the_user_asked_for_it_in_compiled_mode_too() -> None:
-    for mode in ("eager", "compiled"):
-        plan = plan_of(silu("vendor.a"), counts_calls=True, mode=mode)
-        with engine(plan):
-            call()
-            call()
-        assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
-
-
 @pytest.mark.parametrize("name", ["gated", "asking"])
 def test_a_refused_call_falls_to_the_next_candidate_and_last_to_the_kernel(name: str) -> None:
     plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
@@ -182,35 +168,6 @@ def test_a_refused_call_falls_to_the_next_candidate_and_last_to_the_kernel(name:
     with engine(plan, binding(target(name))):
         assert torch.equal(call(name), FIRST + 5)
     assert plan.fallbacks == {("silu_and_mul", "vendor.b"): 1}
-
-
-def test_strict_mode_raises_the_refusal() -> None:
-    plan = plan_of(refusing("vendor.a", "no"), silu("vendor.b"), strict=True)
-    with engine(plan), pytest.raises(AllFailedError) as failure:
-        call()
-    assert failure.value.op == "silu_and_mul" and failure.value.causes == (("vendor.a", "no"),)
-
-
-def test_an_exception_is_raised_and_the_next_call_is_served_again() -> None:
-    broken = [True]
-
-    def fn(x: Tensor) -> Tensor:
-        if broken[0]:
-            raise ArithmeticError("boom")
-        return half(x)
-
-    with engine(plan_of(silu("vendor.a", fn=fn))):
-        with pytest.raises(ArithmeticError):
-            call()
-        broken[0] = False
-        assert torch.equal(call(), FIRST)
-
-
-def test_a_callers_mistake_is_the_callers() -> None:
-    plan = plan_of(failing("vendor.a", ValueError("odd")))
-    with engine(plan), pytest.raises(CallError) as failure:
-        torch.ops.fl_test_operators.gated(torch.empty(1), torch.ones(3))
-    assert failure.value.argument == "x"
 
 
 def test_an_implementation_that_falls_to_the_operator_itself_gets_the_replaced_kernel() -> None:
@@ -302,7 +259,6 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
 ) -> None:
     plan = plan_of(silu("vendor.a", 1.0))
     with engine(plan) as chosen:
-        assert operators.overriders(engine_of(plan)) == {}
         assert told(plan, chosen)["overridden_by"] is None
         beneath = torch.library.get_kernel("fl_test_operators::gated", "CPU")
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -314,44 +270,18 @@ def test_who_overrode_after_us_is_named_and_ours_stays_beneath_it(
         theirs_is_on_top = overridden(theirs)
         library = theirs_is_on_top.__enter__()
         assert torch.equal(call(), FIRST + 1001)
-        who = operators.overriders(engine_of(plan))
-        assert Path(__file__).name in who["fl_test_operators::gated"]
-        assert told(plan, chosen)["overridden_by"] == who["fl_test_operators::gated"]
+        assert Path(__file__).name in told(plan, chosen)["overridden_by"]
+        for _ in range(2):
+            PATCHER.loaded(engine_of(plan))
+        assert caplog.text.count("the plan's implementation runs in it only if") == 1
     assert Path(__file__).name in caplog.text
     # Ours is still there, for theirs to call, and means nothing any more.
     assert torch.equal(call(), STOCK + 1000)
-    # The next engine stands on theirs.
-    after = plan_of(refusing("vendor.a", "no"))
-    with engine(after):
-        assert torch.equal(call(), STOCK + 1000)
     library._destroy()
     assert torch.equal(call(), STOCK)
-    # What was left behind goes where it can.
     with engine(plan_of(silu("vendor.b", 2.0))):
         assert torch.equal(call(), FIRST + 2)
-        assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 2
     assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
-
-
-def test_who_takes_the_kernel_away_that_stock_is_is_named() -> None:
-    plan = plan_of(refusing("vendor.a", "no"))
-    theirs = overridden(_own)
-    library = theirs.__enter__()
-    with engine(plan):
-        library._destroy()
-        with pytest.raises(VllmFLError, match=Path(__file__).name) as failure:
-            call()
-        assert isinstance(failure.value.cause, RuntimeError)
-    assert torch.equal(call(), STOCK)
-
-
-def in_a_process(code: str) -> str:
-    """What a script prints that may import this file."""
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
-    done = forked.run(code, env={**os.environ, "PYTHONPATH": paths})
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 # Orders by size.
@@ -430,7 +360,7 @@ def test_an_operator_that_does_not_fit_is_said_by_name(
     with engine(plan, binding(found, target("asking"))) as chosen:
         assert chosen.left == {"silu_and_mul": {found.name: why}}
         assert torch.equal(call("asking"), FIRST + 1), "the others are taken"
-        assert taking.report(engine_of(plan), chosen)["silu_and_mul"][found.name] == {"left": why}
+        assert PATCHER.told(engine_of(plan), chosen)["silu_and_mul"][found.name] == {"left": why}
     assert f"{found.name} is left to vLLM: {why}" in caplog.text
 
 
@@ -460,7 +390,7 @@ def test_implementations_that_take_the_layer_are_passed_over() -> None:
         assert "take the calling layer" in told(alone, chosen)["left"]
 
 
-# Compilers and forks.
+# Compilers.
 
 
 def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:
@@ -477,83 +407,6 @@ def test_compiled_code_calls_the_override_and_after_it_the_kernel() -> None:
         assert torch.equal(compiled(X), 2 * FIRST + 11)
     assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
     assert torch.equal(compiled(X), 2 * STOCK + 1)
-
-
-@pytest.mark.slow
-def test_an_artefact_compiled_ahead_of_time_calls_what_is_there_when_it_runs(
-    tmp_path: Path,
-) -> None:
-    """It holds the operator's name: another process's implementation runs, or vLLM's kernel."""
-    file = tmp_path / "model.bin"
-    head = "import torch, test_operators as t\n"
-    made = head + (
-        "def model(x):\n"
-        "    y = x * 2\n"
-        "    out = y.new_empty((x.shape[0], x.shape[1] // 2))\n"
-        "    torch.ops.fl_test_operators.gated(out, y)\n"
-        "    return out + 1\n"
-        "with t.engine(t.plan_of(t.silu('vendor.a', 10.0))):\n"
-        "    done = torch.compile(model, fullgraph=True).aot_compile(((t.X,), {}))\n"
-        "    assert t.torch.equal(done(t.X), 2 * t.FIRST + 11)\n"
-        f"    done.save_compiled_function({str(file)!r})\n"
-    )
-    (tmp_path / "made.py").write_text(made)
-    in_a_process(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import made")
-    loaded = head + (
-        f"with open({str(file)!r}, 'rb') as f:\n"
-        "    model = torch.compiler.load_compiled_function(f)\n"
-        "with t.engine(t.plan_of(t.silu('vendor.b', 20.0))):\n"
-        "    assert t.torch.equal(model(t.X), 2 * t.FIRST + 21)\n"
-        "assert t.torch.equal(model(t.X), 2 * t.STOCK + 1)\n"
-        "print('reloaded')\n"
-    )
-    assert in_a_process(loaded).endswith("reloaded\n")
-
-
-FORKED = """
-import os, sys, torch
-import test_operators as t
-torch.set_num_threads(1)
-
-def child(run):
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            run()
-            os._exit(0)
-        except BaseException as error:
-            print("child:", repr(error), file=sys.stderr, flush=True)
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-def without():
-    with t.calling(None):
-        assert torch.equal(t.call(), t.STOCK)
-    with t.calling(t.engine_of(parents)):
-        assert torch.equal(t.call(), t.FIRST + 1)
-
-def with_its_own():
-    with t.engine(t.plan_of(t.silu('vendor.b', 2.0))):
-        assert torch.equal(t.call(), t.FIRST + 2)
-    t.engine_of(parents).unbind()
-    assert torch.equal(t.call(), t.STOCK)
-    with t.engine(t.plan_of(t.silu('vendor.c', 3.0))):
-        assert torch.equal(t.call(), t.FIRST + 3)
-
-parents = t.plan_of(t.silu('vendor.a', 1.0))
-with t.engine(parents):
-    assert torch.equal(t.call(), t.FIRST + 1)
-    child(without)
-    child(with_its_own)
-    assert torch.equal(t.call(), t.FIRST + 1)
-assert torch.equal(t.call(), t.STOCK)
-print("forked")
-"""
-
-
-def test_a_child_that_is_forked_meanwhile_works_with_and_without_its_own_engine() -> None:
-    assert in_a_process(FORKED).endswith("forked\n")
 
 
 # The ops: their operators in the vLLM that is installed, against its own kernels.
@@ -610,8 +463,8 @@ def test_every_operator_that_this_vllm_has_fits() -> None:
     assert all(exists(name) for name in HERE)
     for op, bound in known_contracts().bindings.items():
         targets = [p for p in bound.targets if isinstance(p, OperatorTarget) and exists(p.name)]
-        found, why = taking.fitting(targets, partial(operators._misfit, key="CPU"))
-        assert not why and {p.name for p in found} == {p.name for p in targets}, op
+        fitting = {p.name for p in targets if not PATCHER.misfit(p, CPU)}
+        assert fitting == {p.name for p in targets}, op
 
 
 WEIGHTS = (torch.rand(64), None)

@@ -101,7 +101,6 @@ def test_any_platform_of_vllms_own_is_laid_over(bare: SimpleNamespace, name: str
     made = made_of(platform.overlay_path())
     assert issubclass(made, platform.PlatformOverlay) and issubclass(made, CpuPlatform)
     assert made.__name__ == "CpuPlatformFL" and made.vllm_fl_platform == name
-    assert not made.vllm_fl_foreign
     assert platform.is_overlay(made()) and not platform.is_overlay(CpuPlatform())
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = platform.Nothing  # type: ignore[attr-defined]

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from vllm_fl.engine.tables import Standing
-from vllm_fl.errors import StartError
-from vllm_fl.integration import ranks
 from vllm_fl.integration.ranks import (
     Opinion,
-    common_table,
     differences,
-    exchange,
     lacking,
     united,
 )
@@ -75,33 +66,3 @@ def test_of_several_objections_the_first_ranks_counts() -> None:
     one, other = Objection(FAILED, "wrong"), Objection(REJECTED, "odd", ends_strict=False)
     said = [Opinion({}), Opinion({KEY: one}), Opinion({KEY: other})]
     assert united(said, ()) == {KEY: (FAILED, 1, "wrong", True)}
-
-
-def test_a_table_applies_only_if_all_ranks_have_it() -> None:
-    mine, lacking_rows = Standing("f00d"), Standing("f00d", left_out={"rms_norm": "not installed"})
-    for other, words in (
-        (Standing("beef"), "rank 1 has beef"),
-        (Standing(reason="device is H200"), "device is H200"),
-        (Standing(), "rank 1 has none"),
-    ):
-        common = common_table([replace(opinion(), table=mine), replace(opinion(), table=other)])
-        assert not common.digest and "rank 0 has f00d" in common.reason
-        assert words in common.reason and common.fault.startswith("strict mode, and The ranks have")
-    both = [replace(opinion(), table=mine), replace(opinion(), table=lacking_rows)]
-    assert common_table(both) == lacking_rows
-    assert lacking_rows.fault == "strict mode, and the table's rows of op 'rms_norm': not installed"
-
-
-def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker has the number that its rank has in the world of all data-parallel engines."""
-    group = SimpleNamespace(world_size=2, rank=1, cpu_group=None)
-    state = SimpleNamespace(get_world_group=lambda: group)
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
-        monkeypatch.setitem(sys.modules, name, state)
-    monkeypatch.setattr(ranks, "gathered", lambda mine, *_: [("a step", "", "theirs"), mine])
-    assert exchange("a step", "mine") == ["theirs", "mine"]
-    with pytest.raises(StartError, match="rank 1: boom") as failed:
-        exchange("whatever", None, "boom")
-    assert failed.value.failures == ("rank 1: boom",)
-    with pytest.raises(StartError, match="rank 0: it is at another step"):
-        exchange("another step", "mine")

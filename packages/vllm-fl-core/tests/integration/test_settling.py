@@ -13,11 +13,11 @@ if find_spec("vllm") is None:
 
 from builders import engine_of, managing, planning, silu
 
-from vllm_fl.engine.tables import Standing
 from vllm_fl.errors import LockError, StartError
 from vllm_fl.integration import engines, settling
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.plugins.inspection import FAILED, Moment, Objection
+from vllm_fl.settings.devices import Table
 
 KEY = ("silu_and_mul", "vendor.acme")
 
@@ -137,12 +137,14 @@ def test_remarks_are_of_the_last_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("sent")
-def test_ranks_whose_tables_differ_settle_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each rank decides by what all have, so that none verifies while another plans again."""
     asked: list[bool] = []
 
     def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
-        return [mine, replace(mine, table=engine.table if made else Standing(reason="no device"))]
+        return [mine, replace(mine, table=mine.table if made else "the device is H100")]
 
     def inspect(engine: Any, moment: Moment, *, verifies: bool) -> Any:
         asked.append(verifies)
@@ -150,13 +152,12 @@ def test_ranks_whose_tables_differ_settle_without_any(monkeypatch: pytest.Monkey
 
     made: list[Any] = []
     engine = inspecting(monkeypatch, {})
-    engine.contents, engine.table = {"ops": {}}, Standing("f00d")
+    settings = replace(engine.facts.settings, tuned=Table("t.yaml"))
+    engine.facts, engine.contents = replace(engine.facts, settings=settings), {"ops": {}}
     monkeypatch.setattr(engines, "exchange", exchange)
     monkeypatch.setattr(settling, "inspect_plan", inspect)
     monkeypatch.setattr(settling, "make_plan", made.append)
     settling.settle(engine, Moment.PLANNED)
     assert made == [engine] and asked == [False, False, True]
-    assert not engine.table.digest and "rank 0 has f00d" in engine.table.reason
-    engine.table = Standing(reason="no device")
-    settling.settle(engine, Moment.PLANNED)
-    assert made == [engine]
+    table = engine.facts.settings.tuned
+    assert table is not None and table.unused == "the device is H100 (on rank 1)"

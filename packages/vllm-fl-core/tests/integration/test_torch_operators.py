@@ -33,7 +33,7 @@ from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import replacing
-from vllm_fl.integration.graphs.state import in_graphs
+from vllm_fl.integration.graphs.state import InGraphs, in_graphs
 from vllm_fl.integration.patchers import torch_operators
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
@@ -73,13 +73,19 @@ def config(ends: list[int] | None = None) -> Any:
     )
 
 
+def applied(plan: Plan) -> None:
+    """Replace what the plan says, and begin to count."""
+    engine_of(plan).state.pop(InGraphs, None)
+    PATCHER.apply(engine_of(plan))
+
+
 def passed(
     plan: Plan, function: Callable[..., Any], *args: Any, sizes: tuple[int, int] = (1, 16)
 ) -> tuple[Any, bool]:
     """(what the graph of a range returns behind the pass, whether an operator of ours is in it)."""
     is_range = sizes[0] < sizes[1]
     with traced(function, args, [is_range, *[False] * (len(args) - 1)]) as (mode, module):
-        PATCHER.apply(engine_of(plan))
+        applied(plan)
         run = replacing.TorchOperators(engine_of(plan), config([16]))
         with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
             run(module.graph)
@@ -381,7 +387,7 @@ def compiled(
         assert mode is not None and mode.shape_env is not None
         known = len(mode.shape_env.guards), dict(mode.shape_env.replacements)
         if plan is not None:
-            PATCHER.apply(engine_of(plan))
+            applied(plan)
             with V.set_fake_mode(mode), pass_context(VllmRange(*sizes)):
                 replacing.TorchOperators(engine_of(plan), config([16]))(module.graph)
         unknowns.append(known == (len(mode.shape_env.guards), mode.shape_env.replacements))

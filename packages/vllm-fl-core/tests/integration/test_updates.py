@@ -22,10 +22,10 @@ from vllm.forward_context import set_forward_context
 import vllm_fl.dispatch
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import ServingError, StartError
-from vllm_fl.integration import engines, settling
+from vllm_fl.integration import engines
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.integration.worker import PlannedWorker
-from vllm_fl.plugins.inspection import FAILED, Moment, Objection
+from vllm_fl.plugins.inspection import FAILED, Objection
 from vllm_fl_verify.made_inputs import checks_of
 
 KEY = "silu_and_mul", "vendor.acme"
@@ -258,43 +258,3 @@ def test_where_the_model_cannot_be_run_one_line_says_why(
     worker.reload_weights()
     assert worker.model_runner.runs == 0
     assert caplog.text.count("After the weights were updated nothing was verified") == 1
-
-
-def short_of_memory(cache: list[object]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: right(x) * (1.5 if cache else 1.0)
-
-
-def test_what_is_wrong_beside_the_cache_is_disabled_if_nothing_is_compiled(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache: list[object] = []
-    worker = engine(short_of_memory(cache))
-    engine = worker.vllm_fl_engine
-    checks_of(engine).seen = engine.plan
-    settling.settle(engine, Moment.CACHED)
-    (remark,) = engine.remarks[Moment.CACHED]
-    assert remark.startswith("1 calls on live tensors with the KV cache in memory")
-    cache.append(object())
-
-    def disable(*_: Any) -> None:
-        engine.disabled |= {KEY: _[2][KEY]}
-        engine.plan = planning(managing(silu("vendor.emca", fn=lambda x: right(x))))
-        worker.model_runner.model.act = Act(engine.plan)
-
-    monkeypatch.setattr(settling, "_disable", disable)
-    settling.settle(engine, Moment.CACHED)
-    (disabled,) = engine.disabled.values()
-    assert (disabled.code, disabled.rank) == (FAILED, 0)
-    assert disabled.why.startswith("it is wrong")
-    assert disabled.why.endswith("(with the KV cache in memory)")
-    (remark,) = engine.remarks[Moment.CACHED]
-    assert remark.startswith("2 calls"), "as at start, at each number of tokens"
-
-
-def test_what_is_compiled_with_it_does_not_start(engine: Engine) -> None:
-    worker = engine(short_of_memory([object()]))
-    object.__setattr__(worker.vllm_fl_engine.plan, "mode", "compiled")
-    with pytest.raises(StartError) as failed:
-        settling.settle(worker.vllm_fl_engine, Moment.CACHED)
-    assert "rank 0: implementation 'vendor.acme' failed for op 'silu_and_mul'" in str(failed.value)
-    assert "The model is compiled with it. VLLM_FL_PER_OP='silu_and_mul=stock'" in str(failed.value)

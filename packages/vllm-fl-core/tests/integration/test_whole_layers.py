@@ -25,6 +25,7 @@ import vllm_fl.dispatch
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import VllmFLError
+from vllm_fl.integration import patching
 from vllm_fl.integration.patchers import layers, lookups, whole_layers
 from vllm_fl.plugins.types import BackendImplKind, Impl, LayerImpl, LayerRequest
 from vllm_fl.settings.loading import load_settings
@@ -107,7 +108,6 @@ def test_it_stands_in_vllms_table_while_the_block_runs(plan: Make) -> None:
         assert type(Mixer()) is OwnMixer
         assert type(BigMixer()) is BigMixer, "a subclass is a layer of its own"
         assert maybe_get_oot_by_class(Mixer) is OwnMixer
-        assert "Mixer" not in layers.foreign_layers()
     assert before == TABLE and type(Mixer()) is Mixer
     with pytest.raises(OSError), whole_layers.in_place(made):
         raise OSError("no weights")
@@ -123,7 +123,6 @@ def test_what_is_left_to_vllm_does_not_stand_there(plan: Make) -> None:
     ):
         with whole_layers.in_place(made):
             assert type(Mixer()) is Mixer
-        assert whole_layers.served(made, torch.nn.Sequential(Mixer())) == {}
 
 
 def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
@@ -140,28 +139,19 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
     ):
         made = plan(impl(), per_op_order={"Mixer": order}, foreign=foreign)
         assert made.entries["Mixer"].label == label
-        with whole_layers.in_place(made):
+        with patching.building(engine_of(made)):
             assert type(Mixer()) is cls
         assert TABLE["Mixer"] is theirs
-    since = plan(impl())
-    with (
-        pytest.raises(VllmFLError, match=r"Mixer was replaced by pytest\.Theirs") as caught,
-        whole_layers.in_place(since),
-    ):
-        pass
-    assert (caught.value.op, caught.value.impl) == ("Mixer", "vendor.acme")
-    assert TABLE["Mixer"] is theirs
 
 
 @pytest.mark.parametrize(
     ("layer", "name", "words"),
     [
         ("Mixer", "OwnBig", None),  # a subclass of a subclass is one
-        ("BigMixer", "OwnMixer", "acme.OwnMixer is no subclass of vLLM's vllm.mixers.BigMixer"),
+        ("BigMixer", "OwnMixer", "acme.OwnMixer is no subclass of vLLM's BigMixer"),
         ("Mixer", "number", "acme.number is no class"),
         ("Mixer", "Absent", "its class acme.Absent failed: AttributeError"),
         ("Mixr", "OwnMixer", "has no layer class 'Mixr'. Did you mean 'Mixer'?"),
-        ("row_parallel_linear", "OwnMixer", "Did you mean 'RowParallelLinear'?"),
         ("PluggableLayer", "OwnMixer", "has no layer class 'PluggableLayer'"),
     ],
 )
@@ -216,32 +206,19 @@ def test_class_methods_that_vllm_would_not_find_are_a_fault(
 )
 def test_refusals(plan: Make, verdict: Any, words: str | None) -> None:
     plan(impl(supports=verdict))
-    found = whole_layers.refusals(facts())
+    found = PATCHER.why_not(facts()).impls
     assert (words in found["Mixer", "vendor.acme"]) if words else not found
 
 
-def test_each_class_is_asked_once_with_its_layer(plan: Make) -> None:
-    seen: list[LayerRequest] = []
-
-    def supports(request: LayerRequest) -> bool:
-        seen.append(request)
-        return True
-
-    plan(impl(supports=supports), impl("BigMixer", "OwnBig", supports=supports))
-    for _ in range(3):
-        whole_layers.refusals(facts())
-    assert {r.layer for r in seen} == {"Mixer", "BigMixer"} and len(seen) == 2
-    other = dataclasses.replace(facts(), layers=dataclasses.replace(REQUEST, quantization="fp8"))
-    whole_layers.refusals(other)
-    assert [r.quantization for r in seen] == [None, None, "fp8", "fp8"]
-    assert whole_layers.refusals(dataclasses.replace(facts(), layers=None)) == {}
-    plan(impl(available=lambda: "no card", supports=supports))
-    assert whole_layers.refusals(facts()) == {} and len(seen) == 4, "it is not asked"
+def test_a_class_that_is_not_available_is_not_asked(plan: Make) -> None:
+    plan(impl(available=lambda: "no card", supports=lambda request: 1 / 0))
+    assert PATCHER.why_not(facts()).impls == {}
+    assert PATCHER.why_not(dataclasses.replace(facts(), layers=None)).impls == {}
 
 
 def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
-    (why,) = whole_layers.refusals(facts()).values()
+    (why,) = PATCHER.why_not(facts()).impls.values()
     assert "by the op silu_and_mul" in why and "bring an OpImpl" in why
 
 
@@ -304,19 +281,26 @@ def model(*layers: torch.nn.Module) -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def test_layers_of_the_model_are_counted(plan: Make) -> None:
-    made = plan(impl())
+def loaded(made: Plan, *layers: torch.nn.Module) -> Any:
+    """How many layers of a model are the plan's."""
+    worker = type("Worker", (), {"get_model": lambda self: model(*layers)})
+    engine = engine_of(made, worker())
+    PATCHER.loaded(engine)
+    return PATCHER.report(engine)["layers"]
+
+
+def test_layers_of_the_model_are_counted_and_their_calls(
+    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
+    made = dataclasses.replace(plan(impl()), counts_calls=True)
     with whole_layers.in_place(made):
-        built = model(Mixer(), BigMixer(), model(Mixer()))
-    assert whole_layers.served(made, built)["Mixer"] == whole_layers.Served(2, (), 0)
-    assert whole_layers.served(made, model())["Mixer"].ours == 0
+        built = Mixer(), BigMixer(), model(Mixer())
     wrapper = torch.nn.Module()
     wrapper.base_layer = built[0]
-    assert whole_layers.served(made, model(wrapper))["Mixer"].wrapped == 1
-    assert built[0](1) == 2 and not made.calls
-    counting = dataclasses.replace(made, counts_calls=True)
-    whole_layers.served(counting, built)
-    assert built[0](1) == 2 and counting.calls == {("Mixer", "vendor.acme"): 1}
+    assert loaded(made, *built, wrapper) == {"Mixer": 2}
+    assert built[0](1) == 2 and made.calls == {("Mixer", "vendor.acme"): 1}
+    assert "LoRA wraps 1 of them" in caplog.text
 
 
 def test_a_layer_that_is_vllms_all_the_same_is_said(
@@ -324,11 +308,11 @@ def test_a_layer_that_is_vllms_all_the_same_is_said(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = plan(impl())
-    assert whole_layers.served(made, model(Mixer(), BigMixer()))["Mixer"].stock == ("0",)
+    assert loaded(made, Mixer(), BigMixer()) == {"Mixer": 0}
     assert "was not taken for layer 'Mixer' in 1 places, which are vLLM's own: 0" in caplog.text
     assert made.fallbacks == {("Mixer", "stock.vllm"): 1}
     with pytest.raises(VllmFLError, match="Strict mode"):
-        whole_layers.served(plan(impl(), strict=True), model(Mixer()))
+        loaded(plan(impl(), strict=True), Mixer())
 
 
 def test_the_worker_says_what_serves(
@@ -360,7 +344,7 @@ def test_the_worker_says_what_serves(
     assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in text
     assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in text
     assert said[2] == (counts, "")
-    assert said[1][0] == {} and "is not known" in said[1][1]
+    assert said[1][0] == {} and "are not counted" in said[1][1]
     nothing = engine_of(plan(), Hidden())
     PATCHER.loaded(nothing)
     assert PATCHER.report(nothing) == {"layers": {}}, "it is not asked"

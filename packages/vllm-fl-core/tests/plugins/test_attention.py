@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from builders import managing, planning
 
+from vllm_fl.engine.start_line import line
 from vllm_fl.plugins.attention import class_path_for, from_older_form, refusal
 from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, BackendImplKind, OpImpl
 
@@ -85,8 +86,8 @@ def test_the_plan_names_the_backend_and_counts_it() -> None:
     assert (entry.label, entry.reason) == ("vendor.acme", "the order says vendor")
     assert [i.impl_id for i in entry.classes(AttentionImpl)] == ["vendor.acme"]
     assert entry.impls == ()  # nothing to call, nothing to run before the start
-    assert plan.line().startswith("vllm-fl: 1 op planned:")
-    assert "attention_backend=vendor.acme" in plan.line()
+    assert line(plan).startswith("vllm-fl: 1 op planned:")
+    assert "attention_backend=vendor.acme" in line(plan)
 
 
 def test_a_backend_that_is_out_leaves_stock_with_the_reason() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from builders import managing, planning, silu
 
+from vllm_fl.engine.start_line import line, notes
 from vllm_fl.errors import PluginError
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, LayerImpl, OpImpl
@@ -65,10 +66,10 @@ def test_the_plan_has_them_behind_the_ops_and_says_that_they_are_not_verified() 
     assert (entry.label, entry.reason, entry.impls) == ("vendor.acme", "the order says vendor", ())
     assert {name: impl.impl_id for name, impl in plan.layers.items()} == {ROW: "vendor.acme"}
     assert plan.is_stock(ROW), "nothing of it is bound to a layer of ours"
-    line = plan.line()
-    assert "2 ops planned" in line and f"{ROW}=vendor.acme" in line
-    assert plan.notes() == [f"not verified, as whole layers: {ROW}"]
-    assert planning(managing(silu("vendor.acme"))).notes() == []
+    text = line(plan)
+    assert "2 ops planned" in text and f"{ROW}=vendor.acme" in text
+    assert notes(plan) == [f"not verified, as whole layers: {ROW}"]
+    assert notes(planning(managing(silu("vendor.acme")))) == []
 
 
 def test_the_policys_orders_hold_for_layers_too() -> None:

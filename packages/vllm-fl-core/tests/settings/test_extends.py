@@ -73,20 +73,6 @@ def test_a_file_that_extends_moves_what_it_names_and_nothing_else(load: Any) -> 
     assert "op_backends.silu_and_mul" not in settings.chosen
 
 
-def test_a_variable_that_such_a_file_beats_is_named(load: Any) -> None:
-    told = load(EXTENDS + NORMS_ONLY, VLLM_FL_PER_OP="rms_norm=stock;silu_and_mul=reference")
-    assert orders(told)["rms_norm"] == "vendor|stock"
-    assert told.warnings == (
-        f"{told.config}:2 (group:norms): VLLM_FL_PER_OP has no effect on op_backends.rms_norm, "
-        "since a file counts before variables. Say it in the file, or unset the variable.",
-    )
-    assert orders(told)["silu_and_mul"] == "reference"
-    told = load(EXTENDS + "prefer: vendor\n", VLLM_FL_PREFER="flagos")
-    (warning,) = told.warnings
-    assert warning.startswith(f"{told.config}:2: VLLM_FL_PREFER has no effect on prefer, ")
-    assert load(EXTENDS + "prefer: vendor\n", VLLM_FL_PREFER="vendor").warnings == ()
-
-
 def test_a_file_beats_a_variable_beats_the_platform_for_what_each_names(load: Any) -> None:
     text = EXTENDS + "prefer: reference\nop_backends: {a: [vendor]}\n"
     per_op = "a=flagos;b=flagos;silu_and_mul=reference"
@@ -162,7 +148,6 @@ def test_the_ops_of_this_project_have_the_documented_groups() -> None:
         ("extends: vendor\n", "extends", 1),
         ("extends: [platform]\n", "extends", 1),
         ("extends:\n", "extends", 1),
-        ("extends: platform\nextends: platform\n", "extends", 2),
         ("op_backends:\n  group:a b: [stock]\n", "op_backends.group:a b", 2),
         ("op_backends:\n  group:norms: [stok]\n", "op_backends.group:norms", 2),
         ("op_backends:\n  default: {<=8: stock, rest: vendor}\n", "op_backends.default", 2),

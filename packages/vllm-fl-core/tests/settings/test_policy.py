@@ -44,6 +44,11 @@ def test_token_refuses(text: str) -> None:
         Token.parse(text)
 
 
+def test_an_id_is_read_as_logs_have_it() -> None:
+    assert str(Token.parse("vendor.acme")) == "impl:vendor.acme"
+    assert Token.parse("default.flagos").matches(GEMS)
+
+
 def test_token_suggests_the_near_one() -> None:
     with pytest.raises(ValueError, match="Did you mean 'reference'"):
         Token.parse("refrence")
@@ -114,7 +119,7 @@ def test_an_order_by_size_is_that_of_the_first_ceiling_that_holds_the_call() -> 
     [
         ({"<=16": "vendor"}, "need 'rest'"),
         ({"eager": {"<=16": "vendor"}}, "need 'rest'"),
-        ({"<=16": "vendor", "<= 16": "flagos", "rest": "stock"}, "'<=16' is set twice"),
+        ({"<=16": "vendor", "<= 16": "flagos", "rest": "stock"}, "'<=16' follows '<=16'"),
         ({"<=16": "vendor", "<=8": "flagos", "rest": "stock"}, "ascending"),
         ({"<=0": "vendor", "rest": "stock"}, "at least 1"),
         ({"<=1.5": "vendor", "rest": "stock"}, "at least 1"),
@@ -124,7 +129,7 @@ def test_an_order_by_size_is_that_of_the_first_ceiling_that_holds_the_call() -> 
         ({"<=16": {"rest": "vendor"}, "rest": "stock"}, "non-empty list"),
         ({"<=16": "vendr", "rest": "stock"}, "Did you mean 'vendor'"),
         ({"eager": "vendor", "<=16": "vendor", "rest": "stock"}, "'eager' is not a row"),
-        ({"eager": {"eager": "stock"}}, "'<=N' and rest"),
+        ({"eager": {"eager": "stock"}}, "'eager' is not a row"),
     ],
 )
 def test_wrong_rows_are_refused(value: object, said: str) -> None:

@@ -1,96 +1,115 @@
-"""The file of a table: read as it was written, or refused in one line that says where and why."""
+"""The table that a setting names: a settings file between the user's lists and the platform's."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import replace
+import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from vllm_fl.errors import InvalidSettingError
-from vllm_fl.settings.table import Figure, Row, Table, TunedOp, Verdict, read_table
+from vllm_fl.settings.loading import Settings, load_settings
 
-TABLE = Table(
-    identity={"device": "A CPU, 2 threads", "torch": "2.13.0", "vllm-fl-core": "0.1.0 abc"},
-    mode="eager",
-    dtype="bfloat16",
-    sizes={"hidden": 1024, "epsilon": 1e-6},
-    model="tiny",
-    date="2026-11-22T17:00:00+00:00",
-    seconds=12.5,
-    ops={
-        "rms_norm": TunedOp(
-            contract="0123456789abcdef",
-            default="vendor.cpu",
-            rows=(Row(1, "vendor.cpu"), Row(16, "reference.torch"), Row(64, "default")),
-            figures=(
-                Figure(16, "reference.torch", 3.5, 3.25, 4.0, 21, 1.125, 1.0625, 0.75),
-                Figure(16, "vendor.wrong", rejected="wrong: result 0: 3 of 64 elements are off"),
-            ),
-        )
-    },
-)
+KEY = "op_backends.rms_norm"
+CPU = "cpu"
+TEXT = """\
+holds:
+  vllm: 0.32.0
+  device: cpu
+  distributions: {fl-cpu: "1.0"}
+devices:
+- name: cpu
+  op_backends:
+    rms_norm:
+      eager: {"<=16": impl:reference.torch, rest: impl:vendor.cpu}
+      measured: {date: '2026-11-22', device: cpu, ratio: 1.5, what: 16 tokens}
+"""
+HERE = {"vllm": "0.32.0", "fl-cpu": "1.0"}
 
 
-def written(path: Path, table: Table = TABLE) -> str:
-    path.write_text(table.text, encoding="utf-8")
-    return str(path)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "table.yaml"
+    file.write_text(TEXT)
+    return file
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
-    accepted = replace(TABLE, accepted=Verdict(True, "never slower", "2026-11-22", {"ratio": 1.02}))
-    for table in (TABLE, accepted, replace(TABLE, ops={})):
-        assert read_table(written(tmp_path / "table.json", table)) == table
-    assert accepted.digest == TABLE.digest  # a verdict is about it, and no part of it
-    assert replace(TABLE, dtype="float16").digest != TABLE.digest
+def order(settings: Settings) -> str:
+    listed = settings.with_devices(CPU, "eager").policy.per_op_order.get("rms_norm")
+    return str(listed and listed.with_rows("compiled", listed.eager))
 
 
-def test_a_verdict_that_was_edited_by_hand_is_no_verdict(tmp_path: Path) -> None:
-    down = Verdict(False, "slower in prefill", "2026-11-22")
-    for verdict, edited in ((down, replace(down, accepted=True)), (down, None), (None, down)):
-        data = json.loads(replace(TABLE, accepted=verdict).text)
-        data["accepted"] = None if edited is None else dataclasses.asdict(edited)
-        (tmp_path / "table.json").write_text(json.dumps(data), encoding="utf-8")
-        with pytest.raises(InvalidSettingError, match="was changed after it was written"):
-            read_table(str(tmp_path / "table.json"))
+def test_it_orders_on_its_device_wherever_it_was_read(path: Path) -> None:
+    settings = load_settings({"VLLM_FL_TABLE": str(path)})
+    there = pickle.loads(pickle.dumps(settings))  # another process needs no file
+    assert there == settings and there.tuned.distributions == {"fl-cpu": "1.0"}
+    assert order(there) == (
+        "<=16 impl:reference.torch|flagos|vendor|stock|reference, "
+        "rest impl:vendor.cpu|flagos|vendor|stock|reference"
+    )
+    assert KEY not in settings.with_devices("H100", "eager")
+    assert settings.with_devices(CPU, "eager")[KEY].origin.startswith(f"{path}:8, measured ")
+    without = settings.without_table("it is old")
+    assert without.tuned is not None and without.tuned.unused == "it is old"
+    assert KEY not in without.with_devices(CPU, "eager")
 
 
-def test_what_differs_is_named() -> None:
-    assert TABLE.differs(TABLE.identity) is None
-    newer = TABLE.differs({**TABLE.identity, "torch": "2.14.0"})
-    assert newer == "torch is 2.14.0; it was measured with 2.13.0"
-    assert "not there" in str(TABLE.differs({}))
+def test_a_value_that_differs_is_named(path: Path) -> None:
+    table = load_settings({"VLLM_FL_TABLE": str(path)}).tuned
+    assert table is not None and table.differs("cpu", HERE.get) == ""
+    for device, versions, words in (
+        ("H100", HERE, "the device is H100, and it was measured on cpu"),
+        ("cpu", {**HERE, "vllm": "0.33.0"}, "vllm is 0.33.0, and it was measured with 0.32.0"),
+        ("cpu", {"vllm": "0.32.0"}, "fl-cpu is not installed, and it was measured with 1.0"),
+    ):
+        assert table.differs(device, versions.get) == words
+
+
+def test_the_users_lists_win_over_it_and_it_over_the_platforms(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cpu.yaml"
+    file.write_text(TEXT[TEXT.index("devices") :].replace("16", "32") + "op_backends: {}\n")
+    files = [("fl-cpu", str(file))]
+    env = {"VLLM_FL_TABLE": str(path)}
+    settings = load_settings(env, platform="cpu", platform_files=files)
+    assert order(settings).startswith("<=16 ")
+    assert order(settings.without_table("it is old")).startswith("<=32 ")
+    for more, found in (
+        ({"VLLM_FL_PER_OP": "rms_norm=vendor"}, "vendor"),
+        ({"VLLM_FL_PREFER": "vendor"}, "<=16 impl:reference.torch|vendor|flagos"),
+    ):
+        assert order(load_settings(env | more, platform_files=files)).startswith(found)
+
+
+def test_a_file_names_one_in_its_own_folder(path: Path, tmp_path: Path) -> None:
+    config = tmp_path / "fl.yaml"
+    config.write_text(f"table: table.yaml\n{TEXT[TEXT.index('devices') :]}".replace("16", "64"))
+    settings = load_settings({"VLLM_FL_CONFIG": str(config)})
+    assert settings.table == str(path) and settings.tuned is not None
+    assert settings["table"].origin == f"{config}:1"
+    assert order(settings).startswith("<=64 "), "a user's own orders for a device"
+    config.write_text("prefer: vendor\n")
+    settings = load_settings({"VLLM_FL_CONFIG": str(config), "VLLM_FL_TABLE": str(path)})
+    assert settings.table is None and settings.tuned is None
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("text", "words"),
     [
-        (lambda d: d["ops"]["rms_norm"]["rows"][0].update(impl="x.y"), "changed after it was"),
-        (lambda d: d["ops"]["rms_norm"]["rows"].reverse(), "changed after it was"),
-        (lambda d: d.update(dtype="float16"), "changed after it was"),
-        (lambda d: d.pop("digest"), "changed after it was"),
-        (lambda d: d.update(vllm_fl_table=2), "no table of version 1; it says 2"),
-        (lambda d: d.pop("identity"), "no whole table: .*identity"),
-        (lambda d: d.update(colour="red"), "no whole table: .*colour"),
-        (lambda d: d["ops"]["rms_norm"]["figures"][0].update(tokens=0), "was measured at 0 tokens"),
+        ("", ":1: table: holds is missing"),
+        ("holds: {}\n", ":1: table: devices is missing"),
+        ("holds: {}\ndevices: []\nprefer: vendor\n", ":3: table: unknown key 'prefer'."),
+        ("holds: {vlm: 1}\ndevices: []\n", ":1: holds: unknown key 'vlm'. Did you mean 'vllm'?"),
     ],
 )
-def test_what_was_changed_by_hand_is_refused(tmp_path: Path, change: Any, message: str) -> None:
-    data, path = json.loads(TABLE.text), tmp_path / "table.json"
-    change(data)
-    path.write_text(json.dumps(data), encoding="utf-8")
-    with pytest.raises(InvalidSettingError, match=message):
-        read_table(str(path))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "null", '{"a": 1}', "[" * 100_000, TABLE.text[: len(TABLE.text) // 2]]
-)
-def test_what_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "table.json"
+def test_a_wrong_one_is_named_with_its_line(path: Path, text: str, words: str) -> None:
     path.write_text(text)
-    with pytest.raises(InvalidSettingError, match=r"no (whole )?table"):
-        read_table(str(path))
+    with pytest.raises(InvalidSettingError) as caught:
+        load_settings({"VLLM_FL_TABLE": str(path)})
+    assert f"{path}{words}" in str(caught.value)
+
+
+def test_a_plugins_file_names_none(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cpu.yaml"
+    file.write_text("table: table.yaml\n")
+    with pytest.raises(InvalidSettingError, match=r"cpu.yaml:1 \(fl-cpu\): table: a plugin's file"):
+        load_settings({}, platform="cpu", platform_files=[("fl-cpu", str(file))])

@@ -1,68 +1,74 @@
-"""Uniting platform files: whatever they set, it ends nothing and no installation order matters."""
+"""Merging platform files: each orders its own, and no installation order matters."""
 
 from __future__ import annotations
 
-import random
+import itertools
+from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+import pytest
 
-from vllm_fl.settings.policy import ENGINE_ORDERS, Token
-from vllm_fl.settings.uniting import Listed, unite_orders
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings.policy import OpOrder
+from vllm_fl.settings.schema import ITEMS, Setting
+from vllm_fl.settings.uniting import unite
 
-TOKENS = ["flagos", "vendor", "reference", "stock", "vendor:a", "vendor:b", "impl:vendor.a"]
-# Orders of one op.
+KINDS = {
+    "vendor.a": BackendImplKind.VENDOR,
+    "vendor.b": BackendImplKind.VENDOR,
+    "default.flagos": BackendImplKind.DEFAULT,
+    "reference.torch": BackendImplKind.REFERENCE,
+}
 
-DEFAULT = ENGINE_ORDERS["flagos"]
-some_tokens = st.sampled_from([Token.parse(text) for text in (*TOKENS, "impl:odd")])
-some_lists = st.builds(
-    Listed,
-    st.lists(some_tokens, max_size=6, unique=True).map(tuple),
-    st.frozensets(some_tokens, max_size=3),
+
+def impl(impl_id: str) -> Any:
+    vendor = impl_id.removeprefix("vendor.") if impl_id.startswith("vendor.") else None
+    return OpImpl("m", impl_id, KINDS[impl_id], print, vendor)
+
+
+BROUGHT = {
+    "m": [
+        ("fl-a", impl("vendor.a")),
+        ("fl-b", impl("vendor.b")),
+        ("fl-gems", impl("default.flagos")),
+        ("fl-torch", impl("reference.torch")),
+    ]
+}
+
+
+def united(**orders: str) -> str:
+    """The order of the op `m` in these files, by distribution."""
+    files = [
+        (
+            f"fl-{name}",
+            {"op_backends.m": Setting("op_backends.m", OpOrder.of(text, pinned=False), name)},
+        )
+        for name, text in orders.items()
+    ]
+    found = {
+        str(unite(list(each), BROUGHT, ITEMS)["op_backends.m"].value)
+        for each in itertools.permutations(files)
+    }
+    (one,) = found
+    return one
+
+
+@pytest.mark.parametrize(
+    ("files", "order"),
+    [
+        ({"a": "vendor|stock"}, "vendor|stock"),
+        # Each has its own before or after `stock`, as it says.
+        ({"a": "vendor:a|stock|vendor:b", "b": "stock|vendor:b"}, "vendor:a|stock|vendor:b"),
+        ({"a": "stock|vendor:a", "b": "vendor:b|stock|vendor:a"}, "vendor:b|stock|vendor:a"),
+        # Files are taken by their kinds, in the default order, and then by name.
+        ({"b": "vendor:b", "a": "vendor:a", "gems": "flagos"}, "flagos|vendor:a|vendor:b"),
+        # A measured order of one file's stays, and what others own comes where they say.
+        (
+            {"a": "stock|vendor|flagos|reference", "torch": "stock|flagos|vendor|reference"},
+            "stock|vendor|flagos|reference",
+        ),
+        # What its own file does not name stays out; what has no file is for all to name.
+        ({"a": "stock", "b": "vendor|flagos|stock"}, "impl:vendor.b|flagos|stock"),
+    ],
 )
-several = st.lists(some_lists, max_size=5)
-
-
-def listed(text: str, own: str = "") -> Listed:
-    tokens = tuple(map(Token.parse, text.split("|")))
-    return Listed(tokens, frozenset(map(Token.parse, own.split("|") if own else ())))
-
-
-def united(*lists: Listed) -> tuple[str, list[str]]:
-    order, disputed = unite_orders(lists, DEFAULT)
-    return "|".join(map(str, order)), [f"{one}|{other}" for one, other in disputed]
-
-
-def test_a_vendors_kernel_stands_where_its_own_file_puts_it() -> None:
-    cuda = listed("stock|vendor|flagos|reference", "vendor")
-    acme = listed("vendor:acme|stock|vendor|flagos|reference", "vendor:acme|vendor")
-    assert united(cuda, acme) == ("vendor:acme|stock|vendor|flagos|reference", [])
-    modest = listed("stock|vendor:acme|flagos|reference", "vendor:acme")
-    assert united(cuda, modest) == ("stock|vendor|vendor:acme|flagos|reference", [])
-
-
-def test_the_default_order_settles_what_two_put_differently() -> None:
-    a, b = listed("vendor:b|vendor:a", "vendor:a"), listed("vendor:a|vendor:b", "vendor:b")
-    assert united(a, b) == ("vendor:a|vendor:b", ["vendor:a|vendor:b"])  # by name
-    assert united(listed("reference|flagos"), listed("flagos|reference")) == (
-        "flagos|reference",
-        ["flagos|reference"],
-    )
-    assert united(listed("stock"), listed("reference")) == ("stock|reference", [])
-    assert united(listed("stock"), listed("vendor")) == ("vendor|stock", [])
-
-
-@given(several, st.randoms())
-def test_the_order_of_the_lists_does_not_matter(lists: list[Listed], chance: random.Random) -> None:
-    assert unite_orders(chance.sample(lists, len(lists)), DEFAULT) == unite_orders(lists, DEFAULT)
-
-
-@given(st.permutations([Token.parse(text) for text in TOKENS]), st.data())
-def test_an_order_that_all_agree_on_is_kept(agreed: list[Token], data: st.DataObject) -> None:
-    parts = data.draw(st.lists(st.sets(st.sampled_from(agreed)), max_size=5))
-    owns = st.frozensets(st.sampled_from(agreed))
-    lists = [Listed(tuple(t for t in agreed if t in part), data.draw(owns)) for part in parts]
-    order, disputed = unite_orders(lists, DEFAULT)
-    assert disputed == ()
-    for each in lists:
-        assert [token for token in order if token in each.tokens] == list(each.tokens)
+def test_each_file_orders_its_own(files: dict[str, str], order: str) -> None:
+    assert united(**files) == order

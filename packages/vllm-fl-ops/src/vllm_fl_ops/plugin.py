@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from vllm_fl import hookimpl
+from vllm_fl import OpSpec, hookimpl
 from vllm_fl.contracts.binding import Contract
 
 from . import bindings
@@ -13,9 +13,14 @@ from . import bindings
 
 @hookimpl
 def contracts() -> list[Contract]:
-    """Every op that has a module of its name in `contracts` and in `bindings`."""
-    ops = [found.name for found in iter_modules(bindings.__path__) if found.name[0] != "_"]
-    return [
-        Contract(import_module(f"{__package__}.contracts.{op}").SPEC, f"{bindings.__name__}.{op}")
-        for op in ops
-    ]
+    """Every op, or family of ops, that has a module of one name in `contracts` and `bindings`."""
+    names = [found.name for found in iter_modules(bindings.__path__) if found.name[0] != "_"]
+    found = (
+        Contract(spec, f"{bindings.__name__}.{name}") for name in names for spec in _specs(name)
+    )
+    return sorted(found, key=lambda contract: contract.name)
+
+
+def _specs(name: str) -> tuple[OpSpec, ...]:
+    module = import_module(f"{__package__}.contracts.{name}")
+    return module.SPECS if hasattr(module, "SPECS") else (module.SPEC,)

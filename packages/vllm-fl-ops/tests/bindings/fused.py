@@ -87,65 +87,8 @@ def take(plan: Plan) -> None:
 
     cpu, of_op = torch.device("cpu"), {"qk_norm_rope": known_contracts().bindings["qk_norm_rope"]}
     engine = engine_of(plan)
-    operators.take(engine, operators.choose(plan, of_op, cpu, torch.bfloat16), cpu)
-
-
-def without_the_pass(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    table: torch.Tensor,
-    epsilon: float,
-) -> tuple[torch.Tensor, ...]:
-    """The same as vLLM traces it while its ropes are no custom ops."""
-    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-
-    turn = RotaryEmbedding.forward_static
-    q, k, v = attention(qkv, positions, q_weight, k_weight, table, epsilon, rope=False)
-    return *turn(positions, q, k, SIZE, SIZE, table, True), v
-
-
-def by_size(run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any) -> dict[str, Any]:
-    """What becomes of a graph where the op is planned for up to 16 tokens, and vLLM's beyond."""
-    from vllm_fl.integration import engines
-    from vllm_fl.integration.carried import Carried
-    from vllm_fl.integration.graphs import ranges
-    from vllm_fl.integration.graphs.unfused import held_to_ranges
-    from vllm_fl.integration.patchers import fusions
-
-    # What this CPU platform says of the pass is no matter here.
-    fusions._is_there = lambda target: True
-    rows = {"qk_norm_rope": {"<=16": "vendor", "rest": "stock"}}
-    plan = planning(managing(impl, per_op_order=rows), "compiled")
-    passes = {}
-    for whose, entry in (("ours", {"enabled": ["+rotary_embedding"]}), ("theirs", {})):
-        config.additional_config = {"vllm_fl": Carried(plan="0123", **entry)}
-        (passes[whose],) = held_to_ranges([pass_(config)], engine_of(plan), config)
-    fusions.Fusions().apply(engine_of(plan))
-    take(plan)
-    edges = fusions.Fusions().by_range(plan)["qk_norm_rope"]
-    with engines.calling(engine_of(plan)):
-        fused = run([passes["ours"]], 1e-6, (1, 16))
-        beyond = run([passes["ours"]], 1e-6, (17, 64))
-        across = run([passes["ours"]], 1e-6, (1, 64))
-        left = run([passes["theirs"]], 1e-6, (17, 64))
-        stock = run([], 1e-6, (17, 64), without_the_pass)
-    return {
-        "edges": list(ranges.edges([edges], 64)),
-        "fused": ["fused_qk_norm_rope" in code for code in codes[-5:]],
-        "ropes": ["_C.rotary_embedding" in code for code in codes[-5:]],
-        "as stock": [
-            all(torch.equal(a, b) for a, b in zip(result, stock, strict=True))
-            for result in (fused, beyond, across, left, stock)
-        ],
-        "graphs": in_graphs(engine_of(plan)).sites["qk_norm_rope"].graphs,
-        "inlined": [
-            [str(sizes), impl_id, count]
-            for (_, sizes, impl_id), count in in_graphs(engine_of(plan)).inlined.items()
-        ],
-        "same pass": passes["ours"].uuid() == passes["theirs"].uuid(),
-    }
+    taken = operators.Operators().choice(plan, of_op, cpu, torch.bfloat16)
+    operators.Operators().take(engine, taken)
 
 
 def traced(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -164,11 +107,11 @@ def traced_forms(
     """What becomes of a graph where the op's implementation has a traced form."""
     from vllm_fl.integration import engines
     from vllm_fl.integration.carried import Carried
-    from vllm_fl.integration.graphs import launching, ranges
+    from vllm_fl.integration.graphs import base, launching, ranges
     from vllm_fl.integration.patchers import fusions
 
     said: list[str] = []
-    launching.log.addFilter(lambda record: bool(said.append(record.getMessage())))
+    base.log.addFilter(lambda record: bool(said.append(record.getMessage())))
     ranges.is_compiled_by_range = lambda config: True
 
     def broken(*args: Any) -> Any:
@@ -221,7 +164,7 @@ def traced_forms(
             "operators": ["fused_qk_norm_rope" in code for code in codes[-len(sizes) :]],
             "copies": sum(code.count("clone") for code in codes[-len(sizes) :]),
             "launched": in_graphs(engine_of(plan)).sites["qk_norm_rope"].launched,
-            "said": [line for line in said if "do not launch" in line],
+            "said": [line for line in said if "call an operator" in line],
         }
         engine_of(plan).unbind()
     told["taken"]["asked"] = [asked[0][0].shape[1], [*asked[0][5:]]]
@@ -240,8 +183,11 @@ def main() -> None:
     from vllm.config.utils import Range
 
     from vllm_fl.integration import engines
+    from vllm_fl.integration.graphs import launching
     from vllm_fl.integration.patchers import fusions
 
+    # What this CPU platform says of the pass is no matter here.
+    fusions.has_vllms_pass = lambda target: True
     said: list[str] = []
     fusions.log.addFilter(lambda record: bool(said.append(record.getMessage())) or True)
 
@@ -316,7 +262,8 @@ def main() -> None:
             fusions.Fusions().apply(engine_of(plan))
             with engines.calling(engine_of(plan)):
                 alone = run([], epsilon)
-                fused = run([fusion.QKNormRoPEFusionPass(config)], epsilon)
+                ours = launching.TracedForms(engine_of(plan), config)
+                fused = run([fusion.QKNormRoPEFusionPass(config), ours], epsilon)
             fusions.Fusions().compiled(engine_of(plan))
             pairs = zip(alone, fused, strict=True)
             told.append(
@@ -327,7 +274,6 @@ def main() -> None:
                     "said": said.pop(),
                 }
             )
-        told.append(by_size(run, config, codes, impl, fusion.QKNormRoPEFusionPass))
         told.append(traced_forms(run, config, codes, impl, fusion.QKNormRoPEFusionPass, qkv))
     told.append(sorted(joined))
     print(json.dumps(told))

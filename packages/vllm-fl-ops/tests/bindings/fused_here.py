@@ -87,7 +87,7 @@ def main() -> None:
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from vllm import ir
     from vllm.compilation.passes.inductor_pass import pass_context
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
     from vllm.config.utils import Range
 
     from vllm_fl.integration import engines
@@ -101,6 +101,8 @@ def main() -> None:
     plan = replace(plan, whole=frozenset({"rotary_embedding"}))
     turn = plan.bind("rotary_embedding", None, frozenset({"query", "key"}))
     config = VllmConfig()
+    config.compilation_config.mode = CompilationMode.VLLM_COMPILE  # as on a plugin's device
+    config.compilation_config.backend = "inductor"
     config.model_config = SimpleNamespace(dtype=torch.float32, using_transformers_backend=bool)
     torch.manual_seed(0)
 

@@ -220,7 +220,7 @@ def test_so_it_does_at_a_size_that_is_left_to_vllm(kernels: Any) -> None:
     order = {f"<={len(call['hidden_states'])}": "stock", "rest": "vendor"}
     plan = planning(managing(impl, per_op_order={SPEC.name: order}))
     engine = engine_of(plan)
-    operators.take(engine, Choice({SPEC.name: (KERNEL, PACKING)}, {}), torch.device("cpu"))
+    operators.Operators().take(engine, Choice({SPEC.name: (KERNEL, PACKING)}, {}))
     try:
         with calling(engine):
             ours = cpu_call(call)

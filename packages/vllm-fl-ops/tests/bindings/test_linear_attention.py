@@ -197,10 +197,10 @@ def overridden(plan: Plan, op: str) -> Iterator[dict[str, list[str]]]:
 
     bound = {op: known_contracts().bindings[op]}
     engine = engine_of(plan)
-    kernels = operators.choose(plan, bound, CPU, torch.bfloat16)
-    python = functions.choose(plan, bound)
-    operators.take(engine, kernels, CPU)
-    functions.take(engine, python)
+    patchers = operators.Operators(), functions.Functions()
+    kernels, python = (each.choice(plan, bound, CPU, torch.bfloat16) for each in patchers)
+    for patcher, chosen in zip(patchers, (kernels, python), strict=True):
+        patcher.take(engine, chosen)
     try:
         with calling(engine):
             yield {op: kernels.names.get(op, []) + python.names.get(op, [])}

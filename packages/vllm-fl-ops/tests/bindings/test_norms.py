@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration import engines
 from vllm_fl.integration.patchers import ir as norms
-from vllm_fl.integration.patchers.layers import forget_shared_layers, replace_layers
+from vllm_fl.integration.patchers.layers import forget_shared_layers, in_tables, ours
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HIDDEN = 64
@@ -39,8 +38,7 @@ IR_OPS = ("rms_norm", "fused_add_rms_norm")
 @pytest.fixture(scope="module", autouse=True)
 def layers() -> Iterator[None]:
     """What a worker does before it builds the model."""
-    with set_current_vllm_config(VllmConfig()), torch.no_grad():
-        replace_layers()
+    with set_current_vllm_config(VllmConfig()), torch.no_grad(), in_tables(ours()):
         yield
 
 
@@ -57,6 +55,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
         return manager
 
     yield install
+    engines._thread.engine = None
     for op in IR_OPS:
         getattr(ir.ops, op).impls.pop(norms.PROVIDER, None)
         getattr(ir.ops, op).set_default(["native"])
@@ -89,8 +88,8 @@ def built(plan: Plan, cls: Any = RMSNorm, *args: Any, **kwargs: Any) -> Any:
 
 
 def served(plan: Plan, digest: str = "digest") -> None:
-    """What a worker does with a sealed plan before it builds the model."""
-    engine = engine_of(plan)
+    """What a worker does with a sealed plan before it builds the model, in this thread."""
+    engine = engines._thread.engine = engine_of(plan)
     engine.digest = digest
     norms.bind_provider(engine)
     priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
@@ -196,45 +195,10 @@ class TestEager:
         layer = built(planning(use(norm("vendor.acme", 5)), "eager"), Grouped)
         assert layer(X)[0, 0] == pytest.approx(-1, abs=1e-3)
 
-    def test_who_calls_the_ir_directly_gets_the_plan_of_the_engine_that_is_calling(
-        self, use: Any
-    ) -> None:
-        impls = (norm("vendor.acme", 5), norm("reference.torch", 7))
-        plans = [
-            planning(use(*impls, per_op_order={"rms_norm": [kind]}), "eager")
-            for kind in ("vendor", "reference")
-        ]
-        for plan in plans:
-            served(plan)
-        weight, residual = torch.ones(HIDDEN), X.clone()
-        for plan, mark in zip(plans, (5, 7), strict=True):
-            with engines.calling(engine_of(plan)):
-                assert ir.ops.rms_norm(X, weight, 1e-6).eq(1 + mark).all()
-                normed, total = ir.ops.fused_add_rms_norm(X, residual, weight, 1e-6)
-            assert normed.eq(1 + mark).all() and total.eq(2).all() and residual.eq(1).all()
-        native = ir.ops.rms_norm.impls["native"].impl_fn(X, weight, 1e-6)
-        assert torch.equal(ir.ops.rms_norm(X, weight, 1e-6), native)  # no engine of ours calls
-
-    def test_a_direct_call_overwrites_nothing(self, use: Any) -> None:
-        def rms_norm(
-            x: Any, residual: Any, weight: Any, epsilon: Any, variance_size: Any = None
-        ) -> Any:
-            return x.zero_() if residual is None else (x.zero_(), residual.zero_())
-
-        plan = planning(use(norm("vendor.acme", fn=rms_norm, consumes={"x", "residual"})), "eager")
+    def test_the_ir_is_vllms(self, use: Any) -> None:
+        plan = planning(use(norm("vendor.acme", 5)), "eager")
         served(plan)
-        x, residual = X.clone(), X.clone()
-        with engines.calling(engine_of(plan)):
-            ir.ops.fused_add_rms_norm(x, residual, None, 1e-6)
-        assert x.eq(1).all() and residual.eq(1).all()
-
-    @pytest.mark.parametrize(
-        "fields", [{"kept_layers": ["RMSNorm"]}, {"notes": {"rms_norm": "so"}}]
-    )
-    def test_what_the_user_leaves_to_vllm_leaves_it_the_ir(self, use: Any, fields: Any) -> None:
-        plan = planning(use(norm("vendor.acme"), norm("reference.torch")), "eager", **fields)
-        priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
-        assert priority.rms_norm == priority.fused_add_rms_norm == ["native"]
+        assert all(norms.PROVIDER not in getattr(ir.ops, op).get_priority() for op in IR_OPS)
 
     def test_an_op_left_to_vllm_is_vllms_own_method(self, use: Any) -> None:
         plan = planning(use(norm("vendor.acme", 5)), "eager", notes={"rms_norm": "the user's"})
@@ -250,53 +214,13 @@ class TestBySize:
 
     ORDER = {"rms_norm": {"<=4": "stock", "rest": "vendor"}}  # noqa: RUF012
 
-    @pytest.fixture
-    def theirs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Providers of vLLM's: one that takes no such call, and one that marks what it computes."""
-        for name, mark, takes in (("never", 90, False), ("kernel", 30, True)):
-            one = SimpleNamespace(
-                supported=True,
-                supports_args=lambda *args, takes=takes: takes,
-                impl_fn=lambda x, *_, mark=mark: x + mark,
-            )
-            two = SimpleNamespace(**{**vars(one), "impl_fn": lambda x, r, *_, m=mark: (x + m, r)})
-            monkeypatch.setitem(ir.ops.rms_norm.impls, name, one)
-            monkeypatch.setitem(ir.ops.fused_add_rms_norm.impls, name, two)
-
-    def plan(self, use: Any) -> Plan:
-        plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
-        served(plan)
-        norms.providers(engine_of(plan)).behind |= {
-            op: ["never", "kernel", "native"] for op in IR_OPS
-        }
-        return plan
-
-    def test_a_direct_call_goes_to_the_provider_behind_ours(self, use: Any, theirs: None) -> None:
-        with engines.calling(engine_of(self.plan(use))):
-            for tokens, mark in ((4, 30), (5, 5)):
-                x = torch.ones(tokens, HIDDEN)
-                assert ir.ops.rms_norm(x, torch.ones(HIDDEN), 1e-6).eq(1 + mark).all()
-                assert ir.ops.fused_add_rms_norm(x, x, None, 1e-6)[0].eq(1 + mark).all()
-
-    def test_so_does_a_layer(self, use: Any, theirs: None) -> None:
-        plan = self.plan(use)
-        layer = built(plan)
-        with engines.calling(engine_of(plan)):
-            for tokens, mark in ((4, 30), (5, 5)):
-                x = torch.ones(tokens, HIDDEN)
-                for call in (layer, layer.forward_native, layer.forward_cuda):
-                    assert call(x).eq(1 + mark).all()
-                    assert call(x, x.clone())[0].eq(1 + mark).all()
-        assert not plan.fallbacks
-
     @pytest.mark.parametrize("cls", [RMSNorm, GemmaRMSNorm])
     def test_the_bits_are_vllms(self, use: Any, cls: Any) -> None:
         plan = planning(use(norm("vendor.acme", 5), per_op_order=self.ORDER), "eager")
         served(plan)
         layer, x = built(plan, cls), torch.randn(4, HIDDEN)
-        with engines.calling(engine_of(plan)):
-            got = layer(x), *layer(x.clone(), x.clone())
-            want = cls.forward_native(layer, x), *cls.forward_native(layer, x.clone(), x.clone())
+        got = layer(x), *layer(x.clone(), x.clone())
+        want = cls.forward_native(layer, x), *cls.forward_native(layer, x.clone(), x.clone())
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
     @pytest.mark.parametrize("traceable", [True, False])

@@ -51,12 +51,18 @@ def by_oracle(op: str, refuses: bool) -> OpImpl:
     return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", supports=supports)
 
 
+def took(engine: Any, op: str) -> None:
+    """Replace the op's functions by the engine's plan."""
+    patcher, bound = functions.Functions(), {op: known_contracts().bindings[op]}
+    patcher.take(engine, patcher.choice(engine.plan, bound, engine.device))
+
+
 @contextmanager
 def engine(op: str, refuses: bool = False) -> Iterator[Plan]:
     """An engine whose plan has `op`, in this thread."""
     plan = replace(planning(managing(by_oracle(op, refuses))), counts_calls=True)
     engine = engine_of(plan)
-    functions.take(engine, functions.choose(plan, {op: known_contracts().bindings[op]}))
+    took(engine, op)
     try:
         with calling(engine):
             yield plan
@@ -182,7 +188,7 @@ def aligning(refuses: bool = False) -> Iterator[Plan]:
     )
     plan = replace(planning(managing(impl)), counts_calls=True)
     engine = engine_of(plan)
-    functions.take(engine, functions.choose(plan, {ALIGN: known_contracts().bindings[ALIGN]}))
+    took(engine, ALIGN)
     try:
         with calling(engine):
             yield plan

@@ -113,33 +113,6 @@ def norms_and_ropes() -> Iterator[tuple[str, str, Form]]:
     yield op, "pairs half a head apart", other(op, cos_sin_cache=half_a_head_apart)
 
 
-def linear() -> Iterator[tuple[str, str, Form]]:
-    op, right = "linear", ORACLES["linear"]
-
-    def whole_tiles(x: Any, w: Any, b: Any) -> Any:
-        """The output features beyond a multiple of 32 are never written."""
-        result = right(x, w, b)
-        result[:, w.shape[0] // 32 * 32 :] = 0.0
-        return result
-
-    def bias_by_row(x: Any, w: Any, b: Any) -> Any:
-        if b is None or not len(x):
-            return right(x, w, b)
-        return right(x, w, None) + b.double()[torch.arange(len(x)) % len(b), None]
-
-    def untransposed(call: dict[str, Any]) -> torch.Tensor:
-        weight: torch.Tensor = call["weight"]
-        return weight.t() if weight.shape[0] == weight.shape[1] else weight
-
-    yield op, "square weight not transposed", other(op, weight=untransposed)
-    yield op, "bias by row", bias_by_row
-    yield op, "output features beyond whole tiles left out", whole_tiles
-    first_64 = other(op, x=lambda call: call["x"][torch.arange(len(call["x"])) % 64])
-    yield op, "the first 64 tokens' for all", first_64
-    yield op, "x taken as contiguous", other(op, x=packed("x"))
-    yield op, "weight taken as contiguous", other(op, weight=packed("weight"))
-
-
 def linear_attention() -> Iterator[tuple[str, str, Form]]:
     gates, rule = ORACLES["gdn_gating"], ORACLES["chunk_gated_delta_rule"]
     step, whole = ORACLES["recurrent_gated_delta_rule"], ORACLES["causal_conv1d"]
@@ -299,7 +272,7 @@ test_samples_tell_a_wrong_activation = told(
 test_samples_tell_a_wrong_op = told(
     [
         form
-        for family in (norms_and_ropes, linear, linear_attention, paging, routing, experts)
+        for family in (norms_and_ropes, linear_attention, paging, routing, experts)
         for form in family()
     ]
 )
@@ -345,10 +318,3 @@ def test_the_rows_of_an_expert_come_in_any_order_over_its_blocks() -> None:
 
     for sample in spec.samples(torch.int32, CPU):
         assert problem(spec, last_rows_first, sample) == "", sample.name
-
-
-def test_a_map_on_another_device_is_refused() -> None:
-    ids = torch.zeros(2, 2, dtype=torch.int32)
-    here = torch.zeros(4, dtype=torch.int32, device="meta")
-    verdict = contracts()["moe_align_block_size"].check(ids, 4, 4, here, False, False)
-    assert verdict == ("expert_map", "must be on topk_ids's device cpu, got meta")

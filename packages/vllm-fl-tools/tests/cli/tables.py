@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_fl.contracts import contracts
-from vllm_fl.settings.table import DEFAULT, Figure, Row, Table, TunedOp, Verdict
+from vllm_fl_tools.engine.tuned import DEFAULT, Figure, Row, Tuned, TunedOp
 
 TOKENS = tuple(2**n for n in range(14))
 IMPLS = ("flagos", "stock", "vendor.cuda", "vendor.liger")
 WRONG = "wrong: element (3, 517) is 0.7421, the oracle says 0.7382: 3.1 times the tolerance"
-IDENTITY = {
-    "device": "NVIDIA H200",
-    "driver": "580.95.05",
-    "torch": "2.11.0+cu130",
-    "triton": "3.6.0",
+HOLDS = {
     "vllm": "0.26.0",
-    "vllm-fl-core": "0.1.0 5f0c9b7d1a2e3f40",
-    "vllm-fl-cuda": "0.1.0 0a1b2c3d4e5f6071",
-    "vllm-fl-flaggems": "0.1.0 8c7d6e5f4a3b2c1d",
+    "device": "NVIDIA H200",
+    "distributions": {"torch": "2.11.0+cu130", "triton": "3.6.0", "vllm-fl-cuda": "0.1.0"},
 }
 
 
@@ -44,27 +40,26 @@ def tuned(
                 figures.append(Figure(size, impl, rejected=WRONG))
                 continue
             ratio = times[default] / us
-            share = size * bytes_per_token / 4.0e6 / us
             spread = random_.uniform(0.005, 0.08)
             low, high = us * (1 - spread), us * (1 + spread)
             compared = {} if impl == default else {"ratio": ratio, "ratio_low": ratio * 0.99}
-            figures.append(Figure(size, impl, us, low, high, 40, copy_share=share, **compared))
+            figures.append(Figure(size, impl, us, low, high, 40, **compared))
             if impl != default and ratio >= best and ratio * 0.99 > 1:
                 winner, best = impl, ratio
         if rows and rows[-1].impl == winner:
             rows.pop()
         rows.append(Row(size, winner))
-    return TunedOp("c0ffee0123456789", default, tuple(rows), tuple(figures))
+    return TunedOp(default, tuple(rows), tuple(figures))
 
 
 def table(
     ops: Iterable[str] | Mapping[str, TunedOp] | None = None, seed: int = 1, **fields: Any
-) -> Table:
+) -> Tuned:
     """A table of these ops, made up where they are names alone; of all that have a contract."""
     source = random.Random(seed)
     names = contracts() if ops is None else ops
-    whole = Table(
-        identity=IDENTITY,
+    whole = Tuned(
+        holds=HOLDS,
         mode="compiled",
         dtype="bfloat16",
         sizes={"hidden": 4096, "intermediate": 12288, "heads": 32, "kv_heads": 8},
@@ -72,17 +67,16 @@ def table(
         date="2026-11-22T12:00:00+00:00",
         seconds=612.5,
         ops=ops if isinstance(ops, Mapping) else {name: tuned(source) for name in names},
-        accepted=Verdict(
-            True,
-            "reproduced, and 1.5 % faster than the default",
-            "2026-11-22T13:00:00+00:00",
-            {"ratio": 1.015, "low": 1.009, "rounds": 8},
-        ),
     )
     return dataclasses.replace(whole, **fields)
 
 
-def written(path: Path, what: Table) -> str:
-    """Write it there and give the path."""
-    path.write_text(what.text, encoding="utf-8")
+def printed(what: Tuned) -> dict[str, Any]:
+    """What `vllm-fl tune --json` prints of it."""
+    return {"schema": 1, "table": dataclasses.asdict(what)}
+
+
+def written(path: Path, what: Tuned) -> str:
+    """Write that there and give the path."""
+    path.write_text(json.dumps(printed(what)), encoding="utf-8")
     return str(path)

@@ -1,8 +1,7 @@
-"""`vllm-fl tune --accept`: what its verdict follows from, and that nothing else is written."""
+"""`vllm-fl tune --accept`: what its verdict follows from."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import sys
@@ -11,37 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, Plugin
+from commands import Command
 
-from vllm_fl.settings.table import Row, Table, TunedOp, Verdict, read_table
-from vllm_fl_tools.cli import _accept, _engines
+from vllm_fl_tools.cli import _engines
 from vllm_fl_tools.cli._accept import DEFAULT, PHASES, TABLED, Served, judged
-from vllm_fl_tools.cli._options import ReportFile
+from vllm_fl_tools.engine.tuned import Row, Tuned, TunedOp
 
-TABLE = Table(
-    identity={"device": "A CPU, 2 threads"},
+ROWS = (Row(8, "vendor.acme"), Row(64, "default"))
+TABLE = Tuned(
     mode="eager",
     dtype="bfloat16",
     sizes={"hidden": 1024},
     model="tiny",
     date="2026-11-22T17:00:00+00:00",
     seconds=12.5,
-    ops={"rms_norm": TunedOp("0", "stock", (Row(8, "vendor.acme"), Row(64, "default")), ())},
-    accepted=Verdict(True, "an older one", "2026-01-01T00:00:00+00:00"),
+    holds={"device": "cpu", "distributions": {}},
+    ops={"rms_norm": TunedOp("stock", ROWS)},
 )
-STOCK = {"impl": "stock", "reason": "it was taken out"}
-ACME = {**STOCK, "rows": [{"up_to": 8, "impl": "vendor.acme", "reason": ""}]}
 SLOWEST = "prefill, 256 tokens"
 
 ENGINE = """
 import json, os, sys
 tabled = "VLLM_FL_TABLE" in os.environ
-assert os.environ.get("VLLM_FL_TABLE_UNACCEPTED") == ("1" if tabled else None)
-options = json.loads(sys.argv[-1])["options"]
-assert options["enforce_eager"] and options["dtype"] == "bfloat16", options
-told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "left_out": {left_out}}
-told["digest"] = {digest}
-report = {"digest": "d" + {plan}, "table": told if tabled or {both} else None, "ops": {ops}}
+assert json.loads(sys.argv[-1])["arguments"] == ["--enforce-eager"]
+told = {"acts": {acts}, "reason": "The table has no effect: device is H200", "file": {file}}
+digest = "d" + {plan} + "t" * (tabled and {acts})
+report = {"digest": digest, "table": told if tabled or {both} else None}
 ready = {"report": report, "vocabulary": 50, "graph_tokens": {graphs}, "length": {length}}
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
@@ -100,7 +94,7 @@ def test_where_the_rounds_differ_too_much_to_be_sure_it_says_so() -> None:
 @pytest.fixture
 def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`accept(…)`: the command, with engines that behave as told; its table's path."""
-    path = tmp_path / "table.json"
+    path = tmp_path / "table.yaml"
     path.write_text(TABLE.text, encoding="utf-8")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -110,34 +104,22 @@ def accept(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*arguments: str, **behaviour: str) -> Any:
         plain = {
             "acts": "True",
-            "left_out": "{}",
-            "digest": f"{read_table(str(path)).digest!r}",
+            "file": f"{str(path)!r}",
             "both": "False",
             "plan": "''",
             "tabled": "0.005",
             "tokens": "0",
             "graphs": "0",
             "length": "2048",
-            "ops": repr({"rms_norm": ACME}),
         }
         text = ENGINE
         for name, value in (plain | behaviour).items():
             text = text.replace(f"{{{name}}}", value)
         script.write_text(text)
-        model = ("--model", str(tmp_path / "model"), "--rounds", "4")
+        model = ("--model", str(tmp_path / "model"), "--rounds", "4", "--enforce-eager")
         return path, fl("tune", "--accept", str(path), *model, *arguments)
 
     return run
-
-
-def test_the_verdict_goes_into_the_file(accept: Any) -> None:
-    path, done = accept()
-    assert done.status == 0, done.err
-    table = read_table(str(path))
-    assert table.digest == TABLE.digest
-    assert table.accepted is not None and table.accepted.accepted
-    assert table.accepted.figures["decode, batch 8: ratio"] == pytest.approx(2.0)
-    assert "is accepted" in done.out and "2.000" in done.out
 
 
 @pytest.mark.parametrize(
@@ -146,19 +128,14 @@ def test_the_verdict_goes_into_the_file(accept: Any) -> None:
 def test_where_graphs_are_captured_a_prompt_is_larger_than_any(
     accept: Any, graphs: int, length: int, prompt: int
 ) -> None:
-    path, done = accept(graphs=str(graphs), length=str(length))
-    assert done.status == 0, done.err
-    verdict = read_table(str(path)).accepted
-    assert verdict is not None
-    assert verdict.figures[f"prefill, {prompt} tokens: ratio"] == pytest.approx(2.0)
+    _, done = accept("--json", graphs=str(graphs), length=str(length))
+    figures = done.json()["figures"]
+    assert figures[f"prefill, {prompt} tokens: ratio"] == pytest.approx(2.0)
 
 
 def test_a_model_of_short_sequences_gets_no_prompt_that_it_does_not_take(accept: Any) -> None:
-    path, done = accept(length="256")
-    assert done.status == 0, done.err
-    verdict = read_table(str(path)).accepted
-    assert verdict is not None
-    ratios = {name for name in verdict.figures if name.endswith(": ratio")}
+    _, done = accept("--json", length="256")
+    ratios = {name for name in done.json()["figures"] if name.endswith(": ratio")}
     assert ratios == {f"{phase}: ratio" for phase in PHASES if phase != SLOWEST}
 
 
@@ -192,9 +169,8 @@ def test_a_slower_one_is_not_accepted(accept: Any) -> None:
     path, done = accept("--json", tabled="0.011")
     assert done.status == 1
     answer = done.json()
-    assert answer["accepted"] is False and answer["digest"] == TABLE.digest
-    found = read_table(str(path)).accepted
-    assert found is not None and found.reason == answer["reason"] and "slower" in found.reason
+    assert answer["accepted"] is False and "slower" in answer["reason"]
+    assert path.read_text() == TABLE.text
 
 
 def test_what_differs_from_start_to_start_is_not_reproduced(accept: Any) -> None:
@@ -206,13 +182,12 @@ def test_what_differs_from_start_to_start_is_not_reproduced(accept: Any) -> None
         assert done.status == 1 and words in done.out
 
 
-def test_what_does_not_hold_here_is_refused_and_the_file_left(accept: Any) -> None:
+def test_a_table_without_effect_is_refused(accept: Any) -> None:
     for behaviour, words in (
         ({"acts": "False"}, "The table has no effect: device is H200"),
-        ({"left_out": "{'rms_norm': 'gone'}"}, "rows of op 'rms_norm' have no effect: gone"),
         ({"acts": "sys.exit('no engine')"}, "no engine"),
-        ({"digest": "'another'", "acts": "False"}, "cannot be told apart: VLLM_FL_CONFIG"),
-        ({"both": "True"}, "cannot be told apart: VLLM_FL_CONFIG"),
+        ({"file": "'another'", "acts": "False"}, "do not differ by the table: VLLM_FL_CONFIG"),
+        ({"both": "True"}, "do not differ by the table: VLLM_FL_CONFIG"),
     ):
         path, done = accept(**behaviour)
         assert done.status == 1 and words in done.err
@@ -221,81 +196,19 @@ def test_what_does_not_hold_here_is_refused_and_the_file_left(accept: Any) -> No
             assert done.err.count("starting an engine") == 1
 
 
-def test_sigterm_ends_the_engines_and_leaves_the_file(accept: Any, tmp_path: Path) -> None:
+def test_sigterm_ends_the_engines(accept: Any, tmp_path: Path) -> None:
     seen = tmp_path / "engines"
     noted = f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n') and os.kill(os.getppid(), 15)"
-    path, done = accept(tokens=noted)
+    _, done = accept(tokens=noted)
     assert done.status == 130 and "interrupted" in done.err
-    assert path.read_text() == TABLE.text
-    assert not list(tmp_path.glob(".*")), "no draft of the file is left"
     for pid in seen.read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
 
 
-def test_on_a_full_disk_the_verdict_is_said_at_least(
-    accept: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: ReportFile, text: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ReportFile, "write", full)
-    path, done = accept()
-    assert done.status == 1 and "is accepted" in done.out
-    assert f"{path} cannot be written: No space left on device" in done.err
-    assert path.read_text() == TABLE.text
-    assert accept("--json")[1].json()["accepted"] is True
-
-
-@pytest.mark.parametrize(
-    "ops",
-    [{}, {"rms_norm": TunedOp("0", "stock", (Row(64, "default"),), ())}],
-    ids=["no op", "one"],
-)
-def test_a_table_without_a_choice_is_refused_before_an_engine_starts(accept: Any, ops: Any) -> None:
-    path, _ = accept()
-    path.write_text(replace(TABLE, ops=ops).text)
-    before = path.read_text()
-    _, done = accept()
-    assert done.status == 1 and path.read_text() == before
-    assert "chooses nothing" in done.err and "starting" not in done.err
-    assert not done.out
-
-
-CHOSEN = {
-    op: TunedOp("0", "stock", (Row(8, "vendor.acme"), Row(64, "default")), ())
-    for op in ("rms_norm", "silu_and_mul")
-}
-
-
-@pytest.mark.parametrize(
-    ("ops", "status", "words"),
-    [
-        ({"rms_norm": ACME, "silu_and_mul": ACME}, 0, "of the default's speed. "),
-        ({"rms_norm": STOCK, "silu_and_mul": ACME}, 0, "rms_norm (it was taken out)"),
-        ({"silu_and_mul": ACME}, 0, "rms_norm (the model does not have it)"),
-        ({"rms_norm": STOCK, "silu_and_mul": STOCK}, 1, "'rms_norm': it was taken out. Nothing"),
-    ],
-)
-def test_what_did_not_serve_is_said_and_a_table_of_nothing_else_refused(
-    accept: Any, ops: Any, status: int, words: str
-) -> None:
-    path, _ = accept()
-    path.write_text(replace(TABLE, ops=CHOSEN).text)
-    _, done = accept(ops=repr(ops))
-    assert done.status == status and words in " ".join((done.out + done.err).split())
-
-
-def test_a_list_of_the_users_own_would_win_over_the_table(
-    accept: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = accept()
-    path.write_text(replace(TABLE, ops=CHOSEN).text)
-    before = path.read_text()
-    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=reference")
-    path, done = accept()
-    assert done.status == 1 and "a list of your own orders it" in done.err
-    assert path.read_text() == before
+def test_a_table_with_which_the_plan_is_the_same_has_no_effect(accept: Any) -> None:
+    _, done = accept(plan="('' if tabled else 't')")
+    assert done.status == 1 and "The plan is the same with" in done.err
 
 
 def test_usage(accept: Any, fl: Command, tmp_path: Path) -> None:
@@ -303,26 +216,9 @@ def test_usage(accept: Any, fl: Command, tmp_path: Path) -> None:
     assert done.status == 2 and "--rounds 1" in done.err
     done = fl("tune", "--accept", str(path), "--model", str(tmp_path))
     assert done.status == 2 and "has no config.json" in done.err
-    done = fl("tune", "--accept", str(path), "--sizes", "hidden=64")
+    done = fl("tune", "--accept", str(path))
     assert done.status == 2 and "--model DIR" in done.err
-    done = fl("tune", "--sizes", "hidden=64", "--rounds", "3")
+    done = fl("tune", "--model", "tiny", "--rounds", "3")
     assert done.status == 2 and "--rounds is for --accept" in done.err
-    path.write_text(path.read_text()[:200])
+    path.write_text(path.read_text()[:-20])
     assert fl("tune", "--accept", str(path), "--model", str(tmp_path)).status == 2
-
-
-def test_the_command_that_doctor_advises_runs(
-    fl: Command, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(_accept, "run", lambda arguments: asked.append(arguments) or 0)
-    plugin()
-    table = tmp_path / "table.json"
-    table.write_text(replace(TABLE, accepted=None).text)
-    findings = fl("doctor", "--json", VLLM_FL_TABLE=str(table)).json()["findings"]
-    (why,) = [f["why"] for f in findings if "--accept" in f["why"]]
-    command, *arguments = why.split("`")[1].split()
-    assert command == "vllm-fl"
-    done = fl(*arguments)
-    assert done.status == 0, done.err
-    assert [each.model for each in asked] == ["DIR"]

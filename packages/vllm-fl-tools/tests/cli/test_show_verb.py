@@ -87,7 +87,7 @@ def test_a_file_that_is_not_there_or_of_another_release(fl: Command, tmp_path: P
 def test_the_answers_of_verbs(fl: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.json").write_text(fl("plan", "--json").out)
-    (tmp_path / "table.json").write_text(tables.table(["relu2"]).text)
+    tables.written(tmp_path / "table.json", tables.table(["relu2"]))
     done = fl("show", "plan.json", "table.json")
     assert done.status == 0, done.err
     assert "Any model: compiled" in done.out and "relu2" in done.out

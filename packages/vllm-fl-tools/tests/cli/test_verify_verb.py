@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -128,9 +127,6 @@ def test_a_sound_one_in_every_dtype(fl: Command, plugin: Plugin) -> None:
         assert result["worst_sample"]
         assert result["findings"] == []
         assert result["seconds"] > 0
-        call = result["call"]
-        assert 0 < call["low"] <= call["microseconds"] <= call["high"]
-        assert call["sample"].startswith("256 x")
     assert answer["environment"]["emulated"] is None and answer["complete"] is True
 
 
@@ -138,23 +134,21 @@ def test_a_right_one_whose_bits_differ_by_batch_is_named_and_is_no_fault(
     fl: Command, plugin: Plugin
 ) -> None:
     plugin(OTHER_BITS)
-    done = fl("verify", *QUICK, "--no-times", "--json")
+    done = fl("verify", *QUICK, "--json")
     assert done.status == 0
     found = by_impl(done.json())
     assert found["vendor.acme"]["determinism"] == {"runs": True, "batches": True, "reason": ""}
-    assert found["vendor.acme"]["call"] is None, "nothing is measured without times"
     other = found["vendor.bybatch"]["determinism"]
     assert (other["runs"], other["batches"]) == (True, False)
-    printed = fl("verify", *QUICK, "--no-times").out
+    printed = fl("verify", *QUICK).out
     assert f"silu_and_mul vendor.bybatch: other bits: {other['reason']} (float32)" in printed
     assert "runs, batches" in printed
 
 
-def test_what_stood_in_for_hardware_is_said_and_not_timed(fl: Command, plugin: Plugin) -> None:
+def test_what_stood_in_for_hardware_is_said(fl: Command, plugin: Plugin) -> None:
     plugin()
     answer = fl("verify", "--json", "--emulated", "Acme's simulator", *QUICK).json()
     assert answer["environment"]["emulated"] == "Acme's simulator"
-    assert [r["call"] for r in answer["results"]] == [None] * len(answer["results"])
     assert (
         "EMULATED (Acme's simulator)" in fl("verify", *QUICK, "--emulated", "Acme's simulator").out
     )
@@ -216,15 +210,13 @@ def test_filters(fl: Command, plugin: Plugin) -> None:
     assert "Nothing was run, for these reasons." in done.out
 
 
-@pytest.mark.parametrize("columns", ["80", "160"])
-def test_the_table(fl: Command, plugin: Plugin, columns: str) -> None:
+def test_the_table(fl: Command, plugin: Plugin) -> None:
     plugin(MANY)
     two = ("--impl", "vendor.off", "--impl", "vendor.acme")
-    done = fl("verify", *QUICK, *two, COLUMNS=columns)
+    done = fl("verify", *QUICK, *two)
     assert done.status == 1
     (line,) = [x for x in done.out.splitlines() if x.split()[1:2] == ["vendor.acme"]]
     assert line.split()[:3] == ["silu_and_mul", "vendor.acme", "float32"]
-    assert columns == "80" or re.fullmatch(r"\d+-\d+", line.split()[-1]), "the time's spread"
     assert "times the tolerance" in done.out
     assert "silu_and_mul vendor.acme float32" in done.err.splitlines()[0]
 
@@ -303,7 +295,7 @@ def test_a_contract_that_asks_for_a_size_without_a_rule_is_told_so(
 
 
 @pytest.mark.parametrize(("mistake", "status"), [("", 0), (" + 1", 1)])
-def test_one_that_takes_a_layer_first_is_judged_and_measured(
+def test_one_that_takes_a_layer_first_is_judged(
     fl: Command, plugin: Plugin, mistake: str, status: int
 ) -> None:
     plugin(
@@ -327,7 +319,6 @@ def test_one_that_takes_a_layer_first_is_judged_and_measured(
     (result,) = done.json()["results"]
     wrong = [finding for finding in result["findings"] if finding["status"] != "refused"]
     assert (wrong == []) is (status == 0)
-    assert (result["call"] is not None) is (status == 0)
     refused = {found["sample"] for found in result["findings"] if found["status"] == "refused"}
     assert {"weight=None", "variance_size"} <= refused  # only plain layers are given to it
 
@@ -412,17 +403,6 @@ class TestALongRun:
         assert "given up after 3 s" in first["reason"] and "--timeout" in first["reason"]
         assert rest["sample"] == "(the rest)" and "2 samples" in rest["reason"]
 
-    @pytest.mark.slow
-    def test_a_measurement_that_takes_too_long_is_no_finding(
-        self, fl: Command, plugin: Plugin
-    ) -> None:
-        plugin(SLOW.replace("HANGS", str(256 * 6144)))
-        done = fl("verify", "--json", *QUICK, "--impl", "vendor.slow", "--timeout", "5")
-        assert done.status == 0
-        (result,) = done.json()["results"]
-        assert result["call"] is None and result["findings"] == []
-        assert "silu_and_mul vendor.slow float32, measuring: given up" in done.err
-
     def test_a_call_that_never_comes_back_ends_the_run_by_name(
         self, plugin: Plugin, tmp_path: Path
     ) -> None:
@@ -485,7 +465,7 @@ def test_what_errs_to_one_side_is_wrong_in_all_samples(fl: Command, plugin: Plug
             return [OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, cut_off, "acme")]
         """
     )
-    done = fl("verify", "--json", "--device", "cpu", "--dtype", "bfloat16", "--no-times")
+    done = fl("verify", "--json", "--device", "cpu", "--dtype", "bfloat16")
     assert done.status == 1
     (result,) = done.json()["results"]
     (finding,) = result["findings"]

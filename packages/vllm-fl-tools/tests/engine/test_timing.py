@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.settings.table import Row
 from vllm_fl_tools.engine.timing import ROOM, Measured, best_edges, in_turn, quartiles, rows_of
+from vllm_fl_tools.engine.tuned import Row
 
 
 def measured(tokens: int = 1, **finals: list[float]) -> Measured:
@@ -16,9 +16,7 @@ def measured(tokens: int = 1, **finals: list[float]) -> Measured:
 def won(tokens: int, name: str) -> Measured:
     if name == "default":
         return measured(tokens, stock=[1.0] * 4)
-    found = measured(tokens, stock=[2.0] * 4, **{name: [1.0] * 4})
-    found.again = dict(found.finals)
-    return found
+    return measured(tokens, stock=[2.0] * 4, **{name: [1.0] * 4})
 
 
 class TestInTurn:
@@ -42,15 +40,6 @@ class TestInTurn:
                 name: 4 for name in names
             }
         assert sum(r.index("a") < r.index("b") for r in rounds) == 6
-
-    def test_a_second_run_has_another_order(self) -> None:
-        def order(first: int) -> list[str]:
-            called: list[str] = []
-            timers = {name: (lambda name=name: called.append(name) or 1.0) for name in "ab"}
-            in_turn(timers, 2, first=first)
-            return called
-
-        assert order(0) != order(1)
 
     def test_who_raises_is_dropped_and_the_others_go_on(self) -> None:
         calls = {"bad": 0}
@@ -77,7 +66,7 @@ class TestInTurn:
 class TestPromotion:
     def test_the_fastest_of_those_that_beat_the_default(self) -> None:
         found = measured(stock=[4.0] * 4, vendor_a=[3.0] * 4, vendor_b=[2.0] * 4)
-        assert found.promoted == "vendor.b"
+        assert found.winner == "vendor.b"
 
     @pytest.mark.parametrize(
         ("times", "wins"),
@@ -91,30 +80,21 @@ class TestPromotion:
     )
     def test_by_the_rounds_pairs(self, times: list[float], wins: bool) -> None:
         found = measured(stock=[1.0] * len(times), vendor_a=times)
-        assert found.promoted == ("vendor.a" if wins else "default")
+        assert found.winner == ("vendor.a" if wins else "default")
 
     def test_rounds_are_compared_within_themselves(self) -> None:
         # The machine became ten times slower in the middle: the medians say nothing.
         found = measured(stock=[1.0, 1.0, 10.0, 10.0, 10.0], vendor_a=[0.9, 0.9, 9.0, 9.0, 9.0])
-        assert found.promoted == "vendor.a"
-
-    def test_who_does_not_hold_a_second_time_is_no_winner(self) -> None:
-        found = measured(stock=[2.0] * 4, vendor_a=[1.0] * 4)
-        assert found.winner == "default"  # not measured again yet
-        found.again = {"stock": [2.0] * 4, "vendor.a": [2.0] * 4}
-        assert (found.promoted, found.winner) == ("vendor.a", "default")
-        found.again = {"stock": [2.0] * 4, "vendor.a": [1.0] * 4}
         assert found.winner == "vendor.a"
 
     def test_who_was_rejected_never_wins(self) -> None:
         found = measured(stock=[2.0] * 4, vendor_a=[1.0] * 4)
-        found.again = dict(found.finals)
         found.rejected["vendor.a"] = "wrong: …"
         assert found.winner == "default"
 
     def test_without_the_default_nobody_wins(self) -> None:
         found = measured(vendor_a=[1.0] * 4)
-        assert found.promoted == "default"
+        assert found.winner == "default"
 
 
 class TestRowsOfWhatIsCompiledIn:
@@ -124,7 +104,6 @@ class TestRowsOfWhatIsCompiledIn:
         found = []
         for tokens, us in zip((1, 16, 256), of_fast, strict=True):
             one = measured(tokens, stock=[10.0] * 4, vendor_fast=[us] * 4)
-            one.again = dict(one.finals)
             found.append(one)
         return found
 
@@ -156,7 +135,6 @@ class TestRowsByRange:
         for number, tokens in enumerate((1, 8, 64, 512)):
             times = {name: [of[number]] * 4 for name, of in us.items()}
             one = measured(tokens, stock=[10.0] * 4, **times)
-            one.again = dict(one.finals)
             found.append(one)
         return found
 
@@ -190,20 +168,6 @@ class TestRowsByRange:
         assert best_edges(ops, 2) == (1,), "one edge opens no range of 64 alone"
         assert best_edges(ops, 1) == ()
 
-    @pytest.mark.parametrize(("thorough", "edge"), [(True, 64), (False, 8)])
-    def test_sizes_that_were_chosen_close_together_count_no_more_than_one(
-        self, thorough: bool, edge: int
-    ) -> None:
-        at_first = self.sizes(vendor_a=(7.0, 7.0, 11.0, 11.0))
-        at_last = self.sizes(vendor_b=(11.0, 11.0, 11.0, 9.0))
-        for tokens in range(72, 136, 8):
-            one = measured(tokens, stock=[10.0] * 4, vendor_b=[9.0] * 4)
-            one.again = dict(one.finals)
-            at_last.insert(-1, one)
-        for one in (*at_first, *at_last):
-            one.thorough = thorough
-        assert best_edges([(at_first, {"stock"}), (at_last, {"stock"})], 2) == (edge,)
-
     def test_no_edge_is_taken_that_gains_nothing(self) -> None:
         everywhere = self.sizes(vendor_a=(5.0, 5.0, 5.0, 5.0))
         opaque = self.sizes(vendor_a=(5.0, 11.0, 11.0, 11.0))
@@ -212,13 +176,11 @@ class TestRowsByRange:
 
 
 class TestFigures:
-    def test_both_finals_count(self) -> None:
-        found = measured(stock=[4.0] * 11, vendor_a=[2.0] * 11)
-        found.again = {"stock": [4.0] * 11, "vendor.a": [1.0] * 11}
-        winner, default = found.figures()
-        assert (winner.impl, winner.us, winner.n) == ("vendor.a", 1.5, 22)
-        assert (winner.ratio, winner.ratio_low) == (3.0, 2.0)
-        assert (default.impl, default.us, default.n, default.ratio) == ("stock", 4.0, 22, None)
+    def test_the_figures_of_the_finals(self) -> None:
+        winner, default = measured(stock=[4.0] * 11, vendor_a=[2.0] * 11).figures()
+        assert (winner.impl, winner.us, winner.n) == ("vendor.a", 2.0, 11)
+        assert (winner.ratio, winner.ratio_low) == (2.0, 2.0)
+        assert (default.impl, default.us, default.n, default.ratio) == ("stock", 4.0, 11, None)
 
     def test_who_missed_the_finals_has_the_first_rounds(self) -> None:
         found = measured(stock=[4.0] * 11)
@@ -231,11 +193,6 @@ class TestFigures:
         found.rejected["vendor.a"] = "wrong: the first row"
         figure = next(figure for figure in found.figures() if figure.impl == "vendor.a")
         assert (figure.us, figure.n, figure.rejected) == (None, 0, "wrong: the first row")
-
-    def test_the_share_of_a_copy(self) -> None:
-        found = measured(stock=[4.0] * 3)
-        found.copied = [1.0, 1.0, 1.0]
-        assert [figure.copy_share for figure in found.figures()] == [0.25]
 
 
 def test_neighbours_with_one_winner_are_one_row() -> None:

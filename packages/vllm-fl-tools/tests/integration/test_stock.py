@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("vllm", reason="the forms are vLLM's own")
 
@@ -84,24 +83,6 @@ def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:
         assert torch.equal(whole[:, : sum(part.shape[1] for part in parts)], torch.cat(parts, 1))
 
 
-def test_and_its_rope_reads_the_whole_table_as_a_layer_does() -> None:
-    """Rows that are gathered for it first are kernels that vLLM's graph does not have."""
-    (less,) = apart(
-        known_contracts().bindings["qk_norm_rope"],
-        stock_forms("qk_norm_rope", known_contracts().bindings["qk_norm_rope"], "compiled", CPU),
-    ).values()
-    spec = contracts()["qk_norm_rope"]
-    place = spec.parameters.index("cos_sin_cache")
-    for sample in spec.served(SIZES, torch.float32, CPU):
-        tensors = [arg for arg in sample.args if isinstance(arg, torch.Tensor)]
-        others = sample.args[len(tensors) :]
-        assert sample.args[: len(tensors)] == tuple(tensors) and place < len(tensors)
-        graph = make_fx(lambda *args, rest=others: less(*args, *rest))(*tensors).graph
-        table = [node for node in graph.nodes if node.op == "placeholder"][place]
-        assert [user.target for user in table.users] == [torch.ops.aten.index_select.default]
-        assert torch.ops.aten.arange.default not in {node.target for node in graph.nodes}
-
-
 def test_what_a_layer_runs_comes_first() -> None:
     """On a CPU a rope's layer calls the operator; compiled, it is traced."""
     binding = known_contracts().bindings["rotary_embedding"]
@@ -120,7 +101,7 @@ def test_there_is_none_where_vllm_runs_the_op_nowhere() -> None:
 
 DESCRIBED = """
 import json, sys
-from vllm_fl_tools.cli.common import engine_of
+from vllm_fl_tools.cli._engine import engine_of
 
 told = {}
 for mode, more in {"eager": ["--enforce-eager"], "compiled": []}.items():

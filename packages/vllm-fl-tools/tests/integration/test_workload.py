@@ -45,8 +45,6 @@ class LLM:
             Engine.model_config.max_model_len = options["max_model_len"]
 
     def collective_rpc(self, name, args=()):
-        if name == "vllm_fl_layers_of":
-            return [{f"{args[0]} of rank {rank}": 1} for rank in range(2)]
         return [{"digest": "dd", "asked": name, **self.options}]
 
     def sleep(self, level):
@@ -197,12 +195,6 @@ def test_of_wrong_arguments_it_says_what_vllm_says(
     assert said in only["usage"]
 
 
-def test_it_profiles_a_visit_in_every_rank_and_tells_the_first_s(engine: Any) -> None:
-    visit = {"visit": vars(Visit("a", 1, 5, 3)), "decode": True, "steps": 2, "labelled": True}
-    _, seen, places = answers(engine({"profile": visit}, {"places": {}}))
-    assert seen["asked"] == "vllm_fl_profiled" and places["asked"] == "vllm_fl_places"
-
-
 def test_it_lets_every_prompt_repeat_its_last_token(engine: Any) -> None:
     """So that two engines compute the same, though their results differ by a rounding."""
     visit = Visit("c", 3, 5, 4, repeated=True)
@@ -227,16 +219,3 @@ def test_it_says_how_likely_tokens_are(engine: Any) -> None:
     assert first["tokens"] == [[3, 3], [1, 1]]
     assert first["prefill"] == second["prefill"] == [[-4, -5], []]
     assert second["tokens"] == forced and second["decode"] == [[-8, -9], [-7, -7]]
-
-
-def test_tokens_that_vllm_did_not_take_are_no_answer(engine: Any) -> None:
-    asked = {"score": {"prompts": [[3]], "new_tokens": 1, "forced": [[51]]}}
-    done = engine(asked, check=False)
-    assert done.returncode and "did not sample the tokens" in done.stderr
-    assert len(answers(done)) == 1
-
-
-def test_layers_are_those_of_every_rank(engine: Any) -> None:
-    asked = ({"layers": {"op": "op"}}, {"leave": {"op": "op", "layers": ["op of rank 1"]}})
-    _, found, left = answers(engine(*asked))
-    assert found["layers"] == {"op of rank 0": 1, "op of rank 1": 1} and left == {}

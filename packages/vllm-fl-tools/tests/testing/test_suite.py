@@ -92,17 +92,6 @@ def test_a_failure_shows_the_finding_and_no_source_of_the_kit(run: Run) -> None:
     shown.stdout.no_fnmatch_line("*cases.py*")
 
 
-def test_an_error_of_the_kernels_shows_where_it_was_raised(run: Run) -> None:
-    shown = run("", "-x", "-k", "test_values", mistake=" * no_such_name")
-    shown.stdout.fnmatch_lines(["*toy_plugin.py:*", "E*NameError: name 'no_such_name'*"])
-
-
-def test_the_checks_run_in_their_own_order() -> None:
-    """Where a kernel ends the process, those that name its fault have run before."""
-    methods = [n.removeprefix("test_") for n in vars(OpConformance) if n.startswith("test_")]
-    assert [name for name in methods if name in CHECKS] == [*CHECKS]
-
-
 def test_an_exception_that_is_none_any_more_fails(run: Run) -> None:
     result = run(WRONG + 'sample = "1 token"\ndtype = "float16"\n', "-k", "values")
     assert result.parseoutcomes()["failed"] == 1
@@ -117,8 +106,7 @@ def test_an_exception_that_names_no_test_fails(run: Run) -> None:
 
 def test_what_would_end_the_process_is_not_run(run: Run) -> None:
     result = run(WRONG + "run = false\n", "-k", "values", mistake=" * exit(3)")
-    outcomes = result.parseoutcomes()
-    assert set(outcomes) == {"xfailed", "deselected"}
+    assert set(result.parseoutcomes()) == {"xfailed", "deselected"}
 
 
 def test_an_unavailable_backend_is_skipped_with_its_reason(run: Run) -> None:
@@ -191,10 +179,6 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, problem: str)
     with pytest.raises(ValueError) as caught:
         read_xfails(path, CHECKS)
     assert problem in str(caught.value)
-
-
-def test_no_file_is_no_exception(tmp_path: Path) -> None:
-    assert read_xfails(tmp_path / "xfails.toml", CHECKS) == ()
 
 
 WITHOUT_PYTEST = """

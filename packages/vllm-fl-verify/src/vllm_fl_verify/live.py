@@ -29,7 +29,7 @@ from vllm_fl.text import quote
 from .budget import Budget, Valve, as_calls
 from .guarded import Guarded, in_place, taken
 from .oracle import each_part, magnitudes, wanted_of, worst
-from .replacing import replacing
+from .replacing import computes, replacing
 from .verification import (
     Failure,
     Outcome,
@@ -169,7 +169,7 @@ class Live:
 
     def _instead(self, impl: OpImpl) -> Callable[..., Any]:
         """What the guards call in the place of `impl`."""
-        if not self.plan.computes(impl):
+        if not computes(self.plan, impl):
             return impl.fn
         spec = self.plan.contracts[impl.op_name]
 

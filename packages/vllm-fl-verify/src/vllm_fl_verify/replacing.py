@@ -10,6 +10,8 @@ from typing import Any
 
 from vllm_fl.dispatch.guard import Guard
 from vllm_fl.dispatch.record import Record
+from vllm_fl.engine.opaque import is_opaque
+from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.types import OpImpl
 
 
@@ -52,3 +54,15 @@ def _calling(impl: OpImpl, fn: Callable[..., Any], supports: Callable[..., Any] 
         return impl
     fn = fn if fn is impl.fn else functools.wraps(impl.fn)(fn)
     return replace(impl, fn=fn, supports=supports)
+
+
+def computes(plan: Plan, impl: OpImpl) -> bool:
+    """Return whether a guard's candidate computes its op for a plan in the call itself.
+
+    vLLM's implementation is not of the plan, and inside an operator another guard computes.
+    """
+    entry = plan.entries.get(impl.op_name)
+    own = next((i for i in entry.impls if i.impl_id == impl.impl_id), None) if entry else None
+    if entry is None or own is None:
+        return False
+    return impl.fn is own.fn or not (entry.ceilings or is_opaque(own))

@@ -28,7 +28,7 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 
 from .oracle import MEASURED, magnitudes, paired, parts, wanted_here
-from .replacing import replacing
+from .replacing import computes, replacing
 from .verification import contract_args
 
 CALLS = 48
@@ -203,7 +203,7 @@ class Shadow:
     def _beside(self, impl: OpImpl) -> Callable[..., Any]:
         """What the guards call in the place of `impl`."""
         op = impl.op_name
-        if op in self.left or not self.plan.computes(impl):
+        if op in self.left or not computes(self.plan, impl):
             return impl.fn
         spec = self.plan.contracts[op]
 

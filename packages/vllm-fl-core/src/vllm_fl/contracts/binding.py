@@ -88,9 +88,6 @@ class Binding:
             one of them is told this op's name.
         former_layers: names of the op's layers that vllm-plugin-FL's lists of layers hold: a vLLM
             that lacks such a layer is said to, and the start goes on.
-        fused_by: the fields of vLLM's PassConfig that turn on passes which match the op and put a
-            kernel of vLLM's there. While one is on, compiled code has vLLM's own form, unless the
-            op is one of vLLM's IR there.
         batch_invariant: what of vLLM's own VLLM_BATCH_INVARIANT asks for where the op would run, as
             `vLLM's own kernel`: the op is left to vLLM then. Empty where it asks for nothing.
         needs: names that the targets call or read, as `vllm.package.module:Class.method`. A release
@@ -114,7 +111,6 @@ class Binding:
     between_graphs: bool = False
     formerly: tuple[str, ...] = ()
     former_layers: tuple[str, ...] = ()
-    fused_by: tuple[str, ...] = ()
     batch_invariant: str = ""
     needs: tuple[str, ...] = ()
     shared: tuple[str, ...] = ()
@@ -142,8 +138,8 @@ class Contract:
 
     Args:
         spec: what the op is.
-        binding: the module that has its `BINDING`, as `acme.bindings.acme_op`; None for an op that
-            vLLM has no target for, and that scripts call.
+        binding: the module with its `BINDING`, such as `acme.bindings.acme_op`, or with a mapping
+            from ops to bindings; None for an op that vLLM has no target for, and that scripts call.
     """
 
     spec: OpSpec
@@ -156,11 +152,6 @@ class Contract:
             raise ValueError(
                 f"Contract: the op's name, which is its oracle's, is {self.name!r}; expected "
                 "lower-case letters, digits and underscores"
-            )
-        if not isinstance(self.binding, str | None):
-            raise TypeError(
-                f"Contract of {self.name}: binding is {self.binding!r}; expected a module's path, "
-                "as 'acme.bindings.acme_op', or None"
             )
 
     @property

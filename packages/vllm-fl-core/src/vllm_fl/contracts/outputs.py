@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -29,11 +29,6 @@ class Tolerance:
     reason: str = field(compare=False)
 
 
-def _contracts() -> Mapping[str, Tolerance]:
-    """No tolerances of an output's own: the contract's hold."""
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class Within:
     """One result, each element of which lies within a tolerance of the oracle's.
@@ -43,7 +38,7 @@ class Within:
             are none, the contract's hold.
     """
 
-    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
 
     results: ClassVar[int] = 1
 
@@ -78,7 +73,7 @@ class QuantisedPair:
     """
 
     steps: float = 1.0
-    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
 
     results: ClassVar[int] = 2
 
@@ -108,13 +103,11 @@ class Routing:
 
     scores: Callable[..., torch.Tensor]
     margin: float
-    tolerances: Mapping[str, Tolerance] = field(default_factory=_contracts)
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: MappingProxyType({}))
 
     results: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if not callable(self.scores):
-            raise TypeError(f"Routing: scores must be callable, got {self.scores!r}")
         if not (math.isfinite(self.margin) and self.margin >= 0):
             raise ValueError(f"Routing: margin must be finite, not negative, got {self.margin}")
 
@@ -138,26 +131,6 @@ class ExpertBlocks:
 
     results: ClassVar[int] = 3
 
-    def __post_init__(self) -> None:
-        for name in ("block_size", "padding"):
-            if not callable(getattr(self, name)):
-                raise TypeError(
-                    f"ExpertBlocks: {name} must be callable, got {getattr(self, name)!r}"
-                )
-
 
 Output = Within | Exact | QuantisedPair | Routing | ExpertBlocks
 """How one result, or several that belong together, are compared."""
-
-
-def tolerances_of(
-    output: Output, contract: Mapping[str, Tolerance]
-) -> Mapping[str, Tolerance] | None:
-    """Those that hold for an output; None for one that has no room.
-
-    Args:
-        output: its kind.
-        contract: the tolerances of its contract.
-    """
-    own: Any = getattr(output, "tolerances", None)
-    return None if own is None else own or contract

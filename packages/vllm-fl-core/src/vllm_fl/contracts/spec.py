@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import accumulate
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from .outputs import Output, Tolerance, Within, tolerances_of
+from .outputs import Output, Tolerance, Within
 
 if TYPE_CHECKING:
     import torch
@@ -284,13 +285,12 @@ class OpSpec:
         object.__setattr__(self, "dtypes", tuple(self.dtypes or self.tolerances))
         if not self.dtypes:
             raise ValueError(f"{who}: name the dtypes of its inputs in dtypes")
-        if self.ignores_repeats and not self.whole_batch:
-            raise ValueError(f"{who}: ignores_repeats is for a contract with whole_batch")
-        if self.ignores_repeats and self.stands:
-            raise ValueError(f"{who}: rows of a batch that stands cannot be repeated")
+        if self.ignores_repeats and (self.stands or not self.whole_batch):
+            raise ValueError(
+                f"{who}: ignores_repeats is for a contract with whole_batch and without stands"
+            )
         for number, output in enumerate(self.outputs or (Within(),)):
-            found = tolerances_of(output, self.tolerances)
-            if found is not None and not found:
+            if not (getattr(output, "tolerances", True) or self.tolerances):
                 raise ValueError(
                     f"{who}: output {number}, {type(output).__name__}, has no tolerances, and the "
                     "contract has none"
@@ -326,7 +326,7 @@ class OpSpec:
             dtype: the result's.
             output: whose result it is; None takes the contract's own tolerances.
         """
-        found = tolerances_of(output or Within(), self.tolerances) or {}
+        found: Mapping[str, Tolerance] = getattr(output, "tolerances", {}) or self.tolerances
         name = str(dtype).removeprefix("torch.")
         if name not in found:
             known = ", ".join(found)
@@ -341,19 +341,13 @@ class OpSpec:
         """
         if not self.outputs:
             return (Within(),) * results
-        taken, left = [], results
-        for output in self.outputs:
-            if left <= 0:
-                break
-            taken.append(output)
-            left -= output.results
-        if left:
-            named = sum(output.results for output in self.outputs)
+        ends = [0, *accumulate(output.results for output in self.outputs)]
+        if results not in ends:
             raise ValueError(
                 f"OpSpec({self.name}): a call with {results} results does not fit outputs, which "
-                f"name {named}: {', '.join(type(output).__name__ for output in self.outputs)}"
+                f"name {ends[-1]}: {', '.join(type(output).__name__ for output in self.outputs)}"
             )
-        return tuple(taken)
+        return self.outputs[: ends.index(results)]
 
     @cached_property
     def consumed_with(self) -> Mapping[str, frozenset[str]]:

@@ -6,8 +6,8 @@ the kind (`integration/patchers/`) replaces it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -281,7 +281,7 @@ def _check_tokens(target: OperatorTarget | FunctionTarget) -> None:
 
 @dataclass(frozen=True)
 class IrTarget(_Routed):
-    """An op of vLLM's IR (`vllm.ir`, in the releases that have it).
+    """An op of vLLM's IR (`vllm.ir`).
 
     Args:
         name: the IR op, as `fused_add_rms_norm`.
@@ -303,7 +303,7 @@ class IrTarget(_Routed):
         return (f"IR op {self.name}",)
 
     def describe(self) -> str:
-        return f"vllm.ir.{self.name}, in the releases that have it"
+        return f"vllm.ir.{self.name}"
 
     @property
     def profiled(self) -> tuple[str, ...]:
@@ -338,14 +338,10 @@ class FusionTarget(Target):
         native: what vLLM computes where the pass is off, by the contract's parameters.
         apart: the same with the results as vLLM's graph has them, where the op's are more than that
             (put together in one tensor, say): what `vllm-fl tune` takes the time of.
-        unfused: operator -> the code that vLLM compiles in its place while `layers` are off, by the
-            operator's parameters. It returns what the operator writes over, in the order of its
-            schema. Graphs have it, of sizes at which the op is left to vLLM.
         own: (a graph, a node of it, the op's operator) -> whether the node was the last of the
             op's parts, and the operator was put there: on a plugin's device, where vLLM lacks the
             pass, one of ours asks it of every node. It finds `parts` as ops of vLLM's IR, or as
             operators of ours. None where nothing does it.
-        in_ir: those of `parts` that `own` finds as ops of vLLM's IR alone.
         begins: (a layer of vLLM's, its VllmConfig) -> whether the op may begin with it. A model
             that makes no such layer does not have the op. None where that tells nothing.
     """
@@ -359,9 +355,7 @@ class FusionTarget(Target):
     layers: tuple[str, ...] = ()
     native: Bound | None = None
     apart: Bound | None = None
-    unfused: Mapping[str, Bound] = field(default_factory=dict)
     own: Callable[[Any, Any, Any], bool] | None = None
-    in_ir: tuple[str, ...] = ()
     begins: Callable[[Any, Any], bool] | None = None
 
     @property

@@ -18,12 +18,9 @@ from ..plugins import loading as _plugins
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..plugins.types import (
-    AttentionImpl,
-    AttentionRequest,
     BackendImplKind,
     BackendPriority,
     OpImpl,
-    PolicyDefaults,
 )
 from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
@@ -36,14 +33,11 @@ from .manager import OpManager
 from .method import dispatch_method
 
 __all__ = [
-    "AttentionImpl",
-    "AttentionRequest",
     "BackendImplKind",
     "BackendPriority",
     "OpImpl",
     "OpManager",
     "OpRegistry",
-    "PolicyDefaults",
     "SelectionPolicy",
     "call_method_op",
     "call_op",
@@ -91,7 +85,7 @@ def reset_default_manager() -> None:
         PolicySealedError: an engine's layers are bound to a plan.
     """
     chosen.policy = None
-    _Found.hidden = False
+    _Discovered.plugins = None
     get_default_manager().reset()
 
 
@@ -156,9 +150,7 @@ _preferring = functools.lru_cache(maxsize=64)(SelectionPolicy.preferring)
 
 
 def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
-    """Find and load the plugins into `registry`, and say what became of each.
-
-    VLLM_FL_PLUGINS and VLLM_FL_PLUGIN_MODULES say which, as at a start.
+    """Find and load the plugins into `registry`, as VLLM_FL_PLUGINS and VLLM_FL_PLUGIN_MODULES say.
 
     Raises:
         SettingsError: one of the two is wrong.
@@ -166,23 +158,22 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
     early = load_startup()
     found = _discovery.discover(early.plugin_modules)
     plugins = _plugins.load(registry, found, only=early.plugins, variables=_TAKEN)
-    _Found.by_hand = plugins
+    _Discovered.plugins = (*(_Discovered.plugins or ()), *plugins)
     return plugins
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """The plugins that were found, and what became of each."""
-    startup = None if _Found.hidden else get_default_manager().startup
-    return (*(startup.plugins if startup else ()), *_Found.by_hand)
+    """The plugins that `discover_plugins` found, or else the plugins of the default manager."""
+    if _Discovered.plugins is not None:
+        return _Discovered.plugins
+    return get_default_manager().registry.plugins
 
 
 def clear_discovered_plugins() -> None:
     """Empty the list of `get_discovered_plugins`; what is registered stays."""
-    _Found.hidden, _Found.by_hand = True, ()
+    _Discovered.plugins = ()
 
 
-class _Found:
-    """The list of `get_discovered_plugins`."""
-
-    hidden = False
-    by_hand: tuple[Plugin, ...] = ()
+class _Discovered:
+    plugins: tuple[Plugin, ...] | None = None
+    """None: `discover_plugins` was not called."""

@@ -87,7 +87,7 @@ class Chain:
         outcome: Exception | str = "" if first is None else first
         for index, impl in enumerate(self.impls):
             if index > 0 or first is None:
-                demoted = self.record.demoted(self.op).get(impl.impl_id)
+                demoted = self.record.demotions.get((self.op, impl.impl_id))
                 if demoted is not None:
                     outcome = demoted
                     causes.append((impl.impl_id, demoted))

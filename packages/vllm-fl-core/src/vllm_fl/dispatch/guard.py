@@ -49,7 +49,7 @@ class Guard:
     def run(self, chain: Chain) -> None:
         """Call the candidates of this chain from now on."""
         first = chain.impls[0]
-        skips = not chain.bare and first.impl_id in chain.record.demoted(chain.op)
+        skips = not chain.bare and (chain.op, first.impl_id) in chain.record.demotions
         self._scope["_chain"] = chain
         self._scope["_fn"] = _skipped if skips else first.fn
         self._scope["_supports"] = _skipped if skips else asked_for(first, chain.spec)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import threading
 import weakref
@@ -14,13 +13,13 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-from ..errors import CallError, NoImplementationError, PolicySealedError
+from ..errors import NoImplementationError, PolicySealedError
 from ..logs import get_logger
 from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
 from ..plugins.types import BackendImplKind, OpImpl
 from ..settings.loading import Settings
-from ..settings.policy import DEFAULT_ORDERS, Rows, SelectionPolicy
+from ..settings.policy import Rows, SelectionPolicy
 from .chain import Chain
 from .context import chosen, override
 from .guard import call_guard, method_guard, uncontracted
@@ -34,9 +33,6 @@ Bound = Callable[..., Any]
 
 current = override.get
 """The policy of the running block, looked up once instead of at every call."""
-
-UNNAMED: Any = object()
-"""Stands for the op of a call that names it by keyword."""
 
 POLICIES_AT_MOST = 64
 """Policies of contexts whose functions are kept: a program may make a new one for every call."""
@@ -142,7 +138,6 @@ class OpManager:
 
         Raises:
             SettingsError: a setting is wrong. The next use tries again.
-            PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
         """
         if self._ready:
             return
@@ -193,7 +188,7 @@ class OpManager:
             registry=self._registry,
             policy=policy or override.get() or self.policy,
             settings=settings or self.settings,
-            disabled=self._record.demotions if disabled is None else disabled,
+            disabled=dict(self._record.demotions) if disabled is None else disabled,
             **more,
         )
 
@@ -229,9 +224,6 @@ class OpManager:
         self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
     ) -> Chain:
         resolver = self.resolver(without_layer=without_layer)
-        policy = resolver.policy
-        if policy.prefer == "stock" and policy.listed(op) is None:
-            self._record.without_stock(DEFAULT_ORDERS[policy.prefer])
         rows: list[tuple[int | None, tuple[OpImpl, ...]]] = []
         for ceiling, trace in resolver.rows(op):
             log.debug("%s", trace)
@@ -244,7 +236,7 @@ class OpManager:
             rows.append((ceiling, impls))
         self._record.announce(op, impls[0])
         spec = self._registry.snapshot().contracts.get(op) or uncontracted(op, impls[0])
-        return Chain(op, tuple(rows), spec, policy.strict, self._record, grants)
+        return Chain(op, tuple(rows), spec, resolver.policy.strict, self._record, grants)
 
     def _bound(self, op: str, grants: frozenset[str] | None = None) -> Bound:
         """`op` as a function; as a method of layers that own `grants` if these are given."""
@@ -265,38 +257,24 @@ class OpManager:
 
     # Calling.
 
-    def call(self, op: str = UNNAMED, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `op` with the contract's arguments. They are left intact.
-
-        The op may also be given as the keyword `op_name`.
+    def call(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call an op with the contract's arguments. They are left intact.
 
         Raises:
+            TypeError: the arguments do not fit the contract's signature.
             CallError: the arguments break the contract.
             UnknownOpError, NoImplementationError, AllFailedError: nothing could run.
         """
         try:
-            bound = self._tables[current()][op]
+            bound = self._tables[current()][op_name]
         except KeyError:
-            if op is UNNAMED:
-                if "op_name" not in kwargs:
-                    raise TypeError("call_op needs the name of an op, first") from None
-                return self.call(kwargs.pop("op_name"), *args, **kwargs)
-            bound = self._bound(op)
-        try:
-            # Passing no keywords on is a third of what this function costs.
-            return bound(*args, **kwargs) if kwargs else bound(*args)
-        except TypeError as error:
-            _blame_signature(op, bound, args, kwargs, error)
-            raise
+            bound = self._bound(op_name)
+        # Passing no keywords on is a third of what this function costs.
+        return bound(*args, **kwargs) if kwargs else bound(*args)
 
-    def call_as_method(self, op: str, instance: object, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `op` as a method of a layer, which provides what the contract says it provides."""
-        bound = self.bind(op, instance)
-        try:
-            return bound(*args, **kwargs)
-        except TypeError as error:
-            _blame_signature(op, bound, args, kwargs, error)
-            raise
+    def call_as_method(self, op_name: str, instance: object, /, *args: Any, **kwargs: Any) -> Any:
+        """Call an op as a method of a layer, which provides what the contract says it provides."""
+        return self.bind(op_name, instance)(*args, **kwargs)
 
     def bind(self, op: str, instance: object, grants: frozenset[str] = frozenset()) -> Bound:
         """`op` as a method of `instance`: the contract without what the layer provides.
@@ -347,7 +325,7 @@ class OpManager:
         if self._seals:
             return False  # an engine relies on the plan: nothing could take the demotion back
         with self._lock:
-            if impl_id not in self._record.demoted(op):
+            if (op, impl_id) not in self._record.demotions:
                 self._record.demote(op, impl_id, why)
                 self._forget()
         return True
@@ -421,20 +399,6 @@ def set_global_policy(policy: SelectionPolicy | None) -> None:
     chosen.policy = policy
     for manager in following:
         manager.set_policy(None)
-
-
-def _blame_signature(
-    op: str, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
-) -> None:
-    """Raise CallError when the call does not fit the signature; another TypeError is not ours."""
-    signature = inspect.signature(bound)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as mismatch:
-        quoted = str(mismatch).split("'")
-        argument = quoted[1] if len(quoted) > 2 else "(call)"
-        problem = f"does not fit {op}{signature}: {mismatch}"
-        raise CallError(op, argument, problem, cause=error) from error
 
 
 _managers: weakref.WeakSet[OpManager] = weakref.WeakSet()

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from ..errors import OwnerError
@@ -66,14 +66,8 @@ def foreign_platform() -> ForeignPlatform | None:
 
 
 def targets_cpu() -> bool:
-    """Whether VLLM_TARGET_DEVICE has vLLM take its platform for the CPU and ask no plugin.
-
-    Before 0.28 it asked them all the same.
-    """
-    if os.environ.get("VLLM_TARGET_DEVICE", "").lower() != "cpu":
-        return False
-    _, version = vllm_release() or ("", "")
-    return not version.startswith(("0.26.", "0.27."))
+    """Whether VLLM_TARGET_DEVICE makes vLLM take its platform for the CPU and ask no plugin."""
+    return os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu"
 
 
 def vllms_own() -> str | None:
@@ -124,17 +118,14 @@ def foreign_platforms() -> tuple[ForeignPlatform, ...]:
 
     They are asked as vLLM asks them, VLLM_PLUGINS included; one that fails is out for vLLM as well.
     """
-    allowed = os.environ.get("VLLM_PLUGINS")
-    found = []
-    for entry in _installed(tuple(sys.path)):
-        if entry.name == "fl" or (allowed is not None and entry.name not in allowed.split(",")):
-            continue
-        name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
-        release = f"{name} {version}" if version else name
-        answer = _answer(entry, release)
-        if answer is not None:
-            found.append(ForeignPlatform(entry.name, name, release, str(answer)))
-    return tuple(found)
+    named = os.environ.get("VLLM_PLUGINS")
+    allowed = None if named is None else named.split(",")
+    found = (
+        _answer(entry)
+        for entry in _installed(tuple(sys.path))
+        if entry.name != "fl" and (allowed is None or entry.name in allowed)
+    )
+    return tuple(each for each in found if each is not None)
 
 
 def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> OwnerError:
@@ -160,27 +151,23 @@ def _installed(path: tuple[str, ...]) -> list[Any]:
     return entry_points(ENGINE_GROUPS[0])
 
 
-_answers: dict[tuple[str, str], object] = {}
-"""(name, value) of an entry point -> what it has answered in this process."""
+@cache
+def _answer(entry: Any) -> ForeignPlatform | None:
+    """Ask another platform plugin, once: vLLM asks us several times.
 
-
-def _answer(entry: Any, release: str) -> object:
-    """What another platform plugin answers. It is asked once: vLLM asks us several times.
-
-    It is asked in silence, since vLLM asks it, too, and then it says what it has to say.
+    Its log lines are not shown, since vLLM asks it, too.
     """
-    key = entry.name, entry.value
-    if key not in _answers:
-        whose = f"plugin {entry.name!r} for vLLM's platform of {release}"
-        if whose in ENDED:  # it ended a process of this command before
-            return None
-        answer = None
-        try:
-            with running(f"the answer of {whose}"), silence():
-                answer = entry.load()()
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # vLLM takes it for one that does not answer
-            log.debug("platform plugin %r of %s failed", entry.name, release, exc_info=True)
-        _answers[key] = answer
-    return _answers[key]
+    name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
+    release = f"{name} {version}" if version else name
+    whose = f"plugin {entry.name!r} for vLLM's platform of {release}"
+    if whose in ENDED:  # it ended a process of this command before
+        return None
+    try:
+        with running(f"the answer of {whose}"), silence():
+            answer = entry.load()()
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # vLLM takes it for one that does not answer
+        log.debug("platform plugin %r of %s failed", entry.name, release, exc_info=True)
+        return None
+    return None if answer is None else ForeignPlatform(entry.name, name, release, str(answer))

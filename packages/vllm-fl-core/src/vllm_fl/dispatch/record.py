@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -62,8 +62,8 @@ class Record:
         """Calls of which this is the first candidate; only under VLLM_FL_DISPATCH_DEBUG=1."""
         self._moved: Counter[Key] = Counter()
         """Calls that went to this implementation from another, less those that went from it."""
-        self._demoted: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        """Op -> impl id -> why. The inner tables are emptied, never replaced: guards know them."""
+        self.demotions: dict[Key, str] = {}
+        """Why an implementation was demoted."""
         self.guards: weakref.WeakSet[Switched] = weakref.WeakSet()
         """Every guard that was compiled for it, bare ones too, which a demotion does not switch."""
         self._announced: dict[str, str] = {}
@@ -76,11 +76,9 @@ class Record:
     @property
     def calls(self) -> Counter[Key]:
         """Calls, each counted to who computed it; only under VLLM_FL_DISPATCH_DEBUG=1."""
-        asked = Counter(self._asked)
-        counted = {op for op, _ in asked}
+        counted = {op for op, _ in list(self._asked)}
         moved = {key: count for key, count in list(self._moved.items()) if key[0] in counted}
-        asked.update(moved)
-        return +asked
+        return self._asked + Counter(moved)
 
     def passed_over(self) -> dict[Key, str]:
         """Those that refused calls of which they are the first candidate and, all in all, left more
@@ -108,42 +106,27 @@ class Record:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is called inside the block is not counted; `is_aside` says so to other threads."""
-        tables = (self.fallbacks, self.refusals, self._asked, self._moved)
-        kept = [Counter(table) for table in tables]
+        kept = self.fallbacks, self.refusals, self._asked, self._moved
+        self.fallbacks, self.refusals, self._asked, self._moved = map(Counter, kept)
         self.is_aside = True
         try:
             yield
         finally:
-            for table, before in zip(tables, kept, strict=True):
-                table.clear()
-                table.update(before)
+            self.fallbacks, self.refusals, self._asked, self._moved = kept
             self.is_aside = False
 
     # What is demoted.
 
-    @property
-    def demotions(self) -> dict[Key, str]:
-        """(op, impl id) -> why it was demoted."""
-        return {
-            (op, impl_id): why
-            for op, demoted in list(self._demoted.items())
-            for impl_id, why in list(demoted.items())
-        }
-
-    def demoted(self, op: str) -> Mapping[str, str]:
-        """Impl id -> why it was demoted, for one op; always the same object."""
-        return self._demoted[op]
-
     def demote(self, op: str, impl_id: str, why: str) -> None:
         """Demote `impl_id` from now on."""
-        self._demoted[op][impl_id] = why
+        self.demotions[op, impl_id] = why
         self._switch(op)
 
     def end_demotions(self, op: str | None = None) -> None:
         """Take back what was demoted for `op`, or for every op."""
-        for name in list(self._demoted):
+        for name, impl_id in list(self.demotions):
             if op in (None, name):
-                self._demoted[name].clear()
+                del self.demotions[name, impl_id]
                 self._switch(name)
 
     def clear(self) -> None:
@@ -191,7 +174,7 @@ class Record:
         self._moved[op, impl.impl_id] += 1
         if self._once("fallback", op, first.impl_id, impl.impl_id):
             self._log.info("Op '%s' fallback to %s", op, describe(impl))
-        if first.impl_id in self._demoted[op]:
+        if (op, first.impl_id) in self.demotions:
             self._announced[op] = impl.impl_id
 
     def unfounded(self, op: str, impl: OpImpl) -> None:
@@ -202,14 +185,6 @@ class Record:
                 "can be called (its binding's native): '%s' runs there",
                 op,
                 impl.impl_id,
-            )
-
-    def without_stock(self, order: Sequence[str]) -> None:
-        """`stock` is preferred, which a script does not have: its ops go by `order`."""
-        if self._once("without stock"):
-            self._log.info(
-                "prefer is 'stock', which is for engines; in a script ops without a list go by %s",
-                "|".join(order),
             )
 
     def announce(self, op: str, impl: OpImpl) -> None:

@@ -13,9 +13,10 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
+from ..plugins.inspection import Key
 from ..plugins.plugin import Owner, Plugin
 from ..plugins.types import Impl, LayerImpl, OpImpl
-from ..settings.schema import Settings
+from ..settings.schema import Setting, Settings
 from .plan import Plan
 
 CORE = "vllm-fl-core"
@@ -32,93 +33,67 @@ NO_CODE = {"__pycache__", ".git"}
 
 def fingerprint(
     plan: Plan,
-    owners: Mapping[tuple[str, str], Owner],
+    owners: Mapping[Key, Owner],
     authors: Mapping[str, Owner] = MappingProxyType({}),
     *,
-    table: str = "",
     required: str = "",
     settings: Settings | None = None,
     plugins: Iterable[Plugin] = (),
 ) -> dict[str, Any]:
-    """Return what the plan consists of, as JSON-able data: two equal ones run the same code.
+    """Return the contents of a plan, JSON-able: two plans with equal contents run the same code.
 
     Args:
         plan: the plan.
         owners: (op, impl id) -> the owner of the implementation.
         authors: op -> the owner of its contract and its binding.
-        table: the digest of the table by which it was made; empty without one.
-        required: what its implementations were required to be; empty for nothing.
+        required: the property that implementations must have, or empty.
         settings: the engine's settings.
         plugins: the loaded plugins.
 
     Returns:
-        `mode`, `strict`, `ops`, for each op that has candidates of ours these, each with its
-        distribution and the hash of that distribution's code; for an op that is ordered by size
-        those of each row too, as `rms_norm(<=16)`; `contracts`, the same of the contracts of
-        planned ops; the `versions` of what computes beneath them, and in `settings` those that the
-        plugins declare which are in it: a compiler makes what code reads of them a part of what it
-        compiles.
+        `mode`, `strict` and `required`; `ops`, the candidates of each op, with the hash of their
+        code, by size also of each row, as `rms_norm(<=16)`; `contracts`, the code of the contracts
+        of planned ops; `versions` of what is below; `settings` of the plan's plugins, whose values
+        a compiler may have made a part of its code.
     """
-
-    def candidates(op: str, impls: Iterable[Impl]) -> list[dict[str, Any]]:
-        return [_candidate(impl, owners.get((op, impl.impl_id), Owner(""))) for impl in impls]
-
-    declared = {} if settings is None else _declared(plan, owners, authors, settings, plugins)
+    rows = {
+        f"{op}(<={ceiling})" if ceiling else op: [
+            (impl, owners.get((op, impl.impl_id), Owner(""))) for impl in impls
+        ]
+        for op, entry in plan.entries.items()
+        if any(impls for _, impls in entry.candidates)
+        for ceiling, impls in entry.candidates
+    }
+    authors = {op: each for op, each in sorted(authors.items()) if not plan.is_stock(op)}
+    used = {owner for row in rows.values() for _, owner in row} | {*authors.values()}
+    keys = sorted(each.key for p in plugins if p.owner in used for each in p.settings)
     return {
         "mode": plan.mode,
         "strict": plan.strict,
-        "ops": {
-            f"{op}(<={ceiling})" if ceiling else op: candidates(op, impls)
-            for op, entry in plan.entries.items()
-            if any(impls for _, impls in entry.candidates)
-            for ceiling, impls in entry.candidates
-        },
+        "required": required,
+        "ops": {op: [_candidate(impl, owner) for impl, owner in row] for op, row in rows.items()},
         "contracts": {
             op: code_facts(author, plan.contracts[op].oracle.__module__)
-            for op, author in sorted(authors.items())
-            if op in plan.entries and not plan.is_stock(op)
+            for op, author in authors.items()
         },
         "versions": versions(),
-        **({"table": table} if table else {}),
-        **({"required": required} if required else {}),
-        **({"settings": declared} if declared else {}),
+        "settings": {key: _values(settings[key]) for key in keys if settings and key in settings},
     }
+
+
+def _values(setting: Setting) -> list[Any]:
+    """Return a setting's value, and the text of its variable if a file has overridden that.
+
+    Code of a plugin may read either.
+    """
+    texts = [text for text, origin in setting.overrides if origin.startswith("environment")]
+    return [setting.value, *texts]
 
 
 def versions() -> dict[str, str]:
     """Return the versions of what is below every implementation; of core also the code."""
     beneath = {name: found for name in BENEATH if (found := version(name))}
     return {**beneath, CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}"}
-
-
-def _declared(
-    plan: Plan,
-    owners: Mapping[tuple[str, str], Owner],
-    authors: Mapping[str, Owner],
-    settings: Settings,
-    plugins: Iterable[Plugin],
-) -> dict[str, list[Any]]:
-    """Return key -> value of the settings that the owners of planned code declare.
-
-    The value is followed by the text of its variable if a file has overridden that: code of the
-    plugin may read either.
-    """
-    acting = {
-        owners.get((op, impl.impl_id))
-        for op, entry in plan.entries.items()
-        for _, impls in entry.candidates
-        for impl in impls
-    }
-    acting |= {author for op, author in authors.items() if not plan.is_stock(op)}
-    keys = [spec.key for plugin in plugins if plugin.owner in acting for spec in plugin.settings]
-    return {
-        key: [
-            settings[key].value,
-            *(text for text, origin in settings[key].overrides if origin.startswith("environment")),
-        ]
-        for key in sorted(keys)
-        if key in settings
-    }
 
 
 def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:

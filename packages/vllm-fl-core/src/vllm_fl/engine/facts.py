@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from ..plugins.installed import installed_version
 
 if TYPE_CHECKING:
     import torch
 
     from ..contracts import ModelSizes
     from ..plugins.types import AttentionRequest, CommunicatorRequest, LayerRequest
-    from ..settings.devices import Device
     from ..settings.loading import Settings
     from ..settings.policy import Mode
 
@@ -33,8 +34,6 @@ class EngineFacts:
         attention_backend: the name of the attention backend that vLLM was told to take, or None.
         batch_invariant: whether vLLM was told to use its batch-invariant kernels.
         compile_backend: what vLLM compiles the model with; empty for its default.
-        passes_on: vLLM's passes that are on, of those that take an op of ours into a kernel of
-            their own.
         passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
         absent: the ops that the model cannot have, as their bindings read its configuration, and
             those that only layers run, of which it has none.
@@ -44,7 +43,7 @@ class EngineFacts:
         by_range: whether vLLM compiles the model for each range of token counts apart, and runs its
             passes over the graphs.
         foreign: op -> its layers that another plugin of vLLM's has replaced -> whose they are.
-        device: the class of the device; None where no setting is for one, or nobody knows it.
+        device: the name of the device; empty if no setting is for one, or it is not known.
     """
 
     settings: Settings
@@ -55,18 +54,37 @@ class EngineFacts:
     communicator: CommunicatorRequest | None = None
     layers: LayerRequest | None = None
     custom_ops: tuple[str, ...] = ()
-    ir_priority: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ir_priority: Mapping[str, Sequence[str]] = field(default_factory=dict)
     attention_backend: str | None = None
     batch_invariant: bool = False
     compile_backend: str = ""
-    passes_on: frozenset[str] = frozenset()
-    passes_off: tuple[str, ...] = ()
+    passes_off: Sequence[str] = ()
     absent: frozenset[str] = frozenset()
     provided: Mapping[str, tuple[Mapping[str, torch.dtype], ...]] = field(default_factory=dict)
     captured: tuple[int, ...] = ()
     by_range: bool = False
     foreign: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    device: Device | None = None
+    device: str = ""
+
+    @property
+    def ordered(self) -> EngineFacts:
+        """Return these facts with the orders for the device among the settings."""
+        settings = self.settings.with_devices(self.device, self.mode)
+        return self if settings is self.settings else replace(self, settings=settings)
+
+    def with_checked_table(self) -> EngineFacts:
+        """Return these facts without the orders of a table that does not hold here."""
+        table = self.settings.tuned
+        if table is None:
+            return self
+        why = table.differs(self.device, installed_version)
+        if not why and not any(
+            order.of_table and order.order.rows(self.mode)
+            for orders in self.settings.by_device.values()
+            for order in orders
+        ):
+            why = f"it has no orders for {self.mode} engines"
+        return replace(self, settings=self.settings.without_table(why)) if why else self
 
     @property
     def wants_invariance(self) -> str:
@@ -88,8 +106,3 @@ class EngineFacts:
             return f"custom_ops has -{registered}"
         is_off = "none" in self.custom_ops and f"+{registered}" not in self.custom_ops
         return "custom_ops has none" if is_off and self.mode == "eager" else ""
-
-    def lowering(self, device: torch.device) -> str:
-        """What lowers the compiled model, as far as it can be called without vLLM's passes."""
-        is_inductor = self.compile_backend in ("", "inductor")
-        return "inductor" if is_inductor and device.type in ("cpu", "cuda") else "aot_eager"

@@ -8,7 +8,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 Named = TypeVar("Named")
 
-LONGEST, NAMED = 200, 5
-"""The characters of a start line, and how many ops it names at most."""
-
 log = get_logger("engine")
 
 
@@ -54,7 +51,7 @@ class PlanEntry:
     Args:
         op: the op's name.
         rows: every candidate with what was decided about it, by the size of a call.
-        note: why the op is left as it is against the traces (a setting of vLLM's), or empty.
+        note: why vLLM keeps the op against the traces, or empty.
     """
 
     op: str
@@ -139,12 +136,8 @@ class PlanEntry:
         told: dict[str, Any] = {"impl": self._label(self.candidates[-1][1]), "reason": self.reason}
         if self.ceilings:
             told["rows"] = [
-                {
-                    "up_to": ceiling,
-                    "impl": self._label(trace.before_stock),
-                    "reason": _reason(trace),
-                }
-                for ceiling, trace in self.rows[:-1]
+                {"up_to": n, "impl": self._label(trace.before_stock), "reason": _reason(trace)}
+                for n, trace in self.rows[:-1]
             ]
         return told
 
@@ -168,13 +161,12 @@ class Plan:
         entries: by op name.
         strict: whether a failure is raised instead of falling to the next candidate.
         counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
-        record: what was counted while the plan served, and what was demoted at start.
-        kept_layers: classes of vLLM's that the user leaves alone, though their op is planned.
-        whole: ops that a compiler takes whole, whatever their implementation: passes find them so.
+        record: counters, and what was disabled at startup.
+        kept_layers: classes of vLLM that settings exclude, though their op is planned.
+        whole: ops that are operators in compiled graphs, since passes find them by that.
         contracts: every op's contract.
-        place: its place among the plans that serve compiled engines of this process, from 1 on
-            (`take_place`). Operators of torch are one per process and name; those of two plans
-            that serve at once differ by it.
+        place: its number among the plans of compiled engines in this process (`take_place`), by
+            which the names of their operators differ: torch has one operator of a name.
     """
 
     mode: Mode
@@ -235,18 +227,13 @@ class Plan:
     def without_layer(
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
     ) -> Callable[..., Any] | None:
-        """Return the op by the contract's parameters, for uncompiled callers without a layer.
+        """Return the op for uncompiled callers without a layer, with arguments as for `chain`.
 
-        Args:
-            op, grants, last: as for `chain`.
-
-        Returns:
-            None if the op is stock, or all of its candidates take the calling layer.
+        None if the op is stock, or all of its candidates take the calling layer.
         """
         if not self.callable(op):
             return None
-        chain = self.chain(op, grants, last=last, without_layer=True)
-        return call_guard(chain)
+        return call_guard(self.chain(op, grants, last=last, without_layer=True))
 
     def callable(self, op: str) -> tuple[OpImpl, ...]:
         """The op's candidates that can be called without a layer; none where it is stock."""
@@ -350,19 +337,6 @@ class Plan:
         # Traced code has no second try: no exception reaches it, and Dynamo keeps no branch.
         return guard(chain.of(first, bare=True))
 
-    def computes(self, impl: OpImpl) -> bool:
-        """Return whether a guard's candidate computes its op for this plan in the call itself.
-
-        vLLM's implementation is not of the plan, and inside an operator another guard computes.
-        """
-        from .opaque import is_opaque
-
-        entry = self.entries.get(impl.op_name)
-        own = next((i for i in entry.impls if i.impl_id == impl.impl_id), None) if entry else None
-        if entry is None or not isinstance(own, OpImpl):
-            return False
-        return impl.fn is own.fn or not (entry.ceilings or is_opaque(own))
-
     def as_compiled(self, op: str, first: OpImpl, *, inlined: bool = False) -> Callable[..., Any]:
         """Return the op as compiled code calls it, for verification: without counters, in place 0.
 
@@ -379,46 +353,6 @@ class Plan:
         chain = Chain(op, ((None, impls),), spec, self.strict, plan.record, spec.consumable)
         return plan._guard(chain, asks_layer=False, compiled=True, inlined=inlined)
 
-    def line(self, *facts: str, not_reached: Collection[str] = ()) -> str:
-        """Return the plan in one line of at most `LONGEST` characters, for the log of a startup.
-
-        It has the number of the ops that vLLM does not compute, and the first of them: classes,
-        functions, then ops of another plugin of vLLM.
-
-        Args:
-            facts: phrases that follow the mode.
-            not_reached: the planned ops that this engine does not call: they do not count.
-        """
-        named = sorted(self.entries, key=lambda op: op in self.contracts)
-        ours = [op for op in named if any(impls for _, impls in self.entries[op].candidates)]
-        others = [op for op in named if self.entries[op].label == FOREIGN.token]
-        served = [op for op in (*ours, *others) if op not in not_reached]
-        told, left = "", len(served)
-        head = f"vllm-fl: {left} op{'s' * (left != 1)} planned"
-        tail = f" ({'; '.join([self.mode, *facts])})"
-        for op in served[:NAMED]:
-            longer = f"{told} {op}={self.entries[op].label}"
-            if len(f"{head}:{longer} and {left} more{tail}") <= LONGEST:
-                told, left = longer, left - 1
-        more = f" and {left} more" if told and left else ""
-        if not served:
-            told = " all is vLLM's own code"
-        return f"{head}{told and ':'}{told}{more}{tail}"
-
-    def notes(self, not_reached: Collection[str] = ()) -> list[str]:
-        """Return phrases: why vLLM keeps ops against the policy, and what is not verified."""
-        unseen = sorted(op for op in not_reached if op in self.entries)
-        notes = [
-            f"{op}: {entry.reason}"
-            for op, entry in self.entries.items()
-            if entry.note or entry.label == FOREIGN.token
-        ]
-        if self.layers:
-            notes.append(f"not verified, as whole layers: {' '.join(self.layers)}")
-        if unseen:
-            notes.append(f"not reached: {', '.join(unseen)}")
-        return notes
-
 
 def make_plan(
     manager: OpManager,
@@ -430,8 +364,7 @@ def make_plan(
 ) -> Plan:
     """Resolve every contract's op, the attention backend, the communicator and whole layers.
 
-    An op that the model cannot have is left out, unless the user's settings name it. A single rank
-    has no communicator.
+    An op that the model cannot have is left out, unless the user's settings name it.
 
     Args:
         manager: has the installed implementations.
@@ -469,7 +402,7 @@ def make_plan(
         traces = resolver.rows(op)
         if facts.wants_invariance:  # two implementations are two sets of bits
             traces = traces[-1:]
-        # A row for more tokens than the largest batch has never runs, and is no size of its own.
+        # A row for more tokens than the largest batch never runs.
         reached = [(n, trace) for n, trace in traces if n is not None and n < largest]
         rows = (*reached, (None, traces[len(reached)][1]))
         entries[op] = PlanEntry(op, joined(rows, _run_the_same), notes.get(op, ""))
@@ -484,9 +417,8 @@ def make_plan(
 
 
 def _run_the_same(one: Trace, other: Trace) -> bool:
-    """Whether calls of two sizes run the same, which may be nothing."""
-    admits = bool(one.admitted), bool(other.admitted)
-    return one.before_stock == other.before_stock and admits[0] == admits[1]
+    """Return whether calls of two sizes have the same candidates."""
+    return one.before_stock == other.before_stock and bool(one.admitted) == bool(other.admitted)
 
 
 _places: set[int] = set()
@@ -494,10 +426,7 @@ _choosing = threading.Lock()
 
 
 def take_place(plan: Plan) -> Plan:
-    """Return `plan` in the first place that no other compiled plan of this process has.
-
-    An eager plan needs none: it names nothing in torch.
-    """
+    """Return a compiled plan in the first place that no other one of this process has."""
     if plan.mode == "eager":
         return plan
     with _choosing:

@@ -1,15 +1,16 @@
-"""Our entry in `additional_config`: what an engine's configuration carries to its workers."""
+"""What an engine carries to its workers: our entry in `additional_config`, and variables by Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from ..settings.loading import Settings
+from ..settings.loading import STARTUP, Settings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 KEY = "vllm_fl"
 """Our entry in vLLM's `additional_config`, which vLLM hashes into its compile-cache key."""
@@ -64,11 +65,6 @@ def is_sealed(vllm_config: VllmConfig) -> bool:
     return "plan" in entry_of(vllm_config)
 
 
-def turned_on(vllm_config: VllmConfig) -> set[str]:
-    """The layers, by the names in `custom_ops`, that are on because of the plan alone."""
-    return {name.removeprefix("+") for name in entry_of(vllm_config).get("enabled", ())}
-
-
 def digest_of(vllm_config: VllmConfig) -> str:
     """The digest of the sealed plan; empty before it is sealed."""
     return str(entry_of(vllm_config).get("plan", ""))
@@ -84,9 +80,33 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
     if not isinstance(entry, Carried):
         raise SettingsError(
             f"additional_config: {KEY!r} is vllm-fl's own entry and cannot be set by hand; "
-            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl policy` shows them). "
+            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl settings` shows them). "
             "Remove it.",
             key=KEY,
             origin="additional_config",
         )
     return entry
+
+
+def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
+    """Let Ray start an engine's workers with our variables that say how a process starts.
+
+    All other settings travel in the engine's configuration. These are read before a process has
+    one, while vLLM chooses its platform; and Ray's processes inherit the environment of their
+    node. vLLM's Ray executors set the engine's own variables in a worker only after that.
+
+    What `ray_runtime_env` sets itself stays.
+
+    Args:
+        parallel: the engine's; without Ray it stays as it is.
+        env: the environment; by default the process's own.
+    """
+    if not parallel.use_ray:
+        return
+    names = [variable for spec in STARTUP.values() for variable in spec.variables]
+    carried = {name: env[name] for name in names if name in env}
+    if not carried:
+        return
+    env_of_ray = dict(parallel.ray_runtime_env or {})
+    env_of_ray["env_vars"] = {**carried, **env_of_ray.get("env_vars", {})}
+    parallel.ray_runtime_env = env_of_ray  # vLLM hands any mapping on to Ray

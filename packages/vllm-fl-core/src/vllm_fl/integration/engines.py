@@ -20,11 +20,11 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..engine.plan import Plan
-from ..engine.tables import Standing
 from ..logs import get_logger
 from ..plugins.inspection import Key, Moment
 from ..text import quote, scrub
-from .ranks import Disabled, exchange
+from .exchange import exchange
+from .ranks import Disabled
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,6 @@ class Engine:
         digest: the sealed plan's.
         groups: what makes the communicators of vLLM's groups of ranks; None if vLLM does.
         worker_facts: what plugins have reported, by distribution.
-        table: what becomes of the table that the settings name.
         disabled: (op, impl id) -> why it is off on all ranks.
         wrong: (op, impl id) -> why, of what the last check found wrong and serves all the same.
         unused: planned op -> why this engine is not seen to call it.
@@ -85,7 +84,6 @@ class Engine:
     digest: str = ""
     groups: Any = None
     worker_facts: dict[str, Any] = field(default_factory=dict)
-    table: Standing = field(default_factory=Standing)
     disabled: dict[Key, Disabled] = field(default_factory=dict)
     wrong: dict[Key, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
@@ -233,22 +231,6 @@ def calling(engine: Engine | None) -> Iterator[None]:
         yield
     finally:
         _thread.engine = before
-
-
-@contextmanager
-def without(engine: Engine) -> Iterator[None]:
-    """What this process calls inside the block is not called by `engine`: it gets vLLM's own.
-
-    For a process in which one thread alone runs the model.
-    """
-    known = {key: entry for key, entry in _engines.items() if entry[0] is engine}
-    for key in known:
-        del _engines[key]
-    try:
-        with calling(None):
-            yield
-    finally:
-        _engines.update(known)
 
 
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -164,12 +164,10 @@ def _alone(vllm_config: VllmConfig) -> VllmConfig:
     alone = copy.copy(vllm_config)
     for name, changed in parts.items():
         part = copy.copy(getattr(vllm_config, name))
-        for key, value in vars(part).items() if part is not None else ():
-            if isinstance(value, dict | list | set):
-                object.__setattr__(part, key, copy.copy(value))
-        for key, value in changed.items():
-            object.__setattr__(part, key, value)
-        object.__setattr__(alone, name, part)
+        if part is not None:  # the parts are frozen
+            tables = {k: v for k, v in vars(part).items() if isinstance(v, dict | list | set)}
+            vars(part).update({k: copy.copy(v) for k, v in tables.items()} | changed)
+        vars(alone)[name] = part
     alone.compilation_config.static_forward_context = {}
     return alone
 
@@ -182,20 +180,10 @@ def _one_rank() -> Iterator[None]:
 
     def group(name: str) -> Any:
         made = object.__new__(parallel_state.GroupCoordinator)
-        vars(made).update(
-            unique_name=name,
-            rank=0,
-            ranks=[0],
-            local_rank=0,
-            rank_in_group=0,
-            world_size=1,
-            cpu_group=None,
-            device_group=None,
-            device=torch.device("cpu"),
-            device_communicator=None,
-            use_device_communicator=False,
-            mq_broadcaster=None,
-        )
+        vars(made).update(dict.fromkeys(("rank", "local_rank", "rank_in_group"), 0))
+        vars(made).update(dict.fromkeys(("cpu_group", "device_group", "mq_broadcaster")))
+        vars(made).update(device_communicator=None, use_device_communicator=False)
+        vars(made).update(unique_name=name, ranks=[0], world_size=1, device=torch.device("cpu"))
         return made
 
     groups = {

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
-    from ..plugins.types import OpImpl
     from ..settings.loading import Settings
     from .engines import Engine
 
@@ -62,14 +61,16 @@ class Patcher:
         return frozenset()
 
     def note_user(self, vllm_config: VllmConfig) -> Mapping[str, Any]:
-        """Return the user's own settings of vLLM that vLLM overwrites later."""
+        """Return the fields of `EngineFacts` for settings of vLLM that vLLM overwrites later.
+
+        They travel with the configuration: lists instead of tuples.
+        """
         return {}
 
     def request(
         self,
         vllm_config: VllmConfig,
         settings: Settings,
-        noted: Mapping[str, Any],
         /,
         *,
         compiled: bool,
@@ -79,7 +80,6 @@ class Patcher:
         Args:
             vllm_config: the engine's configuration, which may have no model.
             settings: the engine's settings.
-            noted: what `note_user` returned.
             compiled: whether vLLM compiles the model.
         """
         return {}
@@ -150,15 +150,6 @@ class Patcher:
 
     def compiled(self, engine: Engine) -> None:
         """Report on the compiled model, after vLLM's warm-up."""
-
-    def own_form(self, op: str, target: Any, device: torch.device) -> OpImpl | None:
-        """Return vLLM's implementation of an op at a target, for calls without an engine.
-
-        Returns:
-            None if this vLLM has no such kernel or function, or if it cannot be called alone. A
-            target without kernel or function may have PyTorch code (`Target.plain`).
-        """
-        return None
 
     def report(self, engine: Engine) -> Mapping[str, Any]:
         """Return top-level keys of the worker's report."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from .patcher import Patcher, WhyNot
 from .patchers.attention import Attention
@@ -18,14 +18,12 @@ from .patchers.torch_operators import OperatorsInGraphs
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..contracts.targets import Target
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
-    from ..plugins.types import OpImpl
     from .engines import Engine
+
+K, V = TypeVar("K"), TypeVar("V")
 
 PATCHERS: tuple[Patcher, ...] = (
     Layers(),
@@ -38,6 +36,11 @@ PATCHERS: tuple[Patcher, ...] = (
     Fusions(),
     OperatorsInGraphs(),
 )
+
+
+def merged(asked: Callable[[Patcher], Mapping[K, V]]) -> dict[K, V]:
+    """Return what a method of every patcher returns, in one mapping."""
+    return {key: value for each in PATCHERS for key, value in asked(each).items()}
 
 
 def why_not(facts: EngineFacts) -> WhyNot:
@@ -55,18 +58,8 @@ def why_not(facts: EngineFacts) -> WhyNot:
 
 def by_range(plan: Plan) -> dict[str, Chain]:
     """Return every patcher's ops that graphs can have by range of sizes, in the plan's order."""
-    found = {op: chain for each in PATCHERS for op, chain in each.by_range(plan).items()}
+    found = merged(lambda each: each.by_range(plan))
     return {op: found[op] for op in plan.entries if op in found}
-
-
-def faults(plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """Return the planned classes that cannot be used in this process: (op, impl id) -> why."""
-    return {key: why for each in PATCHERS for key, why in each.faults(plan, facts).items()}
-
-
-def contents(plan: Plan) -> dict[str, Any]:
-    """Return the code of others that computes under the plan."""
-    return {key: told for each in PATCHERS for key, told in each.contents(plan).items()}
 
 
 def opening(engine: Engine) -> AbstractContextManager[None]:
@@ -85,14 +78,3 @@ def _all_of(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None
         for each in contexts:
             stack.enter_context(each)
         yield
-
-
-def own_form(op: str, target: Target, device: torch.device) -> OpImpl | None:
-    """Return vLLM's implementation of an op at a target, by the target's patcher."""
-    of_kind = (patcher for patcher in PATCHERS if patcher.kind is type(target))
-    return next(of_kind).own_form(op, target, device)
-
-
-def report(engine: Engine) -> dict[str, Any]:
-    """Return what the patchers add to the worker's report."""
-    return {key: told for each in PATCHERS for key, told in each.report(engine).items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..contracts.binding import Binding
 from ..contracts.sizes import model_sizes
@@ -12,18 +12,16 @@ from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
-from ..engine.tables import Standing, standing, under
 from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.verifiers import unread, unverified
-from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
 from .carried import KEY, entry_of, is_sealed
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
 from .graphs import ranges
-from .patching import PATCHERS, by_range, why_not
+from .patching import PATCHERS, by_range, merged, why_not
 from .targets import installed_bindings
 
 if TYPE_CHECKING:
@@ -56,10 +54,8 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     backend = vllm_config.attention_config.backend
     entry = entry_of(vllm_config)
     compiled = compilation.mode not in (None, CompilationMode.NONE)
-    requests: dict[str, Any] = {}
-    for patcher in PATCHERS:
-        requests |= patcher.request(vllm_config, settings, entry, compiled=compiled)
-    return EngineFacts(
+    requests = merged(lambda each: each.request(vllm_config, settings, compiled=compiled))
+    facts = EngineFacts(
         settings,
         "compiled" if compiled else "eager",
         dtype=model.dtype if model else None,
@@ -68,12 +64,6 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         attention_backend=None if backend is None else backend.name,
         batch_invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
         compile_backend=compilation.backend,
-        passes_on=frozenset(
-            name
-            for binding in installed_bindings().values()
-            for name in binding.fused_by
-            if getattr(compilation.pass_config, name, False)
-        ),
         absent=frozenset(
             op
             for op, binding in installed_bindings().items()
@@ -81,46 +71,22 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
-        device=device_class() if settings.by_device else None,
+        device=device_name() if settings.by_device or settings.tuned else "",
+        **entry.get("user", {}),
         **requests,
     )
+    return facts.with_checked_table()
 
 
-def device_class() -> Device | None:
-    """The class of the device that vLLM serves on here, asked for without opening it.
-
-    None where vLLM's platform does not tell it, as without a device.
-    """
+def device_name() -> str:
+    """Return the name of vLLM's device, without opening it; empty if the platform has none."""
     from vllm.platforms import current_platform
 
     try:
-        capability = current_platform.get_device_capability()
-        name = current_platform.get_device_name()
+        return str(current_platform.get_device_name())
     except Exception as error:  # platforms are anybody's
         log.debug("the platform does not tell its device: %s", error)
-        return None
-    told = "" if capability is None else f"{capability.major}.{capability.minor}"
-    return Device(str(name), told)
-
-
-def refuse_batch_invariance(platform: str) -> None:
-    """End the start where vLLM was told to be batch-invariant and has no kernels for it.
-
-    Args:
-        platform: vLLM's own platform, as settings name it.
-
-    Raises:
-        SettingsError: VLLM_BATCH_INVARIANT on the CPU.
-    """
-    from vllm import envs
-
-    if platform == "cpu" and getattr(envs, "VLLM_BATCH_INVARIANT", False):
-        raise SettingsError(
-            "VLLM_BATCH_INVARIANT=1: vLLM has no batch-invariant kernels for the CPU. Unset it; "
-            "VLLM_FL_REQUIRE=batch_invariant holds for the ops of vllm-fl on any device",
-            key="VLLM_BATCH_INVARIANT",
-            origin="environment VLLM_BATCH_INVARIANT",
-        )
+        return ""
 
 
 def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
@@ -226,8 +192,6 @@ def _read_settings(platform: str) -> Settings:
 def plan_for(
     facts: EngineFacts,
     demoted: Mapping[tuple[str, str], str] | None = None,
-    *,
-    table: Standing | None = None,
 ) -> Plan:
     """The plan of an engine. What the user told vLLM stands.
 
@@ -235,32 +199,17 @@ def plan_for(
         facts: what the engine's configuration says.
         demoted: (op, impl id) -> why it is demoted for this engine, or rejected by what the start
             has measured.
-        table: what becomes of the table that the settings name; by default as far as it is known
-            before there is a device.
     """
-    if table is None:
-        table = standing(facts, get_default_manager().registry.snapshot(), None)
-    facts = under(facts, table)
+    facts = facts.ordered
     found = why_not(facts)
     plan = make_plan(
         get_default_manager(),
         facts,
-        demoted={
-            **found.impls,
-            **(demoted or {}),
-        },
-        notes={
-            **_without_target(),
-            **found.ops,
-            **{
-                op: f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
-                for op, binding in installed_bindings().items()
-                if binding.batch_invariant and facts.batch_invariant
-            },
-        },
+        demoted={**found.impls, **(demoted or {})},
+        notes={**found.ops, **_kept_by_vllm(facts)},
         kept_layers=found.layers,
     )
-    kept = {op: why for each in PATCHERS for op, why in each.keep_stock(plan).items()}
+    kept = merged(lambda each: each.keep_stock(plan))
     entries = {op: replace(plan.entries[op], note=why) for op, why in kept.items()}
     plan = replace(plan, entries={**plan.entries, **entries})
     whole = frozenset[str]().union(*(patcher.takes_whole(plan) for patcher in PATCHERS))
@@ -299,11 +248,6 @@ def plan_now() -> Plan | None:
     return plan_for(facts_of(vllm_config))
 
 
-def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why an installed class does not take this engine."""
-    return {**why_not(facts).impls}
-
-
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     """Turn on the custom ops whose implementation is ours, and off those that we turned on before.
 
@@ -326,15 +270,16 @@ def apply(plan: Plan, vllm_config: VllmConfig) -> None:
     entry["enabled"] = added
 
 
-def _without_target() -> dict[str, str]:
-    """Return the ops that this vLLM has no target for, or whose targets need what it lacks."""
+def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
+    """Return op -> why this vLLM has no target for it, lacks a name, or keeps code of its own."""
     placed = {op for patcher in PATCHERS for op in patcher.ops()}
     found, table = {}, installed_bindings()
     for op in get_default_manager().registry.snapshot().contracts:
         binding = table.get(op, Binding())
-        lacking = lacks_names(binding)
-        if lacking:
-            found[op] = f"this vLLM has no {lacking}, which its places need"
+        if facts.batch_invariant and binding.batch_invariant:
+            found[op] = f"VLLM_BATCH_INVARIANT asks for {binding.batch_invariant}"
+        elif missing := lacks_names(binding):
+            found[op] = f"this vLLM has no {missing}, which its places need"
         elif op not in placed:
             which = "this vLLM" if binding.targets else "vLLM"
             found[op] = f"{which} has no place for it"
@@ -347,6 +292,5 @@ def note_user_priority(vllm_config: VllmConfig) -> None:
     And which of the passes that find an op of ours he turned off, before vLLM turns off the others.
     """
     entry = entry_of(vllm_config)
-    if "user_priority" not in entry:
-        for patcher in PATCHERS:
-            entry |= patcher.note_user(vllm_config)
+    if "user" not in entry:
+        entry["user"] = merged(lambda each: each.note_user(vllm_config))

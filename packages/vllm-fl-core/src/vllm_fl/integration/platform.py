@@ -49,9 +49,6 @@ class PlatformOverlay:
 
     vllm_fl_device: DeviceProfile | None = None
 
-    vllm_fl_foreign: bool = False
-    """Whether it lies in place over the class of another distribution's platform plugin."""
-
     def __init_subclass__(cls) -> None:
         """Nothing: a class below that counts or refuses its subclasses is not asked about ours."""
 
@@ -114,9 +111,8 @@ class PlatformOverlay:
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class
         super().check_and_update_config(vllm_config)  # type: ignore[misc]
-        from .carried import is_sealed
-        from .nodes import carry_startup
-        from .planning import apply, facts_of, plan_for, refuse_batch_invariance, refuse_unverified
+        from .carried import carry_startup, is_sealed
+        from .planning import apply, facts_of, plan_for, refuse_unverified
         from .worker import wrap_worker
 
         if vllm_config.model_config is None:  # it runs nothing
@@ -126,8 +122,6 @@ class PlatformOverlay:
         wrap_worker(vllm_config)
         if is_sealed(vllm_config):
             return
-        if cls.vllm_fl_device is None:  # a plugin's device may have a mode of its own
-            refuse_batch_invariance(cls.vllm_fl_platform)
         facts = facts_of(vllm_config)
         refuse_unverified(facts)
         apply(plan_for(facts), vllm_config)
@@ -263,7 +257,7 @@ def lay_in_place(forced: str | None = None) -> None:
     if foreign is not None and foreign.has_vllms_name and speaks_for_all():
         log.warning("%s [FL213]", foreign.named_like_vllms)
     try:
-        made = _made_in_place(base, vllm_fl_platform=name, vllm_fl_foreign=foreign is not None)
+        made = _made_in_place(base, vllm_fl_platform=name)
         object.__setattr__(current_platform, "__class__", made)
     except Exception as error:  # its metaclass is anybody's code
         log.log(

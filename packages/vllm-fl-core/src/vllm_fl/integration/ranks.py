@@ -1,18 +1,13 @@
-"""Agreement between the ranks of one engine: what failed on one is demoted on all."""
+"""Objections of the ranks of an engine, and differences of their plans."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from ..engine.tables import Standing
-from ..errors import StartError
 from ..logs import get_logger
 from ..plugins.inspection import FAILED, LACKED, REFUSES, REJECTED, Key, Objection
-from .exchange import gathered, introduce
-
-T = TypeVar("T")
 
 log = get_logger("engine")
 
@@ -49,64 +44,16 @@ class Disabled(NamedTuple):
         return f"refuses every call [{self.code}]" if self.why.startswith(REFUSES) else ""
 
     def warn(self, op: str, impl_id: str) -> None:
-        """Say that it is off on all ranks; rank 0 does."""
-        impl, rank, why = f"Implementation '{impl_id}'", self.rank, self.why
-        if self.code == FAILED:
-            told = (
-                f"{impl} failed for op '{op}': {why} (found at start, on rank {rank}; off on all)"
-            )
-        elif self.code == LACKED:
-            told = (
-                f"{impl} of op '{op}' is off on all ranks: rank {rank} lacks it. Install {why} on "
-                "its node"
-            )
-        else:
-            told = (
-                f"{impl} is rejected for op '{op}': {why} (measured at start, on rank {rank}; off "
-                "on all)"
-            )
-        log.warning("%s [%s]", told, self.code)
-
-
-def publish_process() -> None:
-    """Let the other ranks check this one if it is late for their first exchange."""
-    from torch.distributed import is_initialized
-    from vllm.distributed.parallel_state import get_world_group
-
-    if is_initialized() and get_world_group().world_size > 1:
-        introduce(get_world_group().cpu_group)
-
-
-def exchange(what: str, mine: T, failure: str = "") -> list[T]:
-    """Return every rank's value, in the order of the ranks.
-
-    A worker knows its number within its own engine. vLLM joins the data-parallel engines of a
-    mixture of experts into one world, whose numbers the errors have.
-
-    Args:
-        what: the purpose, as `settle on a plan`; all ranks exchange the same in the same order.
-        mine: this rank's value; it is pickled.
-        failure: why this rank cannot go on, or empty.
-
-    Raises:
-        StartError: a rank has failed, died or is too late, or the ranks do not exchange the same;
-            with `failures`.
-    """
-    from vllm.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    message = what, failure, mine
-    try:
-        found = gathered(message, group.cpu_group, group.world_size, group.rank, what)
-    except RuntimeError as error:  # all ranks that live know it
-        raise StartError(str(error), failures=[str(error)]) from error
-    steps = [step for step, _, _ in found]
-    failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
-    if not failures and len({*steps}) > 1:
-        failures = [f"rank {n}: it is at another step ({step})" for n, step in enumerate(steps)]
-    if failures:
-        raise StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=failures)
-    return [value for _, _, value in found]
+        """Log that it is off on all ranks; rank 0 does."""
+        rank, why = self.rank, self.why
+        here = f"at start, on rank {rank}; off on all"
+        texts = {
+            FAILED: f"failed for op '{op}': {why} (found {here})",
+            LACKED: f"of op '{op}' is off on all ranks: rank {rank} lacks it. Install {why} on its "
+            "node",
+            REJECTED: f"is rejected for op '{op}': {why} (measured {here})",
+        }
+        log.warning("Implementation '%s' %s [%s]", impl_id, texts[self.code], self.code)
 
 
 @dataclass(frozen=True)
@@ -118,14 +65,14 @@ class Opinion:
         contents: what its plan consists of; empty if the plan was agreed on before.
         installed: (op, impl id) of all that is installed there.
         unavailable: (op, impl id) -> why it is not available there.
-        table: what became of the table that its settings name.
+        table: why the table that its settings name has no effect there; empty if it has.
     """
 
     objections: Mapping[Key, Objection]
     contents: Mapping[str, Any] = field(default_factory=dict)
     installed: frozenset[Key] = frozenset()
     unavailable: Mapping[Key, str] = field(default_factory=dict)
-    table: Standing = field(default_factory=Standing)
+    table: str = ""
 
 
 def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disabled]:
@@ -142,21 +89,6 @@ def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disa
     for key, missing in lacking(opinions).items():
         found.setdefault(key, missing)
     return {key: disabled for key, disabled in found.items() if key not in known}
-
-
-def common_table(opinions: Sequence[Opinion]) -> Standing:
-    """Return what becomes of the table on all ranks: if one differs, none of them has any."""
-    first = opinions[0].table
-    if len({each.table.digest for each in opinions}) > 1:
-        told = (
-            f"rank {rank} has {each.table.digest or each.table.reason or 'none'}"
-            for rank, each in enumerate(opinions)
-        )
-        return Standing(reason=f"The ranks have different tables: {'; '.join(told)}")
-    if not first.digest:
-        return first
-    left_out = {op: why for each in reversed(opinions) for op, why in each.table.left_out.items()}
-    return Standing(first.digest, left_out=left_out)
 
 
 def lacking(opinions: Sequence[Opinion]) -> dict[Key, Disabled]:

@@ -1,25 +1,26 @@
-"""All ranks settle on one plan: the only place where something is disabled."""
+"""All ranks settle on one plan, and bind to it: the only place where something is disabled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from ..dispatch import get_default_manager
-from ..engine.digest import fingerprint
+from ..engine.digest import digest, fingerprint
+from ..engine.plan import leave_place, take_place
 from ..errors import StartError, VllmFLError
 from ..logs import get_logger
 from ..plugins.inspection import FAILED, LACKED, REJECTED, Key, Moment, Objection
 from ..text import quote
 from . import patching
-from .binding import bind, bind_models
+from .carried import seal
 from .engines import Engine
 from .hooks import inspect_plan
-from .planning import plan_for
+from .planning import apply, plan_for
 from .ranks import (
     Disabled,
     Opinion,
-    common_table,
     differences,
     united,
 )
@@ -42,12 +43,12 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
             objection to what is compiled already.
         VllmFLError: an error of ours that this rank has met itself.
     """
-    change: Callable[[], object] = _nothing
+    change: Callable[[], object] | None = None
     while True:
         engine.remarks[moment] = []
         plans = _together(engine, moment, partial(_opinion, engine, moment, change))
         new = united(plans, engine.disabled)
-        if not new and moment is Moment.PLANNED and _has_other_table(engine, plans):
+        if not new and moment is Moment.PLANNED and _drops_table(engine, plans):
             change = partial(make_plan, engine)
             continue
         if not new:
@@ -65,10 +66,9 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
 
 def _say_what_differs(engine: Engine, opinions: list[Opinion]) -> None:
     """Warn of a table that has no effect, and of plans that differ all the same."""
-    if engine.table.reason:
-        log.warning("%s. Going on without a table [FL610]", engine.table.reason)
-    for op, why in engine.table.left_out.items():
-        log.warning("The table's rows of op '%s' have no effect: %s [FL610]", op, why)
+    table = engine.facts.settings.tuned
+    if table is not None and table.unused:
+        log.warning("%s. Going on without a table [FL610]", table.reason)
     for line in differences(opinions):
         log.warning("The ranks differ. %s [FL503]", line)
 
@@ -78,7 +78,7 @@ def make_plan(engine: Engine) -> None:
     registry, facts = get_default_manager().registry, engine.facts
     snapshot = registry.snapshot()
     disabled = {key: each.reason for key, each in engine.disabled.items()}
-    engine.plan = plan_for(facts, disabled, table=engine.table)
+    engine.plan = plan_for(facts, disabled)
     unused = {**engine.unused, **planned_for_nothing(engine.plan, facts)}
     entries = engine.plan.entries
     engine.unused = {op: why for op, why in unused.items() if op in entries and entries[op].impls}
@@ -89,13 +89,36 @@ def make_plan(engine: Engine) -> None:
         engine.plan,
         snapshot.owners,
         snapshot.authors,
-        table=engine.table.digest,
         required="batch_invariant" if facts.wants_invariance else "",
         settings=facts.settings,
         plugins=registry.plugins,
     )
-    contents = patching.contents(engine.plan)
+    contents = patching.merged(lambda each: each.contents(engine.plan))
     engine.contents = {**consists, "workers": engine.worker_facts, **contents}
+
+
+def bind(engine: Engine) -> None:
+    """Seal the plan, and change vLLM's configuration and code by it until the plan is unbound."""
+    config, contents = engine.config, engine.contents
+    engine.on_unbind(get_default_manager().seal(f"the engine's worker (rank {engine.rank})"))
+    plan = engine.plan = take_place(engine.plan)
+    engine.on_unbind(leave_place, plan)
+    if plan.place > 1:  # its operators have other names in compiled code
+        contents = {**contents, "place": plan.place}
+    chosen = patching.merged(lambda each: each.choose(engine))
+    engine.digest = digest({**contents, **chosen})
+    apply(plan, config)
+    engine.on_unbind(seal(config, engine.digest))
+    engine.begin(config)
+    for patcher in patching.PATCHERS:
+        patcher.apply(engine)
+
+
+def bind_models(engine: Engine) -> None:
+    """Bind the models that are built to the engine's new plan."""
+    for model in engine.models.values():
+        for patcher in patching.PATCHERS:
+            patcher.bind(engine, model)
 
 
 def is_fixed(engine: Engine, moment: Moment) -> bool:
@@ -107,10 +130,6 @@ def without(keys: Iterable[Key]) -> str:
     """Return the variable that leaves the ops of these (op, impl id) to vLLM."""
     stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in keys))
     return f"VLLM_FL_PER_OP='{stock}'"
-
-
-def _nothing() -> None:
-    """Change nothing."""
 
 
 def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
@@ -157,20 +176,23 @@ def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> lis
     return engine.gather(what, mine)
 
 
-def _opinion(engine: Engine, moment: Moment, change: Callable[[], object]) -> Opinion:
-    """Return what patchers and plugins of this rank say after a change, and what its plan is."""
-    change()
+def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None) -> Opinion:
+    """Return the objections of patchers and plugins after a change, and the plan."""
+    if change is not None:
+        change()
     found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
     if moment is not Moment.PLANNED:
         return Opinion(found)
     rows = [(op, trace) for op, entry in engine.plan.entries.items() for _, trace in entry.rows]
     unavailable = {(op, i): why for op, trace in rows for i, why in trace.unavailable.items()}
     installed = frozenset(get_default_manager().registry.snapshot().owners)
-    return Opinion(found, engine.contents, installed, unavailable, engine.table)
+    table = engine.facts.settings.tuned
+    unused = table.unused if table is not None else ""
+    return Opinion(found, engine.contents, installed, unavailable, unused)
 
 
 def _verdict(engine: Engine, moment: Moment) -> Opinion:
-    """Return what the verifiers of this rank say."""
+    """Return the objections of verifiers."""
     return Opinion(inspect_plan(engine, moment, verifies=True))
 
 
@@ -186,43 +208,42 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
         unmet = [entry.unmet for entry in engine.plan.entries.values()]
         if why := "; ".join(filter(None, unmet)):
             raise StartError(why)
-        found = patching.faults(engine.plan, engine.facts)
+        found = patching.merged(lambda each: each.faults(engine.plan, engine.facts))
     else:
         found = {}
     return {key: Objection(FAILED, why) for key, why in found.items()}
 
 
-def _has_other_table(engine: Engine, opinions: list[Opinion]) -> bool:
-    """Take over what the ranks have in common of the table, and return whether any planned without.
+def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
+    """Drop the table on all ranks if one of them cannot use it; return whether any planned with it.
 
     Raises:
-        StartError: strict mode, and the table does not act, or not whole.
+        StartError: strict mode, and the table has no effect.
     """
-    table = engine.table = common_table(opinions)
-    if engine.plan.strict and table.fault:
-        raise StartError(f"vllm-fl ends the start: {table.fault}")
-    seen = {(each.table.digest, frozenset(each.table.left_out)) for each in opinions}
-    return seen != {(table.digest, frozenset(table.left_out))}
+    found = [(rank, each.table) for rank, each in enumerate(opinions) if each.table]
+    if not found:
+        return False
+    rank, why = found[0]
+    said = why if len(found) == len(opinions) else f"{why} (on rank {rank})"
+    settings = engine.facts.settings.without_table(said)
+    if engine.plan.strict and settings.tuned is not None:
+        raise StartError(f"vllm-fl ends the start: strict mode, and {settings.tuned.reason}")
+    engine.facts = replace(engine.facts, settings=settings)
+    return len(found) < len(opinions)
 
 
 def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
     """Raise if the startup ends for what is new."""
-    text = ""
     ending = {key: each for key, each in new.items() if each.ends_strict}
-    if ending and engine.facts.settings.policy.strict:
-        by_rank: dict[int, list[str]] = {}
-        for key, each in ending.items():
-            by_rank.setdefault(each.rank, []).append(_fault(key, each))
-        text = "; ".join(
-            f"rank {rank}: strict mode, and {'; '.join(told)}" for rank, told in by_rank.items()
-        )
-    elif is_fixed(engine, moment):
-        told = (f"rank {each.rank}: {_fault(key, each)}" for key, each in new.items())
-        text = f"{'; '.join(told)}. The model is compiled with it"
-    if text:
-        op, impl_id = next(iter(ending or new))
-        said = f"vllm-fl ends the start: {text}. {without(ending or new)} leaves it out"
-        raise StartError(said, op=op, impl=impl_id)
+    is_strict = bool(ending) and engine.facts.settings.policy.strict
+    if not is_strict and not is_fixed(engine, moment):
+        return
+    found, begins = (ending, "strict mode, and ") if is_strict else (new, "")
+    text = "; ".join(f"rank {e.rank}: {begins}{_fault(key, e)}" for key, e in found.items())
+    text += "" if is_strict else ". The model is compiled with it"
+    op, impl_id = next(iter(found))
+    text = f"vllm-fl ends the start: {text}. {without(found)} leaves it out"
+    raise StartError(text, op=op, impl=impl_id)
 
 
 def _fault(key: Key, disabled: Disabled) -> str:

@@ -101,8 +101,3 @@ def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
     named = "the settings name it, and this model has no place for it here"
     found |= dict.fromkeys(facts.absent, named)  # those that only the user's settings plan
     return {op: found[op] for op, entry in plan.entries.items() if entry.impls and op in found}
-
-
-def meets_a_compiler(binding: Binding | None) -> bool:
-    """Return whether compiled code calls the op, and not only what runs behind a compiler."""
-    return binding is not None and any(target.reaches_compiler for target in binding.targets)

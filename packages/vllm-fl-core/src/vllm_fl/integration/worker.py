@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..dispatch import get_default_manager
 from ..dispatch.context import building
+from ..engine import start_line
 from ..engine.digest import code_facts
-from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
-from ..engine.tables import Standing, standing, under
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
@@ -20,16 +19,14 @@ from ..plugins.inspection import REJECTED, Moment, WorkerContext
 from ..plugins.types import AttentionImpl
 from ..text import quote
 from . import attending, patching, updates
-from .binding import bind
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
 from .hooks import reports, start_sessions
 from .models import completed
 from .patchers.lookups import over_class, path_over, take_off
-from .patching import PATCHERS, by_range
-from .planning import facts_of, load_plugins, refusals, refuse_unverified
-from .ranks import publish_process
-from .settling import make_plan, settle
+from .patching import PATCHERS, by_range, why_not
+from .planning import facts_of, load_plugins, refuse_unverified
+from .settling import bind, make_plan, settle
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +34,7 @@ if TYPE_CHECKING:
 
 PREFIX = "Planned:"
 
-BEGIN, VERIFY, LIVE = (
-    "what the plan goes by",
-    "plan and verification",
-    "verification on live tensors",
-)
+PLANNING, LIVE = "plan and verification", "verification on live tensors"
 """The phases of a startup in which the ranks settle on a plan."""
 
 log = get_logger("engine")
@@ -81,7 +74,6 @@ class PlannedWorker:
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
             engine.device = self.device
-            publish_process()
             if engine.groups is not None:
                 settle(engine, Moment.GROUPED)
                 engine.groups.say()
@@ -94,9 +86,8 @@ class PlannedWorker:
         assert engine is not None  # vLLM opens the device first
         # A rank that joins a running engine (elastic EP) meets ranks that do not gather any more.
         engine.joins = bool(kwargs.get("load_dummy_weights"))
-        with phases.during(BEGIN):
+        with phases.during(PLANNING):
             lines = _begin(engine)
-        with phases.during(VERIFY):
             settle(engine, Moment.PLANNED)
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
@@ -167,11 +158,11 @@ class PlannedWorker:
         """
         engine = self.vllm_fl_engine
         assert engine is not None  # vLLM answers no call before it has loaded its model
-        plan = engine.plan
+        plan, table = engine.plan, engine.facts.settings.tuned
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
         report = {
-            **patching.report(engine),
+            **patching.merged(lambda each: each.report(engine)),
             "rank": self.rank,
             "mode": plan.mode,
             "digest": engine.digest,
@@ -184,8 +175,9 @@ class PlannedWorker:
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
             "ranges": ranges.report(engine, by_range(plan)),
-            "table": _table_report(engine.facts, engine.table),
-            "device": str(engine.facts.device) if engine.facts.device else None,
+            "table": table
+            and {"file": table.file, "acts": not table.unused, "reason": table.reason},
+            "device": engine.facts.device or None,
             "ordered_for_device": _orders_by_device(engine),
             "start": {
                 **phases_of(self).seconds,
@@ -216,20 +208,13 @@ def _begin(engine: Engine) -> list[str]:
     # Again, since the device is open now: a platform may have registered its layers with it.
     facts, _ = completed(facts_of(config), config)
     engine.facts = facts
-    context = WorkerContext(
-        facts.settings,
-        engine.device,
-        facts.dtype,
-        engine.rank,
-        config,
-        facts.wants_invariance,
-    )
+    device, rank, invariance = engine.device, engine.rank, facts.wants_invariance
+    context = WorkerContext(facts.settings, device, facts.dtype, rank, config, invariance)
     found = start_in_worker(manager.startup.plugins if manager.startup else (), context)
     engine.worker_facts = {
         name: {**report.facts, "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0])}
         for name, (plugin, report) in found.items()
     }
-    engine.table = standing(facts, manager.registry.snapshot(), engine.device)
     make_plan(engine)
     return [line for _, report in found.values() for line in report.lines]
 
@@ -246,71 +231,42 @@ def _attend_once(engine: Engine) -> None:
         log.info("Attention was not called before the first request: %s", quote(error))
 
 
-def _took(engine: Engine) -> str:
-    """How long the ranks have taken to settle on the plan, and by which means."""
-    how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
-    seconds = phases_of(engine.worker).seconds
-    total = sum(seconds.get(phase, 0.0) for phase in (BEGIN, VERIFY, LIVE))
-    return f"{how} {total:.1f} s" if how else "not verified"
-
-
 def _say_plan(engine: Engine) -> None:
-    """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
-    plan, facts = engine.plan, engine.facts
-    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in refusals(facts).items())
-    remarks = [*_of_table(facts, engine.table), *_of_device(engine)]
-    remarks += [*_of_invariance(facts), *said]
-    inlined = ranges.planned(by_range(plan), engine.config)
-    remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
+    """Note remarks on the startup, for the report and DEBUG; rank 0 logs the start line."""
+    plan, seconds = engine.plan, phases_of(engine.worker).seconds
+    how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
+    total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
+    took = f"{how} {total:.1f} s" if how else "not verified"
+    digested = f"digest {engine.digest}"
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
-    took, digested = _took(engine), f"digest {engine.digest}"
-    own = [*plan.notes(engine.unused), *out, took, digested, *remarks]
+    own = [*start_line.notes(plan, engine.unused), *out, took, digested, *_remarks(engine)]
     found = engine.remarks[Moment.PLANNED]
     engine.remarks[Moment.PLANNED] = own + [each for each in found if each not in own]
     if engine.rank == 0:
         planned = " ".join(f"{op}={entry.label}" for op, entry in plan.entries.items())
         phrases = [line for lines in engine.remarks.values() for line in lines]
         log.debug("vllm-fl: %s (%s)", planned, "; ".join([plan.mode, *phrases]))
-        log.info("%s", plan.line(took, digested, not_reached=engine.unused))
+        log.info("%s", start_line.line(plan, took, digested, not_reached=engine.unused))
 
 
-def _of_table(facts: EngineFacts, table: Standing) -> list[str]:
-    """What there is to say of the table that the settings name."""
-    pinned = facts.settings.pinned
-    if pinned is None:
-        return []
-    return [pinned.label if table.digest else f"without the table {pinned.file}"]
-
-
-def _of_device(engine: Engine) -> list[str]:
-    """What the start line says of orders for the device that it is."""
-    ops = _orders_by_device(engine)
-    return [f"ordered for {engine.facts.device}: {', '.join(ops)}"] if ops else []
+def _remarks(engine: Engine) -> list[str]:
+    """Return remarks on settings and on classes that do not take this engine."""
+    facts, found = engine.facts, []
+    table, ordered = facts.settings.tuned, _orders_by_device(engine)
+    if table is not None:
+        found.append(f"{'without the ' if table.unused else ''}table {table.file}")
+    if ordered:
+        found.append(f"ordered for {facts.device}: {', '.join(ordered)}")
+    if facts.wants_invariance:
+        found.append(f"{facts.wants_invariance}: measured; vLLM's own code is not")
+    found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
+    inlined = ranges.planned(by_range(engine.plan), engine.config)
+    return found + [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
-    """Op -> where its order for this device stands and for which figure, of those in force."""
-    return under(engine.facts, engine.table).settings.held_by_device
-
-
-def _of_invariance(facts: EngineFacts) -> list[str]:
-    """Return the remark if only batch-invariant implementations may serve."""
-    if not facts.wants_invariance:
-        return []
-    return [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
-
-
-def _table_report(facts: EngineFacts, table: Standing) -> dict[str, Any] | None:
-    pinned = facts.settings.pinned
-    if pinned is None:
-        return None
-    return {
-        "file": pinned.file,
-        "digest": pinned.digest,
-        "acts": bool(table.digest),
-        "reason": table.reason,
-        "left_out": dict(table.left_out),
-    }
+    """Return op -> the place of its order for this device, and the figure, of those in effect."""
+    return engine.facts.ordered.settings.held_by_device
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

@@ -43,6 +43,14 @@ def vllm_release() -> tuple[str, str] | None:
     return None
 
 
+def installed_version(name: str) -> str | None:
+    """Return the version of a distribution, or None; of `vllm`, whichever distribution it is."""
+    if name == "vllm":
+        release = vllm_release()
+        return release[1] if release else None
+    return next((dist.version for dist in distributions(name=name)), None)
+
+
 def canonical(name: str) -> str:
     """A distribution's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()

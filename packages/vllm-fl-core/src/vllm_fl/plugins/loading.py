@@ -194,6 +194,8 @@ def _binding(contract: object) -> Binding:
     if contract.binding is None:
         return Binding()
     binding = getattr(import_module(contract.binding), "BINDING", None)
+    if isinstance(binding, Mapping):
+        binding = binding.get(contract.name)
     if not isinstance(binding, Binding):
         raise TypeError(
             f"the module {contract.binding!r} of the op {contract.name!r} has {binding!r} for its "

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
-from ..errors import SettingsError
 from ..plugins.registry import known_contracts
 from ..plugins.setting import SettingSpec
-from .devices import DeviceOrder, Measured, capability_of
-from .policy import (
-    DEFAULT,
-    MAX_ROWS,
-    MAX_TOKENS,
-    MODES,
-    REST,
-    OpOrder,
-    Token,
-    ceiling_of,
-    closest,
-    is_by_size,
-)
+from ..text import closest, kind_of
+from .devices import DeviceOrder, Table
+from .policy import DEFAULT, MODES, OpOrder
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
-    BOOLEANS,
     DEVICES,
     EXTENDS,
     OP_CONFIG,
@@ -43,28 +30,35 @@ from .values import (
     wrong,
 )
 
-if TYPE_CHECKING:
-    from yaml import Node
-
 Layer = dict[str, Setting]
-"""What one source sets, by key."""
+"""The settings of one source, by key."""
 
 PLATFORM_FILES = "platform"
-"""The one thing that it may say: variables and platform files, as without the file."""
-
-TAG = "tag:yaml.org,2002:"
+"""The only value of `extends`: variables and platform files apply as without the file."""
 
 USERS_OWN = {
     EXTENDS: "it is one of the files that a file of a user's extends",
     f"{ORDER_PREFIX}{DEFAULT}": "it would order other backends' ops. Use prefer",
     "allow_vendors": "it would shut out every other vendor's plugin. Use deny_vendors or "
     "op_backends",
-    "table": "a table holds for the machine and the code that it was measured with. It belongs "
-    "into a file of its user",
+    "table": "a table holds for one machine. Name it in a file of your own",
 }
 """Key -> why no plugin's file may set it."""
 
+BY_SIZE = (
+    "a plugin's file may not order by size: the files of several backends are merged, and rows are "
+    "not. A measurement on a class of devices belongs under devices, one of a machine into a table"
+)
+
 T = TypeVar("T")
+
+
+class Lines(dict[str, Any]):
+    """A mapping of a file, with the line of each key in `lines`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, int] = {}
 
 
 def read_settings_file(
@@ -79,307 +73,270 @@ def read_settings_file(
 
     Args:
         path: the file, as `os.fspath` takes it.
-        declared: the settings that there are.
-        key: the setting that names the file, for the error of a file that cannot be read.
-        distribution: the one that ships it, or None for a user's own file. The orders of a
-            user's file are pinned; a shipped one may not set `allow_vendors`.
-        asked_by: the origin of `path`, where a variable names it.
+        declared: the settings that exist.
+        key: the setting that names the file, for the error if it cannot be read.
+        distribution: the one that ships the file, or None for a user's own file. The orders of a
+            user's file are pinned.
+        asked_by: the origin of `path`, if a variable names it.
 
     Raises:
-        SettingsError: the file cannot be read, or something in it is wrong; its line is named.
+        SettingsError: the file cannot be read, or something in it is wrong; with its line.
     """
     name = _path_of(path, key, distribution)
-    suffix = f" ({distribution})" if distribution else ""
-    file = _File(name, declared, key, suffix, distribution is None)
-    root = file.compose(read_text(name, key, asked_by or f"{name}{suffix}"))
-    return {} if root is None else {setting.key: setting for setting in file.settings(root)}
+    file = _File(name, key, f" ({distribution})" if distribution else "", distribution is None)
+    root = file.load(asked_by or f"{name}{file.suffix}")
+    return {setting.key: setting for setting in file.settings(root, declared)}
 
 
 def read_orders(path: str) -> Layer:
-    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> what `OpOrder.of` reads.
-
-    JSON is YAML, but for tabs between its parts.
+    """Read the JSON file that VLLM_FL_OP_CONFIG names: op -> a value that `OpOrder.of` takes.
 
     Raises:
-        SettingsError: the file cannot be read, or something in it is wrong; its line is named.
+        SettingsError: the file cannot be read, or something in it is wrong; with its line.
     """
     origin = f"environment {OP_CONFIG}"
-    file = _File(path, {}, "op_config", f" ({origin})", True)
-    root = file.compose(read_text(path, "op_config", origin).replace("\t", " "))
-    orders = () if root is None else file.orders(root)
+    file = _File(path, "op_config", f" ({origin})", True)
+    orders = file.orders(file.load(origin), "")
     return {order.key: replace(order, variable=OP_CONFIG) for order in orders}
+
+
+def read_table(path: str, origin: str) -> tuple[Table, Layer]:
+    """Read the file that the setting `table` names: `holds`, and orders under `devices`.
+
+    Raises:
+        SettingsError: the file cannot be read, or something in it is wrong; with its line.
+    """
+    file = _File(path, "table", "", False)
+    root = file.load(origin)
+    parts = file.parts("table", root, f"{path}:1", ("holds", "devices"))
+    at = file.at(root, "holds")
+    known = ("vllm", "device", "distributions")
+    holds = file.parts("holds", parts["holds"], at, (), known)
+    vllm, device = (_scalar("holds", holds.get(name, ""), at) for name in known[:2])
+    versions = file.mapping("holds", holds.get("distributions", {}), at, "versions")
+    found = {name: _scalar("holds", version, at) for name, version in versions.items()}
+    orders = file.devices(parts["devices"], file.at(root, "devices"), of_table=True)
+    return Table(path, vllm, device, found), {setting.key: setting for setting in orders}
 
 
 @dataclass(frozen=True)
 class _File:
-    """One YAML file. Nodes, not objects: they know their line, and an alias costs nothing."""
+    """One file.
+
+    Args:
+        path: its path.
+        key: the setting that names it.
+        suffix: what follows a line in an origin.
+        users: whether it is a user's own.
+    """
 
     path: str
-    declared: Declared
     key: str
     suffix: str
     users: bool
 
-    def compose(self, text: str) -> Node | None:
-        import yaml  # 15 ms, and many processes read no file at all
+    def load(self, origin: str) -> Lines:
+        """Read the file; an empty one is an empty mapping."""
+        import yaml  # 15 ms, and many processes read no file
 
+        text = read_text(self.path, self.key, origin)
+        if self.key == "op_config":
+            text = text.replace("\t", " ")  # JSON is YAML, except for tabs between its parts
+        line = 0
         try:
-            root: Node | None = yaml.SafeLoader(text).get_single_node()
+            root = yaml.load(text, Loader=_loader())
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
+            line = mark.line if mark else 0
             problem = ", ".join(filter(None, (error.context, error.problem)))
-            raise self.broken(mark.line if mark else 0, problem) from error
-        except yaml.reader.ReaderError as error:
-            line = text.count("\n", 0, error.position)
-            raise self.broken(line, f"character {error.character!r}: {error.reason}") from error
-        except (yaml.YAMLError, RecursionError, ValueError) as error:
-            raise self.broken(0, _reason(error)) from error
-        if root is not None and root.tag == f"{TAG}null" and not root.value:
-            return None  # nothing but comments
-        return root
+        except RecursionError:
+            problem = "nested too deeply"
+        except Exception as error:  # a value that contradicts its tag raises anything
+            problem = " ".join(str(error).split())
+        else:
+            return self.mapping(
+                self.key, Lines() if root is None else root, self.line(1), "settings"
+            )
+        raise wrong(self.key, self.line(line + 1), f"invalid YAML or JSON: {problem}")
 
-    def settings(self, root: Node) -> Iterator[Setting]:
-        for key, key_node, node in self.pairs(root, self.key, "settings"):
-            origin = self.at(key_node)
+    def line(self, number: int) -> str:
+        return f"{self.path}:{number}{self.suffix}"
+
+    def at(self, mapping: Lines, name: str) -> str:
+        """The origin of an entry."""
+        return self.line(mapping.lines[name])
+
+    def settings(self, root: Lines, declared: Declared) -> Iterator[Setting]:
+        for key, value in root.items():
+            origin = self.at(root, key)
             self.check_owner(key, origin)
             if key == EXTENDS:
-                yield Setting(key, self.extended(node), origin)
-                continue
-            if key == ORDER_PREFIX.rstrip("."):
-                yield from () if node.tag == f"{TAG}null" else self.orders(node)
-                continue
-            if key == DEVICES.rstrip("."):
-                yield from () if node.tag == f"{TAG}null" else self.devices(node)
-                continue
-            spec = self.declared.get(key)
-            if spec is None and is_absent(key, self.declared):
-                plain = _plain(node)
-                if plain is not None:
-                    yield Setting(key, plain, origin)
-                if plain is not None or node.tag == f"{TAG}null":
-                    continue
-            if spec is None or not spec.in_file:
-                known = _meant(key, self.declared)
+                if value != PLATFORM_FILES:
+                    problem = f"expected {PLATFORM_FILES}, got {kind_of(value)}"
+                    raise wrong(key, origin, f"{problem}: a file extends no other file")
+                yield Setting(key, value, origin)
+            elif key == ORDER_PREFIX.rstrip("."):
+                yield from self.orders(value, origin) if value is not None else ()
+            elif key == DEVICES.rstrip("."):
+                yield from self.devices(value, origin) if value is not None else ()
+            elif (spec := declared.get(key)) is not None and spec.in_file:
+                if value is not None:  # a key without a value sets nothing
+                    read = _value(spec, value, origin)
+                    if key == "table":  # relative to the file, wherever the process runs
+                        read = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(read))
+                    yield Setting(key, read, origin, variable=spec.variable)
+            elif is_absent(key, declared) and (value is None or _plain(value) is not None):
+                if value is not None:
+                    yield Setting(key, _plain(value), origin)
+            else:
+                known = _meant(key, declared)
                 raise wrong(key or self.key, origin, f"unknown key {key!r}.{known}")
-            if node.tag != f"{TAG}null":  # a key without a value sets nothing
-                value = self.value(spec, node)
-                if key == "table":  # beside the file that names it, wherever the process runs
-                    value = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(value))
-                yield Setting(key, value, origin, variable=spec.variable)
 
     def check_owner(self, key: str, origin: str) -> None:
         if key in USERS_OWN and not self.users:
             raise wrong(key, origin, f"a plugin's file may not set it: {USERS_OWN[key]}")
 
-    def extended(self, node: Node) -> str:
-        text = self.text(EXTENDS, node, PLATFORM_FILES)
-        if text != PLATFORM_FILES:
-            problem = f"expected {PLATFORM_FILES}, got {text!r}: a file extends no other file"
-            raise wrong(EXTENDS, self.at(node), problem)
-        return text
-
-    def orders(self, node: Node) -> Iterator[Setting]:
-        for op, key_node, value in self.pairs(node, ORDER_PREFIX.rstrip("."), "ops"):
-            key = f"{ORDER_PREFIX}{op}"
+    def orders(self, value: object, origin: str) -> Iterator[Setting]:
+        ops = self.mapping(ORDER_PREFIX.rstrip("."), value, origin or self.line(1), "ops")
+        for op, written in ops.items():
+            key, origin = f"{ORDER_PREFIX}{op}", self.at(ops, op)
             if not is_ordered(op):
-                raise wrong(key, self.at(key_node), f"{op!r} is not a valid op name")
-            self.check_owner(key, self.at(key_node))
-            if value.tag == f"{TAG}null":
+                raise wrong(key, origin, f"{op!r} is not a valid op name")
+            self.check_owner(key, origin)
+            if written is None:
                 continue
-            order = self.order(key, value)
-            if op == DEFAULT and any(len(rows) > 1 for rows in (order.eager, order.compiled)):
-                problem = f"{DEFAULT} has no rows by size: it orders attention and layers, too"
-                raise wrong(key, self.at(key_node), problem)
-            yield Setting(key, order, self.at(key_node), variable=PER_OP)
+            order = checked(partial(OpOrder.of, pinned=self.users), written, key, origin)
+            if any(len(rows) > 1 for rows in (order.eager, order.compiled)):
+                if not self.users:
+                    raise wrong(key, origin, BY_SIZE)
+                if op == DEFAULT:
+                    problem = f"{DEFAULT} has no rows by size: it also orders attention and layers"
+                    raise wrong(key, origin, problem)
+            yield Setting(key, order, origin, variable=PER_OP)
 
-    def devices(self, node: Node) -> Iterator[Setting]:
-        """What each op's orders are on the devices of each section."""
-        import yaml
-
+    def devices(self, value: object, origin: str, *, of_table: bool = False) -> Iterator[Setting]:
+        """The orders of each op on the devices of each section."""
         key, found = DEVICES.rstrip("."), dict[str, list[DeviceOrder]]()
-        if not isinstance(node, yaml.SequenceNode):
-            raise self.mistyped(key, node, "a list of sections")
-        for section in node.value:
-            parts = self.parts(key, section, ("op_backends",), ("capability", "name"))
-            capability, name = (
-                self.scalar(key, parts[part], read) if part in parts else ""
-                for part, read in (("capability", capability_of), ("name", str))
-            )
-            if not (capability or name):
-                problem = "a section names its devices: by capability, as 9.0, or by name, as 'H*'"
-                raise wrong(key, self.at(section), problem)
-            for op, op_node, value in self.pairs(parts["op_backends"], key, "ops"):
+        if not isinstance(value, list):
+            raise wrong(key, origin, f"expected a list of sections, got {kind_of(value)}")
+        for section in value:
+            parts = self.parts(key, section, origin, ("name", "op_backends"))
+            at = self.at(parts, "name")
+            name = _scalar(key, parts["name"], at)
+            ops = self.mapping(key, parts["op_backends"], at, "ops")
+            for op, written in ops.items():
+                at = self.at(ops, op)
                 if op == DEFAULT or not op.isidentifier():
-                    raise wrong(key, self.at(op_node), f"{op!r} is not the name of an op")
-                order, measured = self.device_order(f"{DEVICES}{op}", value)
-                made = DeviceOrder(order, self.at(op_node), capability, name, measured)
+                    raise wrong(key, at, f"{op!r} is not the name of an op")
+                order, measured = self.device_order(f"{DEVICES}{op}", written, at)
+                made = DeviceOrder(order, at, name, measured, of_table)
                 found.setdefault(f"{DEVICES}{op}", []).append(made)
         for key, orders in found.items():
             yield Setting(key, tuple(orders), orders[0].origin)
 
-    def device_order(self, key: str, node: Node) -> tuple[OpOrder, Measured | None]:
-        """One op's order by mode, and the figure that it was written for."""
+    def device_order(self, key: str, value: object, origin: str) -> tuple[OpOrder, str]:
+        """One op's order by mode, and the measurement that it follows."""
         needed = () if self.users else ("measured",)
-        parts = self.parts(key, node, needed, (*MODES, "measured"))
-        figure = parts.pop("measured", None)
-        sides = {mode: self.side(key, side, by_size=True) for mode, side in parts.items()}
-        order = self.checked(key, node, partial(OpOrder.of, pinned=self.users), sides)
+        parts = self.parts(key, value, origin, needed, (*MODES, "measured"))
+        sides = {mode: parts[mode] for mode in MODES if mode in parts}
+        order = checked(partial(OpOrder.of, pinned=self.users), sides, key, origin)
+        figure = parts.get("measured")
         if figure is None:
-            return order, None
-        told = self.parts(key, figure, ("date", "device", "ratio", "what"))
-        return order, Measured(
-            self.scalar(key, told["date"], date.fromisoformat),
-            self.text(key, told["device"], "a device's name"),
-            self.scalar(key, told["ratio"], float),
-            self.text(key, told["what"], "what was measured"),
-        )
+            return order, ""
+        names = ("date", "device", "ratio", "what")
+        told = self.parts(key, figure, origin, names)
+        day, device, ratio, what = (_scalar(key, told[name], origin) for name in names)
+        factor = f"{checked(float, ratio, key, origin):g} times as fast"
+        return order, f"measured {day} on {device}: {factor} in {what}"
+
+    def mapping(self, key: str, value: object, origin: str, what: str) -> Lines:
+        if value == {}:
+            return Lines()
+        if not isinstance(value, Lines):
+            raise wrong(key, origin, f"expected a mapping of {what}, got {kind_of(value)}")
+        return value
 
     def parts(
-        self, key: str, node: Node, needed: tuple[str, ...], more: tuple[str, ...] = ()
-    ) -> dict[str, Node]:
+        self,
+        key: str,
+        value: object,
+        origin: str,
+        needed: tuple[str, ...],
+        more: tuple[str, ...] = (),
+    ) -> Lines:
         """A mapping of these keys, of which some are needed."""
         known = dict.fromkeys((*needed, *more))
-        found = {}
-        for name, key_node, value in self.pairs(node, key, ", ".join(known)):
+        found = self.mapping(key, value, origin, ", ".join(known))
+        for name in found:
             if name not in known:
                 problem = f"unknown key {name!r}.{closest(name, known)} Known: {', '.join(known)}"
-                raise wrong(key, self.at(key_node), problem)
-            found[name] = value
+                raise wrong(key, self.at(found, name), problem)
         for name in needed:
             if name not in found:
-                raise wrong(key, self.at(node), f"{name} is missing")
+                raise wrong(key, origin, f"{name} is missing")
         return found
 
-    def scalar(self, key: str, node: Node, read: Callable[[str], T]) -> T:
-        """What is read of a text, a number or a date, as it is written."""
-        import yaml
 
-        if not isinstance(node, yaml.ScalarNode) or node.tag == f"{TAG}null":
-            raise self.mistyped(key, node, "a text, a number or a date")
-        return self.checked(key, node, read, node.value)
+@cache
+def _loader() -> Any:
+    """A YAML loader that keeps the line of each key."""
+    import yaml
 
-    def order(self, key: str, node: Node) -> OpOrder:
-        import yaml
+    class Loader(yaml.SafeLoader):
+        pass
 
-        plain: object
-        pairs = self.pairs(node, key, "") if isinstance(node, yaml.MappingNode) else ()
-        entries = {name: (key_node, value) for name, key_node, value in islice(pairs, MAX_ROWS + 2)}
-        if not entries or is_by_size(entries):
-            plain = self.side(key, node, by_size=self.users)
-        else:
-            sides = ((mode, side) for mode, (_, side) in entries.items())
-            plain = {mode: self.side(key, side, by_size=self.users) for mode, side in sides}
-        return self.checked(key, node, partial(OpOrder.of, pinned=self.users), plain)
-
-    def side(self, key: str, node: Node, *, by_size: bool) -> object:
-        """One mode's order: a token, a list of tokens, or rows of such by the size of a call."""
-        import yaml
-
-        if not isinstance(node, yaml.MappingNode):
-            return self.tokens(key, node)
-        rows: dict[str, object] = {}
-        before = 0
-        for name, key_node, value in islice(self.pairs(node, key, ""), MAX_ROWS + 2):
-            if not by_size:
-                raise wrong(
-                    key,
-                    self.at(key_node),
-                    "a plugin's file may not order by size: the files of several backends are "
-                    "merged, and rows are not. What was measured on a class of devices belongs "
-                    "under devices, and what was on one machine into a file of its user",
-                )
-            if name != REST:
-                before = self.checked(key, key_node, partial(ceiling_of, before=before), name)
-            rows[name] = self.tokens(key, value)
-        return rows
-
-    def tokens(self, key: str, node: Node) -> str | list[str]:
-        import yaml
-
-        wanted = "a token, a list of tokens, the lists eager and compiled, or rows by size"
-        if not isinstance(node, yaml.SequenceNode):
-            return [token.strip() for token in self.text(key, node, wanted).split("|")]
-        if any(isinstance(child, yaml.MappingNode) for child in node.value):
-            wanted = "a token (vendor:NAME has no space after its colon)"
-        return [
-            str(self.checked(key, child, Token.parse, self.text(key, child, wanted)))
-            for child in node.value[: MAX_TOKENS + 1]
-        ]
-
-    def value(self, spec: SettingSpec[Any], node: Node) -> object:
-        import yaml
-
-        if isinstance(spec.default, bool):
-            scalar = isinstance(node, yaml.ScalarNode) and node.tag == f"{TAG}bool"
-            if not scalar or node.value.lower() not in BOOLEANS:
-                raise self.mistyped(spec.key, node, expected(spec))
-            return BOOLEANS[node.value.lower()]
-        if not spec.names or not isinstance(node, yaml.SequenceNode):
-            text = self.text(spec.key, node, expected(spec))
-            return self.checked(spec.key, node, partial(value_of, spec), text)
-        names = (
-            self.checked(spec.key, child, name_of, self.text(spec.key, child, "a name"))
-            for child in node.value
-        )
-        return tuple(dict.fromkeys(names))
-
-    def pairs(self, node: Node, key: str, what: str) -> Iterator[tuple[str, Node, Node]]:
-        """The entries of a mapping: its keys are text, and none is set twice."""
-        import yaml
-
-        if not isinstance(node, yaml.MappingNode):
-            raise self.mistyped(key, node, f"a mapping of {what}")
-        lines: dict[str, int] = {}
+    def mapping(loader: Any, node: Any) -> Lines:
+        found = Lines()
         for key_node, value in node.value:
-            if key_node.tag == f"{TAG}merge":
-                raise wrong(key, self.at(key_node), "merge keys (<<) are not read; write it out")
-            name = self.text(key, key_node, "text as a key")
-            if name in lines:
-                raise wrong(
-                    name if key == self.key else f"{key}.{name}",
-                    self.at(key_node),
-                    f"is set twice, first in line {lines[name]}",
-                )
-            lines[name] = key_node.start_mark.line + 1
-            yield name, key_node, value
+            name = (
+                "" if key_node.tag.endswith(":merge") else loader.construct_object(key_node, True)
+            )
+            if key_node.tag.endswith(":merge"):
+                problem = "merge keys (<<) are not read; write it out"
+            elif not isinstance(name, str):
+                problem = f"expected text as a key, got {kind_of(name)}"
+            elif name in found:
+                problem = f"{name!r} is set twice, first in line {found.lines[name]}"
+            else:
+                found.lines[name] = key_node.start_mark.line + 1
+                found[name] = loader.construct_object(value, True)
+                continue
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+        return found
 
-    def text(self, key: str, node: Node, wanted: str) -> str:
-        import yaml
-
-        if not isinstance(node, yaml.ScalarNode) or node.tag != f"{TAG}str":
-            raise self.mistyped(key, node, wanted)
-        return str(node.value)
-
-    def checked(self, key: str, node: Node, read: Callable[[Any], T], value: object) -> T:
-        return checked(read, value, key, self.at(node))
-
-    def mistyped(self, key: str, node: Node, wanted: str) -> SettingsError:
-        kind = node.tag.removeprefix(TAG)
-        if not isinstance(node.value, str):  # never print nodes: aliases make them endless
-            found = {"seq": "a list", "map": "a mapping"}.get(kind, kind)
-        elif kind == "null":
-            found = "nothing (leave the key out, or write [] for an empty list)"
-        elif kind == "str":
-            found = f"the text {node.value!r}"
-        else:
-            found = f"{node.value} ({kind}; in quotes it is text)"
-        return wrong(key, self.at(node), f"expected {wanted}, got {found}")
-
-    def broken(self, line: int, problem: str) -> SettingsError:
-        origin = f"{self.path}:{line + 1}{self.suffix}"
-        return wrong(self.key, origin, f"invalid YAML or JSON: {problem}")
-
-    def at(self, node: Node) -> str:
-        return f"{self.path}:{node.start_mark.line + 1}{self.suffix}"
+    Loader.add_constructor("tag:yaml.org,2002:map", mapping)
+    return Loader
 
 
-def _plain(node: Node) -> object:
-    """The value of a setting that nobody here has declared; None for what none can be."""
-    if isinstance(node.value, str):
-        is_boolean = node.tag == f"{TAG}bool"
-        return BOOLEANS.get(node.value.lower()) if is_boolean else node.value or None
-    names = [_plain(child) for child in node.value] if node.tag == f"{TAG}seq" else [None]
-    return None if None in names else tuple(map(str, names))
+def _value(spec: SettingSpec[Any], value: object, origin: str) -> object:
+    """The value of a setting."""
+    if isinstance(spec.default, bool) or isinstance(value, bool):
+        if isinstance(value, bool) and isinstance(spec.default, bool):
+            return value
+    elif spec.names and isinstance(value, list):
+        for name in value:
+            if not isinstance(name, str):
+                raise wrong(spec.key, origin, f"expected a name, got {kind_of(name)}")
+        names = (checked(name_of, name, spec.key, origin) for name in value)
+        return tuple(dict.fromkeys(names))
+    elif isinstance(value, str):
+        return checked(partial(value_of, spec), value, spec.key, origin)
+    raise wrong(spec.key, origin, f"expected {expected(spec)}, got {kind_of(value)}")
+
+
+def _scalar(key: str, value: object, origin: str) -> str:
+    """A text, a number or a date, as text."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float | date):
+        raise wrong(key, origin, f"expected a text, a number or a date, got {kind_of(value)}")
+    return str(value)
+
+
+def _plain(value: object) -> object:
+    """The value of a setting that no plugin here declares; None if it cannot be one."""
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value if isinstance(value, bool | str) else None
 
 
 def _path_of(path: object, key: str, distribution: str | None) -> str:
@@ -396,11 +353,9 @@ def _meant(key: str, declared: Declared) -> str:
             if spec.in_file:
                 return f" In a file it is {spec.key}."
             return f" It is set by the variable {spec.variable}, not in a file."
+    if key == "holds":
+        return " A table is named by VLLM_FL_TABLE, or by `table` in a file."
     if key in known_contracts().contracts:
         return " It is an op: write it under op_backends."
     known = file_keys(declared)
     return closest(key, known) or f" Known are {', '.join(known)}."
-
-
-def _reason(error: BaseException) -> str:
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)

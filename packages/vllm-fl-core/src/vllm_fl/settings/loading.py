@@ -1,4 +1,4 @@
-"""Reading the settings: four layers, of which the highest that sets an item wins.
+"""Reading of the settings: of four layers, the highest that sets an item wins.
 
 VLLM_FL_CONFIG's file; the environment; the files that plugins ship for the platform; the defaults.
 Unless that file says `extends: platform`, it overrides every item that a file can set.
@@ -9,18 +9,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter, methodcaller
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
-from ..errors import IdleSwitchError, SettingsError
+from ..errors import IdleSwitchError
 from ..plugins.registry import known_contracts
 from ..plugins.setting import SettingSpec
-from ..text import few, nearest
-from .files import Layer, read_orders, read_settings_file
+from ..text import closest, nearest
+from .devices import DeviceOrder, Table
+from .files import Layer, read_orders, read_settings_file, read_table
+from .lock import read_lock
 from .names import check_names, uses
-from .policy import GROUP, OpOrder, SelectionPolicy, closest
+from .policy import GROUP, OpOrder, SelectionPolicy
 from .schema import (
     CONFIG,
     ITEMS,
@@ -43,15 +46,10 @@ from .values import (
     PLATFORMS,
     checked,
     is_ordered,
-    near,
     normalise_platform,
     value_of,
     wrong,
 )
-
-if TYPE_CHECKING:
-    from .lock import Locked
-    from .table import Pinned
 
 __all__ = [
     "Setting",
@@ -70,7 +68,6 @@ STARTUP = {
         Settings.platform,
         Settings.plugins,
         Settings.plugin_modules,
-        Settings.strict_plugins,
         Settings.log_level,
         Settings.debug,
     )
@@ -85,14 +82,14 @@ Groups = Mapping[str, Collection[str]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_vendors}
-"""What users set for safety: their variables never go without effect."""
+"""The safety switches, whose variables never go without effect."""
 
 
 def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
-    """What a process needs before its plugins are known, from the environment alone.
+    """Read the settings that a process needs before its plugins are known, from the environment.
 
     Returns:
-        `enabled`, `platform`, `plugins`, `plugin_modules`, `strict_plugins`, `log_level`, `debug`.
+        `enabled`, `platform`, `plugins`, `plugin_modules`, `log_level`, `debug`.
 
     Raises:
         SettingsError: one of them is wrong.
@@ -111,23 +108,22 @@ def load_settings(
     platforms: Sequence[str] = (),
     foreign: bool = False,
 ) -> Settings:
-    """The effective settings. Names are not checked yet; see `check_names`.
+    """Read the effective settings. Names are not checked yet; see `check_names`.
 
     Args:
         env: the environment; by default the process's own.
-        platform: the platform that was detected; VLLM_FL_PLATFORM beats it.
-        platform_files: (distribution, YAML file) of what plugins bring for the platform. They
-            unite, whatever their order; see `uniting`.
-        brought: what is installed: where platform files unite, who brings a thing counts.
-        groups: what `group:NAME` stands for in an order.
-        plugins: the settings that plugins declare.
-        platforms: the platforms that are known, beside those of vLLM and vllm-plugin-FL.
-        foreign: whether the platform is another plugin's. Where no file is for it, an engine is
-            left as it is: `prefer` is `stock`.
+        platform: the platform that was detected; VLLM_FL_PLATFORM overrides it.
+        platform_files: (distribution, YAML file) of each plugin's file for the platform.
+        brought: the installed implementations, of which each distribution's file orders its own.
+        groups: group -> its ops.
+        plugins: the declarations of plugins.
+        platforms: the known platforms, in addition to those of vLLM and vllm-plugin-FL.
+        foreign: whether the platform is another plugin's. Without a file for it, `prefer` is
+            `stock`.
 
     Raises:
-        SettingsError: something is wrong with a variable or a file.
-        IdleSwitchError: a file takes the effect from VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
+        SettingsError: a variable or a file is wrong.
+        IdleSwitchError: a file overrides VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
     """
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
     fixed = _environment(env, _of(declared, in_file=False))
@@ -135,41 +131,40 @@ def load_settings(
     if platform is not None:
         detected = Setting("platform", normalise_platform(platform), "detected")
         fixed = _stacked([fixed, {"platform": detected}], {})
-    own = _file(fixed["config"], declared, groups) if "config" in fixed else {}
-    extends = own.pop(EXTENDS, None) is not None
-    is_whole = "config" in fixed and not extends
+    config = fixed.get("config")
+    own: Layer = {}
+    if config is not None:
+        own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
+        close_pairs(own, declared)
+        own = _spread(own, groups)
+    is_whole = config is not None and own.pop(EXTENDS, None) is None
     if foreign and (is_whole or not platform_files):
         origin = "another plugin's platform, which no policy file is for"
         fixed["prefer"] = Setting("prefer", "stock", origin)
-    has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
-    shipped: Layer = {}
-    problem = ""
-    try:
-        shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
-    except SettingsError as error:
-        if not is_whole:
-            raise
-        problem = f" (unreadable: {error})"  # overridden, so that it harms nobody
-    users = [own] if is_whole else [own, *_variables(env, groups, declared)]
-    entries = _stacked(
-        [*users, fixed, *([] if is_whole else [shipped])],
-        declared,
-        ignored=[_unread(env, declared), shipped] if is_whole else [],
-    )
-    _append_all(env, entries, _of(declared, in_file=False) if is_whole else declared)
-    if any("prefer" in layer for layer in users):
-        _resort(entries)
     shown = tuple(f"{path} ({distribution})" for distribution, path in platform_files)
     files = Setting("platform_files", shown, "plugins")
     warnings: list[str] = []
-    if is_whole:
-        warnings += _override(env, fixed["config"], files, problem, shipped, entries, declared)
-        beneath = ((files.value, files.origin),)
-        files = Setting(files.key, (), fixed["config"].origin, beneath)
+    if config is not None and is_whole:
+        users = [own]
+        ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
+        entries = _stacked([own, fixed], declared, ignored=_unread(env, declared, ignored))
+        _append_all(env, entries, _of(declared, in_file=False))
+        if ignored or shown:
+            names = ", ".join((*ignored, *shown))
+            warnings.append(f"{CONFIG}={config.value} is a complete override; ignored: {names}.")
+        files = Setting(files.key, (), config.origin, ((shown, files.origin),))
     else:
-        warnings += _beaten(own, entries)
+        users = [own, *_variables(env, groups, declared)]
+        has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
+        shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
+        entries = _stacked([*users, fixed, shipped], declared)
+        _append_all(env, entries, declared)
+    if any("prefer" in layer for layer in users):
+        prefer = entries["prefer"]
+        preferring = methodcaller("preferring", str(prefer.value))
+        _reorder(entries, preferring, f"re-sorted by {prefer.origin}")
     entries["platform_files"] = files
-    if "config" in fixed:
+    if config is not None:
         _refuse_idle(env, entries)
     absent = [
         name
@@ -180,42 +175,41 @@ def load_settings(
         if text := _text(env, name, name):
             entries[name] = Setting(name, text, f"environment {name}", variable=name)
     warnings += _unknown_variables(env, (*variables(declared), *absent))
-    if not platform_files:
-        warnings += _unknown_platform(entries["platform"], {*PLATFORMS, *platforms})
+    forced, known = entries["platform"], {*PLATFORMS, *platforms}
+    is_forced = forced.origin == f"environment {forced.variable}"
+    if is_forced and not platform_files and forced.value not in known:
+        problem = "no installed plugin has settings for this platform."
+        warnings.append(f"{forced.named}: {problem}{closest(str(forced.value), known)}")
+    tuned = _add_table(entries)
     ordered = {key: entries[key] for key in declared} | entries
+    lock = entries["lock"]
     settings = Settings(
         tuple(ordered.values()),
         tuple(warnings),
         declared=declared,
-        pinned=_pinned(entries["table"]),
-        locked=_locked(entries["lock"]),
+        tuned=tuned,
+        locked=read_lock(str(lock.value), origin=lock.origin) if lock.value else None,
     )
     labels = dict.fromkeys(use.label for use in uses(settings))
     return dataclasses.replace(settings, unchecked=tuple(labels))
 
 
-def _pinned(named: Setting) -> Pinned | None:
-    """The table that the setting names, read."""
+def _add_table(entries: Layer) -> Table | None:
+    """Read the table that the setting names, and put its orders before what backends ship."""
+    named = entries["table"]
     if named.value is None:
         return None
-    from .table import Pinned  # few processes name one
-
-    return Pinned.read(str(named.value), named.origin)
-
-
-def _locked(named: Setting) -> Locked | None:
-    """The lock that the setting names, read."""
-    if named.value is None:
-        return None
-    from .lock import read_lock  # few processes name one
-
-    return read_lock(str(named.value), origin=named.origin)
+    table, layer = read_table(str(named.value), named.origin)
+    for key, setting in layer.items():
+        below = entries[key].value if key in entries else ()
+        orders = cast("tuple[DeviceOrder, ...]", (*setting.value, *below))  # type: ignore[misc]
+        orders = tuple(sorted(orders, key=lambda each: not each.order.pinned))
+        entries[key] = dataclasses.replace(setting, value=orders, origin=orders[0].origin)
+    return table
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
-    """The policy of a user's YAML file alone, as VLLM_FL_CONFIG would give it.
-
-    What the file extends is no part of it.
+    """Return the policy of a user's YAML file, without what it extends.
 
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong.
@@ -229,33 +223,20 @@ def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
 
 
 def _of(declared: Declared, *, in_file: bool) -> Declared:
-    """Those that a file may set, or those that it may not."""
+    """Return the declarations of settings that a file may set, or may not."""
     return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
-def _file(config: Setting, declared: Declared, groups: Groups) -> Layer:
-    """What the user's file sets."""
-    own = read_settings_file(config.value, declared, key="config", asked_by=config.origin)
-    close_pairs(own, declared)
-    return _spread(own, groups)
-
-
 def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
-    """What the environment sets of that which a file may set, the highest layer first."""
+    """Return the settings of the environment that a file may set, the highest layer first."""
     own = _environment(env, _of(declared, in_file=True))
     close_pairs(own, declared)
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
     return [own, *(_spread(layer, groups) for layer in (*orders, _per_op(env)))]
 
 
-def _ignored(env: Mapping[str, str], declared: Declared) -> list[str]:
-    """The variables that are set and that a complete override ignores."""
-    return [name for name in overridden(declared) if env.get(name, "").strip()]
-
-
-def _unread(env: Mapping[str, str], declared: Declared) -> Layer:
-    """These as settings, by their text."""
-    ignored = _ignored(env, declared)
+def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Layer:
+    """Return the variables that a complete override ignores, as settings with their text."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()
@@ -263,59 +244,8 @@ def _unread(env: Mapping[str, str], declared: Declared) -> Layer:
     }
 
 
-def _override(
-    env: Mapping[str, str],
-    config: Setting,
-    files: Setting,
-    problem: str,
-    plugins: Layer,
-    entries: Layer,
-    declared: Declared,
-) -> list[str]:
-    """The warning of a complete override, if it ignores anything."""
-    ignored = [*_ignored(env, declared), *files.names]
-    lost = [
-        f"{few(names)} ({black})"
-        for white, black in sorted(pairs(declared))
-        if (names := _lost(env, plugins, entries, white, declared[black]))
-    ]
-    said = (
-        f"{CONFIG}={config.value} is a complete override; ignored: {', '.join(ignored)}{problem}. "
-        f"Blacklist entries lost: {', '.join(lost) or 'none'}."
-    )
-    return [said] if ignored else []
-
-
-def _beaten(own: Layer, entries: Layer) -> list[str]:
-    """A warning of each variable that says otherwise than a file which extends the platform's."""
-    beaten: dict[str, list[str]] = {}
-    for key in own:
-        for value, origin in entries[key].overrides:
-            name = origin.removeprefix("environment ")
-            if name != origin and value != entries[key].value:
-                beaten.setdefault(name, []).append(key)
-    return [
-        f"{own[min(keys)].origin}: {name} has no effect on {few(keys)}, since a file counts before "
-        "variables. Say it in the file, or unset the variable."
-        for name, keys in beaten.items()
-    ]
-
-
-def _lost(
-    env: Mapping[str, str], plugins: Layer, entries: Layer, white: str, black: SettingSpec[Any]
-) -> set[str]:
-    """The blacklist entries that held without VLLM_FL_CONFIG and do not hold with it."""
-    texts = [env.get(black.variable, ""), env.get(black.append or "", "")]
-    names = {name.strip() for text in texts for name in text.split(",") if name.strip()}
-    if not texts[0].strip() and black.key in plugins:
-        names |= {*plugins[black.key].names}
-    if entries[white].value is not None:
-        names &= {*entries[white].names}
-    return names - {*entries[black.key].names}
-
-
 def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
-    """Raise where a switch that the environment has for safety does not hold."""
+    """Raise if a file overrides a safety switch of the environment."""
     for key, asked in _environment(env, SWITCHES).items():
         held, allowed = entries[key], entries["allow_vendors"]
         if isinstance(asked.value, tuple):
@@ -335,14 +265,14 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
 
 
 def _orders(layer: Layer) -> dict[str, OpOrder]:
-    """The orders of a layer, by key."""
+    """Return the orders of a layer, by key."""
     return {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
 
 
 def _spread(layer: Layer, groups: Groups) -> Layer:
-    """The layer with the order of a group at each of its ops, beneath a list of the op's own.
+    """Replace the order of each group by that of its ops; an op's own order overrides it.
 
-    That of a group without an op here stays as it is.
+    The order of a group without an op stays as it is.
     """
     orders, spread = _orders(layer), dict(layer)
     for key in orders:
@@ -353,7 +283,7 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
             of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP}{group})"
             found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
             own = orders.get(of_op)
-            if own is not None:  # in a mode that it leaves open the group's holds
+            if own is not None:  # the group orders the mode that is open
                 value = dataclasses.replace(
                     own, eager=own.eager or order.eager, compiled=own.compiled or order.compiled
                 )
@@ -376,7 +306,7 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
 
 
 def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
-    """A variable's text. An empty one is unset; only VLLM_FL_PLUGINS may name none."""
+    """Return a variable's text, or None if it is empty; only VLLM_FL_PLUGINS may be empty."""
     text = env.get(variable)
     if text is None:
         return None
@@ -399,33 +329,28 @@ def _per_op(env: Mapping[str, str]) -> Layer:
         key = f"{ORDER_PREFIX}{op}"
         if key in layer:
             raise wrong(key, origin, "is set twice")
-        order = checked(OpOrder.of, [*map(str.strip, tokens.split("|"))], key, origin)
+        order = checked(OpOrder.of, tokens, key, origin)
         layer[key] = Setting(key, order, origin, variable=PER_OP)
     return layer
 
 
 def _stacked(
-    layers: Sequence[Layer], declared: Declared, *, ignored: Sequence[Layer] = ()
+    layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
 ) -> Layer:
-    """Per item the highest layer's value, or the default, which remembers those of the others."""
+    """Return the highest layer's setting for each key, or the default, with all it overrides."""
     defaults = {
         key: Setting(key, spec.default, variable=spec.variable) for key, spec in declared.items()
     }
     layers = [*layers, defaults]
     stacked: Layer = {}
-    for layer in layers:
-        for key, setting in layer.items():
-            if key in stacked:
-                continue
-            overrides, spec = [*setting.overrides], declared.get(key)
-            for other in (each.get(key, setting) for each in (*ignored, *layers)):
-                is_set = other.value not in (None, ()) or (spec and other.value != spec.default)
-                if other is not setting and is_set:
-                    overrides += [(other.value, other.origin), *other.overrides]
-            variable = setting.variable or (spec.variable if spec else None)
-            stacked[key] = dataclasses.replace(
-                setting, overrides=tuple(overrides), variable=variable
-            )
+    for key in dict.fromkeys(key for layer in layers for key in layer):
+        top, *below = (layer[key] for layer in layers if key in layer)
+        overrides, spec = [*top.overrides], declared.get(key)
+        for other in (*([ignored[key]] if key in ignored else ()), *below):
+            if other.value not in (None, ()) or (spec and other.value != spec.default):
+                overrides += [(other.value, other.origin), *other.overrides]
+        variable = top.variable or (spec.variable if spec else None)
+        stacked[key] = dataclasses.replace(top, overrides=tuple(overrides), variable=variable)
     return stacked
 
 
@@ -437,27 +362,24 @@ def _united(
     *,
     has_stock: bool,
 ) -> Layer:
-    """The platform files as one layer.
+    """Merge the platform files into one layer.
 
-    In its orders plain PyTorch stands in for nobody before `stock`, where vLLM has a form of its
-    own for the device (`has_stock`): what is banned or fails gives way to that.
+    If vLLM has kernels for the device (`has_stock`), a fallback reaches `stock` before `reference`.
     """
     files = [
         (name, read_settings_file(path, declared, key="platform_files", distribution=name))
         for name, path in platform_files
     ]
     united = unite([(name, _spread(layer, groups)) for name, layer in files], brought, declared)
-    for key, order in _orders(united).items() if has_stock else ():
-        if order != (raised := order.above_plain):
-            origin = f"{united[key].origin}, stock put before reference"
-            united[key] = dataclasses.replace(united[key], value=raised, origin=origin)
+    if has_stock:
+        _reorder(united, attrgetter("above_plain"), "stock put before reference")
     return united
 
 
 def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> None:
-    """Add the names of lists' second variables to those that hold.
+    """Add the names of `append` variables to their lists.
 
-    Beside a whitelist that excludes the list they would have no effect: that is an error.
+    They are an error if a whitelist excludes the list.
     """
     for spec in declared.values():
         text = _text(env, spec.append, spec.key) if spec.append else None
@@ -469,63 +391,39 @@ def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> N
             if white.value is not None:
                 problem = f"has no effect beside {white.key} ({white.origin}); unset one"
                 raise wrong(spec.key, origin, problem)
-        before = held.names or ()  # None, where nobody set a list whose default is no list
+        before = held.names or ()
         value = tuple(dict.fromkeys((*before, *names)))
         if before:
             origin = f"{held.origin} and {origin}"
         entries[spec.key] = dataclasses.replace(held, value=value, origin=origin)
 
 
-def _resort(entries: Layer) -> None:
-    """Let a `prefer` of the user's re-sort the orders of the platform's files."""
-    prefer = entries["prefer"]
+def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> None:
+    """Change the orders of a layer."""
     for key, setting in entries.items():
         if isinstance(setting.value, OpOrder):
-            order = setting.value.preferring(str(prefer.value))
+            order = change(setting.value)
             if order != setting.value:
-                entries[key] = dataclasses.replace(
-                    setting,
-                    value=order,
-                    origin=f"{setting.origin}, re-sorted by {prefer.origin}",
-                    overrides=((setting.value, setting.origin), *setting.overrides),
-                )
+                entries[key] = setting.replaced(order, f"{setting.origin}, {how}")
 
 
 def _unknown_variables(env: Mapping[str, str], known: Sequence[str]) -> list[str]:
-    """A warning for each variable that is no setting and was likely meant for one."""
-    ours = {name.removeprefix(PREFIX): name for name in known}
+    """Return a warning for each variable that looks like a setting and is not one."""
+    letters = {v.removeprefix(PREFIX).replace("_", ""): v for v in known}
+    ours = [short for short, v in letters.items() if v.startswith(PREFIX)]
+    others = letters.keys() - {*ours}
     warnings = []
     for name in sorted(env):
-        if name.startswith(PREFIX) and name not in known and env[name]:
-            slip = near(name.removeprefix(PREFIX), ours)
-            meant = f" Did you mean {ours[slip]!r}?" if slip else ""
-            warnings.append(
-                f"{name} is not a setting of vllm-fl-core or of a loaded plugin: it has no effect."
-                + meant
-            )
-        elif env[name] and name not in known and (slip := _misspelt(name, known)):
-            warnings.append(f"{name} has no effect. Did you mean {slip!r}?")
+        if name in known or not env[name]:
+            continue
+        rest = re.sub(r"(?i)^vllm[_-]?fl[_-]", "", name)
+        is_ours = rest != name
+        short = rest.upper().replace("_", "").replace("-", "")
+        slip = nearest(short, ours, 0.8) if is_ours else nearest(short, others, 0.92)
+        meant = f" Did you mean {letters[slip]!r}?" if slip else ""
+        if is_ours:
+            problem = "is not a setting of vllm-fl-core or of a loaded plugin: it has no effect."
+            warnings.append(f"{name} {problem}{meant}")
+        elif slip:
+            warnings.append(f"{name} has no effect.{meant}")
     return warnings
-
-
-def _misspelt(name: str, known: Sequence[str]) -> str | None:
-    """The setting that a variable without our prefix is a slip of: `vllm_fl_prefer`, `USE_FLAGGEM`.
-
-    Ours are told by their first letters; the others are names of their own, and must be close.
-    """
-    is_ours = bool(re.match(r"(?i)vllm[_-]?fl[_-]", name))
-    letters = name.upper().replace("_", "").replace("-", "")
-    spelt = {v.replace("_", ""): v for v in known if v.startswith(PREFIX) is is_ours}
-    found = nearest(letters, spelt, 0.0 if is_ours else 0.92)
-    return spelt[found] if found else None
-
-
-def _unknown_platform(platform: Setting, known: Collection[str]) -> list[str]:
-    name = platform.value
-    forced = platform.origin == f"environment {platform.variable}"
-    if not forced or not isinstance(name, str) or name in known:
-        return []
-    return [
-        f"{platform.variable}={name}: no installed plugin has settings for this platform."
-        + closest(name, sorted(known))
-    ]

@@ -1,4 +1,4 @@
-"""Every setting, declared once; and the effective ones, each with its origin.
+"""The declarations of all settings, and the effective settings with their origins.
 
 To add a setting, declare it in `Settings`, and describe it in docs/settings.md.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.setting import PLUGIN_KEY, SettingSpec
-from .devices import Device, DeviceOrder
+from .devices import DeviceOrder, Table
 from .policy import PREFERENCES, Mode, OpOrder, SelectionPolicy
 from .values import (
     DEVICES,
@@ -25,14 +25,12 @@ from .values import (
     ORDER_PREFIX,
     PER_OP,
     read_platform,
-    read_prefer,
     read_share,
     wrong,
 )
 
 if TYPE_CHECKING:
     from .lock import Locked
-    from .table import Pinned
 
 CONFIG = "VLLM_FL_CONFIG"
 
@@ -55,8 +53,8 @@ class Setting:
         overrides: (value, origin) of what it replaced, the nearest first. A variable that
             VLLM_FL_CONFIG overrides is shown by its text, unread.
         variable: the environment variable that sets it, or None.
-        merged: (value, origin) of each platform file that sets it, where several do.
-        disagreements: where those contradict each other, and what holds instead; one sentence each.
+        merged: (value, origin) of each platform file that sets it, if several do.
+        disagreements: a sentence for each contradiction between those, with the value that is used.
     """
 
     key: str
@@ -69,7 +67,7 @@ class Setting:
 
     @property
     def names(self) -> Names:
-        """The value of a list that somebody set."""
+        """The value of a list that is set."""
         return cast("Names", self.value)
 
     @property
@@ -83,9 +81,14 @@ class Setting:
             return f"{variable}={text.lower() if isinstance(self.value, bool) else text}"
         return f"{self.key}={text} ({self.origin})"
 
+    def replaced(self, value: object, origin: str) -> Setting:
+        """Return this setting with another value, which overrides its own."""
+        overrides = ((self.value, self.origin), *self.overrides)
+        return dataclasses.replace(self, value=value, origin=origin, overrides=overrides)
+
     @property
     def undo(self) -> str:
-        """The command that takes it away, or that opens the file which has it."""
+        """The command that unsets it, or that opens its file."""
         return undo(self.origin)
 
 
@@ -94,7 +97,7 @@ def undo(origin: str) -> str:
     if in_file := re.match(r"(\S.*?):(\d+)\b", origin):
         return f"${{EDITOR:-vi}} +{in_file[2]} {shlex.quote(in_file[1])}"
     named = re.search(r"\benvironment (\w+)|^(\w+_\w+)", origin)
-    return f"unset {named[1] or named[2]}" if named else "vllm-fl policy"
+    return f"unset {named[1] or named[2]}" if named else "vllm-fl settings"
 
 
 @dataclass(frozen=True)
@@ -106,12 +109,11 @@ class Settings(Mapping[str, Setting]):
 
     Args:
         entries: the settings, in the order of the reference.
-        warnings: what the user should hear, one sentence each.
-        unchecked: names that nobody has checked yet, or that their owner does not know, as
+        warnings: warnings for the user, one sentence each.
+        unchecked: names that are unknown or were not checked yet, such as
             `oot_blacklist.fused_moe`; `check_names` shortens it.
-        declared: the settings that there are, core's and those of the loaded plugins.
-        pinned: the table that `table` names. What it orders is in force only where it holds, which
-            needs a device to know: see `with_table`.
+        declared: the declarations of core and of the loaded plugins.
+        tuned: the table that `table` names.
         locked: the lock that `lock` names.
     """
 
@@ -119,19 +121,17 @@ class Settings(Mapping[str, Setting]):
     warnings: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
-    pinned: Pinned | None = field(default=None, hash=False)
+    tuned: Table | None = None
     locked: Locked | None = field(default=None, hash=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
-    """False: vllm-fl steps aside entirely."""
+    """False: vLLM runs without vllm-fl."""
     config = SettingSpec[str | None]("config", CONFIG, None)
-    """A YAML file that overrides everything a file can set."""
+    """A YAML file of the user."""
     platform = SettingSpec[str | None]("platform", "VLLM_FL_PLATFORM", None, read=read_platform)
-    """The platform whose files count, forced or detected."""
-    prefer = SettingSpec(
-        "prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES, read=read_prefer
-    )
-    """The kind that is tried first, or `stock`: everything is left as it is."""
+    """The platform, forced or detected."""
+    prefer = SettingSpec("prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES)
+    """The kind that is tried first, or `stock`: everything is left to vLLM."""
     strict = SettingSpec("strict", "VLLM_FL_STRICT", False, in_file=True)
     """Whether the first failure is raised and nothing else is tried."""
     allow_vendors = SettingSpec[SomeNames](
@@ -145,17 +145,13 @@ class Settings(Mapping[str, Setting]):
     require = SettingSpec(
         "require", "VLLM_FL_REQUIRE", "none", in_file=True, choices=("none", "batch_invariant")
     )
-    """What an engine's implementations must have been measured to be."""
+    """The property that an engine's implementations must have."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
-    """A file of `vllm-fl tune`, by which engines choose for each number of tokens, or None."""
-    table_unaccepted = SettingSpec(
-        "table_unaccepted", "VLLM_FL_TABLE_UNACCEPTED", False, in_file=True
-    )
-    """Whether a table acts that `vllm-fl tune --accept` has not accepted."""
+    """A file of `vllm-fl tune`: orders for the device that was measured, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
-    """A file of `vllm-fl plan --save`, from which a start may not differ, or None."""
+    """A file of `vllm-fl plan --save`, from which an engine may not differ, or None."""
     lock_mode = SettingSpec("lock_mode", "VLLM_FL_LOCK_MODE", "strict", choices=("strict", "warn"))
-    """Whether a start that differs from the lock ends, or says so and goes on."""
+    """Whether an engine that differs from the lock fails to start, or starts with a warning."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -174,7 +170,7 @@ class Settings(Mapping[str, Setting]):
     preflight = SettingSpec(
         "preflight", "VLLM_FL_PREFLIGHT", "verify", choices=("verify", "run", "off")
     )
-    """What runs before the model is built."""
+    """Whether implementations are verified, run, or neither before the model is built."""
     log_level = SettingSpec(
         "log_level", "VLLM_FL_LOG_LEVEL", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
@@ -183,22 +179,16 @@ class Settings(Mapping[str, Setting]):
     """Whether every resolution is printed and calls are counted."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
     """The file that each worker writes its counters to, by its rank, or None."""
-    report = SettingSpec[str | None]("report", "VLLM_FL_REPORT", None)
-    """The file that each worker leaves what it ran with and counted in, or None: beside metrics."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The share of steps in which the plan's calls are compared while they serve, or None."""
-    shadow_file = SettingSpec[str | None]("shadow_file", "VLLM_FL_SHADOW_FILE", None)
-    """The file that each worker appends what it compared to, by its rank, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     """The distributions whose plugins are loaded, or None for all."""
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
     )
     """Modules that are loaded as plugins."""
-    strict_plugins = SettingSpec("strict_plugins", "VLLM_FL_STRICT_PLUGINS", False)
-    """Whether a plugin that fails ends the start."""
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
-    """Where FlagCX lies, or None."""
+    """The folder of FlagCX, or None."""
 
     @cached_property
     def _by_key(self) -> dict[str, Setting]:
@@ -215,7 +205,7 @@ class Settings(Mapping[str, Setting]):
 
     @cached_property
     def policy(self) -> SelectionPolicy:
-        """What decides between implementations."""
+        """The choice between implementations."""
         allowed = self.allow_vendors
         return SelectionPolicy(
             prefer=self.prefer,
@@ -229,59 +219,50 @@ class Settings(Mapping[str, Setting]):
             deny_vendors=frozenset(self.deny_vendors),
         )
 
-    def with_table(self, left_out: Collection[str] = ()) -> Settings:
-        """These settings with the orders of the table that they name, beneath the user's lists.
-
-        Args:
-            left_out: the ops whose rows do not count.
-        """
-        pinned = self.pinned
-        if pinned is None:
+    def without_table(self, why: str) -> Settings:
+        """Return these settings, in which the table has no effect; `why` says why."""
+        if self.tuned is None:
             return self
-        orders = {}
-        for op in pinned.table.ops:
-            if op in left_out or self.policy.names(op):
-                continue
-            base = self.policy.order(op, pinned.table.mode, engine=True)
-            order = pinned.order(op, base, self.policy.per_op_order.get(op))
-            if len(order.rows(pinned.table.mode)) > 1:
-                orders[op] = order, pinned.origin
-        return self._over(orders)
+        return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
 
-    def with_devices(
-        self, device: Device | None, mode: Mode, tuned: Collection[str] = ()
-    ) -> Settings:
-        """These settings with what files say of a device.
+    def with_devices(self, device: str, mode: Mode) -> Settings:
+        """Return these settings with the orders for a device.
 
-        A user's `prefer`, lists and table hold in the place of what a backend ships. What a user's
-        own file says of the device lies above them.
+        Orders for the device in a user's own file win over all others. A user's lists win over
+        those of the table, and these over what backends ship, as does a user's `prefer`.
 
         Args:
-            device: that of the engine; None where nobody knows it, and nothing changes.
+            device: the name of the engine's; empty if it is not known, and nothing changes.
             mode: the engine's.
-            tuned: the ops that a table orders.
         """
-        if device is None:
+        if not device:
             return self
-        orders = {}
-        for op, each in self.by_device.items():
-            holding = (o for o in each if o.holds(device) and o.order.rows(mode))
-            if (found := next(holding, None)) is None:
+        entries = dict(self._by_key)
+        has_table = self.tuned is not None and not self.tuned.unused
+        for op, orders in self.by_device.items():
+            used = (each for each in orders if has_table or not each.of_table)
+            found = next((o for o in used if o.holds(device) and o.order.rows(mode)), None)
+            if found is None:
                 continue
-            if found.order.pinned or not (op in tuned or self.is_users(op)):
-                below = self.policy.per_op_order.get(op, OpOrder((), ()))
+            yields = self.policy.names(op) if found.of_table else self.is_users(op)
+            if found.order.pinned or not yields:
+                key = f"{ORDER_PREFIX}{op}"
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
-                order = dataclasses.replace(below, pinned=found.order.pinned)
-                orders[op] = order.with_rows(mode, rows), found.why
-        return self._over(orders)
+                below = self.policy.per_op_order.get(op, OpOrder((), ()))
+                order = dataclasses.replace(below, pinned=found.order.pinned).with_rows(mode, rows)
+                new = Setting(key, order, found.why, variable=PER_OP)
+                entries[key] = entries[key].replaced(order, found.why) if key in entries else new
+        if entries == self._by_key:
+            return self
+        return dataclasses.replace(self, entries=tuple(entries.values()))
 
     def is_users(self, op: str) -> bool:
-        """Whether a list or a `prefer` of the user's orders an op, not what a backend ships."""
+        """Return whether an order or `prefer` of the user orders an op, not a backend's file."""
         return self.policy.names(op) or "prefer" in self.chosen
 
     @property
     def by_device(self) -> dict[str, tuple[DeviceOrder, ...]]:
-        """Op -> its orders on some devices, of which the first one counts that holds."""
+        """Op -> its orders on some devices; the first that is for the engine's device is used."""
         return {
             key.removeprefix(DEVICES): cast("tuple[DeviceOrder, ...]", setting.value)
             for key, setting in self.items()
@@ -290,29 +271,14 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def held_by_device(self) -> dict[str, str]:
-        """Op -> where its order for a device stands and for which figure, of those in force here:
-        of settings that `with_devices` has given."""
+        """Op -> origin and measurement of its order for the device, after `with_devices`."""
         whys = {op: {order.why for order in orders} for op, orders in self.by_device.items()}
         held = {op: self.get(f"{ORDER_PREFIX}{op}") for op in whys}
         return {op: own.origin for op, own in held.items() if own and own.origin in whys[op]}
 
-    def _over(self, orders: Mapping[str, tuple[OpOrder, str]]) -> Settings:
-        """These settings with other orders of some ops, each with its origin."""
-        if not orders:
-            return self
-        entries = dict(self._by_key)
-        for op, (order, origin) in orders.items():
-            key = f"{ORDER_PREFIX}{op}"
-            below = entries.get(key, Setting(key, None, variable=PER_OP))
-            replaced = ((below.value, below.origin),) if below.value is not None else ()
-            entries[key] = dataclasses.replace(
-                below, value=order, origin=origin, overrides=(*replaced, *below.overrides)
-            )
-        return dataclasses.replace(self, entries=tuple(entries.values()))
-
     @property
     def unowned(self) -> tuple[str, ...]:
-        """The keys, or variables, of settings whose plugin is not loaded: kept, without effect."""
+        """The keys, or variables, of settings without a loaded plugin; they have no effect."""
         return tuple(
             key
             for key in self
@@ -323,7 +289,7 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        """The settings that the user set, by variables or in a file of theirs."""
+        """The settings that the user set, by variables or in a file."""
         paired = {key for pair in pairs(self.declared) for key in pair}
         marks = (f"(environment {OP_CONFIG})", " and environment ")  # a file, a list's second part
         chosen = {}
@@ -337,13 +303,13 @@ class Settings(Mapping[str, Setting]):
         return chosen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What plugins declare stays here: readers of their own need not travel.
-        fields = (self.entries, self.warnings, self.unchecked, self.pinned, self.locked)
+        # Declarations of plugins do not travel, since their `read` may not be picklable.
+        fields = (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
         return _carried, (FORM, *fields)
 
 
 def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
-    """The settings of another process of the engine.
+    """Return the settings of another process of the engine.
 
     Raises:
         SettingsError: another release of vllm-fl-core has sent them.
@@ -355,8 +321,8 @@ def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
             "not what this vllm-fl-core sends; install the same release of it wherever a worker of "
             "one engine runs",
         )
-    entries, warnings, unchecked, pinned, locked = fields
-    return Settings(entries, warnings, unchecked, pinned=pinned, locked=locked)
+    entries, warnings, unchecked, tuned, locked = fields
+    return Settings(entries, warnings, unchecked, tuned=tuned, locked=locked)
 
 
 ITEMS: Declared = MappingProxyType(
@@ -369,8 +335,9 @@ FORM = (
     *Setting.__dataclass_fields__,
     *OpOrder.__dataclass_fields__,
     *DeviceOrder.__dataclass_fields__,
+    *Table.__dataclass_fields__,
 )
-"""What settings are made of in this release: those of another one are not taken over."""
+"""The fields of settings in this release, by which those of another release are refused."""
 
 
 def variables(declared: Declared) -> tuple[str, ...]:
@@ -390,12 +357,12 @@ def file_keys(declared: Declared) -> tuple[str, ...]:
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
-    """(whitelist, blacklist) of each pair of which one layer may set one."""
+    """(whitelist, blacklist) of each pair; a layer may set one of the two."""
     return tuple((spec.key, spec.excludes) for spec in declared.values() if spec.excludes)
 
 
 def is_absent(name: str, declared: Declared) -> bool:
-    """Whether a key or variable is a setting of a plugin that is not loaded."""
+    """Return whether a key or variable belongs to a plugin that is not loaded."""
     found = re.fullmatch(PLUGIN_KEY, name)
     known = (each for spec in declared.values() for each in (spec.key, *spec.variables))
     return found is not None and not any(each.startswith(found[1]) for each in known)
@@ -405,4 +372,4 @@ VARIABLES = variables(ITEMS)
 """The variables of core's own settings."""
 
 TAKEN = (*VARIABLES, *ITEMS)
-"""The names that no plugin's setting may have."""
+"""The keys and variables of core, which plugins may not use."""

@@ -10,7 +10,7 @@ from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarge
 from ..contracts.rules import INTERMEDIATE
 from ._phrases import HW_AGNOSTIC
 
-__all__ = ["activation", "elementwise", "gated"]
+__all__ = ["activation", "operator"]
 
 SHARED = tuple(
     f"vllm.model_executor.layers.activation:{registry}._dict"
@@ -49,22 +49,14 @@ def activation(
     )
 
 
-def elementwise(name: str) -> OperatorTarget:
-    """The target of an op (x) in an operator (out, input), whose tensors are of one shape.
-
-    Args:
-        name: the operator, as `_C::gelu_new`.
-    """
-    return gated(name, ("out", "input"))
-
-
-def gated(name: str, parameters: tuple[str, ...], **constants: Any) -> OperatorTarget:
+def operator(name: str, *numbers: str, out: str = "out", **constants: Any) -> OperatorTarget:
     """The target of an op (x, numbers) in an operator (out, input, numbers).
 
     Args:
-        name: the operator, as `_C::silu_and_mul`.
-        parameters: the operator's.
-        constants: what the operator stands for of the contract's parameters.
+        name: the operator, such as `_C::silu_and_mul`.
+        numbers: its further parameters.
+        out: its first parameter.
+        constants: the contract's parameters that the operator fixes.
     """
-    route = Route(args={"x": "input"}, constants=constants, out=parameters[0])
-    return OperatorTarget(name, parameters, route, tokens="input")
+    route = Route(args={"x": "input"}, constants=constants, out=out)
+    return OperatorTarget(name, (out, "input", *numbers), route, tokens="input")

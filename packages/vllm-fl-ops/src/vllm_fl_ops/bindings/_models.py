@@ -26,16 +26,19 @@ def is_multimodal(config: Any) -> bool:
     return bool(config.model_config.is_multimodal_model)
 
 
-def mentions(word: str) -> Callable[[Any], bool]:
+def mentions(word: str, *, or_multimodal: bool = False) -> Callable[[Any], bool]:
     """Whether the model's own configuration has `word` in a setting's name, or in its value.
 
     Activations have many such names: `hidden_act`, `activation_function`, `projector_hidden_act`.
 
     Args:
         word: in lower case.
+        or_multimodal: whether a multimodal model counts in any case.
     """
 
     def when(config: Any) -> bool:
+        if or_multimodal and is_multimodal(config):
+            return True
         return any(word in text for text in _texts(config.model_config.hf_config.to_dict()))
 
     return when

@@ -1,8 +1,8 @@
-"""What several bindings say of where vLLM goes past them."""
+"""Text that several bindings share, and names written as text."""
 
 from __future__ import annotations
 
-__all__ = ["EXPERTS", "GELU_TANH", "HW_AGNOSTIC"]
+__all__ = ["EXPERTS", "GELU_TANH", "HW_AGNOSTIC", "names"]
 
 EXPERTS = (
     "experts whose kernel computes the activation, too: vLLM's quantised ones, and its CPU build's"
@@ -12,3 +12,8 @@ HW_AGNOSTIC = (
     "the Transformers backend under VLLM_USE_HW_AGNOSTIC=1, where this vLLM has a "
     "hardware-agnostic layer for the op: of these only SiluAndMul is a place"
 )
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The parameters of a vLLM function, written as in a signature: `x, weight, bias`."""
+    return tuple(text.split(", "))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm_fl.contracts.binding import Binding, FunctionTarget, Route, put
 
 from ._hybrid import CONV_SIZES, CONVOLVING, NULL_BLOCK, activation_of, has_states
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,22 +17,13 @@ __all__ = ["BINDING"]
 PAD_SLOT = -1
 """What vLLM's function takes for padding beside its null block, unless it is told otherwise."""
 
-TAKEN = (
-    "x",
-    "weight",
-    "bias",
-    "conv_states",
-    "query_start_loc",
-    "cache_indices",
-    "has_initial_state",
-    "activation",
-    "pad_slot_id",
+TAKEN = names(
+    "x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, "
+    "pad_slot_id"
 )
-PER_BLOCK = (
-    "block_idx_first_scheduled_token",
-    "block_idx_last_scheduled_token",
-    "initial_state_idx",
-    "num_computed_tokens",
+PER_BLOCK = names(
+    "block_idx_first_scheduled_token, block_idx_last_scheduled_token, initial_state_idx, "
+    "num_computed_tokens"
 )
 """What releases up to 0.32 are told where states are cached per block of a sequence."""
 

@@ -9,6 +9,7 @@ from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, R
 from vllm_fl.contracts.routes import Selection
 
 from ._hybrid import CONV_SIZES, CONVOLVING, NULL_BLOCK, activation_of, has_states
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,17 +63,9 @@ _PATHS = (
     "vllm.model_executor.layers.mamba.ops.causal_conv1d.causal_conv1d_update",
     *(f"{module}.causal_conv1d_update" for module in CONVOLVING),
 )
-_TAKEN = (
-    "x",
-    "conv_state",
-    "weight",
-    "bias",
-    "activation",
-    "conv_state_indices",
-    "num_accepted_tokens",
-    "query_start_loc",
-    "max_query_len",
-    "null_block_id",
+_TAKEN = names(
+    "x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, "
+    "query_start_loc, max_query_len, null_block_id"
 )
 
 BINDING = Binding(
@@ -96,15 +89,9 @@ BINDING = Binding(
         ),
         OperatorTarget(
             "_C::causal_conv1d_update_cpu_vec",
-            (
-                "x",
-                "conv_state",
-                "weight",
-                "bias",
-                "activation",
-                "conv_state_indices",
-                "query_start_loc",
-                "pad_slot_id",
+            names(
+                "x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc, "
+                "pad_slot_id"
             ),
             _route(_beside_x, {"pad_slot_id": NULL_BLOCK}),
             grants=("conv_state",),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, LayerTarget, OperatorTarget
 
 from ._hybrid import FLA_EPSILON, LINEAR_SIZES, has_states
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,19 +120,9 @@ BINDING = Binding(
         ),
         OperatorTarget(
             "_C::chunk_gated_delta_rule_cpu",
-            (
-                "query",
-                "key",
-                "value",
-                "g",
-                "beta",
-                "initial_state",
-                "output_final_state",
-                "cu_seqlens",
-                "head_first",
-                "use_qk_l2norm_in_kernel",
-                "initial_state_indices",
-                "eps",
+            names(
+                "query, key, value, g, beta, initial_state, output_final_state, cu_seqlens, "
+                "head_first, use_qk_l2norm_in_kernel, initial_state_indices, eps"
             ),
             _into,
             _from,

@@ -8,6 +8,7 @@ from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, R
 
 from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
 from ._latent import KV_RANK, ROPE_SIZE
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,15 +53,7 @@ BINDING = Binding(
         ),
         FunctionTarget(
             ("vllm.v1.attention.backends.mla.cpu_mla.CPUMLAImpl.do_kv_cache_update",),
-            (
-                "self",
-                "kv_c_normed",
-                "k_pe",
-                "kv_cache",
-                "slot_mapping",
-                "kv_cache_dtype",
-                "k_scale",
-            ),
+            names("self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale"),
             Route(
                 args={
                     "kv_c": "kv_c_normed",

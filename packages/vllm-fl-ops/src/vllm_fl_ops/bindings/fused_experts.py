@@ -21,6 +21,7 @@ from vllm_fl.errors import StartError
 from ..contracts.fused_experts import ACTIVATIONS
 from ..contracts.rules import HIDDEN
 from ._experts import EXPERT_COUNT, EXPERT_INTERMEDIATE, EXPERTS_OF_A_TOKEN, may_have_experts
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,23 +202,10 @@ BINDING = Binding(
     targets=(
         FunctionTarget(
             ("vllm.model_executor.layers.fused_moe.experts.triton_moe.TritonExperts.apply",),
-            (
-                "self",
-                "output",
-                "hidden_states",
-                "w1",
-                "w2",
-                "topk_weights",
-                "topk_ids",
-                "activation",
-                "global_num_experts",
-                "expert_map",
-                "a1q_scale",
-                "a2_scale",
-                "workspace13",
-                "workspace2",
-                "expert_tokens_meta",
-                "apply_router_weight_on_input",
+            names(
+                "self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, "
+                "global_num_experts, expert_map, a1q_scale, a2_scale, workspace13, workspace2, "
+                "expert_tokens_meta, apply_router_weight_on_input"
             ),
             _from_triton,
             _in_triton,
@@ -238,18 +226,9 @@ BINDING = Binding(
         # while the op is planned.
         OperatorTarget(
             "_C::cpu_fused_moe",
-            (
-                "output",
-                "input",
-                "w13",
-                "w2",
-                "w13_bias",
-                "w2_bias",
-                "topk_weights",
-                "topk_id",
-                "skip_weighted",
-                "act",
-                "isa",
+            names(
+                "output, input, w13, w2, w13_bias, w2_bias, topk_weights, topk_id, skip_weighted, "
+                "act, isa"
             ),
             _from_cpu,
             _in_cpu,

@@ -8,6 +8,7 @@ from vllm_fl.contracts.binding import Binding, Bound, FunctionTarget, LayerTarge
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
+from ._phrases import names
 from ._routing import EXPERT_GROUPS, GROUPS_OF_A_TOKEN
 
 if TYPE_CHECKING:
@@ -58,15 +59,9 @@ def _from_hidden_states(layer: Any, op: Bound) -> Bound:
     return forward
 
 
-_CPU = (
-    "gating_output",
-    "topk",
-    "renormalize",
-    "num_expert_group",
-    "topk_group",
-    "scoring_func",
-    "routed_scaling_factor",
-    "e_score_correction_bias",
+_CPU = names(
+    "gating_output, topk, renormalize, num_expert_group, topk_group, scoring_func, "
+    "routed_scaling_factor, e_score_correction_bias"
 )
 
 BINDING = Binding(

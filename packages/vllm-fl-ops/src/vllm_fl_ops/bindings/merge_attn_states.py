@@ -9,6 +9,7 @@ from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, R
 from ..contracts.rules import HEAD_SIZE, HEADS
 from ._latent import VALUE_SIZE
 from ._models import has_paged_attention
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,30 +62,18 @@ ROUTE = Route(
 
 _OPS = "vllm.v1.attention.ops"
 
-FUNCTION = (
-    "output",
-    "prefix_output",
-    "prefix_lse",
-    "suffix_output",
-    "suffix_lse",
-    "output_lse",
-    "prefill_tokens_with_context",
-    "output_scale",
+FUNCTION = names(
+    "output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse, "
+    "prefill_tokens_with_context, output_scale"
 )
 
 BINDING = Binding(
     targets=(
         OperatorTarget(
             "_C::merge_attn_states",
-            (
-                "output",
-                "output_lse",
-                "prefix_output",
-                "prefix_lse",
-                "suffix_output",
-                "suffix_lse",
-                "prefill_tokens_with_context",
-                "output_scale",
+            names(
+                "output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse, "
+                "prefill_tokens_with_context, output_scale"
             ),
             ROUTE,
             tokens="prefix_output",

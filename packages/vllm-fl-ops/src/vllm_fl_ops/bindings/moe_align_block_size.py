@@ -8,6 +8,7 @@ from vllm_fl.contracts.binding import Binding, FunctionTarget, Route
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +41,9 @@ BINDING = Binding(
     targets=(
         FunctionTarget(
             tuple(f"{module}.moe_align_block_size" for module in _CALLERS),
-            (
-                "topk_ids",
-                "block_size",
-                "num_experts",
-                "expert_map",
-                "pad_sorted_ids",
-                "ignore_invalid_experts",
+            names(
+                "topk_ids, block_size, num_experts, expert_map, pad_sorted_ids, "
+                "ignore_invalid_experts"
             ),
             Route(only=_has_signed_ids),
             tokens="topk_ids",

@@ -8,6 +8,7 @@ from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, R
 
 from ._experts import EXPERT_COUNT, EXPERTS_OF_A_TOKEN
 from ._models import has_experts
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,12 +35,9 @@ def _operator(scores: str, *further: str) -> OperatorTarget:
     return OperatorTarget(
         f"_moe_C::topk_{scores}",
         (
-            "topk_weights",
-            "topk_indices",
-            "token_expert_indices",
-            "gating_output",
-            "renormalize",
-            "bias",
+            *names(
+                "topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias"
+            ),
             *further,
         ),
         Route(

@@ -9,6 +9,7 @@ from vllm_fl.contracts.binding import Binding, FusionTarget, OperatorTarget, Rou
 from ..contracts.rules import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from . import rms_norm
 from ._norms_with_ropes import put_operator
+from ._phrases import names
 from ._ropes import ROTATION
 
 if TYPE_CHECKING:
@@ -88,18 +89,9 @@ BINDING = Binding(
     targets=(
         OperatorTarget(
             "_C::fused_qk_norm_rope",
-            (
-                "qkv",
-                "num_heads_q",
-                "num_heads_k",
-                "num_heads_v",
-                "head_dim",
-                "eps",
-                "q_weight",
-                "k_weight",
-                "cos_sin_cache",
-                "is_neox",
-                "position_ids",
+            names(
+                "qkv, num_heads_q, num_heads_k, num_heads_v, head_dim, eps, q_weight, k_weight, "
+                "cos_sin_cache, is_neox, position_ids"
             ),
             Route(
                 args={
@@ -126,9 +118,7 @@ BINDING = Binding(
             layers=("rotary_embedding",),
             native=_native,
             apart=_apart,
-            unfused={"_C::rotary_embedding": _rope, "vllm::flashinfer_rotary_embedding": _rope},
             own=put_operator,
-            in_ir=("rms_norm",),
             begins=_norms_heads,
         ),
     ),

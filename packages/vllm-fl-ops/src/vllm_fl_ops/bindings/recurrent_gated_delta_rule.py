@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.contracts.binding import Binding, Bound, FunctionTarget, OperatorTarget, Route, put
 
 from ._hybrid import CPU_EPSILON, FLA_EPSILON, LINEAR_SIZES, has_states
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -179,23 +180,10 @@ BINDING = Binding(
                 f"{_FLA}.fused_sigmoid_gating_delta_rule_update",
                 f"{_QWEN}.fused_sigmoid_gating_delta_rule_update",
             ),
-            (
-                "A_log",
-                "a",
-                "b",
-                "dt_bias",
-                "q",
-                "k",
-                "v",
-                "beta",
-                "threshold",
-                "scale",
-                "initial_state",
-                "inplace_final_state",
-                "cu_seqlens",
-                "ssm_state_indices",
-                "num_accepted_tokens",
-                "use_qk_l2norm_in_kernel",
+            names(
+                "A_log, a, b, dt_bias, q, k, v, beta, threshold, scale, initial_state, "
+                "inplace_final_state, cu_seqlens, ssm_state_indices, num_accepted_tokens, "
+                "use_qk_l2norm_in_kernel"
             ),
             UPDATE,
             grants=("state",),
@@ -206,17 +194,9 @@ BINDING = Binding(
                 f"{_FLA}.fused_recurrent_gated_delta_rule_packed_decode",
                 f"{_QWEN}.fused_recurrent_gated_delta_rule_packed_decode",
             ),
-            (
-                "mixed_qkv",
-                "a",
-                "b",
-                "A_log",
-                "dt_bias",
-                "scale",
-                "initial_state",
-                "out",
-                "ssm_state_indices",
-                "use_qk_l2norm_in_kernel",
+            names(
+                "mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices, "
+                "use_qk_l2norm_in_kernel"
             ),
             _as_packed,
             BY_PACKED,
@@ -225,20 +205,9 @@ BINDING = Binding(
         ),
         OperatorTarget(
             "_C::fused_sigmoid_gating_delta_rule_update_cpu",
-            (
-                "A_log",
-                "dt_bias",
-                "q",
-                "k",
-                "v",
-                "a",
-                "b",
-                "initial_state_source",
-                "initial_state_indices",
-                "cu_seqlens",
-                "use_qk_l2norm_in_kernel",
-                "softplus_beta",
-                "softplus_threshold",
+            names(
+                "A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, "
+                "cu_seqlens, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold"
             ),
             _into,
             _from,

@@ -9,21 +9,15 @@ from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, R
 from ..contracts.rules import HEAD_SIZE, KV_HEADS
 from ._caches import BLOCK_SIZE, holds_as_is, no_scale, without_padding
 from ._models import has_paged_attention
+from ._phrases import names
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["BINDING"]
 
-PARAMETERS = (
-    "key",
-    "value",
-    "key_cache",
-    "value_cache",
-    "slot_mapping",
-    "kv_cache_dtype",
-    "k_scale",
-    "v_scale",
+PARAMETERS = names(
+    "key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale"
 )
 
 

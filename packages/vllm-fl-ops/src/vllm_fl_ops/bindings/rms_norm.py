@@ -1,4 +1,4 @@
-"""Where vLLM runs `rms_norm`: layers, and in the releases that have an IR, two ops of that."""
+"""Where vLLM runs `rms_norm`: layers, two ops of vLLM's IR, and operators."""
 
 from __future__ import annotations
 
@@ -98,19 +98,12 @@ BINDING = Binding(
     ),
     sizes=(HIDDEN, EPSILON, Q_RANK, KV_RANK),
     not_reached=(
+        "in eager mode subclasses of RMSNorm and GemmaRMSNorm with an own forward, and other "
+        "code that calls vLLM's IR",
         "norms that a fusion pass of vLLM matched (with quantisation, all-reduce, or rope), in "
         "compiled mode on CUDA: the pass puts its own kernel there",
-        "subclasses of RMSNorm and GemmaRMSNorm (the Transformers backend's, K2-Horizon's), in "
-        "releases of vLLM without an IR",
         HW_AGNOSTIC,
         "gated norms of Mamba and linear attention, and LayerNorm: other formulas",
-    ),
-    fused_by=(
-        "fuse_norm_quant",
-        "fuse_allreduce_rms",
-        "fuse_mla_dual_rms_norm",
-        "enable_qk_norm_rope_fusion",
-        "fuse_qk_norm_rope_kvcache",
     ),
     batch_invariant="vLLM's own kernel",
 )

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 __all__ = [
     "activation",
     "activation_inputs",
-    "bad_activation_inputs",
-    "bad_gated_inputs",
     "broken_row",
     "gated_inputs",
     "served_activation_inputs",
@@ -39,6 +37,7 @@ def activation(
     special: bool = True,
     beside: Mapping[str, Argument] = MappingProxyType({}),
     samples: Callable[[Source], Iterable[Sample]] | None = None,
+    further: Callable[[Source], Iterable[Sample]] = lambda source: (),
     call: Callable[[torch.Tensor], tuple[Any, ...]] = lambda x: (x,),
     power: int = 1,
     **more: Any,
@@ -53,8 +52,9 @@ def activation(
         special: whether NaN must give NaN, and infinity infinity. Otherwise the row is open that
             has one.
         beside: the further arguments.
-        samples: the calls that every implementation must get right; None: those of x alone.
-        call: x in a served model -> the arguments of a call.
+        samples: the calls that every implementation must get right; None: of `activation_inputs`.
+        further: more of these.
+        call: x -> the arguments of a call.
         power: with which power of x's magnitude results grow there.
         more: as of `contract`.
     """
@@ -63,13 +63,14 @@ def activation(
 
     def of_x(source: Source) -> Iterator[Sample]:
         for name, x in activation_inputs(source, parts):
-            yield Sample(name, (x,))
+            yield Sample(name, call(x))
+        yield from further(source)
         if special:
             broken = source.normal(5, parts * 256)
             broken[1, 7], broken[3, 200] = float("nan"), float("inf")
-            yield Sample("NaN and infinity", (broken,))
+            yield Sample("NaN and infinity", call(broken))
         else:
-            yield Sample("NaN in a row", (broken_row(source, parts),), open_rows=(1,))
+            yield Sample("NaN in a row", call(broken_row(source, parts)), open_rows=(1,))
 
     def served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
         for name, x, scale in served_inputs(sizes, source.dtype, source.device, source.large):
@@ -81,7 +82,6 @@ def activation(
         (tensor("..., d") if gated else like("x"),),
         group="activations",
         samples=samples or of_x,
-        by_token=frozenset({"x"}),
         second_form=second_form,
         tolerances=tolerances,
         **{"served": served, **more},
@@ -130,14 +130,6 @@ def served_gated_inputs(
             yield f"{tokens} x 2*{d}{', large' * large}", x, scale
 
 
-def bad_gated_inputs(source: Source) -> Iterator[tuple[str, object]]:
-    """(name, x) that no op of this form accepts."""
-    yield from bad_activation_inputs(source)
-    yield "no dimension", source.normal(1)[0]
-    yield "odd last dimension", source.normal(4, 7)
-    yield "three features, which would broadcast", source.normal(4, 3)
-
-
 def activation_inputs(source: Source, parts: int = 1) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, x) for an activation of every feature, or of `parts` features that lie d apart."""
     yield "1 token", source.normal(1, parts * 512)
@@ -173,11 +165,3 @@ def served_activation_inputs(
             most = 100.0 if str(dtype) == "torch.float16" else 1e3
             x = source.spiked(tokens, sizes.intermediate, scale=4.0, peak=most)
         yield f"{tokens} x {sizes.intermediate}{', large' * large}", x, 1.0
-
-
-def bad_activation_inputs(source: Source) -> Iterator[tuple[str, object]]:
-    """(name, x) that no activation accepts."""
-    import torch
-
-    yield "not a tensor", [1.0, 2.0]
-    yield "integers", torch.ones(4, 8, dtype=torch.int64, device=source.device)

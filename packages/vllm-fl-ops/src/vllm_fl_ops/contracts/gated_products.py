@@ -1,7 +1,8 @@
-"""The contract of an MLP's first product with its activation, whichever that is."""
+"""The gate-and-up product of an MLP and its activation, in one."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,64 @@ from vllm_fl.contracts.sampling import UNIQUE_ROWS, Source, peak
 from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
 
 from .common import contract
-from .linear import SHAPES, broken_rows, by_features, layouts, repeated
+from .linear import SHAPES, broken_rows, by_features, layouts, product, repeated
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["gated_product", "gelu_tanh", "silu"]
+__all__ = ["SPECS", "gelu_tanh", "silu"]
+
+
+def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T), where silu(g) = g * sigmoid(g).
+
+    Args:
+        x: (tokens, in_features), float32, float16 or bfloat16, of any layout. in_features is 1 or
+            more. NaN and infinity spoil their own row alone.
+        weight: (2 * out_features, in_features), of x's dtype and on its device, of any layout: the
+            rows of gate, then those of up.
+
+    Returns:
+        (tokens, out_features), contiguous, of x's dtype and on its device. Both products and silu
+        may be rounded to that dtype on the way, or be kept in a wider one. The inputs are left as
+        they were.
+
+    Raises:
+        CallError: an argument is not as said here.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU; of vLLM's layers
+    `MergedColumnParallelLinear` and `SiluAndMul` behind it.
+    """
+    gate, up = product(x, weight).chunk(2, dim=-1)
+    return gate * gate.sigmoid() * up
+
+
+def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """gelu(x @ gate.T) * (x @ up.T), with gelu's approximation by tanh.
+
+    gelu(g) is g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3))) / 2.
+
+    Args:
+        x: (tokens, in_features), float32, float16 or bfloat16, of any layout. in_features is 1 or
+            more. NaN and infinity spoil their own row alone.
+        weight: (2 * out_features, in_features), of x's dtype and on its device, of any layout: the
+            rows of gate, then those of up.
+
+    Returns:
+        (tokens, out_features), contiguous, of x's dtype and on its device. Both products and gelu
+        may be rounded to that dtype on the way, or be kept in a wider one. The inputs are left as
+        they were.
+
+    Raises:
+        CallError: an argument is not as said here.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), GEGLU; Hendrycks and
+    Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); of vLLM's layers
+    `MergedColumnParallelLinear` and `GeluAndMul` with approximate="tanh" behind it.
+    """
+    gate, up = product(x, weight).chunk(2, dim=-1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + inner.tanh()) * up
 
 
 def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
@@ -32,7 +85,7 @@ def silu(gate: torch.Tensor) -> torch.Tensor:
     return by_torch(gate)
 
 
-def gated_product(
+def _gated_product(
     oracle: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> OpSpec:
@@ -57,7 +110,6 @@ def gated_product(
         bad=_bad,
         samples=_samples,
         served=_served,
-        by_token=frozenset({"x"}),
         read_whole=frozenset({"weight"}),
         second_form=by_other_formulas,
         tolerances=TOLERANCES,
@@ -144,3 +196,9 @@ TOLERANCES = {
         1.6e-2, 5e-2, "4 roundings of 2^-8, as vLLM's bf16 default; atol as for float16"
     ),
 }
+
+
+SPECS = (
+    _gated_product(linear_silu_and_mul, silu),
+    _gated_product(linear_gelu_tanh_and_mul, gelu_tanh),
+)

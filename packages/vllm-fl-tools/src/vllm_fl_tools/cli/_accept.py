@@ -1,4 +1,4 @@
-"""Accepting a table: a model served with it and without it, in turns.
+"""`vllm-fl tune --accept`: a model served with a table and without it, in turns.
 
 Two engines lie side by side, each in a process of its own, and one of them works at a time. Every
 round visits both with each phase, in short turns, beginning with the other one each time. A ratio
@@ -19,24 +19,19 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from vllm_fl.errors import VllmFLError
-from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.files import read_table
 from vllm_fl.settings.schema import CONFIG, Settings
-from vllm_fl.settings.table import DEFAULT as UNCHANGED
-from vllm_fl.settings.table import Table, Verdict, read_table
 
 from ..engine.timing import quartiles
 from ..integration.workload import Visit
 from ._engines import Engine, check_model, running
-from ._options import ReportFile
 from ._show import UsageError, print_json, print_table, say
 from ._watch import ended_by_signal
 
-__all__ = ["add_arguments", "judged", "run"]
+__all__ = ["add_arguments", "compare_engines", "judged", "run"]
 
 ROUNDS = 10
 STARTS = 2
@@ -69,9 +64,24 @@ TABLED, DEFAULT = "with the table", "without it"
 
 
 class AcceptError(VllmFLError):
-    """A table cannot be accepted or turned down: the engines do not run with it as they should."""
+    """A table cannot be judged: the engines do not run with it as they should."""
 
     code = "FL602"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a table is worth serving with.
+
+    Args:
+        accepted: whether it is.
+        reason: why, in one sentence.
+        figures: the measurements, by name: `rounds`, and of each phase the ratio and its quartiles.
+    """
+
+    accepted: bool
+    reason: str
+    figures: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -83,14 +93,12 @@ class Served:
         tokens: for each start of the engine with the table, what it answered freely in each round.
         digests: for each start of it, the digest of its plan.
         phases: what they were asked to do, by name.
-        idle: op -> why what the table chose for it did not serve.
     """
 
     seconds: Mapping[tuple[str, str], Sequence[float]]
     tokens: Sequence[object]
     digests: Sequence[str]
     phases: Mapping[str, Visit] = field(default_factory=lambda: PHASES)
-    idle: Mapping[str, str] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,8 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept",
         metavar="FILE",
-        help="measure no op: serve the model of --model with this table and without it, and write "
-        "into the file whether it may act. Of the other options it takes --rounds and --json",
+        help="measure no op: serve the model of --model with this table and without it, and say "
+        "whether it is as fast. Of the other options it takes --rounds, --json and vLLM's",
     )
     parser.add_argument(
         "--rounds",
@@ -110,55 +118,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the workload, write the verdict into the table's file, and say it.
+    """Serve the workload and print the verdict.
 
     Returns:
-        The exit status: 0 where the table is accepted, 1 where it is not, or its file cannot be
-        written any more.
+        The exit status: 0 if the table is accepted, 1 if it is not.
 
     Raises:
-        SettingsError: the file is no table.
-        UsageError: it cannot be written, or the model is not there.
-        EngineError: an engine failed: nothing is written.
-        AcceptError: the table chooses nothing, or does not hold in it: nothing is written.
+        SettingsError: the file is not a table.
+        UsageError: the model does not exist.
+        EngineError: an engine failed.
+        AcceptError: the table has no effect.
     """
     path, model = arguments.accept, arguments.model
     rounds = ROUNDS if arguments.rounds is None else arguments.rounds
-    table = read_table(path, key="--accept", origin="--accept")
-    if not any(_choices(table).values()):
-        raise AcceptError(
-            f"The table {path} chooses nothing: all its rows say '{UNCHANGED}', and an engine runs "
-            "the same with it and without it. Nothing was started or written"
-        )
     if model is None:
         raise UsageError("--accept takes --model DIR: it serves the model")
     check_model(model)
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: at least {STARTS}")
-    for op in filter(load_settings(groups=known_contracts().groups).policy.names, table.ops):
-        raise AcceptError(
-            f"The table's rows of op '{op}' have no effect: a list of your own orders it. "
-            f"`vllm-fl explain {op}` says where it stands; unset it. Nothing was written"
-        )
-    unwritten = ""
-    with ReportFile(path, "--accept") as file, ended_by_signal():
-        started = time.monotonic()
-        served = _serve(table, path, model, -(-rounds // STARTS))
-        verdict = judged(served)
-        try:
-            file.write(dataclasses.replace(table, accepted=verdict).text)
-        except OSError as error:  # what took minutes is told all the same
-            unwritten = f"{path} cannot be written: {error.strerror or error}"
-    took = time.monotonic() - started
+    read_table(path, "--accept")
+    more = arguments.more
+    started = time.monotonic()
+    with ended_by_signal():
+        served = compare_engines(os.path.abspath(path), model, more, -(-rounds // STARTS))
+    verdict, took = judged(served), time.monotonic() - started
     if arguments.json:
-        print_json(table=path, digest=table.digest, seconds=took, **dataclasses.asdict(verdict))
+        print_json(table=path, seconds=took, **dataclasses.asdict(verdict))
     else:
         _show(served, verdict)
         state = "accepted" if verdict.accepted else "not accepted"
-        say(f"\nThe table {path} ({table.digest}) is {state}: {verdict.reason}. {took:.0f} s.")
-    if unwritten:
-        say(f"vllm-fl: {unwritten}; the file is as it was, without this verdict", error=True)
-    return 0 if verdict.accepted and not unwritten else 1
+        say(f"\nThe table {path} is {state}: {verdict.reason}. {took:.0f} s.")
+    return 0 if verdict.accepted else 1
 
 
 def judged(served: Served) -> Verdict:
@@ -171,11 +161,7 @@ def judged(served: Served) -> Verdict:
     if fault is None:
         least = min(median for _, median, _ in of_phase.values())
         reason = f"reproduced, and at every phase at least {least:.3f} of the default's speed"
-        if served.idle:
-            told = ", ".join(f"{op} ({why})" for op, why in served.idle.items())
-            reason += f"; without effect in this engine: {told}"
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Verdict(fault is None, fault or reason, now, figures)
+    return Verdict(fault is None, fault or reason, figures)
 
 
 def _fault(served: Served, of_phase: Mapping[str, tuple[float, float, float]]) -> str | None:
@@ -218,22 +204,37 @@ def _show(served: Served, verdict: Verdict) -> None:
     print_table(["phase", f"tokens/s {DEFAULT}", TABLED, "ratio", "quartiles"], rows)
 
 
-def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
+def compare_engines(path: str, model: str, more: Sequence[str], rounds: int) -> Served:
+    """Serve a model with a table and without it, in turns.
+
+    Args:
+        path: the table's file.
+        model: the model's folder.
+        more: vLLM's arguments.
+        rounds: of each pair of engines.
+
+    Raises:
+        EngineError: an engine failed.
+        AcceptError: the table has no effect.
+    """
     seconds: dict[tuple[str, str], list[float]] = {}
     tokens, digests = [], []
-    idle: dict[str, str] = {}
     phases: Mapping[str, Visit] = {}
     for start in range(STARTS):
         with contextlib.ExitStack() as stack:
-            # A table that does not hold is told after one start, not after two.
+            # A table without effect is reported after one engine, not after two.
             order = (TABLED, DEFAULT) if start % 2 == 0 else (DEFAULT, TABLED)
             engines: dict[str, Engine] = {}
             for name in order:
-                engines[name] = stack.enter_context(_running(name, table, path, model))
-                _check(name, engines[name], table)
-            report = engines[TABLED].report
-            digests.append(str(report["digest"]))
-            idle |= _idle(table, report["ops"])
+                engines[name] = stack.enter_context(_running(name, path, model, more))
+                _check(engines[name], path if name == TABLED else None)
+            digest, other = (str(engines[name].report["digest"]) for name in (TABLED, DEFAULT))
+            if digest == other:
+                raise AcceptError(
+                    f"The plan is the same with {path} and without it: the table has no effect in "
+                    "this engine. `vllm-fl explain OP` shows the orders of an op"
+                )
+            digests.append(digest)
             if start == 0:
                 length = min(engine.length for engine in engines.values())
                 every = {**PHASES, **_beyond_graphs(engines)}  # those whose prompt, and a token
@@ -262,7 +263,7 @@ def _serve(table: Table, path: str, model: str, rounds: int) -> Served:
                         seconds.setdefault((name, phase), []).append(_of_steps(of_engine))
                 say(f"start {start + 1} of {STARTS}: round {number + 1} of {rounds}", error=True)
             tokens.append(answered)
-    return Served(seconds, tokens, digests, phases, idle)
+    return Served(seconds, tokens, digests, phases)
 
 
 def _part(visit: Visit) -> Visit:
@@ -282,53 +283,16 @@ def _beyond_graphs(engines: Mapping[str, Engine]) -> dict[str, Visit]:
     return {f"prefill, {tokens} tokens": Visit("", 1, tokens, 1)} if largest else {}
 
 
-def _check(name: str, engine: Engine, table: Table) -> None:
-    """AcceptError where the one engine does not have the table, whole, or the other has one."""
+def _check(engine: Engine, path: str | None) -> None:
+    """Raise AcceptError if an engine does not have this table."""
     told = engine.report["table"]
-    if (told and told["digest"]) != (table.digest if name == TABLED else None):
+    if (told and told["file"]) != path:
         raise AcceptError(
-            f"The engines cannot be told apart: {CONFIG} overrides VLLM_FL_TABLE. Unset it, or "
-            "leave the table out of its file and set its other settings by variables"
+            f"The engines do not differ by the table: {CONFIG} overrides VLLM_FL_TABLE. Unset it, "
+            "or leave the table out of its file"
         )
-    if told is None:
-        return
-    if not told["acts"]:
-        raise AcceptError(f"{told['reason']}. Nothing was written")
-    for op, why in told["left_out"].items():
-        raise AcceptError(
-            f"The table's rows of op '{op}' have no effect: {why}. Measure again with "
-            "`vllm-fl tune --model DIR`; nothing was written"
-        )
-
-
-def _choices(table: Table) -> dict[str, set[str]]:
-    """Op -> the implementations that the table chose for it."""
-    return {op: {row.impl for row in tuned.rows} - {UNCHANGED} for op, tuned in table.ops.items()}
-
-
-def _idle(table: Table, planned: Mapping[str, Any]) -> dict[str, str]:
-    """Op -> why what the table chose for it does not serve in the engine that has the table.
-
-    Args:
-        table: the table.
-        planned: op -> what the engine's report says of it.
-
-    Raises:
-        AcceptError: nothing of what the table chose serves.
-    """
-    chosen = _choices(table)
-    idle = {}
-    for op, impls in chosen.items():
-        told = planned.get(op, {"impl": "", "reason": "the model does not have it"})
-        if impls - {told["impl"], *(row["impl"] for row in told.get("rows", ()))}:
-            idle[op] = told["reason"]
-    if idle and not any(impls for op, impls in chosen.items() if op not in idle):
-        op, why = next(iter(idle.items()))
-        raise AcceptError(
-            f"Nothing of what the table chose serves in this engine; of op '{op}': {why}. Nothing "
-            "was written"
-        )
-    return idle
+    if told and not told["acts"]:
+        raise AcceptError(told["reason"])
 
 
 def _warmed_up(engine: Engine, phases: Mapping[str, Visit]) -> dict[str, float]:
@@ -364,20 +328,14 @@ def _of_steps(steps: Sequence[float]) -> float:
 
 
 @contextlib.contextmanager
-def _running(name: str, table: Table, path: str, model: str) -> Iterator[Engine]:
+def _running(name: str, path: str, model: str, more: Sequence[str]) -> Iterator[Engine]:
     """One of the two engines."""
-    options = {
-        "dtype": table.dtype,
-        "enforce_eager": table.mode == "eager",
-        "gpu_memory_utilization": 0.45,  # two engines side by side
-    }
-    named = {
-        Settings.table.variable: os.path.abspath(path),
-        Settings.table_unaccepted.variable: "1",
-    }
-    without = {key: value for key, value in os.environ.items() if key not in named}
-    environment = without | (named if name == TABLED else {})
-    with running(name, model, options, environment, longest=LENGTH) as engine:
+    options = {"gpu_memory_utilization": 0.45}  # two engines on one device
+    variable = Settings.table.variable
+    environment = {key: value for key, value in os.environ.items() if key != variable}
+    if name == TABLED:
+        environment[variable] = path
+    with running(name, model, options, environment, longest=LENGTH, arguments=more) as engine:
         yield engine
 
 

@@ -13,7 +13,6 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.startup import read_settings
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import PlanEntry, make_plan
-from vllm_fl.engine.tables import Standing, standing, under
 from vllm_fl.errors import VllmFLError
 from vllm_fl.logs import silence
 from vllm_fl.settings.policy import MODES, Mode
@@ -21,44 +20,19 @@ from vllm_fl.text import clean, quote
 
 from ..operate.described import Described
 from ._engine_args import WrongArguments, arguments_of
-from ._options import device_of
 from ._progress import doing
 from ._show import UsageError
 
 NOT_INSTALLED = "vLLM is not installed here"
 
-WHERE = {
-    "script": "called by a script (call_op)",
-    "eager": "in an engine, eager mode",
-    "compiled": "in an engine, compiled mode",
-}
 
-
-def takes_engine(parser: argparse.ArgumentParser, *, or_script: bool = True) -> None:
-    """Let a verb be asked of engines: of any model or of one, in one mode.
-
-    Args:
-        parser: the verb's.
-        or_script: whether it may be asked of a script, too.
-    """
+def takes_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a verb about engines: of any model or of one, in one mode."""
     takes_vllms(parser)
     parser.add_argument(
         "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
     )
-    parser.add_argument(
-        "--mode",
-        choices=tuple(WHERE) if or_script else MODES,
-        help="an engine in eager or compiled mode, where vLLM's own path (stock) is a candidate "
-        "too" + ", or a script (call_op)" * or_script,
-    )
-    if or_script:
-        parser.add_argument(
-            "--script",
-            dest="mode",
-            action="store_const",
-            const="script",
-            help="what a script gets (call_op), outside of an engine: as --mode script",
-        )
+    parser.add_argument("--mode", choices=MODES, help="an engine in eager or compiled mode")
 
 
 def takes_vllms(parser: argparse.ArgumentParser) -> None:
@@ -171,11 +145,7 @@ def any_engines(modes: Sequence[Mode] = MODES) -> list[Described]:
     settings = read_settings(manager.registry)  # again: `plan --diff FILE` asks so
     found = []
     for facts in (EngineFacts(settings, mode) for mode in modes):
-        table = Standing()
-        if settings.pinned is not None:
-            table = standing(facts, manager.registry.snapshot(), device_of(None), serves=False)
-        plan = make_plan(manager, under(facts, table))
-        found.append(Described(facts, plan, table, unasked=unasked))
+        found.append(Described(facts, make_plan(manager, facts), unasked=unasked))
     return found
 
 

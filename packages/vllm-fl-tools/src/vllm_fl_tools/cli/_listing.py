@@ -26,7 +26,7 @@ from vllm_fl.text import quote
 
 __all__ = ["listing"]
 
-ORDERING = frozenset({"config", "platform", "prefer", "table", "table_unaccepted"})
+ORDERING = frozenset({"config", "platform", "prefer", "table"})
 """Settings that are no parts: an op whose order is at fault is a part itself."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.settings.lock import Locked, sealed
+from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl.settings.schema import Settings
 
 from ._engines import check_model, planned, running
@@ -55,7 +55,7 @@ def save(arguments: argparse.Namespace) -> int:
 
 def text_of(content: Mapping[str, Any]) -> str:
     """The text of a lock."""
-    told = sealed(content)
+    told = {MARK: VERSION, **content}
     return json.dumps(told, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 

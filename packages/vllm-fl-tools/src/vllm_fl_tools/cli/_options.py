@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_fl.files import Draft
-from vllm_fl.settings.policy import closest
+from vllm_fl.text import closest
 
 from ._show import UsageError
 

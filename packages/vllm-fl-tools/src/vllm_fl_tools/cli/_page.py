@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.settings.table import DEFAULT, Figure, Table, TunedOp
 from vllm_fl.text import clean, quote
 
+from ..engine.tuned import DEFAULT, Figure, Tuned, TunedOp
 from . import _plots
 from ._coverage import named, sums
 from ._show import UsageError
@@ -32,7 +31,7 @@ class Measured:
     Args:
         name: what the page calls it: the file's name, numbered where two have the same.
         kind: `table`, `verification` or `coverage`.
-        content: a `Table`, or what `verify --json` or `coverage --json` printed.
+        content: a `Tuned`, or what `verify --json` or `coverage --json` printed.
     """
 
     name: str
@@ -49,17 +48,14 @@ def page(measured: Sequence[Measured]) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
     from markupsafe import Markup
 
-    tables = [(one.name, one.content) for one in measured if one.kind == "table"]
+    tables = [one.content for one in measured if one.kind == "table"]
     if tables:
         _plots.require()
-    look = _plots.looks([impl for _, table in tables for impl in impls_of(table.ops.values())])
+    look = _plots.looks([impl for table in tables for impl in impls_of(table.ops.values())])
 
-    def plots(key: str, op: TunedOp) -> Iterator[tuple[str, Markup]]:
+    def plot(key: str, op: TunedOp) -> Markup:
         serving = {t: serves(op, t) for t in tokens_of(op)}
-        for title, share in ((_plots.TIME, False), (_plots.SHARE, True)):
-            plot = _plots.drawing(f"{key}-{share}", op.figures, serving, look, share=share)
-            if plot:
-                yield f"{title} by tokens", Markup(plot)
+        return Markup(_plots.drawing(key, op.figures, serving, look))
 
     def text(value: Any) -> Any:
         """What a file says is shown without what acts on a terminal or a log."""
@@ -73,9 +69,10 @@ def page(measured: Sequence[Measured]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    asked = (impls_of, tokens_of, serves, figure_of, why, not_chosen, cells, findings, named, sums)
-    environment.globals |= {each.__name__: each for each in (*asked, microseconds)}
-    environment.globals |= {"looks": look, "plots": plots, "colours": _plots.COLOURS}
+    of_table = (impls_of, tokens_of, serves, figure_of, why, not_chosen, versions)
+    asked = (*of_table, cells, findings, named, sums, microseconds)
+    environment.globals |= {each.__name__: each for each in asked}
+    environment.globals |= {"looks": look, "plot": plot, "colours": _plots.COLOURS}
     made: Any = environment.get_template("page.html").module
     rows, sections = [], []
     for number, one in enumerate(measured, 1):
@@ -84,15 +81,10 @@ def page(measured: Sequence[Measured]) -> str:
             sections.append((one.kind, made.section(f"t{number}", one)))
         except (AttributeError, KeyError, TypeError, ValueError, TemplateError) as error:
             raise UsageError(
-                f"{one.name}: it is not whole, or was changed by hand: {quote(error)}; write it "
-                "anew"
+                f"{one.name}: is not complete: {quote(error)}; write it again"
             ) from error
-    held_by = Counter(op for _, table in tables for op in table.ops)
-    shared = sorted(op for op, number in held_by.items() if number > 1)
-    if shared:
-        sections.append(("table", made.comparison(tables, differences(tables), shared)))
     sections.sort(key=lambda section: KINDS.index(section[0]))
-    return str(made.page(rows, sections, shared))
+    return str(made.page(rows, sections))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -114,8 +106,7 @@ def tokens_of(op: TunedOp) -> list[int]:
 
 def serves(op: TunedOp, tokens: int) -> str:
     """The implementation of a call with so many tokens."""
-    impl = next((row.impl for row in op.rows if tokens <= row.up_to), DEFAULT)
-    return op.default if impl == DEFAULT else impl
+    return op.chosen(tokens)
 
 
 def figure_of(op: TunedOp, tokens: int, impl: str) -> Figure | None:
@@ -162,14 +153,10 @@ def not_chosen(op: TunedOp) -> list[tuple[str, str, str]]:
     ]
 
 
-def differences(tables: Sequence[tuple[str, Table]]) -> Iterator[tuple[str, list[str]]]:
-    """What tables were measured with: each fact, and its value in each of them."""
-    facts = [
-        {"mode": table.mode, "dtype": table.dtype, "model": table.model, **table.identity}
-        for _, table in tables
-    ]
-    for fact in dict.fromkeys(name for of_table in facts for name in of_table):
-        yield fact, [of_table.get(fact, "–") for of_table in facts]
+def versions(table: Tuned) -> dict[str, str]:
+    """What it was measured with, by name."""
+    holds = table.holds
+    return {"device": holds["device"], "vllm": holds.get("vllm") or "–", **holds["distributions"]}
 
 
 # ---------------------------------------------------------------------------------------------

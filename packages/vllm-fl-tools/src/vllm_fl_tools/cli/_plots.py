@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from vllm_fl.settings.table import Figure
-
+from ..engine.tuned import Figure
 from ._show import UsageError
 
 __all__ = ["COLOURS", "LOOKS", "Look", "drawing", "looks", "require"]
@@ -113,8 +112,6 @@ def drawing(
     figures: Sequence[Figure],
     serving: Mapping[int, str],
     look: Mapping[str, Look],
-    *,
-    share: bool = False,
 ) -> str:
     """One plot as the text of an `<svg>` element, the same for the same arguments.
 
@@ -124,48 +121,43 @@ def drawing(
             bottom. At the tokens of other lines that it has no value for, a line is interrupted.
         serving: tokens -> who serves there, which is marked.
         look: implementation -> how it is drawn.
-        share: whether the share of the copy bandwidth is drawn, and not the times.
 
     Returns:
         Nothing where there is nothing to draw.
     """
     lines: dict[str, dict[int, Figure]] = {}
     for figure in figures:
-        if _value(figure, share):
+        if _value(figure):
             lines.setdefault(figure.impl, {})[figure.tokens] = figure
     if not lines:
         return ""
 
     import matplotlib
     from matplotlib.figure import Figure as Sheet
-    from matplotlib.ticker import LogLocator, PercentFormatter
+    from matplotlib.ticker import LogLocator
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a matplotlibrc of the user's would change pages
         matplotlib.rcParams.update({**STYLE, "svg.hashsalt": key})
         sheet = Sheet(figsize=SIZE, layout="constrained")
-        axes = sheet.add_subplot(xlabel="tokens", ylabel=SHARE if share else TIME)
+        axes = sheet.add_subplot(xlabel="tokens", ylabel=TIME)
         tokens = sorted({figure.tokens for figure in figures})
         for impl, line in sorted(lines.items()):
-            _draw(axes, [line.get(t, Figure(t, impl)) for t in tokens], look[impl], share)
+            _draw(axes, [line.get(t, Figure(t, impl)) for t in tokens], look[impl])
             rings = [figure for t, figure in line.items() if serving.get(t) == impl]
-            places = [figure.tokens for figure in rings], [_value(f, share) for f in rings]
+            places = [figure.tokens for figure in rings], [_value(f) for f in rings]
             axes.plot(*places, "o", color=OF["--ink"], markersize=8.5, fillstyle="none")
         rejected = sorted({figure.impl for figure in figures if figure.rejected})
-        for number, impl in enumerate(rejected if not share else ()):
+        for number, impl in enumerate(rejected):
             where = [f.tokens for f in figures if f.impl == impl and f.rejected]
             heights, colour = [0.03 + 0.05 * number] * len(where), OF[f"--s{look[impl].colour}"]
             at_bottom = axes.get_xaxis_transform()
             axes.plot(where, heights, "x", color=colour, transform=at_bottom, clip_on=False)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
-        if share:
-            axes.set_ylim(bottom=0)
-            axes.yaxis.set_major_formatter(PercentFormatter(1))
-        else:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
         out = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -173,24 +165,24 @@ def drawing(
     return _embedded(out.getvalue())
 
 
-TIME, SHARE = "µs per call", "share of the copy bandwidth"
-"""What a plot shows."""
+TIME = "µs per call"
+"""The axis of a plot."""
 
 
-def _value(figure: Figure, share: bool) -> float:
+def _value(figure: Figure) -> float:
     """What is drawn of it; 0 where a logarithmic axis has no place for it."""
-    value = figure.copy_share if share else figure.us
+    value = figure.us
     return value if value is not None and 0 < value < math.inf else 0.0
 
 
-def _draw(axes, line: Sequence[Figure], look: Look, share: bool) -> None:  # type: ignore[no-untyped-def]
-    values = [_value(figure, share) or math.nan for figure in line]
+def _draw(axes, line: Sequence[Figure], look: Look) -> None:  # type: ignore[no-untyped-def]
+    values = [_value(figure) or math.nan for figure in line]
     known = [(f.low or v, f.high or v) for f, v in zip(line, values, strict=True)]
     spread = [(v - low, high - v) for v, (low, high) in zip(values, known, strict=True)]
     axes.errorbar(
         [figure.tokens for figure in line],
         values,
-        yerr=None if share else [*zip(*spread, strict=True)],
+        yerr=[*zip(*spread, strict=True)],
         color=OF[f"--s{look.colour}"],
         linestyle=look.dash,
         marker=look.marker,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts import ModelSizes
@@ -29,12 +26,13 @@ from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import Stock
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.installed import installed_version
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
-from vllm_fl.settings.table import DEFAULT, Row, Table, TunedOp
 from vllm_fl.text import quote
 
+from ..engine.tuned import DEFAULT, STOCK, Row, Tuned, TunedOp
 from ..integration.parts import taken_in
 from ._show import say
 from ._watch import TookTooLong, Watch
@@ -46,18 +44,11 @@ if TYPE_CHECKING:
     from ..engine.tuning import Contender, OpTuning
 
 __all__ = [
-    "STOCK",
     "InGraphs",
     "Subject",
     "Work",
-    "between",
-    "lacking",
-    "left_after",
     "rows_by_op",
 ]
-
-STOCK = "stock"
-"""vLLM's own form of an op, in tables and options."""
 
 CLOCK = time.perf_counter
 """What calls are timed with, seconds."""
@@ -70,15 +61,13 @@ class Subject:
     Args:
         name: the model, as the user named it.
         sizes: on one rank; the last of `tokens` is the largest number that is measured.
-        tokens: the numbers of tokens that may be measured, in ascending order.
+        tokens: the numbers of tokens at which every op is measured, in ascending order.
         mode: how the engine will run it.
         dtype, device: of the model.
         absent: the ops that it cannot have.
         captured: the tokens of the largest batch of which it will capture a graph, 0 where it will
             capture none; None where that is not known.
         plan: the engine's, without a table; None where only its sizes are known.
-        first: the numbers of tokens that every op is measured at; None for all.
-        thorough: as for `OpTuning`; otherwise plain PyTorch is no candidate on a GPU either.
         ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
@@ -91,8 +80,6 @@ class Subject:
     absent: frozenset[str]
     captured: int | None = None
     plan: Plan | None = None
-    first: tuple[int, ...] | None = None
-    thorough: bool = False
     ordered: tuple[str, ...] = ()
 
     @property
@@ -142,7 +129,9 @@ class InGraphs:
     @property
     def launched(self) -> frozenset[str]:
         """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
-        if not self._is_found_by_range:
+        from vllm_fl.integration.patchers import fusions
+
+        if not any(map(fusions.has_vllms_pass, self._targets(FusionTarget))):
             return frozenset()
         traced = (c for c in self.contenders if all(impl.traced is not None for impl in c.impls))
         return frozenset(contender.name for contender in traced)
@@ -180,8 +169,6 @@ class InGraphs:
         has_vllm = any(contender.name == STOCK for contender in self.contenders)
         if self._targets(GraphTarget):
             return has_vllm
-        if self._targets(FusionTarget):
-            return has_vllm and self._is_found_by_range
         absent = self.subject.absent
         is_called = any(b.calls_operators and o not in absent for o, b in self.bindings.items())
         if is_called and self._targets(OperatorTarget):
@@ -190,12 +177,6 @@ class InGraphs:
         granted = {name for target in layers for name in target.grants}
         impls = [impl for contender in self.contenders for impl in contender.impls]
         return bool(layers) and not any(impl.consumes & granted for impl in impls)
-
-    @property
-    def _is_found_by_range(self) -> bool:
-        from vllm_fl.integration.patchers import fusions
-
-        return any(map(fusions.is_by_range, self._targets(FusionTarget)))
 
     def _targets(self, *kinds: type) -> list[Any]:
         return [target for target in self.binding.targets if isinstance(target, kinds)]
@@ -232,40 +213,6 @@ def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
         yield (Row(rows[-1].up_to, DEFAULT),) if op.op in parts else rows
 
 
-def between(graphs: InGraphs, found: Sequence[Measured]) -> int | None:
-    """The middle one of the sizes between two neighbours whose winners differ.
-
-    None where no such sizes are left; and where one row must serve all sizes.
-
-    Args:
-        graphs: of the op.
-        found: what was found about it, by size.
-    """
-    from ..engine.timing import is_limited
-
-    if not graphs.is_by_range and is_limited(found, graphs.bound_to_all):
-        return None
-    for low, high in pairwise(found):
-        sizes = [n for n in graphs.subject.tokens if low.tokens < n < high.tokens]
-        if sizes and low.winner != high.winner:
-            return sizes[len(sizes) // 2]
-    return None
-
-
-def lacking(found: Found) -> tuple[str, int] | None:
-    """An op, and the end of a range of sizes that is compiled apart, at which it must be measured:
-    what is inlined up to there is chosen for all sizes of the range."""
-    from ..engine.timing import is_limited
-
-    for (graphs, measured), edges in zip(found, edges_by_op(found), strict=True):
-        if edges and is_limited(measured, graphs.bound_to_all):
-            known = {one.tokens for one in measured}
-            ends = [n for n in edges if n < measured[-1].tokens and n not in known]
-            if ends:
-                return graphs.op, ends[0]
-    return None
-
-
 class Work:
     """The ops of a subject that have more than one candidate, and what came of them.
 
@@ -289,7 +236,7 @@ class Work:
         self.remarks: list[str] = []
         self._bindings, self._impls = bindings, impls
         self._owners: dict[str, Owner] = {}
-        self._seconds: dict[tuple[str, int], float] = defaultdict(float)
+        self._seconds = 0.0
         self._without_stock = ""
         self._found: dict[tuple[str, int], Measured] = {}
         specs = manager.registry.snapshot().contracts
@@ -304,14 +251,8 @@ class Work:
 
     @property
     def units(self) -> int:
-        """How many measurements are known to be needed, each an op at one number of tokens."""
-        return len(self._wanted | self._found.keys())
-
-    @property
-    def _wanted(self) -> set[tuple[str, int]]:
-        """The measurements that every op needs."""
-        first = self.subject.first or self.subject.tokens
-        return {(op, tokens) for op in self._tunings for tokens in first}
+        """The number of measurements, each of an op at one number of tokens."""
+        return len(self._tunings) * len(self.subject.tokens)
 
     @property
     def done(self) -> int:
@@ -361,7 +302,6 @@ class Work:
                 once=graphs.binding.products,
                 # Their own launches count, since something must keep the device busy before them.
                 products=(lambda _: 0.0) if graphs.binding.products else self._products,
-                thorough=subject.thorough,
             )
             if tuning.forms:
                 snapshot = self.manager.registry.snapshot()
@@ -403,7 +343,7 @@ class Work:
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
         # On a GPU it is several kernels, or what the compiler makes of vLLM's own form, too.
-        without_plain = not subject.thorough and subject.device.type == "cuda" and names is None
+        without_plain = subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
             for impl in installed
@@ -464,41 +404,17 @@ class Work:
 
         def measure(op: str, tokens: int) -> None:
             running[:2] = op, tokens
-            if (op, tokens) in self._found:
-                return
             watch.at(f"{op}, {tokens} tokens", self.done + 1)
             found = self._kept(op, partial(self._tunings[op].measure, tokens))
             where = f"[{100 * self.done // self.units:3} %] {op}, {tokens} tokens"
-            rest = left_after(self._seconds, (n for _, n in self._wanted - self._found.keys()))
-            say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
+            say(f"{where}: {_outcome(found)}", error=True)
 
-        def settle(op: str, tokens: int) -> None:
-            running[:2] = op, tokens
-            found = self._found[op, tokens]
-            if not found.is_settled:
-                watch.at(f"{op}, {tokens} tokens again", self.done)
-                self._kept(op, partial(self._tunings[op].measure_again, found))
-                told = "holds" if found.winner == found.promoted else "does not hold: default"
-                told = f"{op}, {tokens} tokens: {found.promoted} again: {told}"
-                say(f"        {told}", error=True)
-
-        first = self.subject.first or self.subject.tokens
         with _without_old_objects(self.subject.mode):
             for op, tuning in self._tunings.items():
                 tuning.over = over
-                for tokens in first:
+                for tokens in self.subject.tokens:
                     measure(op, tokens)
-                for one in reversed(self._of(op)):
-                    settle(op, one.tokens)
-                while (size := between(self._graphs(op), self._of(op))) is not None:
-                    measure(op, size)
-                    settle(op, size)
                 self._forget(tuning)
-            while end := lacking(self._by_op()):
-                op, tokens = end
-                measure(op, tokens)
-                settle(op, tokens)
-                self._forget(self._tunings[op])
 
     def _forget(self, tuning: OpTuning) -> None:
         import torch
@@ -523,8 +439,7 @@ class Work:
     def _kept(self, op: str, measure: Callable[[], Measured]) -> Measured:
         start = time.monotonic()
         found = measure()
-        seconds = round(time.monotonic() - start, 3)
-        self._seconds[op, found.tokens] += seconds
+        self._seconds += time.monotonic() - start
         self._found[op, found.tokens] = found
         return found
 
@@ -541,27 +456,34 @@ class Work:
     def _binding(self, op: str) -> Binding:
         return self._bindings.get(op, Binding())
 
-    def table(self) -> Table:
+    def table(self) -> Tuned:
         """What came of it."""
-        from vllm_fl.contracts.meaning import contract_digest
-        from vllm_fl.engine.identity import identity
         from vllm_fl_verify.verification import dtype_name
+
+        from ..operate.identity import device_name
 
         subject = self.subject
         found, ops = self._by_op(), {}
         for (graphs, measured), rows in zip(found, rows_by_op(found), strict=True):
             tuning = self._tunings[graphs.op]
             figures = tuple(figure for one in measured for figure in one.figures())
-            digest = contract_digest(tuning.spec)
-            ops[graphs.op] = TunedOp(digest, tuning.default, rows, figures)
-        return Table(
-            identity(subject.device, self._owners.values()),
+            ops[graphs.op] = TunedOp(tuning.default, rows, figures)
+        names = {owner.distribution for owner in self._owners.values()} | {"torch", "triton"}
+        versions = {
+            name: version for name in names if name and (version := installed_version(name))
+        }
+        return Tuned(
             subject.mode,
             dtype_name(subject.dtype),
             subject.told,
             subject.name,
             datetime.now(UTC).isoformat(timespec="seconds"),
-            round(sum(self._seconds.values()), 1),
+            round(self._seconds, 1),
+            {
+                **({"vllm": release} if (release := installed_version("vllm")) else {}),
+                "device": device_name(subject.device),
+                "distributions": dict(sorted(versions.items())),
+            },
             ops,
         )
 
@@ -588,25 +510,9 @@ def _without_old_objects(mode: Mode) -> Iterator[None]:
         yield
 
 
-def left_after(took: Mapping[tuple[str, int], float], left: Iterable[int]) -> float:
-    """How many seconds the measurements that are left are likely to take.
-
-    A size takes as long as it took for other ops; one that was not met yet, as all did. How much
-    longer a larger size takes depends on the device: on a GPU hardly at all.
-
-    Args:
-        took: (op, tokens) -> the seconds of a measurement; of one at least.
-        left: the tokens of each that is left.
-    """
-    by_size: dict[int, list[float]] = {}
-    for (_, tokens), seconds in took.items():
-        by_size.setdefault(tokens, []).append(seconds)
-    return sum(statistics.mean(by_size.get(tokens, took.values())) for tokens in left)
-
-
 def _outcome(found: Measured) -> str:
     figures = {figure.impl: figure for figure in found.figures() if figure.us is not None}
-    if (winner := figures.get(found.promoted)) is not None:
+    if (winner := figures.get(found.winner)) is not None:
         speed = f"{winner.ratio:.2f} times as fast as {found.default}"
         told = f"{winner.impl} {winner.us:.1f} µs, {speed}"
     else:

@@ -15,8 +15,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.platforms import ForeignPlatform, torch_device
 from vllm_fl.dispatch.startup import is_foreign, known_platforms
 from vllm_fl.plugins.installed import ENGINE_GROUPS, entry_points, identity
-from vllm_fl.settings.policy import closest
 from vllm_fl.settings.values import IN_TREE, PLATFORMS, normalise_platform
+from vllm_fl.text import closest
 
 from ._show import UsageError, answer, say
 

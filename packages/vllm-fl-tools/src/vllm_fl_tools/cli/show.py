@@ -8,27 +8,32 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.engine.state_file import EVERY
+from vllm_fl.settings.lock import MARK, read_lock
 from vllm_fl.settings.schema import Settings
-from vllm_fl.settings.table import MAX_BYTES, read_table
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
 
+from ..engine.tuned import Tuned
+from ..operate.state_file import EVERY
 from ._options import ReportFile
 from ._show import SCHEMA, UsageError, answer, print_table, say
 
+MAX_BYTES = 16 * 2**20
+
 CONTENTS = {
     "report": "worker",
-    "vllm_fl_table": "table",
     "coverage": "coverage",
     "results": "verification",
-    "plan": "plan",
     "culprits": "bisection",
+    "table": "table",
+    "plan": "plan",
+    MARK: "lock",
 }
 """Key of a file's object -> its kind."""
 
@@ -55,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILE",
         nargs="+",
-        help=f"a worker's report ({Settings.metrics.variable}), a file of `tune`, or the JSON that "
-        "`plan`, `verify`, `tune --profile` or `bisect` printed",
+        help=f"a worker's report ({Settings.metrics.variable}), a lock, or the JSON that `plan`, "
+        "`tune`, `verify`, `tune --profile` or `bisect` printed",
     )
     parser.add_argument(
         "--html", metavar="OUT", help="write one page of tables, verifications and profiles there"
@@ -108,8 +113,8 @@ def _read(path: str) -> dict[str, Any]:
     seconds since its last state.
 
     Raises:
-        SettingsError: it cannot be read, or is an incomplete table.
-        UsageError: it is of no known kind.
+        SettingsError: it cannot be read.
+        UsageError: it is of no known kind, or incomplete.
     """
     text = read_text(path, "show", path, most=MAX_BYTES)
     try:
@@ -118,22 +123,27 @@ def _read(path: str) -> dict[str, Any]:
         raise UsageError(f"{path}: is not complete JSON: {error}") from error
     keys = data if isinstance(data, dict) else {}
     kind = next((kind for key, kind in CONTENTS.items() if key in keys), None)
-    if kind == "table":
-        return {"file": path, "kind": kind, "content": read_table(path, key="show", origin=path)}
     if kind is None:
         raise UsageError(f"{path}: is no file of vllm-fl; it has none of {', '.join(CONTENTS)}")
+    if kind == "lock":
+        return {"file": path, "kind": kind, "content": read_lock(path, key="show")}
     if data.get("schema") != SCHEMA:
         raise UsageError(
             f"{path}: has schema {data.get('schema')!r:.60}; this release reads {SCHEMA}"
         )
     content = data["coverage"] if kind == "coverage" else data
+    if kind == "table":
+        try:
+            content = Tuned.of(data["table"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path}: is not complete: {quote(error)}") from error
     found = {"file": path, "kind": kind, "content": content}
     return {**found, "silent": _silent(path, data)} if kind == "worker" else found
 
 
 def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
     content = file["content"]
-    return {**file, "content": json.loads(content.text) if file["kind"] == "table" else content}
+    return {**file, "content": content if isinstance(content, dict) else asdict(content)}
 
 
 def _silent(path: str, data: Mapping[str, Any]) -> int | None:
@@ -158,6 +168,8 @@ def _show(files: list[dict[str, Any]]) -> None:
                 _show_worker(content, each["silent"])
             elif kind == "table":
                 import_module(".tune", __package__).show(each["file"], content)
+            elif kind == "lock":
+                import_module(".plan", __package__).show_lock(content)
             else:
                 facts = {"coverage": content} if kind == "coverage" else content
                 import_module(f".{SHOWN[kind]}", __package__).show(facts)

@@ -7,9 +7,7 @@ wanted tomorrow.
 from __future__ import annotations
 
 import argparse
-import copy
 import math
-import os
 import platform
 import sys
 import time
@@ -20,16 +18,15 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts import ModelSizes, OpSpec
+from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration.targets import all_bindings
-from vllm_fl.plugins.forms import verdict_of
 from vllm_fl.plugins.types import Impl, OpImpl
 from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import typical_sizes
 
-from ..engine.timing import quartiles
+from ..operate.identity import cpu_name, device_name
 from ._environment import distributions
 from ._options import check_known, device_of, positive_seconds
 from ._show import UsageError, answer, print_table, say
@@ -41,13 +38,6 @@ if TYPE_CHECKING:
     from vllm_fl_verify.trials import Trials
     from vllm_fl_verify.verification import Comparison
 
-TOKENS = 256
-"""What is timed: a call of a model of Qwen3-0.6B's sizes with this many tokens."""
-
-WARM_UP, TIMED_CALLS, TIMED_SECONDS = 4, 30, 1.0
-"""Calls that compile, allocate and choose; then those that are timed, and after how many seconds no
-further one is begun."""
-
 BATCH = 300
 """The largest batch in which the bits of rows are compared: beyond the pool of verification."""
 
@@ -58,7 +48,7 @@ GIVEN_UP = 2
 """Samples of one implementation that may take longer, before the rest of them is left out."""
 
 STATES = ("ok", "refused", "wrong", "raised")
-HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits", "µs")
+HEADINGS = ("op", "implementation", "dtype", "samples", "worst", "same bits")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--emulated",
         metavar="WHAT",
-        help="what stood in for the hardware; every report of this run says so, and has no times",
+        help="what stood in for the hardware; every report of this run says so",
     )
-    parser.add_argument("--no-times", action="store_true", help="measure nothing")
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
@@ -91,8 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_dtypes(arguments.dtype, manager.registry.snapshot().contracts.values())
     device = device_of(arguments.device)
     facts = _device_facts(device)  # a kernel may break the device
-    timed = not (arguments.emulated or arguments.no_times)
-    work = _Work(manager, runnable, arguments.dtype, device, timed)
+    work = _Work(manager, runnable, arguments.dtype, device)
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "environment": {
@@ -129,33 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad or not work.results else 0
 
 
-def _device_facts(device: torch.device) -> dict[str, Any]:
-    """What a device is, for a report."""
-    import torch
-
-    from vllm_fl.engine.identity import cpu_name
-
-    facts: dict[str, Any] = {"type": device.type}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "cuda": torch.version.cuda,
-        }
-    elif device.type == "cpu":
-        facts |= {
-            "name": cpu_name(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        }
-    else:
-        module = getattr(torch, device.type, None)
-        named = getattr(module, "get_device_name", None)
-        facts["name"] = named(device.index or 0) if named is not None else device.type
-    return facts
+def _device_facts(device: torch.device) -> dict[str, str]:
+    """The device, for a report."""
+    name = cpu_name() if device.type == "cpu" else device_name(device)
+    return {"type": device.type, "name": name}
 
 
 def _choose(
@@ -209,7 +174,6 @@ class _Work:
     Args:
         manager: knows whose the implementations are.
         impls, dtypes, device: what is run, and where; None for every dtype of a contract.
-        timed: whether calls are measured.
     """
 
     def __init__(
@@ -218,9 +182,8 @@ class _Work:
         impls: Sequence[OpImpl],
         dtypes: Sequence[str] | None,
         device: torch.device,
-        timed: bool,
     ) -> None:
-        self.manager, self.device, self.timed = manager, device, timed
+        self.manager, self.device = manager, device
         snapshot = manager.registry.snapshot()
         self.specs = snapshot.contracts
         bindings = all_bindings(snapshot).values()
@@ -249,14 +212,6 @@ class _Work:
             seconds = time.perf_counter() - start
             sound = all(c.status in ("ok", "refused") for c in comparisons)
             same = self._same_bits(impl, trials, watch) if sound else None
-            call = None
-            if self.timed and sound:
-                one = replace(self.sizes, tokens=(TOKENS,))
-                try:
-                    with watch.call("measuring"):
-                        call = _timed(impl, spec, dtype, one, self.device)
-                except TookTooLong:
-                    say(f"{watch.running}: given up; --no-times leaves it out", error=True)
             self.results.append(
                 {
                     **_identity(self.manager, impl),
@@ -264,7 +219,6 @@ class _Work:
                     **_summary(comparisons),
                     "determinism": same,
                     "seconds": round(seconds, 3),
-                    "call": call,
                 }
             )
 
@@ -345,46 +299,6 @@ class _Work:
             yield raised("(making the calls of a served model)", quote(error), error)
 
 
-def _timed(
-    impl: OpImpl, spec: OpSpec, dtype_name: str, sizes: ModelSizes, device: torch.device
-) -> dict[str, Any] | None:
-    """The times of one call of a served model, from Python until the device is done.
-
-    Returns:
-        `sample`, `microseconds`, which is the median, the quartiles `low` and `high` in µs, and
-        `calls`; None where every such call is refused.
-    """
-    import torch
-
-    from vllm_fl_verify.verification import as_call
-
-    wait = getattr(torch.get_device_module(device), "synchronize", lambda: None)
-    call = as_call(impl, spec)
-    samples = spec.served(sizes, getattr(torch, dtype_name), device)
-    for sample in samples:
-        if verdict_of(impl, spec, sample.args) is not True:
-            continue
-        times: list[float] = []
-        begin = time.perf_counter()
-        try:
-            while len(times) <= WARM_UP or (
-                len(times) < WARM_UP + TIMED_CALLS and time.perf_counter() - begin < TIMED_SECONDS
-            ):
-                args = copy.deepcopy(sample.args)  # it may overwrite what it consumes
-                wait()
-                start = time.perf_counter()
-                call(*args)
-                wait()
-                times.append(time.perf_counter() - start)
-        except NotImplementedError:
-            continue
-        warm = times[WARM_UP:]
-        low, median, high = (round(seconds * 1e6, 1) for seconds in quartiles(warm))
-        spread = {"microseconds": median, "low": low, "high": high}
-        return {"sample": sample.name, **spread, "calls": len(warm)}
-    return None
-
-
 def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
     """Counts per status, the worst share, and each sample that was not ok."""
     shares = [
@@ -419,7 +333,6 @@ def _rows(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             ", ".join(f"{n} {state}" for state, n in r["samples"].items() if n) or "none",
             "-" if r["worst"] is None else f"{r['worst']:.3g}",
             _same(r["determinism"]),
-            "-" if r["call"] is None else f"{r['call']['low']:.0f}-{r['call']['high']:.0f}",
         )
         for r in results
     ]
@@ -461,16 +374,14 @@ def _not_run(found: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "Nothing was run, for these reasons."
             if found["not_run"]
-            else "Nothing was run. Install a backend for this machine; `vllm-fl ops` lists them."
+            else "Nothing was run. Install a backend for this machine; `vllm-fl plan` lists them."
         )
 
 
 LEGEND = (
     "worst: the worst error as a share of the contract's tolerance (1 is the limit); same bits: in "
     "which calls a row gives the same bits again, of the same batch (runs), and of any other "
-    f"(batches); µs: one call of Qwen3-0.6B with {TOKENS} tokens, the quartiles of up to "
-    f"{TIMED_CALLS} calls in a row, which other work on the machine slows alike. `vllm-fl tune` "
-    "compares."
+    "(batches). `vllm-fl tune` measures times."
 )
 
 

@@ -50,7 +50,6 @@ class Bench:
         self.captures = mode == "compiled" and device.type == "cuda"
         self.timers: dict[str, Timer] = {}
         self.parts: dict[str, list[list[float]]] = {}
-        self.copy: Timer | None = None
         self.launches: dict[str, Callable[[], list[float]]] = {}
         if self.captures:
             gc.collect()  # an older graph that is freed during a capture spoils it
@@ -155,17 +154,6 @@ class Bench:
         one = torch.zeros(1, device=self.device)
         (median,) = self.launch([(one.add_, [(1,)])])
         return median
-
-    def copying(self, moved: int, calls: int) -> Timer:
-        """A copy that reads half of so many bytes and writes the other half."""
-        pairs = [
-            tuple(
-                torch.zeros(max(1, moved // 2), dtype=torch.uint8, device=self.device) for _ in "ab"
-            )
-            for _ in range(calls)
-        ]
-        timed = self.timer([(lambda to, source: to.copy_(source), pairs, lambda: None)])
-        return lambda: sum(timed())
 
     def _cool(self) -> None:
         """Fill the caches with something else."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
-from vllm_fl.settings.table import DEFAULT, Figure, Row
 from vllm_fl.text import quote
+
+from .tuned import DEFAULT, Figure, Row
 
 __all__ = [
     "ROOM",
@@ -22,7 +23,6 @@ __all__ = [
     "Timer",
     "best_edges",
     "in_turn",
-    "is_limited",
     "quartiles",
     "ratios",
     "rows_of",
@@ -35,19 +35,15 @@ ROOM = 1.02
 """What the default's time by a winner's must be at least, in the middle of the rounds: below that,
 another implementation is not worth it."""
 
-CLEAR = 1.1
-"""What that ratio is at least of a clear winner, who besides wins every round of the finals."""
-
 
 def in_turn(
-    timers: Mapping[str, Timer], rounds: int, *, first: int = 0
+    timers: Mapping[str, Timer], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Call every timer once a round, in an order that rotates and is reversed every other time.
 
     Args:
         timers: by name.
         rounds: how many.
-        first: where the rotation begins.
 
     Returns:
         (name -> its times, as many as rounds; name -> why it was dropped). One that raises is
@@ -55,7 +51,7 @@ def in_turn(
     """
     times: dict[str, list[float]] = {name: [] for name in timers}
     dropped: dict[str, str] = {}
-    for number in range(first, first + rounds):
+    for number in range(rounds):
         for name in _order(list(times), number):
             try:
                 times[name].append(timers[name]())
@@ -90,11 +86,8 @@ class Measured:
         rejected: who was not timed -> why.
         screened: name -> the times of the first rounds, µs.
         finals: name -> those of the finals; the default and the fastest of the first rounds.
-        again: name -> those of a second finals, at another time and in another order.
         slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
             launch, where no graph serves -> by what.
-        copied: how long a copy of as many bytes took in the finals; empty where they are not known.
-        thorough: whether every winner needs second finals; otherwise a clear one does without.
     """
 
     tokens: int
@@ -102,15 +95,12 @@ class Measured:
     rejected: dict[str, str] = field(default_factory=dict)
     screened: dict[str, list[float]] = field(default_factory=dict)
     finals: dict[str, list[float]] = field(default_factory=dict)
-    again: dict[str, list[float]] = field(default_factory=dict)
     slower: dict[str, str] = field(default_factory=dict)
-    copied: list[float] = field(default_factory=list)
-    thorough: bool = True
 
     @property
-    def promoted(self) -> str:
-        """Who beat the default in the finals, the fastest of them; else `default`."""
-        winners = [name for name in self.finals if self._beats(name, self.finals)]
+    def winner(self) -> str:
+        """The fastest of those that beat the default in the finals; else `default`."""
+        winners = [name for name in self.finals if self._beats(name)]
         return min(winners, key=lambda name: quartiles(self.finals[name])[1], default=DEFAULT)
 
     @property
@@ -119,29 +109,13 @@ class Measured:
         times = self.finals or self.screened
         return min((quartiles(of)[1] for of in times.values()), default=0.0)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether second finals would tell nothing more, or were held."""
-        if self.promoted == DEFAULT or self.again:
-            return True
-        found = self._ratios(self.promoted, self.finals)
-        return not self.thorough and min(found) > 1.0 and statistics.median(found) >= CLEAR
-
-    @property
-    def winner(self) -> str:
-        """Who beat the default in the finals, and in the second ones too; else `default`."""
-        name = self.promoted
-        if name == DEFAULT or (not self.again and self.is_settled):
-            return name
-        return name if self._beats(name, self.again) else DEFAULT
-
     def ratio(self, name: str) -> float | None:
         """The default's time by `name`'s, the median of pairs; None where it may not serve."""
         found = self._ratios(name, self.finals if name in self.finals else self.screened)
         return statistics.median(found) if found else None
 
-    def _beats(self, name: str, times: Mapping[str, list[float]]) -> bool:
-        found = self._ratios(name, times)
+    def _beats(self, name: str) -> bool:
+        found = self._ratios(name, self.finals)
         if name == self.default or not found:
             return False
         low, median, _ = quartiles(found)
@@ -162,16 +136,12 @@ class Measured:
             yield Figure(self.tokens, name, rejected=why)
 
     def _figure(self, name: str) -> Figure:
-        series = (self.finals, self.again) if name in self.finals else (self.screened,)
-        beside = [of for of in series if name in of]
-        times = [us for of in beside for us in of[name]]
-        defaults = [us for of in beside for us in of.get(self.default, ())]
+        series = self.finals if name in self.finals else self.screened
+        times, defaults = series[name], series.get(self.default, ())
         low, median, high = quartiles(times)
         ratio = ratio_low = None
         if name != self.default and len(defaults) == len(times):
             ratio_low, ratio, _ = (round(r, 4) for r in quartiles(ratios(defaults, times)))
-        copied = quartiles(self.copied)[1] if self.copied else 0.0
-        share = round(copied / median, 4) if copied and median else None
         return Figure(
             self.tokens,
             name,
@@ -181,7 +151,6 @@ class Measured:
             n=len(times),
             ratio=ratio,
             ratio_low=ratio_low,
-            copy_share=share,
             slower=self.slower.get(name, ""),
         )
 
@@ -210,80 +179,8 @@ def rows_of(
         edges: the last number of tokens of each range but the last; none where vLLM traces and
             compiles a model once.
     """
-    return _rows([_outcome(one) for one in measured], inlined, edges)
-
-
-def best_edges(
-    ops: Iterable[tuple[Sequence[Measured], Container[str]]], most: int
-) -> tuple[int, ...]:
-    """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
-
-    What a way to split gains is the product of the ratios by which the rows of all ops are then
-    faster than the default, at every number of tokens. Of a run that chose its sizes each counts as
-    often as the one before it must be doubled to reach it: many close together tell no more.
-
-    Args:
-        ops: (what was found, whose code is inlined) of each op.
-        most: how many ranges there may be.
-
-    Returns:
-        The last number of tokens of each range but the last, as `rows_of` takes them.
-    """
-    found = [([_outcome(one) for one in measured], inlined) for measured, inlined in ops]
-    limited = [(ones, inlined) for ones, inlined in found if _is_limited(ones, inlined)]
-    largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
-    changes = {row.up_to for ones, _ in limited for row in _rows(ones, frozenset(), ())}
-
-    def gained(edges: tuple[int, ...]) -> float:
-        total = 0.0
-        for ones, inlined in limited:
-            rows = _rows(ones, inlined, edges)
-            before = 0.5
-            for one in ones:
-                impl = next(row.impl for row in rows if one.tokens <= row.up_to)
-                counts = 1.0 if one.thorough else math.log2(one.tokens / before)
-                total += counts * math.log(one.ratios.get(impl) or 1.0)
-                before = one.tokens
-        return round(total, 6)
-
-    candidates = sorted(n for n in changes if n < largest)
-    ways = [way for count in range(most) for way in combinations(candidates, count)]
-    return min(ways, key=lambda way: (-gained(way), len(way), way), default=())
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What rows are made from, of one number of tokens: computed once."""
-
-    tokens: int
-    default: str
-    winner: str
-    ratios: Mapping[str, float | None]
-    thorough: bool
-
-
-def _outcome(one: Measured) -> _Outcome:
-    names = {*one.screened, *one.finals}
-    ratios_of = {name: one.ratio(name) for name in names}
-    return _Outcome(one.tokens, one.default, one.winner, ratios_of, one.thorough)
-
-
-def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
-    """Whether winners differ, and one of them is inlined."""
-    return _is_limited([_outcome(one) for one in measured], inlined)
-
-
-def _is_limited(ones: Sequence[_Outcome], inlined: Container[str]) -> bool:
-    """Whether winners differ, and one of them is inlined."""
-    serving = {one.default if one.winner == DEFAULT else one.winner for one in ones}
-    return len(serving) > 1 and any(name in inlined for name in serving)
-
-
-def _rows(
-    ones: Sequence[_Outcome], inlined: Container[str], edges: Sequence[int]
-) -> tuple[Row, ...]:
-    ones = sorted(ones, key=lambda one: one.tokens)
-    if not _is_limited(ones, inlined):
+    ones = sorted(measured, key=lambda one: one.tokens)
+    if not is_limited(ones, inlined):
         found = [Row(one.tokens, one.winner) for one in ones]
     elif not edges:
         return (Row(ones[-1].tokens, _everywhere(ones)),)
@@ -292,7 +189,7 @@ def _rows(
         parts = [
             [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
         ]
-        found = [row for part in parts if part for row in _rows(part, inlined, ())]
+        found = [row for part in parts if part for row in rows_of(part, inlined)]
     rows: list[Row] = []
     for row in found:
         if rows and rows[-1].impl == row.impl:
@@ -301,11 +198,51 @@ def _rows(
     return tuple(rows)
 
 
-def _everywhere(ones: Sequence[_Outcome]) -> str:
+def best_edges(
+    ops: Iterable[tuple[Sequence[Measured], Container[str]]], most: int
+) -> tuple[int, ...]:
+    """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
+
+    What a way to split gains is the product of the ratios by which the rows of all ops are then
+    faster than the default, at every number of tokens.
+
+    Args:
+        ops: (what was found, whose code is inlined) of each op.
+        most: how many ranges there may be.
+
+    Returns:
+        The last number of tokens of each range but the last, as `rows_of` takes them.
+    """
+    limited = [(ones, inlined) for ones, inlined in ops if is_limited(ones, inlined)]
+    largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
+    changes = {row.up_to for ones, _ in limited for row in rows_of(ones)}
+
+    def gained(edges: tuple[int, ...]) -> float:
+        total = 0.0
+        for ones, inlined in limited:
+            rows = rows_of(ones, inlined, edges)
+            for one in ones:
+                impl = next(row.impl for row in rows if one.tokens <= row.up_to)
+                total += math.log(one.ratio(impl) or 1.0)
+        return round(total, 6)
+
+    candidates = sorted(n for n in changes if n < largest)
+    ways = [way for count in range(most) for way in combinations(candidates, count)]
+    return min(ways, key=lambda way: (-gained(way), len(way), way), default=())
+
+
+def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
+    """Whether winners differ, and one of them is inlined."""
+    winners = [(one.winner, one.default) for one in measured]
+    serving = {default if winner == DEFAULT else winner for winner, default in winners}
+    return len(serving) > 1 and any(name in inlined for name in serving)
+
+
+def _everywhere(ones: Sequence[Measured]) -> str:
     """The fastest of those who win somewhere and lose nowhere; else `default`."""
     speeds = {}
     for name in {one.winner for one in ones} - {DEFAULT}:
-        ratios_of = [one.ratios.get(name) for one in ones]
+        ratios_of = [one.ratio(name) for one in ones]
         if all(ratio is not None and ratio >= 1 / ROOM for ratio in ratios_of):
             speeds[name] = statistics.geometric_mean(r for r in ratios_of if r is not None)
     return max(sorted(speeds), key=lambda name: speeds[name], default=DEFAULT)

@@ -134,8 +134,6 @@ class OpTuning:
             then, and otherwise each of them, too.
         products: the tokens of a step -> how long the device takes for the matrix products of a
             layer, µs; 0 where that is not known.
-        thorough: whether everybody comes into the finals, and every winner into second ones;
-            otherwise those whose outcome is clear do not.
     """
 
     spec: OpSpec
@@ -154,7 +152,6 @@ class OpTuning:
     between_graphs: bool = False
     once: bool = False
     products: Callable[[int], float] = field(default=lambda tokens: 0.0)
-    thorough: bool = True
     _functions: dict[tuple[str, Callable[..., Any], int], _Ways | Exception] = field(
         default_factory=dict, init=False
     )
@@ -171,7 +168,7 @@ class OpTuning:
 
     def measure(self, tokens: int) -> Measured:
         """Check everybody at this number of tokens, and time who is right."""
-        found = Measured(tokens, self.default, {}, thorough=self.thorough)
+        found = Measured(tokens, self.default)
         self._wholes.clear()
         with torch.inference_mode():
             sound = self._all_sound(self.contenders, found)
@@ -184,32 +181,13 @@ class OpTuning:
             if not finalists:
                 return found
             timers: dict[str, Timer] = {name: bench.timers[name] for name in finalists}
-            if bench.copy is not None:
-                timers[""] = bench.copy
             bench.parts.clear()
             found.finals, dropped = in_turn(timers, FINALS)
-            found.copied = found.finals.pop("", [])
-            dropped.pop("", None)
             found.rejected |= dropped
             found.slower = {} if self.once else self._slower(bench.parts)
             by_host = self.between_graphs or self._beyond_graphs(tokens)
             if bench.captures and by_host and self.products(tokens) < HOST_OF_A_LAYER:
                 found.slower = {**self._slower_to_launch(bench, found), **found.slower}
-        return found
-
-    def measure_again(self, found: Measured) -> Measured:
-        """Hold a second finals between the default and who beat it; the times go into `again`."""
-        names = (found.promoted, self.default)
-        self._wholes.clear()
-        with torch.inference_mode():
-            asked = [one for one in self.contenders if one.name in names]
-            sound = self._all_sound(asked, found)
-            if len(sound) < len(asked):
-                return found
-            bench = self._bench(found.tokens, sound, found)
-            timers = {name: bench.timers[name] for name in names if name in bench.timers}
-            found.again, dropped = in_turn(timers, FINALS, first=1)
-            found.rejected |= dropped
         return found
 
     def forget(self) -> None:
@@ -227,14 +205,10 @@ class OpTuning:
             return bool(found) and statistics.median(found) < HOPELESS
 
         others = sorted(
-            (
-                name
-                for name in screened
-                if name != self.default and (self.thorough or not is_hopeless(name))
-            ),
+            (name for name in screened if name != self.default and not is_hopeless(name)),
             key=lambda name: quartiles(screened[name])[1],
         )
-        if not others and not self.thorough:
+        if not others:
             return []
         return [name for name in screened if name in (self.default, *others[:FINALISTS])]
 
@@ -424,7 +398,7 @@ class OpTuning:
         plan = Plan(self.mode, {op: entry}, strict=True, contracts={op: self.spec})
         if self.mode == "compiled" and self._is_traced(contender):
             function = plan.as_compiled(op, impl)
-            if self._captures and not self.thorough and is_opaque(impl):
+            if self._captures and is_opaque(impl):
                 return function, function  # a compiler would take it whole
             return self._compiled(function, form), function
         if contender.bare or impl.needs_layer:
@@ -524,10 +498,6 @@ class OpTuning:
             if name not in found.rejected:
                 with self._rejecting(name, tokens, found, "was made ready to be timed"):
                     self._make_ready(bench, name, served, sets)
-        moved = [_moved(self.spec, laid.args) for laid in first]
-        if moved and all(moved):
-            fitting = max(1, min(calls, MOST_BYTES // sum(moved)))
-            bench.copy = bench.copying(sum(moved), fitting)
         return bench
 
     def _make_ready(
@@ -646,21 +616,6 @@ class _Laid:
     form: Form
     activations: Guarded
     args: tuple[Any, ...]
-
-
-def _moved(spec: OpSpec, args: Sequence[Any]) -> int:
-    """The bytes that a call must read and write; 0 where they are not known.
-
-    Each activation and result once, and what the contract says is read as a whole. Of other weights
-    and tables a call may read any part: where they are larger, nothing is known.
-    """
-    whole, read, others = spec.by_token | spec.read_whole, 0, 0
-    for name, arg in zip(spec.parameters, args, strict=True):
-        if isinstance(arg, torch.Tensor):
-            read += arg.nbytes * (name in whole)
-            others += arg.nbytes * (name not in whole)
-    results = sum(part.nbytes for part in _parts(spec.fake(*args)) if part is not None)
-    return read + results if others <= read else 0
 
 
 def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.engine.tables import Standing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +20,6 @@ class Described:
     Args:
         facts: what its configuration says.
         plan: its plan. Verification may still take somebody out.
-        table: what becomes of the table that its settings name.
         layers: op -> class of vLLM's -> how many layers of it the model has.
         aside: why vLLM runs without vllm-fl, with an empty plan; empty where it does not.
         differs: what differs from the lock that its settings name, a sentence each.
@@ -31,7 +29,6 @@ class Described:
 
     facts: EngineFacts
     plan: Plan
-    table: Standing = field(default_factory=Standing)
     layers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     aside: str = ""
     differs: tuple[str, ...] = ()
@@ -42,7 +39,9 @@ class Described:
     def ends(self) -> list[str]:
         """Why the start would end before it verifies anything."""
         found = [entry.unmet for entry in self.plan.entries.values()]
-        found += [self.table.fault] if self.plan.strict else []
+        table = self.facts.settings.tuned
+        if table is not None and table.unused and self.plan.strict:
+            found.append(f"strict mode, and {table.reason}")
         return [*filter(None, found)]
 
     @property

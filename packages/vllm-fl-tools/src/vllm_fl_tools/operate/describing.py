@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.engine.tables import standing
 from vllm_fl.integration.compat import obstacle
 from vllm_fl.integration.models import completed
 from vllm_fl.integration.planning import facts_of, plan_for
@@ -93,10 +92,7 @@ def _described(config: VllmConfig) -> Described:
         return Described(facts, Plan(mode, {}), aside=aside, config=config)
     facts, layers = completed(facts_of(config), config)
     device = torch.device(current_platform.device_type)
-    # How many threads a worker has is not known here.
-    table = standing(facts, get_default_manager().registry.snapshot(), device, serves=False)
     differs: list[str] = []
     if (locked := facts.settings.locked) is not None:
         differs = locking.differences(locked, locking.facts_of_lock(facts, config, device))
-    fixed = facts, plan_for(facts, table=table), table, layers
-    return Described(*fixed, differs=tuple(differs), config=config)
+    return Described(facts, plan_for(facts), layers, differs=tuple(differs), config=config)

@@ -29,7 +29,7 @@ def bad_inputs(spec: OpSpec, dtype: torch.dtype, device: torch.device) -> Iterat
             continue
         for name in [name for name in missing if good[name] is not None]:
             of = _of_tensors if isinstance(missing.pop(name), Tensor) else _of_values
-            for what, value in of(spec.arguments[name], good[name]):
+            for what, value in of(name, spec.arguments[name], good[name]):
                 args = tuple((good | {name: value}).values())
                 # Not what only its values tell: a device would be unusable after such a call.
                 if problem := spec.check(*map(_valueless, args)):
@@ -40,7 +40,7 @@ def _valueless(argument: Any) -> Any:
     return argument.to("meta") if isinstance(argument, torch.Tensor) else argument
 
 
-def _of_values(_: object, value: Any) -> Iterator[tuple[str, Any]]:
+def _of_values(_: str, __: object, value: Any) -> Iterator[tuple[str, Any]]:
     """(what it is, a value that a caller may give by mistake); some of them may be legal."""
     if isinstance(value, bool):  # anything is true or false
         return
@@ -50,11 +50,15 @@ def _of_values(_: object, value: Any) -> Iterator[tuple[str, Any]]:
     yield from {repr(each): each for each in wrong}.items()
 
 
-def _of_tensors(argument: Tensor, value: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """The same in the place of a tensor."""
+def _of_tensors(name: str, argument: Tensor, value: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """The same in the place of a tensor.
+
+    Integers are a mistake in place of floats of one dtype; and for a weight, whose bytes a kernel
+    would take for numbers. Other arguments of several dtypes may be computed with.
+    """
     yield from (("None", None), ("a list", [1.0]))
     others = [] if value.is_floating_point() else ["float32"]
-    if value.is_floating_point() and len(argument.dtypes) < 2:  # else others may be computed with
+    if value.is_floating_point() and (len(argument.dtypes) < 2 or name == "weight"):
         others.append("int64")
     if len(argument.dtypes) == 1:
         others.append("float32" if value.dtype != torch.float32 else "bfloat16")

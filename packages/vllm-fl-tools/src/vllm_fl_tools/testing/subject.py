@@ -39,7 +39,6 @@ __all__ = [
     "expect",
     "fresh",
     "pattern",
-    "tensors",
 ]
 
 HIDDEN = methodcaller("errisinstance", AssertionError)
@@ -47,9 +46,6 @@ HIDDEN = methodcaller("errisinstance", AssertionError)
 `__tracebackhide__`: of findings, whose message is all that a backend's author needs."""
 
 __tracebackhide__ = HIDDEN
-
-WEIGHT = "weight"
-"""The parameter of that name, which several contracts have."""
 
 SIZES = dataclasses.replace(typical_sizes(), tokens=(1, 7, 300))
 """The largest batch is beyond one block of rows of any usual kernel."""
@@ -142,26 +138,8 @@ class Subject:
         return dataclasses.replace(self.sizes, more={**own, **self.sizes.more})
 
     def bad_inputs(self, dtype: str) -> tuple[BadInput, ...]:
-        """The calls that break the contract: its own, and one with a weight of integers."""
-        own = tuple(bad_inputs(self.spec, getattr(torch, dtype), self.device))
-        return own + tuple(self._weights_of_integers(dtype))
-
-    def _weights_of_integers(self, dtype: str) -> Iterator[BadInput]:
-        """A call whose `weight` is of integers, if the contract forbids it.
-
-        PyTorch computes with it, and a kernel would take its bytes for numbers of x's dtype. Floats
-        of another dtype than the contract's are not asked for: an implementation may be right.
-        """
-        if WEIGHT not in self.spec.parameters:
-            return
-        at = tuple(self.spec.parameters).index(WEIGHT)
-        sample = next((s for s in self.samples(dtype) if s.args[at] is not None), None)
-        if sample is None:
-            return
-        args = (*sample.args[:at], sample.args[at].to(torch.int64), *sample.args[at + 1 :])
-        problem = self.spec.check(*args)
-        if problem is not None and problem[0] == WEIGHT:
-            yield BadInput(f"{WEIGHT} of int64", args, WEIGHT)
+        """The calls that break the contract."""
+        return tuple(bad_inputs(self.spec, getattr(torch, dtype), self.device))
 
     def accepts(self, sample: Sample) -> bool:
         """Whether the implementation does not refuse `sample`."""
@@ -240,11 +218,6 @@ def pattern(sample: Sample) -> tuple[object, ...]:
         else type(arg)
         for arg in sample.args
     )
-
-
-def tensors(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result."""
-    return [part for part in parts(result) if isinstance(part, torch.Tensor)]
 
 
 def digest(result: Any) -> str:

@@ -1,8 +1,8 @@
-"""The pass of ours in vLLM's compiler: what is ordered by size becomes code of one implementation.
+"""The pass of ours by which an op that is ordered by size becomes code of one implementation.
 
 vLLM traces a model once and compiles its graphs for each range of token counts (`ranges.py` says
-where we split them). In the graph of a range for which one traceable choice holds, that code takes
-the place of the operator that would look its row up; elsewhere the operator stays.
+where we split them). In the graph of a range with one traceable choice, that code replaces the
+operator that would look its row up; elsewhere the operator stays.
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._inductor.pattern_matcher import (
-    CallFunctionVarArgs,
-    Match,
-    PatternMatcherPass,
-    register_graph_pattern,
-)
+from torch._inductor.pattern_matcher import Match
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ...dispatch.chain import Chain
@@ -31,8 +26,7 @@ from ...logs import get_logger
 from ...plugins.types import OpImpl
 from ..engines import Engine
 from ..patchers.ir import chain_of, ir_op_of, ir_ops
-from .base import GraphPass, problem_of
-from .functional_operators import own
+from .base import GraphPass, patterns
 from .unknowns import under_one
 
 if TYPE_CHECKING:
@@ -47,30 +41,18 @@ class RangeLowering(GraphPass):
 
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         super().__init__(engine, vllm_config)
-        self.sites = {**_in_graphs(engine.plan), **_in_ir(engine.plan)}
-        self._patterns = PatternMatcherPass(pass_name="vllm_fl_range_lowering")
-        self._now: tuple[Range, frozenset[Any]] | None = None
-        register_graph_pattern(
-            CallFunctionVarArgs(list(self.sites)),
-            extra_check=self._is_lowered,
-            pass_dict=self._patterns,
-        )(self._lower)
+        self.tasks = {**_in_graphs(engine.plan), **_in_ir(engine.plan)}
+        self._patterns = patterns(list(self.tasks), self._choice, self._lower)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Put code in the place of the operators of one graph, as far as its range allows."""
-        sizes = self.sizes
-        # Inputs that no traced operation has joined have unknowns of their own. To vLLM each is its
-        # number of tokens: it puts that in the place of all of them where it compiles for a single
-        # size (create_concrete_args).
-        inputs = graph.find_nodes(op="placeholder")
-        self._now = sizes, frozenset(symbol for node in inputs for symbol in _symbols(node))
+        """Replace the operators of one graph by code, as far as its range allows."""
         self._patterns.apply(graph)
-        for target, site in self.sites.items():
-            self._note(site.chain, sizes, graph.find_nodes(op="call_function", target=target))
-        self._now = None
+        for target, site in self.tasks.items():
+            self._note(site.chain, graph.find_nodes(op="call_function", target=target))
 
-    def _note(self, chain: Chain, sizes: Range, stay: Sequence[fx.Node]) -> None:
-        """Keep count of operators that stay, and name those that one choice would have served."""
+    def _note(self, chain: Chain, stay: Sequence[fx.Node]) -> None:
+        """Count the operators that stay, and log those that one choice would have served."""
+        sizes = self.sizes
         impl = choice(chain, sizes)
         is_news = bool(stay) and not self.done.stayed[chain.op, sizes]
         self.done.stayed[chain.op, sizes] += len(stay)
@@ -86,44 +68,26 @@ class RangeLowering(GraphPass):
         )
 
     def _choice(self, node: fx.Node) -> OpImpl | None:
-        """Whose code takes the place of an operator; None where it stays."""
-        assert self._now is not None
-        sizes, symbols = self._now
-        site = self.sites[node.target]
+        """Return whose code replaces an operator; None if it stays."""
+        site = self.tasks[node.target]
         tokens = site.tokens([_value(arg) for arg in node.args])
-        called = _called(tokens, sizes, symbols)
+        called = None if node.kwargs else _called(tokens, self.sizes, node.graph)
         return None if called is None else choice(site.chain, called)
-
-    def _is_lowered(self, match: Match) -> bool:
-        (node,) = match.nodes
-        return not node.kwargs and self._choice(node) is not None
 
     def _lower(self, match: Match, *args: Any, **kwargs: Any) -> None:
         (node,) = match.nodes
-        impl = self._choice(node)
-        assert impl is not None and self._now is not None
-        site, (sizes, _) = self.sites[node.target], self._now
+        site, impl = self.tasks[node.target], self._choice(node)
+        assert impl is not None
 
         def inline() -> None:
-            # The passes that torch runs on what takes its place remove copies, and with them what
-            # keeps an argument from what the implementation writes into its copy.
+            # The passes that torch runs on the new code remove copies, and with them what keeps an
+            # argument from what the implementation writes into its copy.
             run = site.inlined(impl)
             pure = functional(lambda *args: under_one(run, args, node.meta["val"]))
-            own(node, site.chain.op, impl.impl_id)
             match.replace_by_example(pure, node.args)
 
-        if why := problem_of(inline):
-            log.warning(
-                "Op '%s': '%s' cannot be traced for %d to %d tokens, where the operator that looks "
-                "it up serves: %s",
-                site.chain.op,
-                impl.impl_id,
-                sizes.first,
-                sizes.last,
-                why,
-            )
-        else:
-            self.done.inlined[site.chain.op, sizes, impl.impl_id] += 1
+        if self.put_code(node, site.chain.op, impl.impl_id, inline):
+            self.done.inlined[site.chain.op, self.sizes, impl.impl_id] += 1
 
 
 def _in_graphs(plan: Plan) -> dict[Any, Site]:
@@ -166,19 +130,24 @@ def _symbols(placeholder: fx.Node) -> set[Any]:
     return set(free_symbols(value)) if isinstance(value, torch.SymInt | torch.Tensor) else set()
 
 
-def _called(tokens: Any, sizes: Range, symbols: frozenset[Any]) -> Range | None:
-    """The token counts of an operator's calls in a graph; None where they cannot be told.
+def _called(tokens: Any, sizes: Range, graph: fx.Graph) -> Range | None:
+    """Return the token counts of an operator's calls in a graph; None if they are unknown.
+
+    Inputs that no traced operation has joined have unknowns of their own. To vLLM each is its
+    number of tokens: it replaces all of them by that when it compiles for a single size
+    (create_concrete_args).
 
     Args:
         tokens: the count as the graph has it: a number, or an expression of its unknowns.
         sizes: the token counts for which the graph is compiled.
-        symbols: the unknowns of its inputs, each of which is vLLM's number of tokens.
+        graph: the graph.
     """
     if isinstance(tokens, int):
         return Range(tokens, tokens)
     count = tokens.node.expr
     if count.is_Integer:
         return Range(int(count), int(count))
+    symbols = {s for node in graph.find_nodes(op="placeholder") for s in _symbols(node)}
     if len(count.free_symbols) != 1 or not count.free_symbols <= symbols:
         return None
     (symbol,) = count.free_symbols

@@ -1,19 +1,16 @@
-"""vLLM's pass manager with our passes behind its own.
+"""vLLM's pass manager with our passes after its own.
 
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
-own, and adds those that the plan of the compiling engine needs: first those that find a planned op
-where vLLM has no pass for it (`finding.py`), then the one that puts planned ops in the
-place of operators (`replacing.py`), the one that lets graphs launch kernels themselves
-(`launching.py`), and the one that inlines what is ordered by size (`lowering.py`). All come before
-vLLM lowers the ops of its IR. A pass of vLLM's that finds a planned op is run for the ranges of
-sizes in which it is planned (`unfused.py`).
+own, and adds those that the plan of the compiling engine needs, before vLLM lowers the ops of its
+IR: `replacing.py` finds planned ops, `launching.py` lets graphs launch kernels themselves,
+`lowering.py` inlines ops that are ordered by size.
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...logs import get_logger
 from ..engines import now
@@ -21,9 +18,7 @@ from ..patchers.lookups import over_class, path_over
 from . import ranges
 from .launching import TracedForms
 from .lowering import RangeLowering
-from .replacing import TorchOperators
-from .state import in_graphs
-from .unfused import held_to_ranges
+from .replacing import FusedOps, TorchOperators
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,6 +37,9 @@ def manager_path(stock: str) -> str:
     return path_over(__name__, PREFIX, stock)
 
 
+PASSES = (FusedOps, TorchOperators, TracedForms, RangeLowering)
+
+
 class _WithOurPasses:
     """What we add to a pass manager. Mixed in before the platform's own."""
 
@@ -49,17 +47,9 @@ class _WithOurPasses:
         """As vLLM does; then ours, after the passes that look for ops of its IR."""
         super().configure(config)  # type: ignore[misc]
         engine = now()
-        if engine is None:
+        if engine is None or not ranges.is_compiled_by_range(config):
             return
-        known = in_graphs(engine)
-        passes = known.passes
-        if ranges.is_compiled_by_range(config):
-            if hasattr(self, "passes"):
-                self.passes: list[Any] = held_to_ranges(self.passes, engine, config)
-            if known.replaced:
-                passes = [*passes, TorchOperators(engine, config)]
-            launching, lowering = TracedForms(engine, config), RangeLowering(engine, config)
-            passes = [*passes, *(each for each in (launching, lowering) if each.sites)]
+        passes = [each for cls in PASSES if (each := cls(engine, config)).tasks]
         if hasattr(self, "add"):
             for each in passes:
                 self.add(each)

@@ -1,9 +1,11 @@
-"""The pass of ours that puts a planned op in the place of an operator of PyTorch's or vLLM's.
+"""The passes of ours that find ops in graphs, and put operators of ours there.
 
-In the graphs of a range of sizes that is left to the operator nothing changes: they are compiled as
-without us. Nor where every candidate refuses a call: what it is refused for, its dtype or layout,
-the graph tells already. In strict mode a refusal is an error: the operator that raises it stands
-there.
+`FusedOps` does on a plugin's device what passes of vLLM do on vLLM's platforms. `TorchOperators`
+replaces single operators of PyTorch or vLLM. In the graphs of a range of sizes that is left to the
+operator nothing changes; nor if every candidate refuses a call for its dtype or layout, which the
+graph shows. In strict mode a refusal is an error: our operator raises it.
+
+Both run before ops of vLLM's IR are lowered: these are still single nodes.
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
@@ -13,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
-from ...contracts.binding import new_node
+from ...contracts.binding import FusionTarget, GraphTarget, new_node
 from ...dispatch.chain import Chain, refusal
 from ...dispatch.resolver import STOCK
 from ...engine.ranges import choice
@@ -25,35 +26,47 @@ from ...plugins.forms import verdict_of
 from ...plugins.types import OpImpl
 from ...text import clean
 from ..engines import Engine
-from ..patchers.torch_operators import Replaced
-from .base import GraphPass
+from .base import FUNCTIONAL, GraphPass
+from .state import Sought
 from .unknowns import as_numbers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-FUNCTIONAL = torch.ops.higher_order.auto_functionalized
-
 log = get_logger("engine")
 
 
-class TorchOperators(GraphPass):
-    """The pass, for one engine."""
+class FusedOps(GraphPass):
+    """Puts the operator where the op's binding finds all parts of the op."""
 
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         super().__init__(engine, vllm_config)
+        self.tasks = [each for each in self.done.sought if isinstance(each.target, FusionTarget)]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.tasks:
+            own, sites = each.target.own, self.done.sites[each.chain.op]
+            sites.graphs += 1
+            sites.found += sum(own(graph, node, each.operator) for node in [*graph.nodes])
+
+
+class TorchOperators(GraphPass):
+    """Puts the operator where the op's binding finds an operator."""
+
+    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
+        super().__init__(engine, vllm_config)
+        self.tasks = [each for each in self.done.sought if isinstance(each.target, GraphTarget)]
         self._said: set[tuple[str, str]] = set()
 
     def __call__(self, graph: fx.Graph) -> None:
         """Put the ops into one graph, as far as its range of sizes has them.
 
         From its end to its beginning: an op that takes several operators in is found at the last
-        of them, before another op is put in the place of one. What nothing reads then goes.
+        of them, before another op replaces one of them. What nothing reads is then erased.
         """
-        sizes = self.sizes
-        planned = [each for each in self.done.replaced if choice(each.chain, sizes) is None]
+        planned = [each for each in self.tasks if choice(each.chain, self.sizes) is None]
         for each in planned:
-            each.sites.graphs += 1
+            self.done.sites[each.chain.op].graphs += 1
         for node in reversed([*graph.nodes] if planned else []):
             if node.op != "call_function":
                 continue
@@ -65,11 +78,11 @@ class TorchOperators(GraphPass):
                 if str(called) in each.target.operators:
                     with graph.inserting_before(node):
                         found = self._replace(graph, node, each)
-                    each.sites.found += found
+                    self.done.sites[each.chain.op].found += found
                     if found:
                         break
 
-    def _replace(self, graph: fx.Graph, node: fx.Node, each: Replaced) -> bool:
+    def _replace(self, graph: fx.Graph, node: fx.Node, each: Sought) -> bool:
         """Put the op in the place of a call; whether that was done."""
         args = each.target.find(node)
         if args is None:
@@ -87,7 +100,7 @@ class TorchOperators(GraphPass):
             graph.erase_node(use)
         return True
 
-    def _is_refused(self, each: Replaced, args: tuple[Any, ...]) -> bool:
+    def _is_refused(self, each: Sought, args: tuple[Any, ...]) -> bool:
         """Whether every candidate refuses such calls, each reason said once."""
         values = as_numbers(fx.node.map_arg(args, lambda of: of.meta["val"]))
         whys = {impl.impl_id: _refusal(each.chain, impl, values) for impl in _asked(each.chain)}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...dispatch.chain import Chain
 from ...engine.ranges import Range
 
 if TYPE_CHECKING:
@@ -17,16 +19,30 @@ class Sites:
     """What a pass has done for one engine.
 
     Args:
-        graphs: how many graphs it went through: 0 where all compiled code came from vLLM's cache,
-            and nothing is known of what it found when that was filled.
+        graphs: how many graphs it went through: 0 if all compiled code came from vLLM's cache.
         found: how many places it found in them.
-        launched: in how many of these a traced form took the operator's place, whose kernels the
-            graphs launch themselves.
+        launched: in how many of these a traced form replaced the operator: the graph launches its
+            kernels.
     """
 
     graphs: int = 0
     found: int = 0
     launched: int = 0
+
+
+@dataclass(frozen=True)
+class Sought:
+    """An op that a pass of ours finds in graphs.
+
+    Args:
+        target: a `FusionTarget` or a `GraphTarget`.
+        chain: its candidates, by rows.
+        operator: the op's operator, of the contract's schema.
+    """
+
+    target: Any
+    chain: Chain
+    operator: Callable[..., Any]
 
 
 @dataclass
@@ -35,17 +51,20 @@ class InGraphs:
 
     Attributes:
         sites: op -> what its pass has done.
-        passes: our passes that find ops.
-        replaced: the ops that replace operators.
-        inlined: (op, range, impl id) -> how often its code took an operator's place in a graph.
+        sought: the ops that our passes find.
+        inlined: (op, range, impl id) -> how often its code replaced an operator in a graph.
         stayed: (op, range) -> in how many places of graphs the operator stayed.
     """
 
     sites: dict[str, Sites] = field(default_factory=dict)
-    passes: list[Any] = field(default_factory=list)
-    replaced: list[Any] = field(default_factory=list)
+    sought: list[Sought] = field(default_factory=list)
     inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
     stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
+
+    def seek(self, op: str, target: Any, chain: Chain, operator: Callable[..., Any]) -> None:
+        """Let our passes find an op."""
+        self.sites[op] = Sites()
+        self.sought.append(Sought(target, chain, operator))
 
 
 def in_graphs(engine: Engine) -> InGraphs:

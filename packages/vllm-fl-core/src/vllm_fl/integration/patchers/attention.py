@@ -57,30 +57,31 @@ def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
 
 
 def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why an installed attention backend does not take this model.
+    """Return (op, impl id) -> why an installed attention backend does not take this model.
 
-    Those behind `stock` are not asked, since vLLM's own takes every model before them: to answer,
-    one may import the library of its kernels, which takes seconds.
+    Only those before `stock` are called, since vLLM's own takes every model before the others: to
+    answer, one may import the library of its kernels, which takes seconds.
     """
     order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
     before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
-
-    def asked(impl: classes.ClassImpl) -> bool:
-        return any(token.matches(impl) for token in before)
-
-    return classes.refusals(ATTENTION, facts.attention, "this model", among=asked)
+    return classes.refusals(
+        ATTENTION,
+        facts.attention,
+        "this model",
+        among=lambda impl: any(token.matches(impl) for token in before),
+    )
 
 
 def choose(
     plan: Plan, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
 ) -> str | None:
-    """The class path for one layer; None leaves the choice to vLLM.
+    """Return the class path for one layer; None leaves the choice to vLLM.
 
     Args:
         plan: the engine's.
-        selected_backend: what vLLM was told to take; it stands.
+        selected_backend: the backend that the user has set, which stays.
         attn_selector_config: vLLM's request; releases differ in its fields.
-        num_heads: query heads of one rank, where vLLM tells them.
+        num_heads: query heads of one rank, if vLLM passes them.
 
     Raises:
         AllFailedError: strict mode, and the planned backend refuses this layer.
@@ -89,22 +90,23 @@ def choose(
     backends = entry.classes(AttentionImpl)
     if selected_backend is not None:
         if backends:
-            log.info(
-                "Op '%s': vLLM was told to take %s for a layer, which stands against '%s'",
-                ATTENTION,
-                getattr(selected_backend, "name", selected_backend),
-                entry.label,
-            )
+            name = getattr(selected_backend, "name", selected_backend)
+            text = "Op '%s': a layer has %s, which vLLM was set to, instead of '%s'"
+            log.info(text, ATTENTION, name, entry.label)
         return None
-    request = _layer_request(attn_selector_config, num_heads)
+    fields = attn_selector_config._asdict()
+    known = {name: fields.pop(name) for name in FIELDS if name in fields}
+    request = AttentionRequest(**known, num_heads=num_heads, extras=MappingProxyType(fields))
     causes: list[tuple[str, BaseException | str]] = []
+    taken, path = "stock.vllm", None
     for impl in backends:
         reason = classes.refusal_of(impl, ATTENTION, request)
         if reason is None:
             path, _, reason = classes.class_of(impl, ATTENTION, request, _problem)
             if not reason:
-                _note_fallback(plan, impl.impl_id, causes)
-                return path
+                taken = impl.impl_id
+                break
+        path = None
         log.warning("Implementation '%s' refused op '%s': %s", impl.impl_id, ATTENTION, reason)
         causes.append((impl.impl_id, reason))
         if plan.strict:
@@ -114,20 +116,10 @@ def choose(
                 op=ATTENTION,
                 causes=causes,
             )
-    _note_fallback(plan, "stock.vllm", causes)
-    return None
-
-
-def _note_fallback(plan: Plan, impl_id: str, causes: list[Any]) -> None:
     if causes:  # one per distinct request: vLLM keeps the answer
-        plan.fallbacks[ATTENTION, impl_id] += 1
-        log.info("Op '%s' fallback to '%s'", ATTENTION, impl_id)
-
-
-def _layer_request(config: Any, num_heads: int | None) -> AttentionRequest:
-    fields = config._asdict()
-    known = {name: fields.pop(name) for name in FIELDS if name in fields}
-    return AttentionRequest(**known, num_heads=num_heads, extras=MappingProxyType(fields))
+        plan.fallbacks[ATTENTION, taken] += 1
+        log.info("Op '%s' fallback to '%s'", ATTENTION, taken)
+    return path
 
 
 def _problem(path: str, cls: Any) -> str:

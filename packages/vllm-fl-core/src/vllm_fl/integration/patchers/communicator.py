@@ -1,12 +1,11 @@
-"""The communicator: what vLLM's groups of ranks exchange tensors through.
+"""The communicator, through which vLLM's groups of ranks exchange tensors.
 
-vLLM makes one for each group of ranks while a worker starts. In its place stands `make`, which
-makes the plan's, has all ranks of the group verify it, and agrees on the result before vLLM has it.
+vLLM makes one for each group of ranks while a worker starts. `make`, which it calls instead of a
+class, makes the plan's, has all ranks of the group verify it, and agrees on the result.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,9 +47,9 @@ class Fault(NamedTuple):
     """Why a communicator must not serve.
 
     Attributes:
-        rank: where, among all ranks.
+        rank: the rank that found it, among all ranks.
         why: the reason.
-        stuck: whether a call of it has not come back: nothing can be exchanged beside it.
+        stuck: whether a call of it has not returned: nothing can be exchanged next to that.
     """
 
     rank: int
@@ -61,14 +60,14 @@ class Fault(NamedTuple):
 def request_of(
     vllm_config: VllmConfig, settings: Settings, *, compiled: bool
 ) -> CommunicatorRequest | None:
-    """What communicators are asked with; None for an engine of a single rank."""
+    """Return the request for communicators; None for an engine of one rank, or without a model."""
     from vllm.platforms import current_platform
 
     parallel = vllm_config.parallel_config
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     data = parallel.data_parallel_size
     world = tensor * pipeline * data * getattr(parallel, "prefill_context_parallel_size", 1)
-    if world == 1:
+    if world == 1 or vllm_config.model_config is None:
         return None
     return CommunicatorRequest(
         settings,
@@ -83,12 +82,13 @@ def request_of(
     )
 
 
-def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """(op, impl id) -> why an installed communicator does not take this engine's ranks."""
+def refusals(facts: EngineFacts) -> dict[Key, str]:
+    """Return (op, impl id) -> why an installed communicator does not take this engine's ranks."""
     request = facts.communicator
+    ask = classes.refusal_of
     if request is not None and request.elastic:
-        return classes.refusals(COMMUNICATOR, request, "this engine", lambda *_: ELASTIC)
-    return classes.refusals(COMMUNICATOR, request, "this engine")
+        ask = lambda *_: ELASTIC  # noqa: E731
+    return classes.refusals(COMMUNICATOR, request, "this engine", ask)
 
 
 class Groups:
@@ -100,7 +100,6 @@ class Groups:
     Attributes:
         communicators: the candidates.
         faults: (op, impl id) -> (rank, why) of what must not serve.
-        served: a group's name -> the implementation's id, or `stock`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -117,29 +116,25 @@ class Groups:
         )
         self.communicators = PlanEntry(COMMUNICATOR, rows).classes(CommunicatorImpl)
         self.faults: dict[Key, Fault] = {}
-        self.served: dict[str, str] = {}
-        self.seconds = 0.0
-        self._made: list[tuple[Any, CommunicatorImpl, dict[str, Any]]] = []
+        self._made: dict[str, tuple[CommunicatorImpl | None, Any, dict[str, Any]]] = {}
+
+    @property
+    def served(self) -> dict[str, str]:
+        """A group's name -> the id of its communicator, or `stock`."""
+        return {name: impl.impl_id if impl else "stock" for name, (impl, *_) in self._made.items()}
 
     def make(self, arguments: dict[str, Any]) -> Any:
-        """A group's communicator: the first candidate that serves on all of its ranks, or stock.
+        """Return a group's communicator: the first that serves on all of its ranks, or vLLM's.
 
         Args:
-            arguments: what vLLM gives the class.
+            arguments: those of the class.
         """
-        start = time.monotonic()
-        name = arguments.get("unique_name", "")
-        for impl in self.communicators:
-            communicator = self._verified(impl, arguments)
-            if communicator is not None:
-                self.served[name] = impl.impl_id
-                self._made.append((communicator, impl, arguments))
-                break
-        else:
-            self.served[name] = "stock"
-            communicator = stock_class()(**arguments)
-        self.seconds += time.monotonic() - start
-        return communicator
+        tried = ((impl, self._verified(impl, arguments)) for impl in self.communicators)
+        impl, made = next((each for each in tried if each[1] is not None), (None, None))
+        if made is None:
+            made = stock_class()(**arguments)
+        self._made[arguments.get("unique_name", "")] = impl, made, arguments
+        return made
 
     def faults_here(self) -> dict[Key, str]:
         """Return what this rank has found wrong itself: (op, impl id) -> why."""
@@ -149,68 +144,61 @@ class Groups:
         return {key: fault.why for key, fault in self.faults.items() if fault.rank == rank}
 
     def say(self) -> None:
-        """Log what serves; rank 0 does."""
+        """Log on rank 0 what serves."""
         if self.engine.rank == 0 and self.served:
             served = ", ".join(f"{name}={impl_id}" for name, impl_id in self.served.items())
             compares = self.engine.facts.settings.preflight != "off"
-            how = "verified" if compares else "not verified;"
-            log.info("Groups of ranks: %s (%s in %.1f s)", served, how, self.seconds)
+            how = "verified" if compares else "not verified"
+            log.info("Groups of ranks: %s (%s)", served, how)
 
     def replace(self) -> None:
         """Give groups another communicator if theirs is disabled, in the order of the groups."""
-        disabled = self.engine.disabled
-        off = [each for each in self._made if (COMMUNICATOR, each[1].impl_id) in disabled]
-        self._made = [each for each in self._made if each not in off]
-        holders = {id(group.device_communicator): group for group in _coordinators()}
-        for communicator, _, arguments in off:
-            group = holders[id(communicator)]
-            group.device_communicator = self.make(arguments)
-            _destroy(communicator)
+        from vllm.distributed import parallel_state
+
+        groups = (reference() for reference in parallel_state._groups.values())
+        holders = {id(group.device_communicator): group for group in groups if group is not None}
+        for impl, made, arguments in [*self._made.values()]:
+            if impl is not None and (COMMUNICATOR, impl.impl_id) in self.engine.disabled:
+                holders[id(made)].device_communicator = self.make(arguments)
+                _destroy(made)
 
     def _verified(self, impl: CommunicatorImpl, arguments: dict[str, Any]) -> Any:
-        """The communicator; None where it is off, on whichever rank of the group."""
+        """Return the communicator; None if it is off on any rank of the group."""
         import torch.distributed as dist
 
         from ...engine.limited import fault_of
 
         group, device = arguments["cpu_group"], arguments["device"]
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        name, rank = arguments["unique_name"], dist.get_rank()
         key = COMMUNICATOR, impl.impl_id
+        disabled = self.engine.disabled.get(key)
+        fault = self.faults.get(key) or (disabled and Fault(disabled.rank, disabled.why))
         cls: Any = None
-        fault = self.faults.get(key)
-        if fault is None and key in self.engine.disabled:
-            fault = Fault(self.engine.disabled[key].rank, self.engine.disabled[key].why)
         if fault is None:
             _, cls, why = classes.class_of(impl, COMMUNICATOR, self.request, problem_of)
-            fault = Fault(dist.get_rank(), why) if why else None
+            fault = Fault(rank, why) if why else None
         if self._is_off(impl, fault, group):
             return None
-        made: list[Any] = []
 
-        def ask(what: str, step: Callable[[], str | None]) -> bool:
+        def is_off(step: Callable[[], str | None], what: str = "") -> bool:
             why, stuck = fault_of(step, device)
-            told = Fault(dist.get_rank(), f"{what}{why}", stuck) if why else None
-            return self._is_off(impl, told, group)
+            return self._is_off(impl, Fault(rank, what + why, stuck) if why else None, group)
 
-        name = arguments["unique_name"]
-        off = ask(
-            f"its class cannot be made for group {name}: ", lambda: made.append(cls(**arguments))
-        )
-        facts = GroupFacts(name, rank, size, device, self.dtype)
+        made: list[Any] = []
         checks: list[Check] = []
-        off = off or ask(
-            "", lambda: checks.extend(communicator_checks(self.engine, made[0], facts))
-        )
+        facts = GroupFacts(name, group.rank(), group.size(), device, self.dtype)
+        off = is_off(
+            lambda: made.append(cls(**arguments)), f"its class cannot be made for group {name}: "
+        ) or is_off(lambda: checks.extend(communicator_checks(self.engine, made[0], facts)))
         # Each check is one exchange: the ranks must have the same ones.
         names = tuple(check.what for check in checks)
-        every = gathered(names, group, size, dist.get_rank(), "verify their communicators")
+        every = gathered(names, group, "verify their communicators")
         differ = "" if len({*every}) == 1 else f"the checks of the ranks differ: {every}"
-        off = off or ask("", lambda: differ) or any(ask("", check.run) for check in checks)
-        if not off:
-            return made[0]
-        for each in made:
-            _destroy(each)
-        return None
+        if off or is_off(lambda: differ) or any(is_off(check.run) for check in checks):
+            for each in made:
+                _destroy(each)
+            return None
+        return made[0]
 
     def _is_off(self, impl: CommunicatorImpl, mine: Fault | None, group: Any) -> bool:
         """Whether it is off on any rank of the group: all of them ask at the same time.
@@ -218,10 +206,7 @@ class Groups:
         Raises:
             StartError: a call of it is stuck, on whichever rank.
         """
-        import torch.distributed as dist
-
-        size, rank = dist.get_world_size(group), dist.get_rank()
-        told = gathered(mine, group, size, rank, "verify their communicators")
+        told = gathered(mine, group, "verify their communicators")
         fault = next((each for each in told if each is not None), None)
         if fault is None:
             return False
@@ -238,8 +223,14 @@ class Groups:
 
 
 def problem_of(path: str, cls: Any) -> str:
-    """Why a class cannot make communicators, or nothing."""
-    for base in _bases():
+    """Return why a class cannot make communicators; empty if it can."""
+    from vllm.distributed.device_communicators.base_device_communicator import (
+        DeviceCommunicatorBase,
+    )
+
+    stock = stock_class()
+    above = stock.__mro__ if isinstance(stock, type) else ()
+    for base in (DeviceCommunicatorBase, *(each for each in above if each.__name__ in CAPTURED)):
         if not (isinstance(cls, type) and issubclass(cls, base)):
             return f"{path} is no subclass of vLLM's {base.__name__}"
     return ""
@@ -251,27 +242,6 @@ def stock_class() -> Callable[..., Any]:
 
     found: Callable[..., Any] = named(current_platform.vllm_fl_stock_communicator())
     return found
-
-
-def _bases() -> list[type]:
-    """What vLLM asks a communicator to be: it captures graphs through two of its own alone."""
-    from vllm.distributed.device_communicators.base_device_communicator import (
-        DeviceCommunicatorBase,
-    )
-
-    stock = stock_class()
-    above = stock.__mro__ if isinstance(stock, type) else ()
-    return [DeviceCommunicatorBase, *(cls for cls in above if cls.__name__ in CAPTURED)]
-
-
-def _coordinators() -> Iterator[Any]:
-    """vLLM's groups of ranks, in the order in which they were made."""
-    from vllm.distributed import parallel_state
-
-    for reference in parallel_state._groups.values():
-        group = reference()
-        if group is not None:
-            yield group
 
 
 def _destroy(communicator: Any) -> None:
@@ -311,11 +281,9 @@ class Communicator(Patcher):
     """Makes the communicators of vLLM's groups of ranks."""
 
     def request(
-        self, vllm_config: VllmConfig, settings: Settings, /, *_: Any, compiled: bool
+        self, vllm_config: VllmConfig, settings: Settings, /, *, compiled: bool
     ) -> dict[str, Any]:
-        has_model = vllm_config.model_config is not None
-        asked = request_of(vllm_config, settings, compiled=compiled) if has_model else None
-        return {"communicator": asked}
+        return {"communicator": request_of(vllm_config, settings, compiled=compiled)}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         return WhyNot(impls=refusals(facts))

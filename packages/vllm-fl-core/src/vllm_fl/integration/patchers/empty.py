@@ -1,17 +1,16 @@
 """Operators for a vLLM that was built without any (`VLLM_TARGET_DEVICE=empty`).
 
-Others of vLLM's code call operators by name there, too, and ask with `hasattr` which there are. So
-an operator is defined only while an engine is there that needs it, and undefined with the last: for
-an op that its plan implements, and, where models are compiled, for vLLM's pass that reads some
-whatever the graph. Its own kernel raises; what the plan implements is put in front of that.
+Other code of vLLM calls operators by name there, too, and asks with `hasattr` which exist. So only
+those are defined that an engine needs: for an op that its plan implements, and, if models are
+compiled, for the pass of vLLM that reads some in every graph. A defined operator stays for the
+process. Its own kernel raises; the plan's implementation is an override of it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -19,37 +18,16 @@ from typing import Any
 
 import torch
 
+from ...contracts.binding import OperatorTarget
 from ...errors import NoKernelError
 from ..compat import vllm_folders, vllm_version
+from ..targets import installed_bindings, targets
 
 TABLE = Path(__file__).parent.parent / "schemas.json"
 
 
-@dataclass(frozen=True)
-class Definition:
-    """An operator that this vLLM lacks and an engine needs.
-
-    Args:
-        name: the operator, as `_C::silu_and_mul`.
-        schema: its schema in this release, as vLLM's CUDA build has it.
-        op: the op that it computes; empty where no binding names it.
-    """
-
-    name: str
-    schema: str
-    op: str = ""
-
-
-@dataclass
-class _Defined:
-    """A definition that torch has been given, and how many engines need it."""
-
-    definition: Definition
-    library: torch.library.Library
-    engines: int = 0
-
-
-_defined: dict[str, _Defined] = {}
+_libraries: dict[str, torch.library.Library] = {}
+"""Operator -> the library that defines it: the operator exists as long as that does."""
 
 
 def schema(name: str) -> str:
@@ -74,7 +52,7 @@ def read_always() -> Iterator[tuple[str, str]]:
 
 def has_ours(name: str) -> bool:
     """Whether an operator is there because we defined it."""
-    return name in _defined
+    return name in _libraries
 
 
 @cache
@@ -94,7 +72,7 @@ def _brought(namespace: str) -> bool:
     """Whether somebody else has defined an operator of this namespace."""
     names: Iterable[str] = torch._C._dispatch_get_all_op_names()
     return any(
-        name.startswith(f"{namespace}::") and name.partition(".")[0] not in _defined
+        name.startswith(f"{namespace}::") and name.partition(".")[0] not in _libraries
         for name in names
     )
 
@@ -116,82 +94,43 @@ def _numbers(version: str) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def define(wanted: Iterable[Definition]) -> None:
-    """Define operators for an engine, those that are not defined yet."""
-    for definition in wanted:
-        known = _defined.get(definition.name)
-        if known is None:
-            known = _defined[definition.name] = _Defined(definition, _library_of(definition))
-        known.engines += 1
+def define(schemas: Mapping[str, str]) -> None:
+    """Define operators (name -> schema), unless they are."""
+    for name, text in schemas.items():
+        if name not in _libraries:
+            _libraries[name] = _library_of(name, text)
 
 
-def _library_of(definition: Definition) -> torch.library.Library:
-    """What holds the operator: as long as this is there, so is the operator."""
-    namespace, _, rest = definition.schema.partition("::")
-    operator = rest.partition("(")[0]
+def _library_of(name: str, text: str) -> torch.library.Library:
+    namespace, _, rest = text.partition("::")
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(rest)
 
     def fake(*args: Any, **more: Any) -> None:
-        """It returns nothing: its results are where the caller wants them."""
+        """Return nothing: the results are in tensors of the caller."""
 
     def without_kernel(*args: Any, **more: Any) -> None:
-        raise _no_kernel(definition)
+        raise _no_kernel(name)
 
-    torch.library.register_fake(definition.name, fake, lib=library)
-    library.impl(operator, without_kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
+    library.impl(rest.partition("(")[0], without_kernel, "CompositeExplicitAutograd")
     return library
 
 
-def _no_kernel(definition: Definition) -> NoKernelError:
-    name, op = definition.name, definition.op
-    if op:
+def _no_kernel(name: str) -> NoKernelError:
+    op = next(
+        (op for op, t in targets(installed_bindings(), OperatorTarget) if t.name == name), None
+    )
+    instead = "turn off what calls it"
+    if op is not None:
         instead = (
             f"have an implementation of '{op}' planned that takes this call (`vllm-fl explain {op}`"
-            " shows those that there are)"
+            " shows those that are installed)"
         )
-    else:
-        instead = "turn off what calls it"
     return NoKernelError(
         f"Operator {name} was called and has no kernel: this vLLM ({vllm_version()}) is an empty "
         "build, without compiled operators (VLLM_TARGET_DEVICE=empty). Install vLLM built for this "
         f"device, or {instead}.",
         operator=name,
-        op=op or None,
+        op=op,
     )
-
-
-def forget(wanted: Iterable[Definition], kept: Collection[str]) -> None:
-    """An engine has ended: what no other one needs is undefined.
-
-    Args:
-        wanted: what was defined for it.
-        kept: operators that somebody else has overridden meanwhile, and that must stay.
-    """
-    for definition in wanted:
-        _defined[definition.name].engines -= 1
-    for name, known in list(_defined.items()):
-        if not known.engines and name not in kept:
-            del _defined[name]
-            _retire(known.definition)
-            known.library._destroy()
-
-
-def _retire(definition: Definition) -> None:
-    """Keep those who hold the operator itself from torch's memory, where it will not be any more.
-
-    A model may keep `torch.ops._C.silu_and_mul`. To call it after it was undefined would read freed
-    memory: now it calls the operator of that name that is there, or says that there is none.
-    """
-    namespace, _, operator = definition.name.partition("::")
-    held = vars(getattr(torch.ops, namespace)).get(operator)
-    if held is None:
-        return
-
-    def by_name(*args: Any, **more: Any) -> Any:
-        if definition.name not in _defined:
-            raise _no_kernel(definition)
-        return getattr(getattr(torch.ops, namespace), operator)(*args, **more)
-
-    for one in (held, held.default):
-        one._op = by_name

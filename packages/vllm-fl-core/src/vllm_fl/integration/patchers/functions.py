@@ -1,4 +1,4 @@
-"""Targets that we take: Python functions and methods of vLLM's that are neither layer nor operator.
+"""Python functions and methods of vLLM that are neither layers nor operators.
 
 A function is replaced wherever vLLM's modules look it up, once per process for all engines
 (`taking.py`). A compiler that traces a call traces vLLM's own function.
@@ -8,68 +8,36 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ...contracts.binding import Binding, FunctionTarget
+from ...contracts.binding import FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.types import OpImpl
 from ...text import quote
-from ..engines import Engine
-from ..patcher import Patcher
-from ..targets import installed_bindings
-from . import taking
 from .arguments import misfit
 from .lookups import lookup_of
-from .taking import Choice
+from .taking import Replacement, Taking, replacement_of
 
 log = get_logger("engine")
 
 
-def choose(plan: Plan, bindings: Mapping[str, Binding]) -> Choice:
-    """Which functions the engine of `plan` replaces. Changes nothing.
-
-    Args:
-        plan: the sealed plan.
-        bindings: op -> its targets.
-    """
-
-    def note(op: str) -> str:
-        why = "its implementations take the calling layer, and a function has none"
-        return "" if plan.callable(op) else why
-
-    return taking.choose(plan, bindings, FunctionTarget, note, _misfit)
-
-
-def _misfit(target: FunctionTarget) -> str:
-    """Why a target is not to be taken in this vLLM, or nothing."""
-    if taking.standing_at(target.name) is not None:
-        return ""  # for another engine of this process, with the same vLLM
-    try:
-        function = lookup_of(target.name).function
-        parameters = _named(function)
-    except Exception as error:
-        return f"this vLLM has no such function: {quote(error)}"
-    optional = [p.name for p in parameters if p.default is not p.empty]
-    return misfit(target, [p.name for p in parameters], optional)
-
-
-def _named(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that have names, without `*args` and `**kwargs`."""
+def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names of the parameters, without `*args` and `**kwargs`, and the defaults."""
     taken = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return [parameter for parameter in parameters if parameter.kind not in taken]
+    all_of = inspect.signature(function).parameters.values()
+    found = [parameter for parameter in all_of if parameter.kind not in taken]
+    defaults = {p.name: p.default for p in found if p.default is not p.empty}
+    return tuple(parameter.name for parameter in found), defaults
 
 
-class _Replacement(taking.Stand[FunctionTarget]):
-    """What stands in the place of one function of vLLM's in this process, wherever that is looked
-    up.
+class _Function(Replacement):
+    """The replacement of a function of vLLM, wherever that is looked up.
 
     Attributes:
-        own: vLLM's.
+        own: vLLM's function.
         lookups: where it was.
     """
 
@@ -87,14 +55,11 @@ class _Replacement(taking.Stand[FunctionTarget]):
                 self.lookups.append(lookup)
             else:
                 log.warning(
-                    "Function %s is another one at %s, which somebody has replaced: it is left "
-                    "there",
+                    "Function %s was replaced at %s by other code, which stays there",
                     target.name,
                     path,
                 )
-        parameters = _named(own)
-        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-        super().__init__(target, tuple(parameter.name for parameter in parameters), defaults)
+        super().__init__(target, *_parameters(own))
         answered = self.answering()
 
         @functools.wraps(own)
@@ -108,23 +73,19 @@ class _Replacement(taking.Stand[FunctionTarget]):
             lookup.put(function)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        """vLLM's own function."""
         return self.own(*args, **named)
 
-    def remove(self) -> None:
-        """Put vLLM's back. What a module has imported, or somebody has wrapped, passes calls on."""
+    def remove(self) -> bool:
+        """Put vLLM's back. What a module has imported, or wrapped, passes calls on."""
         for lookup in self.lookups:
             if lookup.now is self.function:
                 lookup.restore()
+        return True
 
     def told(self) -> dict[str, Any]:
-        """What a report says of it.
-
-        Returns:
-            `places`, how many lookups of it are ours; `replaced_after_us`, where something else
-            stands now, or None; `other_arguments`, the calls that were left to vLLM's function
-            since they are not the op.
-        """
+        """Return `places`, how many lookups are ours; `replaced_after_us`, where other code is by
+        now, or None; `other_arguments`, the calls left to vLLM's function since they are not the
+        op."""
         others = (lookup for lookup in self.lookups if lookup.now is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {
@@ -134,28 +95,24 @@ class _Replacement(taking.Stand[FunctionTarget]):
         }
 
 
-def take(engine: Engine, chosen: Choice) -> None:
-    """Replace the chosen functions until the engine leaves."""
-    taking.take(engine, chosen, _Replacement)
-
-
-class Functions(Patcher):
-    """Replaces Python functions and methods of vLLM's."""
+class Functions(Taking):
+    """Replaces Python functions and methods of vLLM."""
 
     kind = FunctionTarget
+    key = "functions"
 
-    def choose(self, engine: Engine) -> dict[str, Any]:
-        chosen = engine.state[Functions] = choose(engine.plan, installed_bindings())
-        return {"functions": chosen.names}
+    def note(self, plan: Plan, op: str) -> str:
+        why = "its implementations take the calling layer, and a function has none"
+        return "" if plan.callable(op) else why
 
-    def apply(self, engine: Engine) -> None:
-        take(engine, engine.state[Functions])
+    def misfit(self, target: FunctionTarget, device: torch.device) -> str:
+        if replacement_of(target.name) is not None:
+            return ""  # for another engine of this process, with the same vLLM
+        try:
+            parameters = _parameters(lookup_of(target.name).function)
+        except Exception as error:
+            return f"this vLLM has no such function: {quote(error)}"
+        return misfit(target, *parameters)
 
-    def own_form(self, op: str, target: FunctionTarget, device: torch.device) -> OpImpl | None:
-        own = None
-        if not _misfit(target) and taking.standing_at(target.name) is None:
-            own = lookup_of(target.name).function
-        return taking.form_of(op, target, own)
-
-    def report(self, engine: Engine) -> dict[str, Any]:
-        return {"functions": taking.report(engine, engine.state[Functions])}
+    def install(self, target: FunctionTarget, device: torch.device) -> Replacement:
+        return _Function(target)

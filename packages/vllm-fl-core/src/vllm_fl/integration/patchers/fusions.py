@@ -1,36 +1,31 @@
-"""Targets that we take: what passes of vLLM's compiler put into graphs.
+"""Ops that passes of vLLM's compiler put into graphs.
 
-Some operators no code of vLLM's calls: a pass finds their parts in a compiled graph, and puts the
+No code of vLLM calls some operators: a pass finds their parts in a compiled graph, and puts the
 operator there. While the plan has such an op, the pass is turned on and its parts are left to
 vLLM, so that it finds them; which implementation then runs is the operator's override
-(`operators.py`). A pass that finds nothing says nothing: how often it found the op is counted.
+(`operators.py`). A pass does not report that it finds nothing, so we count the operators in graphs.
 
-On a plugin's device, which has none of these passes, one of ours takes their place
-(`graphs/finding.py`).
+On a plugin's device, which has none of these passes, one of ours replaces them
+(`graphs/replacing.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import FusionTarget, OperatorTarget
 from ...dispatch.chain import Chain
-from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
 from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.types import OpImpl
-from ...settings.loading import Settings
-from ...text import quote
-from ..engines import Engine, now
+from ..engines import Engine
 from ..graphs.state import InGraphs, Sites, in_graphs
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, planned, stock_form, targets
 from .ir import ir_ops
-from .lookups import named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,21 +36,18 @@ VLLMS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
 """What runs vLLM's passes over a graph: one of ours finds what it leaves."""
 
 
-_watched: set[type] = set()
-
-
 def _note(target: FusionTarget, facts: EngineFacts) -> str:
     if facts.mode == "eager":
         return "only in compiled mode: a pass of vLLM's compiler puts it into graphs"
     if target.flag in facts.passes_off:
         return f"pass_config.{target.flag} is false"
-    if not _is_there(target):
+    if not has_vllms_pass(target):
         return "" if _is_ours(target, facts) else "vLLM has no pass for it on this platform"
     off = [f"-{layer}" for layer in target.layers if f"-{layer}" in facts.custom_ops]
     return f"custom_ops has {off[0]}, without which vLLM's pass does not find it" if off else ""
 
 
-def _is_there(target: FusionTarget) -> bool:
+def has_vllms_pass(target: FusionTarget) -> bool:
     """Whether this vLLM has the pass, and lets it run on this platform."""
     from vllm.config.compilation import PassConfig
     from vllm.platforms import current_platform
@@ -73,18 +65,8 @@ def _is_ours(target: FusionTarget, facts: EngineFacts) -> bool:
         target.own is not None
         and device is not None
         and facts.by_range
-        and not set(target.in_ir) - set(ir_ops())
         and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
     )
-
-
-def is_by_range(target: FusionTarget) -> bool:
-    """Whether graphs can have the op at some sizes, and vLLM's own code at others.
-
-    That is where the pass is vLLM's, which we run for the ranges of sizes in which the op is
-    planned (`graphs/unfused.py`). A pass of ours puts the op in all graphs.
-    """
-    return _is_there(target) and bool(target.unfused)
 
 
 def operators(plan: Plan) -> list[tuple[str, OperatorTarget, Chain]]:
@@ -93,40 +75,10 @@ def operators(plan: Plan) -> list[tuple[str, OperatorTarget, Chain]]:
     return [
         (op, operator, plan.chain(op, last=stock_form(op, target.native)))
         for op, target in planned(plan, FusionTarget)
-        if _is_there(target)
+        if has_vllms_pass(target)
         for of_op, operator in known
         if of_op == op
     ]
-
-
-def by_range(plan: Plan) -> dict[str, tuple[FusionTarget, Chain]]:
-    """Op -> (its target, its candidates by rows), of ops that are left to vLLM at some sizes.
-
-    Of the candidates the code of vLLM's own form alone stands in graphs: the others run inside the
-    operator that the pass puts there.
-    """
-    found = {}
-    for op, target in planned(plan, FusionTarget):
-        if plan.is_partly_stock(op) and is_by_range(target):
-            found[op] = target, taken_whole(plan.chain(op, last=stock_form(op, target.native)))
-    return found
-
-
-def taken_whole(chain: Chain) -> Chain:
-    """The chain with candidates that no compiler looks into, but for vLLM's own form alone."""
-
-    def whole(impls: tuple[OpImpl, ...]) -> tuple[OpImpl, ...]:
-        if impls[0].impl_id == STOCK.impl_id:
-            return impls
-        return tuple(dataclasses.replace(impl, traceable=False) for impl in impls)
-
-    rows = tuple((ceiling, whole(impls)) for ceiling, impls in chain.rows)
-    return dataclasses.replace(chain, rows=rows)
-
-
-def _finds_ours(plan: Plan, target: FusionTarget) -> bool:
-    """Whether the target's pass is ours, which finds an operator of ours."""
-    return not plan.whole.isdisjoint(target.parts)
 
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
@@ -142,48 +94,23 @@ def operator_of(plan: Plan, chain: Chain) -> Any:
     return next(call.target for call in calls if call.op == "call_function")
 
 
-def _counting(run: Callable[..., Any], op: str) -> Callable[..., Any]:
-    """A pass's `__call__`, which leaves in `matched_count` what it found in this graph."""
-
-    def counted(self: Any, graph: Any) -> Any:
-        result = run(self, graph)
-        engine = now()
-        known = None if engine is None else in_graphs(engine).sites.get(op)
-        if known is not None:
-            known.graphs += 1
-            known.found += self.matched_count
-        return result
-
-    return counted
-
-
-def _say(label: str, op: str, known: Sites, whose: str) -> None:
-    if known.found:
-        where = _counted_as(known.found, "place")
-        by_graphs = f"; graphs launch it themselves in {known.launched}" * bool(known.launched)
-        log.info("Op '%s': %s, by '%s'%s", op, where, label, by_graphs)
-    elif known.graphs:
+def _say(label: str, op: str, sites: Sites) -> None:
+    if not sites.graphs:
+        text = "Op '%s': vLLM's cache had all graphs: in how many places '%s' runs is not counted"
+        log.info(text, op, label)
+    elif sites.found:
+        text = "Op '%s': %d places, by '%s'; graphs launch it themselves in %d"
+        log.info(text, op, sites.found, label, sites.launched)
+    else:
         log.warning(
-            "Op '%s': %s pass found no place for it in %s, so that '%s' does not run. Its "
+            "Op '%s': no pass found a place for it (graphs: %d), so that '%s' does not run. Its "
             "parts may be of other sizes, or of a form that the pass does not know "
             "(`vllm-fl explain %s`)",
             op,
-            whose,
-            _counted_as(known.graphs, "graph"),
+            sites.graphs,
             label,
             op,
         )
-    else:
-        log.info(
-            "Op '%s': no graph was compiled, as where vLLM has them in its cache: in how many "
-            "places '%s' runs is not counted",
-            op,
-            label,
-        )
-
-
-def _counted_as(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 class Fusions(Patcher):
@@ -196,17 +123,6 @@ class Fusions(Patcher):
         passes = vllm_config.compilation_config.pass_config
         flags = (target.flag for _, target in targets(installed_bindings(), FusionTarget))
         return {"passes_off": [flag for flag in flags if getattr(passes, flag, None) is False]}
-
-    def request(
-        self,
-        vllm_config: VllmConfig,
-        settings: Settings,
-        noted: Mapping[str, Any],
-        /,
-        *,
-        compiled: bool,
-    ) -> dict[str, Any]:
-        return {"passes_off": tuple(noted.get("passes_off", ()))}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return why a pass cannot find its op in this engine."""
@@ -226,7 +142,9 @@ class Fusions(Patcher):
         found: dict[str, str] = {}
         for op, target in planned(plan, FusionTarget):
             parts = [part for part in target.parts if part not in in_ir]
-            if _is_there(target):
+            if has_vllms_pass(target) and plan.is_partly_stock(op):
+                found[op] = "vLLM's pass puts it into the graphs of all sizes, and rows are stock"
+            elif has_vllms_pass(target):
                 why = f"vLLM's pass for {op} looks for vLLM's own"
                 found |= {part: why for part in parts if not plan.is_stock(part)}
             elif stock := [part for part in parts if plan.is_stock(part)]:
@@ -241,7 +159,7 @@ class Fusions(Patcher):
         parts = (
             part
             for _, target in planned(plan, FusionTarget)
-            if not _is_there(target)
+            if not has_vllms_pass(target)
             for part in target.parts
         )
         return frozenset(part for part in parts if part not in in_ir)
@@ -255,9 +173,7 @@ class Fusions(Patcher):
             The layers that these passes look for.
         """
         passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
-        vllms = [
-            target for _, target in planned(plan, FusionTarget) if not _finds_ours(plan, target)
-        ]
+        vllms = [target for _, target in planned(plan, FusionTarget) if has_vllms_pass(target)]
         wanted = {target.flag for target in vllms}
         for flag in ours - wanted:
             setattr(passes, flag, False)
@@ -267,48 +183,29 @@ class Fusions(Patcher):
         entry["passes"] = sorted((ours & wanted) | added)
         return [layer for target in vllms for layer in target.layers]
 
-    def by_range(self, plan: Plan) -> dict[str, Chain]:
-        return {op: chain for op, (_, chain) in by_range(plan).items()}
-
     def apply(self, engine: Engine) -> None:
-        """Count from now on what the passes of the plan's ops find, for its engine.
+        """Count from now on what passes find of the plan's ops.
 
-        Those of ours are made here, with the operators that they put into graphs: graphs that vLLM
-        has in its cache call them, too.
+        The operators of our passes are made here: graphs from vLLM's cache call them, too.
         """
         plan = engine.plan
         engine.state[InGraphs] = graphs = InGraphs()
         for op, target in planned(plan, FusionTarget):
-            if _finds_ours(plan, target):
-                known = graphs.sites[op] = Sites()
+            if has_vllms_pass(target):
+                graphs.sites[op] = Sites()
+            else:
                 last = stock_form(op, target.native, plan.contracts[op].consumable)
-                operator = operator_of(plan, plan.chain(op, last=last))
-                from ..graphs.finding import FindingPass
-
-                assert target.own is not None  # none of ours finds it otherwise
-                graphs.passes.append(FindingPass(operator, target.own, known))
-                continue
-            try:
-                cls = named(target.path)
-            except Exception as error:
-                # A release may have it elsewhere: the flag may work all the same.
-                log.warning("Op '%s': what vLLM's pass finds is not counted: %s", op, quote(error))
-                continue
-            graphs.sites[op] = Sites()
-            if cls not in _watched:
-                cls.__call__ = _counting(cls.__call__, op)
-                _watched.add(cls)
+                chain = plan.chain(op, last=last)
+                graphs.seek(op, target, chain, operator_of(plan, chain))
 
     def compiled(self, engine: Engine) -> None:
-        """Log on rank 0 what the passes found: none is worth a warning.
+        """Log on rank 0 what the passes found.
 
-        Of an op that the model does not have, and that the settings name, the report says so.
+        The report has the ops that the settings name and the model does not have.
         """
-        plan = engine.plan
-        vllms = {op for op, target in planned(plan, FusionTarget) if not _finds_ours(plan, target)}
-        for op, known in in_graphs(engine).sites.items() if engine.rank == 0 else ():
+        for op, sites in in_graphs(engine).sites.items() if engine.rank == 0 else ():
             if op not in engine.unused:
-                _say(plan.entries[op].label, op, known, "vLLM's" if op in vllms else "the")
+                _say(engine.plan.entries[op].label, op, sites)
 
     def report(self, engine: Engine) -> dict[str, Any]:
         sites = dict(in_graphs(engine).sites)

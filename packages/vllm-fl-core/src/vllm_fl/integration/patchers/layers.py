@@ -12,16 +12,15 @@ model is planned and built, never while vLLM runs general plugins: it may rebind
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from ...contracts import OpSpec
 from ...contracts.binding import LayerTarget
 from ...dispatch import dispatch_method
 from ...dispatch.chain import Chain
@@ -37,8 +36,8 @@ from ...settings.loading import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, stock_form, targets
-from .ir import ir_ops, natives
+from ..targets import installed_bindings, planned, stock_form, targets
+from .ir import chain_of, ir_ops
 from .lookups import named
 
 if TYPE_CHECKING:
@@ -53,8 +52,8 @@ DISPATCHED = "_vllm_fl_dispatched"
 
 FORWARDS = ("forward_native", "forward_cpu", "forward_cuda", "forward_oot")
 
-OURS: set[type] = set()
-"""What we have put into vLLM's table of replacements, which is one per process."""
+_one_at_a_time = threading.RLock()
+"""vLLM's tables of replacements are one per process, as is the configuration of a model's build."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +113,11 @@ def _replacements(cls: type) -> dict[str, type]:
     return table
 
 
+def _is_in_tree(layer: Layer) -> bool:
+    """Return whether a layer is not one of vLLM's hardware-agnostic ones."""
+    return _replacements(layer.base) is custom_op_table()
+
+
 @cache
 def _found(path: str) -> type | None:
     """The class at `path`; None, said once, where this vLLM has none."""
@@ -140,26 +144,22 @@ def _inheriting(base: type) -> list[type]:
     return found[1:]
 
 
-def replace_layers() -> None:
-    """Register our layers with vLLM, once per process. Another plugin's stay as they are.
-
-    Called where the model is about to be built: by then every other plugin has had its turn, and
-    one that comes after us would end the start (vLLM refuses a second class for a layer).
-    """
+def ours() -> Iterator[tuple[dict[str, type], str, type]]:
+    """Yield (vLLM's table, class name, our class) of the layers that no other plugin replaces."""
     for layer in layer_table():
         table = _replacements(layer.base)
         if layer.cls not in table:
-            table[layer.cls] = _over(layer, layer.base)
+            yield table, layer.cls, _over(layer, layer.base)
 
 
 def taken_layers(plan: Plan) -> dict[str, type | None]:
-    """What stands for other plugins' classes in vLLM's table while the plan's model is built.
+    """Return what replaces other plugins' classes while the plan's model is built.
 
     Returns:
         {class name: our class, made of the other's where that comes before `stock`; None where
         vLLM's own class serves}. Layers of which the plan makes nothing are not in it.
     """
-    table = {layer.cls: layer for layer in layer_table() if _is_in_tree(layer.base)}
+    table = {layer.cls: layer for layer in layer_table() if _is_in_tree(layer)}
     found: dict[str, type | None] = {}
     for name, cls in _foreign().items():
         layer = table.get(name)
@@ -174,11 +174,36 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
     return found
 
 
+@contextmanager
+def in_tables(classes: Iterable[tuple[dict[str, type], str, type | None]]) -> Iterator[None]:
+    """While the block runs, vLLM builds these classes for layers, for None its own.
+
+    vLLM's tables are one per process and keyed by class name, and the next engine may have another
+    plan. vLLM refuses a second class for a layer: outside of the block other plugins add theirs.
+
+    Args:
+        classes: (the table, the name of vLLM's class, the class to build).
+    """
+    with _one_at_a_time:
+        put = [(table, name, table.pop(name, None), cls) for table, name, cls in [*classes]]
+        for table, name, _, cls in put:
+            if cls is not None:
+                table[name] = cls
+        try:
+            yield
+        finally:
+            for table, name, before, cls in put:
+                if table.get(name) is cls:
+                    table.pop(name, None)
+                    if before is not None:
+                        table[name] = before
+
+
 def _over(layer: Layer, base: type) -> type:
     """The class of a layer with its forwards bound to the plan, made of vLLM's class or of another
     plugin's."""
     is_foreign, target = base is not layer.base, layer.target
-    name = "Agnostic" * (not _is_in_tree(layer.base)) + f"{layer.cls}FL"
+    name = "Agnostic" * (not _is_in_tree(layer)) + f"{layer.cls}FL"
     name += f"Over{base.__name__}" * is_foreign
     held = globals().get(name)
     if isinstance(held, type) and held.__base__ is base:
@@ -201,7 +226,6 @@ def _over(layer: Layer, base: type) -> type:
     )
     made.name = layer.registered  # type: ignore[attr-defined]  # as `custom_ops` uses it
     globals()[name] = made
-    OURS.add(made)
     return made
 
 
@@ -225,34 +249,6 @@ def forget_shared_layers() -> None:
         table = shared_table(path)
         if table is not None:
             table.clear()
-
-
-def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
-    """A layer of vLLM's own class that provides what a contract takes from its layer.
-
-    For verifying an implementation that is handed the layer. Nothing of the class's constructor
-    runs, which would choose an implementation.
-
-    Args:
-        spec: the contract.
-        provided: the parameters of `spec.from_layer`, by name.
-    """
-    stand_in = spec.layer(**provided)
-    base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)
-    if base is None:
-        return stand_in
-    layer: Any = object.__new__(base)
-    torch.nn.Module.__init__(layer)
-    for name, value in vars(stand_in).items():
-        is_weight = isinstance(value, Tensor)
-        setattr(layer, name, torch.nn.Parameter(value, False) if is_weight else value)
-    return layer
-
-
-def _is_in_tree(cls: type) -> bool:
-    from vllm.model_executor.custom_op import CustomOp
-
-    return issubclass(cls, CustomOp)
 
 
 def _dispatch_forward(base: type) -> Callable[..., Any]:
@@ -295,7 +291,7 @@ def bind_anew(model: torch.nn.Module, plan: Plan, vllm_config: VllmConfig) -> No
 
 
 def foreign_layers() -> dict[str, str]:
-    """The layers of vLLM's that another plugin has replaced.
+    """Return the layers of vLLM that another plugin has replaced.
 
     Returns:
         {class name: the other's class and distribution, as `acme.Silu of vllm-acme 1.0`}.
@@ -304,7 +300,7 @@ def foreign_layers() -> dict[str, str]:
 
 
 def foreign_ops() -> dict[str, dict[str, str]]:
-    """The same by op; a layer of which we know no op stands under its own name."""
+    """Return the same by op; a layer of which we know no op is under its own name."""
     ops = {layer.cls: layer.op for layer in layer_table()}
     found: dict[str, dict[str, str]] = {}
     for name, owner in foreign_layers().items():
@@ -332,13 +328,11 @@ class Layers(Patcher):
 
     def layer_names(self) -> frozenset[str]:
         """Return vLLM's registered names and its class names."""
-        from vllm.model_executor import custom_op
+        from vllm.model_executor.custom_op import op_registry
 
-        registry = custom_op.op_registry
         ours = {name for layer in layer_table() for name in (layer.cls, layer.registered)}
-        return frozenset(
-            {*registry, *(cls.__name__ for cls in registry.values()), *ours, *FORMER_LAYERS}
-        )
+        classes = {cls.__name__ for cls in op_registry.values()}
+        return frozenset({*op_registry, *classes, *ours, *FORMER_LAYERS})
 
     def request(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {"foreign": foreign_ops()}
@@ -346,27 +340,25 @@ class Layers(Patcher):
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return the settings that leave layers to vLLM.
 
-        An op that compiled code has as an op of vLLM's IR knows no layer there: a setting for one
-        of its layers applies to all of them.
+        In compiled code an op of vLLM's IR has no layer: a setting for one of its layers applies to
+        all of them.
         """
         notes: dict[str, str] = {}
         kept: list[str] = []
-        layers = layer_table()
         in_ir = ir_ops() if facts.mode == "compiled" else {}
-        for op in dict.fromkeys(layer.op for layer in layers):
-            of_op = [layer for layer in layers if layer.op == op]
-            by_layer = op not in in_ir
-            whys = {
-                layer: oot_note({layer.cls, layer.registered}, facts.settings)
-                or (facts.custom_op_note(layer.registered) if by_layer else "")
-                for layer in of_op
-            }
-            left = {layer: why for layer, why in whys.items() if why}
-            all_left = left and not by_layer and not facts.settings.oot_whitelist
-            if len(left) == len(of_op) or all_left:
-                notes[op] = next(iter(left.values()))
-            else:
-                kept += [layer.cls for layer in left if by_layer]
+        by_op: dict[str, dict[str, str]] = {}
+        for layer in layer_table():
+            why = oot_note({layer.cls, layer.registered}, facts.settings)
+            if not why and layer.op not in in_ir:
+                why = facts.custom_op_note(layer.registered)
+            by_op.setdefault(layer.op, {})[f"{layer.base.__module__}.{layer.cls}"] = why
+        for op, whys in by_op.items():
+            left = [path for path, why in whys.items() if why]
+            of_all = left and op in in_ir and not facts.settings.oot_whitelist
+            if len(left) == len(whys) or of_all:
+                notes[op] = whys[left[0]]
+            elif op not in in_ir:
+                kept += [path.rpartition(".")[2] for path in left]
         return WhyNot(ops=notes, layers=kept)
 
     def configure(
@@ -377,46 +369,49 @@ class Layers(Patcher):
 
     def by_range(self, plan: Plan) -> dict[str, Chain]:
         """Return the ops that are operators in compiled graphs, and write over no argument."""
-        found: dict[str, Chain] = {}
-        in_ir, own = ir_ops(), natives()
-        grants: dict[str, frozenset[str]] = {}
-        for op, target in targets(installed_bindings(), LayerTarget):
-            grants[op] = grants.get(op, frozenset()) | frozenset(target.grants)
-        for op, entry in plan.entries.items():
-            if entry.ceilings and plan.mode == "compiled" and op in grants and op not in in_ir:
-                chain = plan.chain(op, grants[op], last=stock_form(op, own.get(op)))
-                if not all(mutated(chain, variant) for variant in chain.spec.variants):
-                    found[op] = chain
-        return found
+        by_op: dict[str, list[LayerTarget]] = {}
+        for op, target in planned(plan, LayerTarget):
+            if plan.mode == "compiled" and plan.entries[op].ceilings and op not in ir_ops():
+                by_op.setdefault(op, []).append(target)
+        chains = {op: chain_of(plan, op, of_op) for op, of_op in by_op.items()}
+        return {
+            op: chain
+            for op, chain in chains.items()
+            if not all(mutated(chain, variant) for variant in chain.spec.variants)
+        }
 
     def contents(self, plan: Plan) -> dict[str, Any]:
-        return {"foreign": foreign_code(plan)}
+        """Return the other plugins' classes that compute, also below ours, with their code."""
+        taken = taken_layers(plan)
+        code = {
+            name: [owner_of(cls), code_of(None, cls.__module__)]
+            for name, cls in _foreign().items()
+            if issubclass(taken.get(name, cls) or object, cls)
+        }
+        return {"foreign": code}
 
     @contextmanager
     def building(self, engine: Engine) -> Iterator[None]:
         forget_shared_layers()
-        if not all(map(engine.plan.is_stock, engine.plan.entries)):
-            replace_layers()
-        yield
+        plan, table = engine.plan, custom_op_table()
+        taken = [(table, name, cls) for name, cls in taken_layers(plan).items()]
+        has_ops = not all(map(plan.is_stock, plan.entries))
+        with in_tables([*(ours() if has_ops else ()), *taken]):
+            yield
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
         bind_anew(model, engine.plan, engine.config)
 
 
-def foreign_code(plan: Plan) -> dict[str, list[str]]:
-    """Those that compute under the plan, be it below ours, with the hash of the other's code."""
-    taken = taken_layers(plan)
-    return {
-        name: [owner_of(cls), code_of(None, cls.__module__)]
-        for name, cls in _foreign().items()
-        if issubclass(taken.get(name, cls) or object, cls)
-    }
+def custom_op_table() -> dict[str, Any]:
+    """Return vLLM's table of replacements: class name -> the class that is built instead."""
+    from vllm.model_executor import custom_op
+
+    return custom_op.op_registry_oot
 
 
 def _foreign() -> dict[str, type]:
-    from vllm.model_executor import custom_op
-
-    return {name: cls for name, cls in custom_op.op_registry_oot.items() if cls not in OURS}
+    return {name: cls for name, cls in custom_op_table().items() if cls.__module__ != __name__}
 
 
 @cache

@@ -1,101 +1,102 @@
-"""Targets that a process has once for all its engines: kernels of torch operators, functions.
+"""Targets that a process has once for all its engines: kernels of operators, and functions.
 
-What stands in such a target for an engine's plan finds the engine by who is calling
-(`engines.now`). Who has no plan for it gets what stood there before. So do calls that are not the
-op, and those that an implementation makes itself.
+A replacement finds the plan by the engine that is calling (`engines.now`). A caller without a plan
+for the target gets the replaced code. So do calls that are not the op, and calls that an
+implementation makes itself.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ...contracts.binding import Binding, FunctionTarget, OperatorTarget
+from ...contracts.binding import Binding, Bound, FunctionTarget, OperatorTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.types import OpImpl
 from ..engines import Engine, now
-from ..targets import stock_form
-from .arguments import Answer, known, leaving
-from .empty import Definition
+from ..patcher import Patcher
+from ..targets import installed_bindings, stock_form
+from .arguments import known
 
-P = TypeVar("P", OperatorTarget, FunctionTarget)
+if TYPE_CHECKING:
+    import torch
+
+Taken = OperatorTarget | FunctionTarget
+
+Leaves = Callable[[Sequence[Any], Mapping[str, Any]], bool]
+"""(arguments by position, by name) -> whether the plan leaves the call to vLLM for its size."""
 
 log = get_logger("engine")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan does with the operators, or with the functions, that its ops' bindings name.
+    """The operators, or the functions, that an engine replaces.
 
     Args:
-        taken: op -> the targets to take.
-        left: op -> target -> why what stands there stays.
-        defined: the operators that this vLLM lacks, to be defined while the engine lives.
+        taken: op -> the targets to replace.
+        left: op -> target -> why it stays vLLM's.
+        defined: operator -> schema of those that this vLLM lacks and the engine needs.
     """
 
-    taken: Mapping[str, tuple[OperatorTarget | FunctionTarget, ...]]
+    taken: Mapping[str, tuple[Taken, ...]]
     left: Mapping[str, Mapping[str, str]]
-    defined: tuple[Definition, ...] = ()
+    defined: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> dict[str, list[str]]:
-        """op -> the targets that are taken, for the digest."""
+        """op -> the names of its targets, for the digest."""
         return {op: [target.name for target in targets] for op, targets in self.taken.items()}
-
-    @property
-    def schemas(self) -> dict[str, str]:
-        """Operator -> schema of those that are defined, for the digest and the report."""
-        return {definition.name: definition.schema for definition in self.defined}
 
 
 class _Inside(threading.local):
-    """How the call of a target that a thread is in has come; None where it is in none."""
+    """How the call of a target that a thread is answering was made; None outside of such calls."""
 
     how: Any = None
 
 
 @dataclass(eq=False)
-class Stand(Generic[P]):
-    """What stands in one target of this process.
+class Replacement:
+    """The replacement of one target in this process.
 
     Args:
         target: the target.
         parameters: the names of all its parameters, in order.
-        defaults: the values of those that have some, by name.
+        defaults: the values of the optional ones.
 
     Attributes:
-        answers: how the plan of each engine that needs it answers calls.
+        answers: the engines with a plan for the target -> (the op by the target's parameters, which
+            calls the plan leaves to vLLM).
     """
 
-    target: P
+    target: Taken
     parameters: tuple[str, ...]
     defaults: Mapping[str, Any]
-    answers: dict[Engine, Answer] = field(default_factory=dict)
+    answers: dict[Engine, tuple[Bound, Leaves | None]] = field(default_factory=dict)
     without_engine: int = 0
     other_arguments: int = 0
     inside: _Inside = field(default_factory=_Inside)
 
     def replaced(self, how: Any, *args: Any, **named: Any) -> Any:
-        """What stood there before; `how` is what tells it of the way by which a call came."""
+        """Call the replaced code; `how` is how the call was made, as `answering` got it."""
         raise NotImplementedError
 
-    def remove(self) -> None:
-        """Put that back: no engine needs what stands there."""
+    def remove(self) -> bool:
+        """Restore the replaced code if nothing depends on ours; return whether that was done."""
         raise NotImplementedError
 
     def told(self) -> dict[str, Any]:
-        """What a report says of it, JSON-able."""
+        """Return the entry of the worker's report, JSON-able."""
         raise NotImplementedError
 
     def native(self, *args: Any, **named: Any) -> Any:
-        """What stood there before, inside a call of the target: what `stock` means in it."""
+        """Call the replaced code inside a call of the target: `stock` means that here."""
         return self.replaced(self.inside.how, *args, **named)
 
     def answering(self) -> Callable[..., Any]:
-        """What is called in the place's stead, as `replaced` is.
+        """Return the function that is called instead of the target, as `replaced` is.
 
         Trailing arguments that equal their parameters' defaults are left out.
         """
@@ -110,7 +111,8 @@ class Stand(Generic[P]):
             if answer is None:
                 self.without_engine += engine is None
                 return replaced(how, *args, **named)
-            if answer.leaves is not None and answer.leaves(args, named):
+            run, leaves = answer
+            if leaves is not None and leaves(args, named):
                 return replaced(how, *args, **named)
             plain: Any = args
             if named or len(args) != count:
@@ -118,7 +120,7 @@ class Stand(Generic[P]):
             if plain is not None:
                 inside.how = how
                 try:
-                    result = answer.run(*plain)
+                    result = run(*plain)
                 finally:
                     inside.how = None
                 if result is not NotImplemented:
@@ -129,141 +131,145 @@ class Stand(Generic[P]):
         return answered
 
 
-_standing: dict[tuple[str, str], Stand[Any]] = {}
-"""(target, dispatch key or nothing) -> what stands there, for as long as an engine needs it."""
+_replacements: dict[str, Replacement] = {}
+"""Target -> its replacement, while an engine needs it or something else depends on it."""
 
 _changing = threading.Lock()
 
 
-def standing_at(name: str, key: str = "") -> Stand[Any] | None:
-    """What stands in the place of this name; None where no engine has taken it."""
-    return _standing.get((name, key))
+def replacement_of(name: str) -> Replacement | None:
+    """Return the replacement of a target in this process."""
+    return _replacements.get(name)
 
 
-def stands_of(engine: Engine) -> list[Stand[Any]]:
-    """What stands in targets of this process for an engine."""
-    return [stand for stand in [*_standing.values()] if engine in stand.answers]
+def replacements_of(engine: Engine) -> list[Replacement]:
+    """Return the replacements that an engine has a plan for."""
+    return [each for each in [*_replacements.values()] if engine in each.answers]
 
 
-def choose(
-    plan: Plan,
-    bindings: Mapping[str, Binding],
-    kind: type[P],
-    note: Callable[[str], str],
-    misfit: Callable[[P], str],
-) -> Choice:
-    """Which targets of one kind the engine of `plan` takes. Changes nothing.
+class Taking(Patcher):
+    """The base of the patchers of such targets.
 
-    Args:
-        plan: the plan.
-        bindings: op -> its targets.
-        kind: the kind of target.
-        note: op -> why none of its targets is taken, or nothing.
-        misfit: a target -> why it is not to be taken in this vLLM, or nothing.
+    Attributes:
+        key: the part of the report and of the digest.
     """
-    taken: dict[str, tuple[P, ...]] = {}
-    left: dict[str, dict[str, str]] = {}
-    for op, binding in bindings.items():
-        targets = [target for target in binding.targets if isinstance(target, kind)]
-        if not targets or plan.is_stock(op):
-            continue
-        why = note(op)
-        found, problems = fitting(() if why else targets, misfit)
-        if why:
-            problems = dict.fromkeys((target.name for target in targets), why)
-        if found:
-            taken[op] = tuple(found)
-        if problems:
-            left[op] = problems
-    return Choice(taken, left)
+
+    key = ""
+
+    def note(self, plan: Plan, op: str) -> str:
+        """Return why no target of a planned op is replaced; empty if they may be."""
+        raise NotImplementedError
+
+    def misfit(self, target: Any, device: torch.device) -> str:
+        """Return why a target is not replaced in this vLLM; empty if it may be."""
+        raise NotImplementedError
+
+    def install(self, target: Any, device: torch.device) -> Replacement:
+        """Replace a target that no engine has replaced."""
+        raise NotImplementedError
+
+    def choice(
+        self,
+        plan: Plan,
+        bindings: Mapping[str, Binding],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> Choice:
+        """Choose the targets of these bindings that a plan replaces.
+
+        A binding may list a target more than once, with the parameters of different releases: the
+        first that fits is taken.
+        """
+        assert self.kind is not None
+        taken: dict[str, tuple[Taken, ...]] = {}
+        left: dict[str, dict[str, str]] = {}
+        for op, binding in bindings.items():
+            targets: list[Any] = [t for t in binding.targets if isinstance(t, self.kind)]
+            if not targets or plan.is_stock(op):
+                continue
+            note = self.note(plan, op)
+            found: dict[str, Taken] = {}
+            problems: dict[str, str] = {}
+            for target in targets:
+                why = note or self.misfit(target, device)
+                if why:
+                    problems.setdefault(target.name, why)
+                else:
+                    found.setdefault(target.name, target)
+            if found:
+                taken[op] = tuple(found.values())
+            if others := {name: why for name, why in problems.items() if name not in found}:
+                left[op] = others
+        return Choice(taken, left)
+
+    def take(self, engine: Engine, chosen: Choice) -> None:
+        """Replace the chosen targets for calls of this engine, until it leaves."""
+        plan = engine.plan
+        for op, targets in chosen.taken.items():
+            for target in targets:
+                with _changing:
+                    ours = _replacements.get(target.name)
+                    if ours is None:
+                        ours = self.install(target, engine.device)
+                        _replacements[target.name] = ours
+                    grants = frozenset(target.grants)
+                    last = stock_form(op, target.native(ours.native), grants)
+                    bound = plan.without_layer(op, grants, last=last)
+                    assert bound is not None  # `note` leaves other ops to vLLM
+                    leaves = _leaving(target, plan.stock_at(op))
+                    ours.answers[engine] = target.route(bound), leaves
+                engine.on_unbind(_give_back, engine, ours)
+        for op, left in chosen.left.items():
+            for name, why in left.items():
+                log.debug("Op '%s': %s is left to vLLM: %s", op, name, why)
+
+    def told(self, engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return op -> target -> `left`, or what `Replacement.told` returns, JSON-able."""
+        found: dict[str, dict[str, dict[str, Any]]] = {
+            op: {name: {"left": why} for name, why in left.items()}
+            for op, left in chosen.left.items()
+        }
+        ours = {each.target.name: each for each in replacements_of(engine)}
+        for op, names in chosen.names.items():
+            # A thread may ask while the plan is unbound.
+            found.setdefault(op, {}).update({n: ours[n].told() for n in names if n in ours})
+        return found
+
+    def choose(self, engine: Engine) -> dict[str, Any]:
+        chosen = self.choice(engine.plan, installed_bindings(), engine.device, engine.facts.dtype)
+        engine.state[type(self)] = chosen
+        return {self.key: chosen.names}
+
+    def apply(self, engine: Engine) -> None:
+        self.take(engine, engine.state[type(self)])
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        return {self.key: self.told(engine, engine.state[type(self)])}
 
 
-def form_of(op: str, target: P, own: Callable[..., Any] | None) -> OpImpl | None:
-    """vLLM's own form of an op, which no compiler looks into.
-
-    Args:
-        op: the op.
-        target: its target.
-        own: what vLLM has there, or None.
-    """
-    if own is None or target.within:
-        return None
-    return stock_form(op, target.native(own), frozenset(target.grants), traceable=False)
-
-
-def fitting(targets: Iterable[P], misfit: Callable[[P], str]) -> tuple[list[P], dict[str, str]]:
-    """(the targets that are to be taken, by name why none of a target's forms is).
-
-    A binding may name a target more than once, with the parameters that it has in one release and
-    in another: the first that fits is taken.
-    """
-    found: dict[str, P] = {}
-    problems: dict[str, str] = {}
-    for target in targets:
-        if target.name in found:
-            continue
-        problem = misfit(target)
-        if problem:
-            problems[target.name] = problem
-        else:
-            found[target.name] = target
-            problems.pop(target.name, None)
-    return list(found.values()), problems
-
-
-def take(
-    engine: Engine, chosen: Choice, install: Callable[[Any], Stand[Any]], key: str = ""
-) -> None:
-    """Take the targets that `choose` chose, for calls of this engine, until it leaves.
-
-    Args:
-        engine: the engine.
-        chosen: what it takes.
-        install: puts something into a target in which nothing of ours stands.
-        key: the dispatch key, of operators.
-    """
-    plan = engine.plan
-    for op, targets in chosen.taken.items():
-        for target in targets:
-            with _changing:
-                stand = _standing.get((target.name, key))
-                if stand is None:
-                    stand = _standing[target.name, key] = install(target)
-                grants = frozenset(target.grants)
-                last = stock_form(op, target.native(stand.native), grants)
-                bound = plan.without_layer(op, grants, last=last)
-                assert bound is not None  # `choose` leaves other ops to vLLM
-                leaves = leaving(target, plan.stock_at(op))
-                stand.answers[engine] = Answer(target.route(bound), leaves)
-            engine.on_unbind(_give_back, engine, stand, key)
-    for op, left in chosen.left.items():
-        for name, why in left.items():
-            log.debug("Op '%s': %s is left to vLLM: %s", op, name, why)
-
-
-def _give_back(engine: Engine, stand: Stand[Any], key: str) -> None:
-    """An engine has ended: what was there before is back where no other engine needs ours."""
+def _give_back(engine: Engine, ours: Replacement) -> None:
     with _changing:
-        del stand.answers[engine]
-        if not stand.answers:
-            del _standing[stand.target.name, key]
-            stand.remove()
+        del ours.answers[engine]
+        if not ours.answers and ours.remove():
+            del _replacements[ours.target.name]
 
 
-def report(engine: Engine, chosen: Choice) -> dict[str, dict[str, dict[str, Any]]]:
-    """op -> operator or function -> what became of it, JSON-able.
+def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | None:
+    """Return which calls of a target are vLLM's for their size; None if none is.
 
-    Returns:
-        For one that is left to vLLM `left`, why; for the others what `Stand.told` says. Calls are
-        counted for all engines of the process.
+    Args:
+        target: the target.
+        is_stock: as from `Plan.stock_at`.
     """
-    told: dict[str, dict[str, dict[str, Any]]] = {
-        op: {name: {"left": why} for name, why in left.items()}
-        for op, left in chosen.left.items()
-        if left
-    }
-    stands = {stand.target.name: stand for stand in stands_of(engine)}
-    for op, names in chosen.names.items():
-        # A thread may ask while the plan is unbound.
-        told.setdefault(op, {}).update({n: stands[n].told() for n in names if n in stands})
-    return told
+    if is_stock is None or not target.tokens:
+        return None
+    name, position = target.tokens, target.parameters.index(target.tokens)
+
+    def leaves(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
+        try:
+            tokens = (args[position] if position < len(args) else named[name]).shape[0]
+        except (AttributeError, IndexError, KeyError):  # no tensor: the route raises
+            return False
+        return is_stock(tokens)
+
+    return leaves

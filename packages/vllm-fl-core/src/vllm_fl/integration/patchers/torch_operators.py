@@ -1,45 +1,28 @@
-"""Targets that we take: PyTorch's own operators, and vLLM's, in graphs of vLLM's compiler.
+"""Operators of PyTorch and vLLM in graphs of vLLM's compiler.
 
-What no layer of vLLM's stands for, its compiler still has as an operator, as the product of a
-linear layer. A pass of ours (`graphs/replacing.py`) puts a planned op in its place, in the graphs
-of the sizes at which it is planned.
+A computation without a layer of its own, such as the product of a linear layer, is an operator in a
+compiled graph. A pass of ours (`graphs/replacing.py`) replaces it by a planned op, in the graphs of
+the sizes at which that is planned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...contracts.binding import GraphTarget
 from ...dispatch.chain import Chain
+from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
-from ...plugins.types import BackendImplKind
+from ...plugins.types import BackendImplKind, OpImpl
 from ..engines import Engine
-from ..graphs.state import Sites, in_graphs
+from ..graphs.state import in_graphs
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, planned, stock_form, targets
-from .fusions import operator_of, taken_whole
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """What a plan does with one target.
-
-    Args:
-        target: the target.
-        chain: its candidates, by rows; of their code vLLM's own form alone stands in graphs.
-        operator: the op's operator, of the contract's schema.
-        sites: what is counted.
-    """
-
-    target: GraphTarget
-    chain: Chain
-    operator: Callable[..., Any]
-    sites: Sites
+from .fusions import operator_of
 
 
 def operator(name: str) -> Any:
@@ -51,7 +34,17 @@ def operator(name: str) -> Any:
 
 
 def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
-    return plan.chain(op, last=stock_form(op, target.native))
+    """Return the candidates, with only vLLM's implementation as code that a compiler traces."""
+    chain = plan.chain(op, last=stock_form(op, target.native))
+    rows = tuple(
+        (n, impls if impls[0].impl_id == STOCK.impl_id else tuple(map(_opaque, impls)))
+        for n, impls in chain.rows
+    )
+    return replace(chain, rows=rows)
+
+
+def _opaque(impl: OpImpl) -> OpImpl:
+    return replace(impl, traceable=False)
 
 
 class OperatorsInGraphs(Patcher):
@@ -88,17 +81,14 @@ class OperatorsInGraphs(Patcher):
 
     def by_range(self, plan: Plan) -> dict[str, Chain]:
         return {
-            op: taken_whole(_chain(plan, op, target))
+            op: _chain(plan, op, target)
             for op, target in planned(plan, GraphTarget)
             if plan.is_partly_stock(op)
         }
 
     def apply(self, engine: Engine) -> None:
         """Create the operators now: graphs from vLLM's cache call them, too."""
-        plan, known = engine.plan, in_graphs(engine)
-        known.replaced = []
+        plan = engine.plan
         for op, target in planned(plan, GraphTarget):
             chain = _chain(plan, op, target)
-            sites = known.sites[op] = Sites()
-            made = Replaced(target, taken_whole(chain), operator_of(plan, chain), sites)
-            known.replaced.append(made)
+            in_graphs(engine).seek(op, target, chain, operator_of(plan, chain))

@@ -1,16 +1,14 @@
-"""Whole layers: a plugin's own class in the place of a layer class of vLLM's.
+"""Whole layers: a plugin's own class instead of a layer class of vLLM.
 
-vLLM's table of replacements is one per process and keyed by class name. What a plan chose stands in
-it while the plan's model is being built, LoRA's checks of classes included, and at no other time:
-the next engine of the process may have another plan.
+A plan's classes are in vLLM's table of replacements while the plan's model is built, LoRA's checks
+of classes included (`layers.in_tables`).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +21,11 @@ from ...engine.plan import Plan
 from ...errors import TargetError
 from ...logs import get_logger
 from ...plugins.types import LayerImpl, LayerRequest
-from ...settings.policy import closest
+from ...text import closest
 from ..compat import declared_layers, vllm_folders, vllm_version
 from ..patcher import Patcher, WhyNot
 from . import classes
-from .layers import OURS, layer_table, oot_note, owner_of, taken_layers
+from .layers import in_tables, layer_table, oot_note
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,9 +38,6 @@ ASKED_OF_THE_CLASS = {
 """Class methods for which vLLM looks into its table at every step, when it holds none of ours."""
 
 log = get_logger("engine")
-
-_one_at_a_time = threading.RLock()
-"""vLLM's table is one per process, and so is the configuration that it builds a model by."""
 
 
 def request_of(vllm_config: VllmConfig, *, compiled: bool) -> LayerRequest:
@@ -62,38 +57,11 @@ def request_of(vllm_config: VllmConfig, *, compiled: bool) -> LayerRequest:
     )
 
 
-def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """(layer, impl id) -> why an installed class does not stand for a whole layer here."""
-    if facts.layers is None:
-        return {}
-    ops = {layer.cls: layer.op for layer in layer_table()}
-    found: dict[tuple[str, str], str] = {}
-    for name in get_default_manager().registry.snapshot().layers:
-        ask = partial(_reached_by, ops[name]) if name in ops else _asked_once
-        found |= classes.refusals(name, replace(facts.layers, layer=name), "this engine", ask)
-    return found
-
-
-_asked_once = cache(classes.refusal_of)
-
-
 def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -> str:
     return (
         f"vllm-fl reaches {layer} by the op {op}, whose implementations are verified: bring an "
         "OpImpl for it"
     )
-
-
-def known() -> dict[str, str]:
-    """The whole layers that plugins bring: by class -> vLLM's registered name of the class.
-
-    A subclass has its parent's. Where vLLM has not imported the class yet, its source tells.
-    """
-    vllms = _vllms_classes()
-    return {
-        name: getattr(vllms.get(name), "name", None) or _declared().get(name, name)
-        for name in get_default_manager().registry.snapshot().layers
-    }
 
 
 @cache
@@ -102,91 +70,10 @@ def _declared() -> dict[str, str]:
     return {layer.cls: layer.registered for layer in declared_layers(vllm_folders())}
 
 
-@contextmanager
-def in_place(plan: Plan) -> Iterator[None]:
-    """While the block runs, vLLM builds the plan's classes: for whole layers, and for layers of ops
-    that another plugin has replaced and the plan takes.
-
-    Raises:
-        TargetError: another plugin has replaced one of the layers since the plan was made.
-    """
-    whole = {name: _chosen(impl)[0] for name, impl in plan.layers.items()}
+def in_place(plan: Plan) -> AbstractContextManager[None]:
+    """While the block runs, vLLM builds the plan's classes for whole layers."""
     table: dict[str, Any] = custom_op.op_registry_oot
-    with _one_at_a_time:
-        for name in whole:
-            if name in table and not plan.entries[name].is_foreign:
-                raise TargetError(
-                    f"vllm-fl: layer {name} was replaced by {owner_of(table[name])} after the plan "
-                    f"chose '{plan.layers[name].impl_id}'. Leave one of the two out.",
-                    op=name,
-                    impl=plan.layers[name].impl_id,
-                )
-        OURS.update(whole.values())
-        chosen = taken_layers(plan) | whole
-        before = {name: table.pop(name) for name in chosen if name in table}
-        table |= {name: cls for name, cls in chosen.items() if cls is not None}
-        try:
-            yield
-        finally:
-            for name, cls in chosen.items():
-                if table.get(name) is cls:
-                    table.pop(name, None)
-                    table |= {name: before[name]} if name in before else {}
-
-
-@dataclass(frozen=True)
-class Served:
-    """What became of one whole layer in a model.
-
-    Args:
-        ours: how many layers of the model are the plan's class.
-        stock: the names of those that are vLLM's class all the same.
-        wrapped: how many of ours LoRA has wrapped.
-    """
-
-    ours: int
-    stock: tuple[str, ...]
-    wrapped: int
-
-
-def served(plan: Plan, model: Any) -> dict[str, Served]:
-    """Look for the plan's whole layers in the model that was built, and count their calls.
-
-    vLLM matches exact names of classes and says nothing about one that no layer has.
-
-    Args:
-        plan: the engine's.
-        model: the model, a `torch.nn.Module`.
-
-    Raises:
-        TargetError: strict mode, and a layer is vLLM's own.
-    """
-    found = {}
-    for name, impl in plan.layers.items():
-        cls, base, _ = _chosen(impl)
-        modules = dict(model.named_modules())
-        ours = [module for module in modules.values() if type(module) is cls]
-        stock = tuple(path for path, module in modules.items() if type(module) is base)
-        wrapped = sum(
-            type(getattr(module, "base_layer", None)) is cls for module in modules.values()
-        )
-        for module in ours if plan.counts_calls else ():
-            module.forward = plan.record.counting(module.forward, name, impl.impl_id)
-        found[name] = Served(len(ours), stock, wrapped)
-        if stock:
-            text = (
-                f"Implementation '{impl.impl_id}' was not taken for layer '{name}' in "
-                f"{len(stock)} places, which are vLLM's own: {', '.join(stock[:3])}"
-            )
-            if plan.strict:
-                raise TargetError(
-                    f"{text}. Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
-                    op=name,
-                    impl=impl.impl_id,
-                )
-            plan.fallbacks[name, "stock.vllm"] += len(stock)
-            log.warning("%s", text)
-    return found
+    return in_tables((table, name, _chosen(impl)[0]) for name, impl in plan.layers.items())
 
 
 class WholeLayers(Patcher):
@@ -205,12 +92,23 @@ class WholeLayers(Patcher):
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return why vLLM's own class, or another plugin's, stays, and what classes refuse."""
-        notes = {
-            name: oot_note({name, registered}, facts.settings)
-            or _user_note(name, registered, facts)
-            for name, registered in known().items()
-        }
-        return WhyNot({name: why for name, why in notes.items() if why}, refusals(facts))
+        notes: dict[str, str] = {}
+        refused: dict[tuple[str, str], str] = {}
+        vllms, ops = _vllms_classes(), {layer.cls: layer.op for layer in layer_table()}
+        for name in get_default_manager().registry.snapshot().layers:
+            cls = vllms.get(name)
+            # A subclass has its parent's name. vLLM may not have imported the class yet.
+            registered = getattr(cls, "name", None) or _declared().get(name, name)
+            why = oot_note({name, registered}, facts.settings)
+            if not why and cls is not None and issubclass(cls, CustomOp):
+                why = facts.custom_op_note(registered)
+            if why:
+                notes[name] = why
+            if facts.layers is not None:
+                request = replace(facts.layers, layer=name)
+                ask = partial(_reached_by, ops[name]) if name in ops else classes.refusal_of
+                refused |= classes.refusals(name, request, "this engine", ask)
+        return WhyNot(notes, refused)
 
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
@@ -239,41 +137,63 @@ class WholeLayers(Patcher):
         return in_place(engine.plan)
 
     def loaded(self, engine: Engine) -> None:
-        """Count the model's layers that are the plan's class, and log them on rank 0."""
+        """Count the model's layers that are the plan's class, and their calls.
+
+        vLLM matches exact names of classes and does not report one that no layer has.
+
+        Raises:
+            TargetError: strict mode, and such a layer is vLLM's class.
+        """
         plan, model = engine.plan, engine.model
         counts: dict[str, int] = engine.state.setdefault(WholeLayers, {})
         if plan.layers and model is None:
-            log.warning("This worker shows no model: whether whole layers serve in it is not known")
-        for name, found in served(plan, model).items() if model is not None else ():
-            counts[name] = found.ours
+            log.warning("This worker shows no model: the layers of whole classes are not counted")
+        for name, impl in plan.layers.items() if model is not None else ():
+            cls, base, _ = _chosen(impl)
+            modules = dict(model.named_modules())
+            ours = [module for module in modules.values() if type(module) is cls]
+            stock = [path for path, module in modules.items() if type(module) is base]
+            for module in ours if plan.counts_calls else ():
+                module.forward = plan.record.counting(module.forward, name, impl.impl_id)
+            counts[name] = len(ours)
+            if stock:
+                _fall_back(plan, impl, stock)
             if engine.rank == 0:
-                _say(name, plan.layers[name].impl_id, found)
+                _say(impl, len(ours), [getattr(m, "base_layer", None) for m in modules.values()])
 
     def report(self, engine: Engine) -> dict[str, Any]:
         return {"layers": engine.state.get(WholeLayers, {})}
 
 
-def _say(name: str, impl_id: str, found: Served) -> None:
-    if not found.ours:
-        log.warning("Layer %s: this model has none, so that '%s' does not run", name, impl_id)
-        return
-    log.info("Layer %s: %d in this model, by '%s'", name, found.ours, impl_id)
-    if found.wrapped:
-        log.warning(
-            "Layer %s: LoRA wraps %d of them, and may call their quantisation method in place "
-            "of the forward of '%s'",
-            name,
-            found.wrapped,
-            impl_id,
+def _fall_back(plan: Plan, impl: LayerImpl, stock: Sequence[str]) -> None:
+    text = (
+        f"Implementation '{impl.impl_id}' was not taken for layer '{impl.layer}' in {len(stock)} "
+        f"places, which are vLLM's own: {', '.join(stock[:3])}"
+    )
+    if plan.strict:
+        raise TargetError(
+            f"{text}. Strict mode tries nothing else; set VLLM_FL_STRICT=0 to fall back.",
+            op=impl.layer,
+            impl=impl.impl_id,
         )
+    plan.fallbacks[impl.layer, "stock.vllm"] += len(stock)
+    log.warning("%s", text)
 
 
-def _user_note(name: str, registered: str, facts: EngineFacts) -> str:
-    """Return the setting of vLLM's that leaves the layer as it is, or nothing."""
-    cls = _vllms_classes().get(name)
-    if cls is None or not issubclass(cls, CustomOp):
-        return ""  # `custom_ops` has only CustomOps
-    return facts.custom_op_note(registered)
+def _say(impl: LayerImpl, count: int, wrapped_by_lora: Sequence[object]) -> None:
+    if not count:
+        text = "Layer %s: this model has none, so that '%s' does not run"
+        log.warning(text, impl.layer, impl.impl_id)
+        return
+    log.info("Layer %s: %d in this model, by '%s'", impl.layer, count, impl.impl_id)
+    if wrapped := sum(type(layer) is _chosen(impl)[0] for layer in wrapped_by_lora):
+        log.warning(
+            "Layer %s: LoRA wraps %d of them, and may call their quantisation method instead of "
+            "the forward of '%s'",
+            impl.layer,
+            wrapped,
+            impl.impl_id,
+        )
 
 
 def _vllms_classes() -> dict[str, type[Any]]:
@@ -304,17 +224,14 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
             "was undone: the policy decides. Leave it to the layers hook.",
             path,
         )
-    is_base = (
-        base
-        for base in cls.__mro__[1:]
-        if base.__name__ == impl.layer
-        and base.__module__.startswith("vllm.")
-        and issubclass(base, (CustomOp, PluggableLayer))
-        and base not in (CustomOp, PluggableLayer)
-    )
-    base = next(is_base, None)
-    if base is None:
-        return object, object, _why_not(impl)
+    base = _vllms_classes().get(impl.layer)
+    if base is None or not issubclass(cls, base):
+        known = {*_vllms_classes(), *_declared()}
+        if impl.layer in known:
+            return object, object, f"{path} is no subclass of vLLM's {impl.layer}"
+        hint = closest(impl.layer, known)
+        problem = f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{hint}"
+        return object, object, problem
     for method in ASKED_OF_THE_CLASS.get(impl.layer, ()):
         if getattr(cls, method).__func__ is not getattr(base, method).__func__:
             problem = (
@@ -322,18 +239,3 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
                 "at every step, where a plan's class stands only while the model is being built"
             )
     return cls, base, problem
-
-
-def _why_not(impl: LayerImpl) -> str:
-    """Why a class that is made of no class of vLLM's of that name cannot be used."""
-    vllms = _vllms_classes()
-    if theirs := vllms.get(impl.layer):
-        return (
-            f"{impl.class_path} is no subclass of vLLM's {theirs.__module__}.{theirs.__qualname__}"
-        )
-    registered = custom_op.op_registry.get(impl.layer)
-    meant = f" Did you mean {registered.__name__!r}?" if registered else ""
-    meant = meant or closest(impl.layer, {*vllms, *_declared()})
-    if impl.layer in _declared():  # vLLM has not imported it, so that nothing is made of it
-        return f"{impl.class_path} is no subclass of vLLM's {impl.layer}"
-    return f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{meant}"

@@ -1,4 +1,4 @@
-"""Files that say what is so now: a worker's own, written anew from a thread until it ends."""
+"""Files with the current state of a worker, written by a thread again and again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from ..files import Draft
-from ..logs import get_logger
-from ..text import quote
+from vllm_fl.files import Draft
+from vllm_fl.logs import get_logger
+from vllm_fl.text import quote
 
 EVERY = 20.0
 """Seconds from one writing to the next: collectors read every 15 to 60."""
@@ -24,7 +24,7 @@ log = get_logger("engine")
 
 
 def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
-    """A worker's own file beside the one that the user names.
+    """Return the path of a worker's file, made from the one that the user sets.
 
     Args:
         named: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second

@@ -1,4 +1,4 @@
-"""What measured times hold for: the machine, and the code that ran on it."""
+"""The machine and the code that runs on it, by name and version."""
 
 from __future__ import annotations
 
@@ -8,33 +8,27 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..contracts import OpSpec
-from ..contracts.meaning import contract_digest
-from ..plugins.plugin import Owner
-from .digest import code_facts, versions
+from vllm_fl.engine.digest import code_facts, versions
+from vllm_fl.plugins.plugin import Owner
 
 if TYPE_CHECKING:
     import torch
 
-THREADS = "threads"
-"""The name under which a CPU has how many of its threads compute."""
-
 
 def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
-    """What a table of times was measured with, by name; where one differs, the times do.
+    """Return the device, its driver, and version and code of what computes on it, by name.
 
     Args:
-        device: on which the ops run.
-        owners: who brought the implementations and the ops. Each is known by its version and its
-            code, and so are the libraries whose kernels it calls.
+        device: the device that the ops run on.
+        owners: the owners of implementations and ops, and of the libraries that these call.
     """
     import torch
 
-    facts = {"device": _name(device)}
+    facts = {"device": device_name(device)}
+    if device.type == "cpu":
+        facts["processor"] = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     if (driver := _driver(device)) is not None:
         facts["driver"] = driver
-    if device.type == "cpu":
-        facts[THREADS] = str(torch.get_num_threads())
     facts |= versions()
     for owner in owners:
         # The name of an entry point is no module's; that of a module which the user named is.
@@ -43,11 +37,6 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
         facts[name] = f"{owner.version} {of_code['source']}"
         facts |= of_code.get("kernels", {})
     return dict(sorted(facts.items()))
-
-
-def is_measured(spec: OpSpec, told: str) -> bool:
-    """Whether a table was measured by a contract, whose digest it tells as `told`."""
-    return told == contract_digest(spec)
 
 
 def cpu_name() -> str:
@@ -61,14 +50,10 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return the name of a device, as vLLM's platform has it."""
     import torch
 
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    if device.type == "cpu":
-        vectors = torch.backends.cpu.get_cpu_capability()
-        return f"{cpu_name()}, {vectors}"
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return str(named(device.index or 0)) if named is not None else device.type
 

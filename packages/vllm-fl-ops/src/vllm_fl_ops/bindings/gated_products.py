@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.binding import Binding, GraphTarget
 
+from ..contracts.gated_products import gelu_tanh, silu
 from ..contracts.rules import HIDDEN
+from ._models import mentions
 from .linear import BINDING as LINEAR
 from .linear import DENSE_INTERMEDIATE, OPERATORS, may_have, product_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GATE", "gated_product"]
+__all__ = ["BINDING"]
 
 GATE = "gate"
 """Stands for the gate in a formula. That is an operator and its arguments, each a number, the gate
@@ -24,7 +26,7 @@ or a formula, and last those by name, if there are some."""
 CONVERTED = "prims.convert_element_type.default"
 
 
-def gated_product(
+def _gated_product(
     part: str,
     activation: Callable[[Tensor], Tensor],
     formulas: tuple[Any, ...],
@@ -154,3 +156,35 @@ def _width(matrix: Any) -> int:
 
 def _target(node: Any) -> str:
     return str(getattr(node, "target", ""))
+
+
+def _has_silu(config: Any) -> bool:
+    """Whether the configuration says so, or names no activation, as ChatGLM's and LFM2's."""
+    named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
+    return not named or named[0] in ("silu", "swiglu")
+
+
+SILU = (
+    (
+        "aten.div.Tensor",
+        GATE,
+        ("aten.add.Tensor", ("aten.exp.default", ("aten.neg.default", GATE)), 1),
+    ),
+    ("aten.silu.default", GATE),
+)
+
+_CUBE = ("aten.mul.Tensor", ("aten.mul.Tensor", GATE, GATE), GATE)
+_INNER = ("aten.add.Tensor", GATE, ("aten.mul.Tensor", _CUBE, 0.044715))
+_TANH = ("aten.tanh.default", ("aten.mul.Tensor", _INNER, 0.7978845608028654))
+GELU = (
+    ("aten.mul.Tensor", ("aten.mul.Tensor", GATE, 0.5), ("aten.add.Tensor", _TANH, 1)),
+    ("aten.gelu.default", GATE, {"approximate": "tanh"}),
+)
+
+BINDING: Mapping[str, Binding] = {
+    "linear_silu_and_mul": _gated_product("silu_and_mul", silu, SILU, _has_silu),
+    "linear_gelu_tanh_and_mul": _gated_product(
+        "gelu_and_mul", gelu_tanh, GELU, mentions("gelu_pytorch_tanh")
+    ),
+}
+"""Op -> its binding."""

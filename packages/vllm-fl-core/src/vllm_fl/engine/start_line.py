@@ -1,0 +1,53 @@
+"""A plan in words: the line that a startup logs, and phrases for its report."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..dispatch.resolver import FOREIGN
+from .plan import Plan
+
+LONGEST, NAMED = 200, 5
+"""The characters of a line, and the ops in it, at most."""
+
+
+def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
+    """Return the plan in one line of at most `LONGEST` characters.
+
+    It has the number of the ops that vLLM does not compute, and the first of them: classes,
+    functions, then ops of another plugin of vLLM.
+
+    Args:
+        plan: the plan.
+        facts: phrases that follow the mode.
+        not_reached: the planned ops that this engine does not call: they do not count.
+    """
+    ops = sorted(plan.entries, key=lambda op: op in plan.contracts)
+    ours = [op for op in ops if any(impls for _, impls in plan.entries[op].candidates)]
+    others = [op for op in ops if plan.entries[op].label == FOREIGN.token]
+    served = [op for op in (*ours, *others) if op not in not_reached]
+    named, left = "", len(served)
+    head = f"vllm-fl: {left} op{'s' * (left != 1)} planned"
+    tail = f" ({'; '.join([plan.mode, *facts])})"
+    for op in served[:NAMED]:
+        longer = f"{named} {op}={plan.entries[op].label}"
+        if len(f"{head}:{longer} and {left} more{tail}") <= LONGEST:
+            named, left = longer, left - 1
+    more = f" and {left} more" if named and left else ""
+    if not served:
+        named = " all is vLLM's own code"
+    return f"{head}{named and ':'}{named}{more}{tail}"
+
+
+def notes(plan: Plan, not_reached: Collection[str] = ()) -> list[str]:
+    """Return phrases: why vLLM keeps ops against the policy, and what is not verified."""
+    found = [
+        f"{op}: {entry.reason}"
+        for op, entry in plan.entries.items()
+        if entry.note or entry.label == FOREIGN.token
+    ]
+    if plan.layers:
+        found.append(f"not verified, as whole layers: {' '.join(plan.layers)}")
+    if unseen := sorted(op for op in not_reached if op in plan.entries):
+        found.append(f"not reached: {', '.join(unseen)}")
+    return found

@@ -1,0 +1,171 @@
+"""The result of `vllm-fl tune`: figures, choices, and the settings file of the choices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_fl.settings.policy import REST, Mode, Token
+
+DEFAULT = "default"
+"""In a row: the default stays, since nothing was faster."""
+
+STOCK = "stock"
+"""vLLM's own implementation of an op, in results and options."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The measurement of one implementation of an op at one number of tokens.
+
+    An op that a model calls in several forms (a norm with and without a residual) is measured in
+    each; times are their sum.
+
+    Args:
+        tokens: the number of tokens of the call.
+        impl: its id, or `stock`.
+        us: the median time of a call, µs; None if it was not timed.
+        low, high: the quartiles, µs.
+        n: how many times it was timed.
+        ratio: the default's time by this one's, the median of pairs measured next to each other;
+            above 1 it is faster than the default.
+        ratio_low: the lower quartile of those.
+        slower: in which of the forms it is slower than the default, and the ratio there, since how
+            often a model calls each form is not known; or that it is slower to launch, at sizes
+            without a captured graph. A slower implementation gets no row. Empty otherwise.
+        rejected: why it was not timed: incorrect, with its worst element, or it does not support
+            the call; empty otherwise.
+    """
+
+    tokens: int
+    impl: str
+    us: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    ratio: float | None = None
+    ratio_low: float | None = None
+    slower: str = ""
+    rejected: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The choice for calls of more tokens than the row before, and at most `up_to`.
+
+    Args:
+        up_to: the largest number of tokens.
+        impl: an implementation's id, `stock`, or `default`.
+    """
+
+    up_to: int
+    impl: str
+
+
+@dataclass(frozen=True)
+class TunedOp:
+    """The result for one op.
+
+    Args:
+        default: what runs without a table: an implementation's id, or `stock`.
+        rows: in ascending order. Calls of more tokens than the last one has take the default.
+        figures: the measurements behind the rows.
+    """
+
+    default: str
+    rows: tuple[Row, ...]
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def choices(self) -> set[str]:
+        """The implementations that were faster than the default somewhere."""
+        return {row.impl for row in self.rows} - {DEFAULT}
+
+    def chosen(self, tokens: int) -> str:
+        """Return the implementation for a call of this size."""
+        impl = next((row.impl for row in self.rows if tokens <= row.up_to), DEFAULT)
+        return self.default if impl == DEFAULT else impl
+
+    @property
+    def best(self) -> Figure | None:
+        """The figure of the choice with the largest ratio."""
+        chosen = (f for f in self.figures if f.ratio and f.impl == self.chosen(f.tokens))
+        return max(chosen, key=lambda figure: figure.ratio or 0.0, default=None)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The result of one run.
+
+    Args:
+        mode: how the engine runs the model.
+        dtype: the model's, as torch names it.
+        sizes: the model's sizes on one rank, by name.
+        model: as the user named it.
+        date: when it was written, ISO 8601, UTC.
+        seconds: how long measuring took.
+        holds: `vllm`, `device` and `distributions`, as the settings file has them.
+        ops: op -> its result.
+    """
+
+    mode: Mode
+    dtype: str
+    sizes: Mapping[str, float]
+    model: str
+    date: str
+    seconds: float
+    holds: Mapping[str, Any]
+    ops: Mapping[str, TunedOp]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Tuned:
+        """Read the `table` that `vllm-fl tune --json` printed.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: it is of another form.
+        """
+        ops = {}
+        for op, told in data["ops"].items():
+            rows = tuple(Row(**row) for row in told["rows"])
+            figures = tuple(Figure(**figure) for figure in told["figures"])
+            if lost := [figure for figure in figures if figure.tokens < 1]:
+                raise ValueError(f"{op}: {lost[0].impl} was measured at {lost[0].tokens} tokens")
+            ops[op] = TunedOp(told["default"], rows, figures)
+        return cls(**{**data, "ops": ops})
+
+    @property
+    def text(self) -> str:
+        """The settings file for VLLM_FL_TABLE."""
+        import yaml
+
+        device = self.holds["device"]
+        ops = dict(self._orders())
+        file: dict[str, Any] = {"holds": self.holds}
+        file["devices"] = [{"name": device, "op_backends": ops}] if ops else []
+        model = ascii(self.model)[1:-1]
+        return (
+            f"# Written by `vllm-fl tune` for {model}, {self.dtype}, in {self.seconds:.0f} s.\n"
+            "# VLLM_FL_TABLE names this file. An op that is not here keeps its order.\n"
+            + yaml.safe_dump(file, sort_keys=False, allow_unicode=True)
+        )
+
+    def _orders(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for op, tuned in self.ops.items():
+            if not tuned.choices:
+                continue
+            found = [(f"<={row.up_to}", tuned.chosen(row.up_to)) for row in tuned.rows]
+            rows = {key: _token(impl) for key, impl in [*found, (REST, tuned.default)]}
+            best = tuned.best
+            what = f"{best.impl} by {tuned.default} at {best.tokens} tokens" if best else "this op"
+            measured = {
+                "date": self.date[:10],
+                "device": self.holds["device"],
+                "ratio": best.ratio if best else 1.0,
+                "what": what,
+            }
+            yield op, {self.mode: rows, "measured": measured}
+
+
+def _token(impl: str) -> str:
+    return STOCK if impl == STOCK else str(Token("impl", impl))
