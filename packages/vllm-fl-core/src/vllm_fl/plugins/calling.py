@@ -60,11 +60,13 @@ def contained(
         if log.isEnabledFor(logging.DEBUG):  # as text, since the log does not clean exc_info
             log.debug("%s%s:\n%s", owner.who, part, "".join(traceback.format_exception(error)))
         op = getattr(error, "op", None)
+        # contextlib lets a StopIteration pass that is the cause of a RuntimeError, as this one is.
+        cause = None if isinstance(error, StopIteration) else error
         raise owner.error(
             f"{part}: {quote(error)}{_line(error, plugin)}. {todo or plugin.todo}",
             op=op if isinstance(op, str) else None,
             cause=error,
-        ) from error
+        ) from cause
 
 
 def _line(error: BaseException, plugin: Plugin) -> str:
