@@ -1,6 +1,6 @@
-"""One environment with every kind of broken plugin and a sound one: each costs only itself.
+"""One environment with broken plugins and a sound one: each costs only itself.
 
-packages/vllm-fl-core/tests/plugins/test_loading.py has the same failures as modules.
+packages/vllm-fl-core/tests/plugins/test_loading.py has more failures, as modules.
 """
 
 from __future__ import annotations
@@ -13,32 +13,18 @@ import pytest
 
 from installed import Install, Installed
 
-BROKEN: dict[str, tuple[str, str | None]] = {
-    "fl-broken-import": ("libacme.so.3: cannot open shared object file", None),
-    "fl-half-registers": ("the device table of acme is missing", None),
-    "fl-wrong-type": ("dict", None),
-    "fl-wrong-parameters": ("eps", "rms_norm"),
-    "fl-other-hook-api": ("99", None),
-    "fl-squatter": ("ids that begin with 'reference.' are vllm-fl-reference's", "silu_and_mul"),
-    "fl-twin-a": ("fl-twin-b 1.0", "silu_and_mul"),
-    "fl-twin-b": ("fl-twin-a 1.0", "silu_and_mul"),
+BROKEN = {
+    "fl-broken-import": "libacme.so.3: cannot open shared object file",
+    "fl-half-registers": "the device table of acme is missing",
+    "fl-twin-a": "fl-twin-b 1.0",
+    "fl-twin-b": "fl-twin-a 1.0",
 }
-"""Distribution -> what the user must be able to read, and the op at fault if there is one."""
+"""Distribution -> what the user must be able to read."""
 
 EXITS = "fl-exits"
 LIVE = {"VLLM_FL_PLUGINS": ",".join(["fl-sound", *BROKEN])}
 """All but the one whose import ends the process."""
 
-ERRORS = """
-import json
-from vllm_fl.dispatch import OpRegistry, discover_plugins
-from vllm_fl.errors import PluginError
-errors = [plugin.error for plugin in discover_plugins(OpRegistry()) if plugin.error]
-assert all(isinstance(error, PluginError) for error in errors)
-print(json.dumps({
-    e.distribution: {"plugin": e.plugin, "op": e.op, "text": repr(e.cause) + str(e)} for e in errors
-}))
-"""
 LOAD = "from vllm_fl.dispatch import get_default_manager; get_default_manager().startup"
 
 
@@ -58,7 +44,7 @@ def test_each_is_named_with_its_cause_and_code_and_the_sound_one_works(
         assert plugins.pop(name)["status"] == "ok"
     assert set(plugins) == {EXITS, *BROKEN}
     for name, plugin in plugins.items():
-        cause, _ = BROKEN.get(name, ("ended the process with status 0", None))
+        cause = BROKEN.get(name, "ended the process with status 0")
         assert plugin["status"] == "failed"
         assert (plugin["name"], plugin["version"]) == (name.removeprefix("fl-"), "1.0")
         assert cause in plugin["error"] and str(installed.env.path) in plugin["error"]
@@ -68,19 +54,11 @@ def test_each_is_named_with_its_cause_and_code_and_the_sound_one_works(
     assert any("'exits'" in f["what"] and "fl-exits 1.0" in f["why"] for f in told["findings"])
 
 
-def test_nothing_of_them_is_left_and_scripts_get_their_errors_as_fields(
-    installed: Installed,
-) -> None:
+def test_nothing_of_them_is_left_and_asking_for_one_gives_its_cause(installed: Installed) -> None:
     ops = installed.ops(**LIVE)
     assert ops["silu_and_mul"]["selected"] == "vendor.sound"
     found = {c["impl_id"] for listed in ops.values() for c in listed["candidates"]}
     assert found == {"vendor.sound"}
-    errors = installed.script(ERRORS, **LIVE)
-    assert set(errors) == {f"{name} 1.0" for name in BROKEN}
-    for name, (cause, op) in BROKEN.items():
-        error = errors[f"{name} 1.0"]
-        assert (error["plugin"], error["op"]) == (name.removeprefix("fl-"), op)
-        assert cause in error["text"]
     done = installed.run(
         *("-c", "from vllm_fl.dispatch import call_op; call_op('silu_and_mul', 1)"),
         **{**LIVE, "VLLM_FL_PER_OP": "silu_and_mul=impl:vendor.half"},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError, SettingsError, StartError
 from vllm_fl.plugins.asking import asking, checks, enter_session, objections, sections
 from vllm_fl.plugins.calling import rejections
-from vllm_fl.plugins.discovery import EXTENSIONS, discover
+from vllm_fl.plugins.discovery import EXTENSIONS
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection
 from vllm_fl.plugins.loading import load
@@ -69,17 +68,6 @@ def loaded(*every: Plugin, only: list[str] | None = None) -> tuple[Plugin, ...]:
 def one(content: Any, distribution: str = VERIFY, kind: Kind = "extension") -> Plugin:
     (only,) = loaded(found(distribution, content, kind))
     return only
-
-
-def test_the_group_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "fl_acme_verify-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: fl-acme-verify\nVersion: 1.0\n\n")
-    (folder / "entry_points.txt").write_text(f"[{EXTENSIONS}]\nverify = no_such.plugin\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (mine,) = [each for each in discover() if each.owner.distribution == "fl-acme-verify"]
-    assert mine.kind == "extension"
-    assert loaded(mine)[0].status == "failed"
 
 
 @pytest.mark.parametrize("only", [None, [], ["fl-other"]])

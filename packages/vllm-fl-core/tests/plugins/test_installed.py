@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -62,16 +61,6 @@ def test_broken_folders_cost_only_themselves(site: Path) -> None:
     assert found["gone"].owner.distribution == "fl-gone"
     with pytest.raises(FileNotFoundError, match="half uninstalled"):
         found["gone"].load()
-
-
-def test_an_archive_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = tmp_path / "site.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        info = "fl_zipped-1.0.dist-info"
-        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: fl-zipped\nVersion: 1.0\n")
-        file.writestr(f"{info}/entry_points.txt", "[vllm_fl.plugin]\nzipped = fl_zipped\n")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(archive)])
-    assert "zipped" in [p.name for p in entry_points(GROUP)]
 
 
 def test_a_start_imports_none_of_the_heavy_modules() -> None:
