@@ -72,75 +72,27 @@ class Crumb:
             self.file.unlink()
 
 
-class _Note:
-    """The note of this process: a file that is open and locked while something runs."""
+_notes: dict[Path, int] = {}
+"""The files of this process's notes -> their descriptors."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.stack: list[tuple[str, float]] = []
-        self.file: tuple[int, Path] | None = None
-
-    def push(self, entry: tuple[str, float]) -> None:
-        with self.lock:
-            self.stack.append(entry)
-            if self.file is None:
-                self._open()
-            self._write()
-
-    def pop(self, entry: tuple[str, float]) -> None:
-        with self.lock:
-            if entry in self.stack:
-                self.stack.remove(entry)
-            if self.stack:
-                self._write()
-            elif self.file is not None:
-                fd, path = self.file
-                self.file = None
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                os.close(fd)
-
-    def _open(self) -> None:
-        where = folder()
-        if where is None:
-            return
-        path = where / f"{os.uname().nodename}-{os.getpid()}-{time.time_ns()}.json"
-        fd = -1
-        try:
-            where.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError:
-            if fd >= 0:
-                os.close(fd)
-            return
-        self.file = fd, path
-
-    def _write(self) -> None:
-        if self.file is None:
-            return
-        what, when = self.stack[-1]
-        host, pid = os.uname().nodename, os.getpid()
-        noted = {"what": what, "host": host, "pid": pid, "when": when, "prefix": sys.prefix}
-        data = json.dumps(noted, ensure_ascii=False).encode(errors="replace")
-        with contextlib.suppress(OSError):  # a full disk
-            os.ftruncate(self.file[0], 0)
-            os.pwrite(self.file[0], data, 0)
-
-    def start_in_child(self) -> None:
-        """Close the parent's file: an open file would keep its lock after the parent's death."""
-        if self.file is not None:
-            os.close(self.file[0])
-        self.__init__()  # type: ignore[misc]
+_running: list[str] = []
+"""The foreign code that this process runs, the innermost last."""
 
 
-_note = _Note()
-os.register_at_fork(after_in_child=_note.start_in_child)
+def _forget_in_child() -> None:
+    """Close the parent's files: an open file would keep its lock after the parent's death."""
+    for fd in _notes.values():
+        os.close(fd)
+    _notes.clear()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def now() -> str:
     """The foreign code that this process is running; empty if there is none."""
-    return _note.stack[-1][0] if _note.stack else ""
+    return _running[-1] if _running else ""
 
 
 def folder() -> Path | None:
@@ -162,8 +114,8 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
         named: False if the caller itself names slow code, or a command that reads the notes does.
     """
     what = clean(what)[:1000]
-    entry = what, time.time()
-    _note.push(entry)
+    path = _write(what)
+    _running.append(what)
     try:
         if named and FOLDER not in os.environ:
             with Watchdog(log) as watchdog, watchdog.over(what):
@@ -171,10 +123,35 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
         else:
             yield
     finally:
-        _note.pop(entry)
         for crumb in _left():
             if crumb.what == what:  # it has run to its end now
                 crumb.remove()
+        if what in _running:  # not in a child that was forked meanwhile
+            _running.remove(what)
+        if path is not None and (fd := _notes.pop(path, None)) is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(fd)
+
+
+def _write(what: str) -> Path | None:
+    """Write a note and lock its file; None if that is not possible."""
+    where, host, pid, when = folder(), os.uname().nodename, os.getpid(), time.time()
+    if where is None:
+        return None
+    path, fd = where / f"{host}-{pid}-{time.time_ns()}.json", -1
+    noted = {"what": what, "host": host, "pid": pid, "when": when, "prefix": sys.prefix}
+    try:
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(fd, json.dumps(noted, ensure_ascii=False).encode(errors="replace"))
+    except OSError:  # a full disk
+        if fd >= 0:
+            os.close(fd)
+        return None
+    _notes[path] = fd
+    return path
 
 
 class Watchdog:
@@ -224,18 +201,20 @@ class Watchdog:
 def lost() -> tuple[Crumb, ...]:
     """The notes that dead processes of this environment left, the oldest first.
 
-    There is one for each `what`. Code that has run to its end in the meantime has no note.
+    There is one for each process, of the innermost code, and one for each `what`. Code that has run
+    to its end in the meantime has no note.
     """
-    found: dict[str, Crumb] = {}
+    found: list[Crumb] = []
     for crumb in _crumbs(folder()):
         if crumb.lives or crumb.prefix != sys.prefix:
             continue
         # A server that restarts again and again leaves one file, not a thousand.
-        older = found.pop(crumb.what, None)
-        if older is not None:
-            older.remove()
-        found[crumb.what] = crumb
-    return tuple(found.values())
+        for older in found[:]:
+            if older.what == crumb.what or (older.host, older.pid) == (crumb.host, crumb.pid):
+                found.remove(older)
+                older.remove()
+        found.append(crumb)
+    return tuple(found)
 
 
 _left = cache(lost)
@@ -255,10 +234,8 @@ def run_by(host: str, pid: int, since: float) -> str:
         pid: its number.
         since: a time after its start. Older notes are from another process with this number.
     """
-    for crumb in _crumbs(folder()):
-        if (crumb.host, crumb.pid) == (host, pid) and crumb.when >= since:
-            return crumb.what
-    return ""
+    of_it = [c for c in _crumbs(folder()) if (c.host, c.pid) == (host, pid) and c.when >= since]
+    return of_it[-1].what if of_it else ""
 
 
 def _crumbs(where: Path | None) -> list[Crumb]:
@@ -267,8 +244,7 @@ def _crumbs(where: Path | None) -> list[Crumb]:
         paths = [*where.iterdir()] if where is not None else []
     except OSError:
         return []
-    own = _note.file[1] if _note.file else None
-    found = [_read(path) for path in paths if path.suffix == ".json" and path != own]
+    found = [_read(path) for path in paths if path.suffix == ".json" and path not in _notes]
     return sorted(filter(None, found), key=lambda crumb: crumb.when)
 
 
