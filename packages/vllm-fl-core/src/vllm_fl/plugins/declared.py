@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from inspect import getattr_static
 from typing import Any
 
@@ -12,7 +13,7 @@ import pluggy
 from . import hookspecs
 from .discovery import CONTRACTS, GROUP
 from .hookspecs import HOOK_API, PROJECT
-from .plugin import Kind, Owner
+from .plugin import Kind, Owner, Plugin
 from .setting import PLUGIN_KEY, SettingSpec
 
 PROVIDING = [
@@ -30,7 +31,16 @@ OLD_FORM = "register_builtins"
 OLD_NAMES = (OLD_FORM, "vllm_fl_register", "register")
 
 
-def hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
+def declare(plugin: Plugin, module: object) -> None:
+    """Set what a plugin's module declares: its hooks, and whose kernels it runs."""
+    _check_api(module)
+    plugin.hooks = _hooks_of(module)
+    _check_kind(plugin.kind, plugin.hooks)
+    plugin.verifies = _verifies_of(module, plugin.hooks)
+    plugin.owner = replace(plugin.owner, kernels=_kernels_of(module))
+
+
+def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
     """The hooks that a plugin implements, or its older `register_builtins(registry)`.
 
     Raises:
@@ -58,7 +68,7 @@ def hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
     )
 
 
-def check_kind(kind: Kind, hooks: Collection[str]) -> None:
+def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
     """Check that a plugin implements only hooks that the group of its entry point is for."""
     if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
@@ -75,7 +85,7 @@ def check_kind(kind: Kind, hooks: Collection[str]) -> None:
         )
 
 
-def check_api(plugin: object) -> None:
+def _check_api(plugin: object) -> None:
     """Check that a plugin is written for this version of the hooks."""
     api = getattr(plugin, "HOOK_API", HOOK_API)
     if not isinstance(api, int):
@@ -87,7 +97,7 @@ def check_api(plugin: object) -> None:
         )
 
 
-def verifies_of(plugin: object, hooks: Collection[str]) -> bool:
+def _verifies_of(plugin: object, hooks: Collection[str]) -> bool:
     """Whether the plugin declares itself a verifier."""
     verifies = getattr(plugin, "VERIFIES", False)
     if not isinstance(verifies, bool):
@@ -97,7 +107,7 @@ def verifies_of(plugin: object, hooks: Collection[str]) -> bool:
     return verifies
 
 
-def kernels_of(plugin: object) -> tuple[str, ...]:
+def _kernels_of(plugin: object) -> tuple[str, ...]:
     """The distributions that have the code which the plugin's implementations run."""
     names = getattr(plugin, "KERNEL_DISTRIBUTIONS", ())
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):

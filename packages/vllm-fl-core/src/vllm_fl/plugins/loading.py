@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from importlib import import_module
 from itertools import chain
 from typing import Any, Protocol
@@ -20,15 +19,7 @@ from ..errors import DuplicateError, PluginError
 from ..logs import get_logger
 from ..text import clean
 from .calling import ENDED, contained, whose
-from .declared import (
-    OLD_FORM,
-    check_api,
-    check_kind,
-    check_settings,
-    hooks_of,
-    kernels_of,
-    verifies_of,
-)
+from .declared import OLD_FORM, check_settings, declare
 from .discovery import refusal_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
@@ -126,17 +117,12 @@ def _variables() -> set[tuple[str, str]]:
 
 def _import(plugin: Plugin, registry: Registry, holders: dict[str, str]) -> None:
     """Import a plugin, and collect its implementations, contracts and settings."""
-    owner = plugin.owner
     try:
-        if (ended := ENDED.get(whose(owner))) is not None:
-            raise owner.error(f" failed: {ended}. {plugin.todo}")
+        if (ended := ENDED.get(whose(plugin.owner))) is not None:
+            raise plugin.owner.error(f" failed: {ended}. {plugin.todo}")
         with contained(plugin, "the import"):
-            module = plugin.load()
-            check_api(module)
-            plugin.hooks = hooks = hooks_of(module)
-            check_kind(plugin.kind, hooks)
-            plugin.verifies = verifies_of(module, hooks)
-            plugin.owner = replace(owner, kernels=kernels_of(module))
+            declare(plugin, plugin.load())
+            hooks = plugin.hooks
         with contained(plugin, "the registration"):
             older = _run_old_form(hooks[OLD_FORM], registry) if OLD_FORM in hooks else []
             by_hook = (_results(hooks, hook, kind) for hook, kind in IMPLS.items())
