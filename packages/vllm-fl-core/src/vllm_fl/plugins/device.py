@@ -25,16 +25,16 @@ class DeviceProfile:
         name: what settings call the platform (`ascend`): a lower-case identifier.
         platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT`, its
             `device_name`, `device_type` and `dispatch_key`.
-        worker_class: the worker, which brings the model runner. A user's own `worker_cls` stands.
-        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None keeps that of the
-            platform class.
+        worker_class: the worker, which makes the model runner. A user's `worker_cls` replaces it.
+        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None keeps the platform
+            class's.
         dist_backend: torch.distributed's backend between the ranks (`hccl`); None keeps that of
             the platform class.
-        detect: () -> True, or the reason why this machine has none. It runs in every process
-            while vLLM looks for its platform: it must neither start the device nor import vllm.
+        detect: () -> True, or the reason why this machine does not have it. It runs in every
+            process while vLLM looks for its platform: it must not start the device or import vllm.
 
     Raises:
-        ValueError: a name that is no lower-case identifier, a path that is not `module.Class`.
+        ValueError: the name is not a lower-case identifier, or a path is not `module.Class`.
     """
 
     name: str
@@ -54,7 +54,7 @@ class DeviceProfile:
                 check_path(f"DeviceProfile({name!r})", which, path)
 
     def detection(self) -> Availability:
-        """True, or why this machine has none of it."""
+        """True, or the reason why this machine does not have it."""
         with running(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
