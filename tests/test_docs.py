@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ SOURCES = ROOT / "packages" / "vllm-fl-core" / "src"
 HOMES = {
     "vllm_fl": SOURCES,
     "vllm_fl_ops": ROOT / "packages" / "vllm-fl-ops" / "src",
+    "vllm_fl_verify": ROOT / "packages" / "vllm-fl-verify" / "src",
     "vllm_fl_tools": ROOT / "packages" / "vllm-fl-tools" / "src",
 }
 """Package -> where its sources lie, of the distributions whose modules the pages speak of."""
@@ -273,14 +273,17 @@ def reported(function: ast.FunctionDef) -> set[str]:
 
 
 def test_every_field_of_a_worker_s_report_is_documented() -> None:
-    core, wanted = SOURCES / "vllm_fl", set[str]()
-    for room in ("integration", "integration/patchers", "operate", "verify"):
-        for path in sorted((core / room).glob("*.py")):
+    core = SOURCES / "vllm_fl" / "integration"
+    extensions = (HOMES[f"vllm_fl_{name}"] for name in ("verify", "tools"))
+    wanted = set[str]()
+    for folder in (core, core / "patchers", *extensions):
+        for path in sorted(folder.rglob("*.py") if folder.name == "src" else folder.glob("*.py")):
+            if folder.name == "patchers":  # `report` of several has the class's key
+                wanted |= {*re.findall(r'^    key = "(\w+)"$', path.read_text("utf-8"), re.M)}
             for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-                is_method = isinstance(node, ast.FunctionDef) and "self" in ast.unparse(node.args)
                 if isinstance(node, ast.FunctionDef) and (
                     node.name in ("vllm_fl_report", "worker_report")
-                    or (node.name == "report" and is_method)
+                    or (node.name == "report" and folder.name == "patchers")
                 ):
                     wanted |= reported(node)
     fields = section(page("worker-report.md"), "Fields")
@@ -303,18 +306,15 @@ def test_tokens_and_orders_are_the_codes() -> None:
 
 
 def verbs() -> set[str]:
-    """The verbs that our distributions bring, as their metadata says."""
-    found: set[str] = set()
-    for folder in envs.distributions().values():
-        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-        found |= {*project.get("entry-points", {}).get("vllm_fl_tools.cli", {})}
-    return found
+    """The verbs of the command."""
+    home = HOMES["vllm_fl_tools"] / "vllm_fl_tools"
+    return {*_strings_of(home / "cli" / "_verbs.py", "VERBS")}
 
 
 def test_every_verb_is_documented() -> None:
     told = headings(page("cli.md"))
     assert {h.split()[1] for h in told} == verbs(), (
-        "docs/cli.md has a heading '### `vllm-fl VERB`' for each entry point of a pyproject.toml"
+        "docs/cli.md has a heading '### `vllm-fl VERB`' for each of VERBS in cli/_verbs.py"
     )
     readme = (ROOT / "README.md").read_text()
     for verb in re.findall(r"vllm-fl (\w+)", "\n".join(blocks(readme, "sh"))):
