@@ -330,7 +330,8 @@ def test_no_page_speaks_of_a_verb_or_variable_that_is_not_there() -> None:
             commands += re.findall(r"^vllm-fl ([a-z]+)", block, re.M)
         assert set(commands) <= there, path
         if path.name != "migration.md":  # it names variables of the other system, too
-            assert set(re.findall(r"\bVLLM_FL_[A-Z_]*[A-Z]\b", text)) <= set(VARIABLES), path
+            named = set(re.findall(r"\bVLLM_FL_[A-Z_]*[A-Z]\b", text))
+            assert {name for name in named if "VENDOR_" not in name} <= set(VARIABLES), path
 
 
 def test_the_conformance_kit_is_documented() -> None:
@@ -489,7 +490,7 @@ def test_the_architecture_names_modules_that_exist_and_every_room_in_order() -> 
         named = re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", said)
         folders = {path.name for path in home.iterdir() if path.is_dir()}
         inside = [name for name in named if name.partition("/")[0] in folders | rooms]
-        assert inside
+        assert inside or package == "vllm_fl_verify"  # which has no rooms
         assert not [name for name in inside if not (home / name).exists()]
     tests = re.findall(r"`(tests/\w+/\w*(?:\.py)?|tests/\w+\.py)`", text)
     places = (ROOT, SOURCES.parent)
