@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.engine.plan import Plan
-from vllm_fl.files import of_worker, open_to_append
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
 
+from .files import of_worker, open_to_append
 from .shadow import Shadow, Tally
 
 if TYPE_CHECKING:

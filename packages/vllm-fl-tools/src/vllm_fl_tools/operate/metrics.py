@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.engine.plan import Plan
-from vllm_fl.files import of_worker
 from vllm_fl.settings.schema import Settings
+from vllm_fl_verify.files import of_worker
 
 from .state_file import EVERY, StateFile
 

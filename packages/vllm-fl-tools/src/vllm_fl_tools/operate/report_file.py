@@ -12,11 +12,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.files import of_worker
 from vllm_fl.integration.compat import vllm_version
 from vllm_fl.integration.engines import Engine
 from vllm_fl.settings.schema import Setting, Settings
 from vllm_fl.text import scrub
+from vllm_fl_verify.files import of_worker
 
 from .state_file import StateFile
 

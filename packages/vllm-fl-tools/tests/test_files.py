@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.files import Draft, open_to_append
+from vllm_fl_tools.files import Draft
+from vllm_fl_verify.files import open_to_append
 
 
 def test_a_draft_is_there_when_it_is_whole(tmp_path: Path) -> None:
