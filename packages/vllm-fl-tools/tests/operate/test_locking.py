@@ -14,10 +14,10 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from vllm_fl.errors import LockError
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl.settings.schema import Settings
+from vllm_fl_tools.operate.errors import LockError
 from vllm_fl_tools.operate.locking import differences, refuse
 
 FACTS: dict[str, Any] = {

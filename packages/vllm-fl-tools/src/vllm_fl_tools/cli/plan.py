@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.errors import LockError
 from vllm_fl.integration.targets import without_layers
 from vllm_fl.logs import quiet
 from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
 
 from ..operate.described import Described
+from ..operate.errors import LockError
 from ._engine import asked_of, takes_engine
 from ._lock import save
 from ._show import UsageError, answer, print_table, say
