@@ -202,11 +202,10 @@ class PlannedWorker:
         engine = self.vllm_fl_engine
         if engine is not None:
             engine.end("ended")
-            if not engine.is_loaded:
-                return super().shutdown()  # type: ignore[misc,no-any-return]
+        if engine is not None and engine.is_loaded:
             plan = engine.plan
-            if plan.fallbacks or plan.counts_calls:
-                calls = f", calls {_nested(plan.calls) or 'none'}" if plan.counts_calls else ""
+            calls = f", calls {_nested(plan.calls) or 'none'}" if plan.counts_calls else ""
+            if plan.fallbacks or calls:
                 fallbacks = _nested(plan.fallbacks) or "none"
                 log.info("rank %d: fallbacks %s%s", self.rank, fallbacks, calls)
         super().shutdown()  # type: ignore[misc]
