@@ -18,12 +18,7 @@ from . import patching
 from .carried import seal
 from .engines import Engine
 from .planning import apply, plan_for
-from .ranks import (
-    Disabled,
-    Opinion,
-    differences,
-    united,
-)
+from .ranks import Disabled, Opinion, differences, united
 from .targets import planned_for_nothing
 
 log = get_logger("engine")
