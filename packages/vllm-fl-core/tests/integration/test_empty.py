@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ from builders import (
     silu,
     silu_kernel,
     silu_of_kernel,
+    taking,
 )
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -120,17 +121,9 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
     return replace(planning(managing(*impls)), **options)
 
 
-@contextmanager
-def engine(plan: Plan, *found: OperatorTarget) -> Iterator[Choice]:
+def engine(plan: Plan, *found: OperatorTarget) -> AbstractContextManager[Choice]:
     """An engine that serves with this plan, in this thread."""
-    engine = engine_of(plan)
-    chosen = PATCHER.choice(plan, binding(*found), CPU, torch.float32)
-    PATCHER.take(engine, chosen)
-    try:
-        with calling(engine):
-            yield chosen
-    finally:
-        engine.unbind()
+    return taking(plan, binding(*found), operators.Operators())
 
 
 def test_an_operator_is_there_from_an_engine_on_that_has_an_implementation_of_it(
