@@ -406,12 +406,11 @@ def test_startup_reads_no_file_and_only_its_own() -> None:
         "VLLM_FL_PREFER_ENABLED": "no",
         "VLLM_FL_PLUGINS": "a",
         "VLLM_FL_PLUGIN_MODULES": "b",
-        "VLLM_FL_STRICT_PLUGINS": "1",
         "VLLM_FL_LOG_LEVEL": "debug",
         "VLLM_FL_DISPATCH_DEBUG": "1",
     }
     startup = load_startup(env)
-    assert (startup.enabled, startup.strict_plugins, startup.debug) == (False, True, True)
+    assert (startup.enabled, startup.debug) == (False, True)
     assert (startup.plugins, startup.plugin_modules) == (("a",), ("b",))
     assert (startup.platform, startup.log_level) == (None, "DEBUG")
     with pytest.raises(SettingsError) as caught:

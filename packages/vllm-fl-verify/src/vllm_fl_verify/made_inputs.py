@@ -6,7 +6,10 @@ import math
 import random
 from dataclasses import dataclass, field
 
+import torch
+
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.integration.engines import Engine
@@ -82,7 +85,7 @@ class Checks:
             self.device,
             self.facts.sizes,
             compares=self.how == "verify",
-            backend=self.facts.lowering(self.device),
+            backend=lowering(self.facts, self.device),
             layer_for=layer_for,
             seed=self.seed,
             specs=plan.contracts,
@@ -141,6 +144,12 @@ class Checks:
         unknown = [name for name in (sizes.unknown if sizes else ()) if name in asked]
         told = f"the configuration does not tell {', '.join(unknown)}: not verified at its sizes"
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
+
+
+def lowering(facts: EngineFacts, device: torch.device) -> str:
+    """Return the backend that compiles the model, if it can be called without vLLM's passes."""
+    is_inductor = facts.compile_backend in ("", "inductor")
+    return "inductor" if is_inductor and device.type in ("cpu", "cuda") else "aot_eager"
 
 
 def checks_of(engine: Engine) -> Checks:

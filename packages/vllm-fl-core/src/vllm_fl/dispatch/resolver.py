@@ -341,7 +341,7 @@ class Resolver:
         if failed:
             todo += (
                 f" These plugins failed to load, or not whole: {', '.join(failed)}; see "
-                "`vllm-fl plugins`."
+                "`vllm-fl doctor`."
             )
         return NoImplementationError(
             f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",

@@ -106,8 +106,3 @@ class EngineFacts:
             return f"custom_ops has -{registered}"
         is_off = "none" in self.custom_ops and f"+{registered}" not in self.custom_ops
         return "custom_ops has none" if is_off and self.mode == "eager" else ""
-
-    def lowering(self, device: torch.device) -> str:
-        """What lowers the compiled model, as far as it can be called without vLLM's passes."""
-        is_inductor = self.compile_backend in ("", "inductor")
-        return "inductor" if is_inductor and device.type in ("cpu", "cuda") else "aot_eager"

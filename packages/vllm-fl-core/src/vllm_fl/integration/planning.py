@@ -206,7 +206,7 @@ def plan_for(
         get_default_manager(),
         facts,
         demoted={**found.impls, **(demoted or {})},
-        notes={**_kept_by_vllm(facts), **found.ops},
+        notes={**found.ops, **_kept_by_vllm(facts)},
         kept_layers=found.layers,
     )
     kept = merged(lambda each: each.keep_stock(plan))

@@ -68,7 +68,6 @@ STARTUP = {
         Settings.platform,
         Settings.plugins,
         Settings.plugin_modules,
-        Settings.strict_plugins,
         Settings.log_level,
         Settings.debug,
     )
@@ -90,7 +89,7 @@ def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
     """Read the settings that a process needs before its plugins are known, from the environment.
 
     Returns:
-        `enabled`, `platform`, `plugins`, `plugin_modules`, `strict_plugins`, `log_level`, `debug`.
+        `enabled`, `platform`, `plugins`, `plugin_modules`, `log_level`, `debug`.
 
     Raises:
         SettingsError: one of them is wrong.

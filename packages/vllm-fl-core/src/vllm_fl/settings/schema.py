@@ -97,7 +97,7 @@ def undo(origin: str) -> str:
     if in_file := re.match(r"(\S.*?):(\d+)\b", origin):
         return f"${{EDITOR:-vi}} +{in_file[2]} {shlex.quote(in_file[1])}"
     named = re.search(r"\benvironment (\w+)|^(\w+_\w+)", origin)
-    return f"unset {named[1] or named[2]}" if named else "vllm-fl policy"
+    return f"unset {named[1] or named[2]}" if named else "vllm-fl settings"
 
 
 @dataclass(frozen=True)
@@ -179,20 +179,14 @@ class Settings(Mapping[str, Setting]):
     """Whether every resolution is printed and calls are counted."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
     """The file that each worker writes its counters to, by its rank, or None."""
-    report = SettingSpec[str | None]("report", "VLLM_FL_REPORT", None)
-    """The file of each worker's report, or None: in the folder of `metrics`."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The share of steps in which the plan's calls are compared while they serve, or None."""
-    shadow_file = SettingSpec[str | None]("shadow_file", "VLLM_FL_SHADOW_FILE", None)
-    """The file that each worker appends what it compared to, by its rank, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     """The distributions whose plugins are loaded, or None for all."""
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
     )
     """Modules that are loaded as plugins."""
-    strict_plugins = SettingSpec("strict_plugins", "VLLM_FL_STRICT_PLUGINS", False)
-    """Whether a plugin that fails ends the startup."""
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
     """The folder of FlagCX, or None."""
 

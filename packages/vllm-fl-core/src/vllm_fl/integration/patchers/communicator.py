@@ -172,7 +172,7 @@ class Groups:
         from ...engine.limited import fault_of
 
         group, device = arguments["cpu_group"], arguments["device"]
-        name, rank, size = arguments["unique_name"], dist.get_rank(), dist.get_world_size(group)
+        name, rank = arguments["unique_name"], dist.get_rank()
         key = COMMUNICATOR, impl.impl_id
         disabled = self.engine.disabled.get(key)
         fault = self.faults.get(key) or (disabled and Fault(disabled.rank, disabled.why))
@@ -189,13 +189,13 @@ class Groups:
 
         made: list[Any] = []
         checks: list[Check] = []
-        facts = GroupFacts(name, dist.get_rank(group), size, device, self.dtype)
+        facts = GroupFacts(name, group.rank(), group.size(), device, self.dtype)
         off = is_off(
             lambda: made.append(cls(**arguments)), f"its class cannot be made for group {name}: "
         ) or is_off(lambda: checks.extend(communicator_checks(self.engine, made[0], facts)))
         # Each check is one exchange: the ranks must have the same ones.
         names = tuple(check.what for check in checks)
-        every = gathered(names, group, size, rank, "verify their communicators")
+        every = gathered(names, group, "verify their communicators")
         differ = "" if len({*every}) == 1 else f"the checks of the ranks differ: {every}"
         if off or is_off(lambda: differ) or any(is_off(check.run) for check in checks):
             for each in made:
@@ -209,10 +209,7 @@ class Groups:
         Raises:
             StartError: a call of it is stuck, on whichever rank.
         """
-        import torch.distributed as dist
-
-        size, rank = dist.get_world_size(group), dist.get_rank()
-        told = gathered(mine, group, size, rank, "verify their communicators")
+        told = gathered(mine, group, "verify their communicators")
         fault = next((each for each in told if each is not None), None)
         if fault is None:
             return False
