@@ -229,7 +229,7 @@ def _subject(
         facts = engine.facts
         facts = replace(facts, settings=facts.settings.without_table("it is measured"))
         ordered = (*facts.ordered.settings.held_by_device,)
-        facts = replace(facts, device=None)
+        facts = replace(facts, device="")
         plan = plan_for(facts)
         assert facts.sizes is not None and facts.dtype is not None  # it has a model
         sizes, dtype = facts.sizes, facts.dtype
