@@ -17,7 +17,7 @@ from typing import Any
 
 from ..contracts import OpSpec
 from ..contracts.spec import differs
-from ..contracts.takes import supports_of
+from ..contracts.takes import checked, supports_of
 from .types import OpImpl, older_probe, parameters_of
 
 Parameters = Sequence[inspect.Parameter]
@@ -56,6 +56,8 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None and not impl.needs_layer:
         supports = supports_of(spec, impl.takes)
+        if impl.traceable and not impl.takes:  # with `supports` it would be opaque
+            fn, supports = checked(fn, supports), None
     consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())
     wanted: Parameters = tuple(spec.signature.parameters.values())
     own = parameters_of(fn)
