@@ -10,6 +10,32 @@ from typing import Any
 
 import envs
 
+OPS = """
+import json
+from vllm_fl.dispatch import get_default_manager
+manager = get_default_manager()
+manager.ensure_initialized()
+snapshot = manager.registry.snapshot()
+found = {}
+for op in snapshot.ops:
+    trace = manager.trace(op, without_layer=True)
+    found[op] = {
+        "selected": trace.selected and trace.selected.impl_id,
+        "candidates": [
+            {
+                "impl_id": each.impl.impl_id,
+                "vendor": each.impl.vendor,
+                "priority": each.impl.priority,
+                "distribution": snapshot.owners[op, each.impl.impl_id].distribution,
+                "status": each.status,
+                "reason": each.reason,
+            }
+            for each in trace.candidates
+        ],
+    }
+print(json.dumps(found))
+"""
+
 
 @dataclass(frozen=True)
 class Installed:
@@ -39,18 +65,16 @@ class Installed:
             text=True,
         )
 
-    def plugins(self, *, status: int, **variables: str) -> dict[str, dict[str, Any]]:
-        """What `vllm-fl plugins --json` lists beside ops and extensions, by distribution."""
-        found = self.answer("plugins", status=status, **variables)["plugins"]
+    def plugins(self, **variables: str) -> dict[str, dict[str, Any]]:
+        """Return the plugins that `doctor --json` lists, without ours, by distribution."""
+        found = self.answer("doctor", status=None, **variables)["plugins"]
         always = ("vllm-fl-ops", "vllm-fl-tools", "vllm-fl-verify")
         return {p["distribution"]: p for p in found if p["distribution"] not in always}
 
-    def ops(
-        self, mode: str = "script", *, status: int | None = None, **variables: str
-    ) -> dict[str, dict[str, Any]]:
-        """What `vllm-fl ops --json` lists, by op."""
-        answer = self.answer("ops", "--mode", mode, status=status, **variables)
-        return {op["op"]: op for op in answer["ops"]}
+    def ops(self, **variables: str) -> dict[str, dict[str, Any]]:
+        """Return what a script gets for each op: `selected` and `candidates`."""
+        found: dict[str, dict[str, Any]] = self.script(OPS, **variables)
+        return found
 
     def answer(self, *words: str, status: int | None, **variables: str) -> dict[str, Any]:
         """What `vllm-fl VERB --json` prints; `status` is its exit status, None for 0 or 1."""

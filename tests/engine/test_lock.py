@@ -37,17 +37,17 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     assert lock.result["ops"]["rms_norm"] == "vendor.cpu"
     job = Job(folder, batches()[:1], options=sizes, logits=False)
     named = {"VLLM_FL_LOCK": str(file)}
-    kept = tmp_path / "chat.json"
-    served = run(job, VLLM_FL_REPORT=str(kept), **named)
+    kept = tmp_path / "chat.report.json"
+    served = run(job, VLLM_FL_METRICS=str(tmp_path / "chat.prom"), **named)
     told = json.loads(kept.read_text())
     assert f"seed {lock.seed}" in told["report"]["remarks"] and told["lock"] == []
     assert "[FL505]" not in served["log"]
     with pytest.raises(EngineFailed) as ended:
         run(job, VLLM_FL_PREFER="reference", **named)
-    line = "setting prefer is reference (environment VLLM_FL_PREFER); the lock has nothing"
+    line = "setting prefer is reference; the lock has nothing"
     assert "LockError" in ended.value.log and line in ended.value.log
-    report = tmp_path / "report.json"
-    named |= {"VLLM_FL_LOCK_MODE": "warn", "VLLM_FL_REPORT": str(report)}
+    report = tmp_path / "warned.report.json"
+    named |= {"VLLM_FL_LOCK_MODE": "warn", "VLLM_FL_METRICS": str(tmp_path / "warned.prom")}
     warned = run(job, VLLM_FL_PREFER="reference", **named)
     assert any(line in told for told in json.loads(report.read_text())["lock"])
     assert warned["log"].count(line) == 1 and "[FL505]" in warned["log"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ def tallies(report: dict[str, Any], op: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_what_begins_to_be_wrong_while_it_serves_is_named(
-    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]], tmp_path: Path
+    model: Callable[[str], Path], plugin: Callable[..., dict[str, str]]
 ) -> None:
     ours = run(
         Job(str(model("qwen3")), batches(), logits=False),
@@ -31,7 +30,6 @@ def test_what_begins_to_be_wrong_while_it_serves_is_named(
         VLLM_FL_PREFER="reference",
         VLLM_FL_PER_OP="silu_and_mul=vendor:drifting",
         VLLM_FL_SHADOW="0.5",
-        VLLM_FL_SHADOW_FILE=str(tmp_path / "shadow.jsonl"),
     )
     (report,) = ours["report"]
     assert report["demotions"] == {}, "the start sees nothing of it"
@@ -44,10 +42,6 @@ def test_what_begins_to_be_wrong_while_it_serves_is_named(
         ((of_op),) = tallies(report, op).values()
         assert not any(tally["wrong"] for tally in of_op), (op, of_op)
     assert "Shadow: implementation 'vendor.drifting' of op 'silu_and_mul' is off" in ours["log"]
-    lines = [json.loads(line) for line in (tmp_path / "shadow.rank0.jsonl").open()]
-    assert {found["op"] for line in lines for found in line["compared"] if found["wrong"]} == {
-        "silu_and_mul"
-    }
 
 
 def test_a_compiled_engine_runs_sampled_steps_uncompiled(

@@ -79,7 +79,7 @@ def test_it_is_named_and_harms_no_other(
     (finding,) = findings(installed, "half-installed")
     assert what in finding["what"] and todo in finding["todo"]
     cause = REFUSED.get(damage)
-    plugins = installed.plugins(status=int(cause is not None))
+    plugins = installed.plugins()
     assert plugins["fl-sound"]["status"] == "ok"
     if cause is None:
         assert set(plugins) == {"fl-sound"}
@@ -87,11 +87,9 @@ def test_it_is_named_and_harms_no_other(
         failed = plugins[BROKEN]
         assert (failed["status"], failed["version"]) == ("failed", "1.0")
         assert cause in failed["error"] and "leave it out with VLLM_FL_PLUGINS" in failed["error"]
-        done = installed.command("plugins", "--json")
-        assert done.stderr.count(cause) == 1 and "Traceback" not in done.stderr
-        left_out = installed.plugins(status=0, VLLM_FL_PLUGINS="fl-sound")
+        left_out = installed.plugins(VLLM_FL_PLUGINS="fl-sound")
         assert left_out[BROKEN]["status"] == "disabled"
-    op = installed.ops(status=0)["silu_and_mul"]
+    op = installed.ops()["silu_and_mul"]
     assert op["selected"] == "vendor.sound"
     assert [c["distribution"] for c in op["candidates"]] == ["fl-sound"]
 

@@ -105,9 +105,9 @@ def serve(
 def test_its_op_is_listed_explained_and_verified_like_others(
     installed: Installed, wrong: dict[str, str]
 ) -> None:
-    plugin = installed.plugins(status=0)["acme-softcap"]
+    plugin = installed.plugins()["acme-softcap"]
     assert plugin["hooks"] == ["contracts", "register_ops"] and plugin["status"] == "ok"
-    assert len(installed.ops(status=0)[OP]["candidates"]) == 2
+    assert len(installed.ops()[OP]["candidates"]) == 2
     explained = installed.command("explain", OP)
     assert "cap: float" in explained.stdout and "x[..., d:]" in explained.stdout
     assert "models of others, which have no such layer" in explained.stdout

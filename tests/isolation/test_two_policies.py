@@ -25,7 +25,7 @@ def order(installed: Installed, op: str, **variables: str) -> dict[str, Any]:
 
 
 def test_the_orders_merge_whatever_was_installed_first(both: Installed) -> None:
-    plugins = both.plugins(status=0)
+    plugins = both.plugins()
     assert {name: plugin["status"] for name, plugin in plugins.items()} == dict.fromkeys(BOTH, "ok")
     view = order(both, "silu_and_mul")
     (eager,) = view["modes"]
@@ -40,7 +40,7 @@ def test_the_orders_merge_whatever_was_installed_first(both: Installed) -> None:
 
 
 def test_a_setting_on_which_they_differ_is_the_default_and_a_finding(both: Installed) -> None:
-    policy = both.answer("policy", status=0)
+    policy = both.answer("settings", status=0)
     assert policy["platform_files"]
     rows = {row["key"]: row for row in policy["settings"]}
     assert rows["strict"]["value"] is False

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.files import Draft, open_to_append
+from vllm_fl.files import Draft
 
 
 def test_a_draft_is_there_when_it_is_whole(tmp_path: Path) -> None:
@@ -42,26 +42,3 @@ def test_a_name_as_long_as_may_be(tmp_path: Path) -> None:
         draft.put(b"")
     with pytest.raises(OSError, match="too long"), Draft(tmp_path / ("x" * 256)) as draft:
         draft.put(b"")
-
-
-def test_what_grows_is_not_appended_to_what_a_link_names(tmp_path: Path) -> None:
-    victim, path = tmp_path / "victim", tmp_path / "lines"
-    victim.write_text("mine")
-    path.symlink_to(victim)
-    with pytest.raises(OSError, match="is a link, which is not followed"):
-        open_to_append(path)
-    assert victim.read_text() == "mine"
-    with open_to_append(tmp_path / "own") as file:
-        file.write(b"1\n")
-    with open_to_append(tmp_path / "own") as file:
-        file.write(b"2\n")
-    assert (tmp_path / "own").read_text() == "1\n2\n"
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="is not a regular file"):
-        open_to_append(tmp_path / "pipe")
-
-
-def test_a_file_that_grows_has_the_usual_permissions(tmp_path: Path) -> None:
-    open_to_append(tmp_path / "grows").close()
-    (tmp_path / "usual").touch()
-    assert (tmp_path / "grows").stat().st_mode == (tmp_path / "usual").stat().st_mode

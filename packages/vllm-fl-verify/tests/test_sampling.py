@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import time
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,12 +178,8 @@ def test_a_rate_that_is_none_is_refused(text: str) -> None:
         load_settings({"VLLM_FL_SHADOW": text})
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_fl_verify import sampling as module
 
@@ -197,7 +189,7 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     clock = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     caplog.set_level("INFO", logger="vllm_fl")
-    worker = Worker(fn=wrong, VLLM_FL_SHADOW="1", VLLM_FL_SHADOW_FILE=str(tmp_path / "s.jsonl"))
+    worker = Worker(fn=wrong, VLLM_FL_SHADOW="1")
     canary = watched(worker)
     step(worker)
     (line,) = said(caplog)
@@ -213,25 +205,5 @@ def test_an_error_is_said_at_once_with_its_name_and_then_once_a_minute(
     assert "off in 3 of 3 compared calls" in said(caplog)[1]
     step(worker)
     monkeypatch.undo()
-    canary.close()
-    first, second, last = lines_of(tmp_path / "s.rank0.jsonl")
-    assert first["compared"][0]["wrong"] == 1 and first["compared"][0]["impl"] == "vendor.acme"
-    assert first["digest"] == "f00d" and (first["sampled"], second["sampled"]) == (1, 4)
-    assert last["compared"][0]["calls"] == 1, "what is not said yet is said at the end"
-
-
-def test_a_file_that_cannot_be_written_is_one_line_and_no_step_waits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "missing" / "s.jsonl"
-    worker = Worker(VLLM_FL_SHADOW="1", VLLM_FL_SHADOW_FILE=str(path))
-    canary = watched(worker)
-    for _ in range(3):
-        step(worker)
-        canary.say()
-    canary.close()
-    deadline = time.monotonic() + 300
-    while any(t.name == "vllm-fl-shadow" for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert sum("VLLM_FL_SHADOW_FILE" in line for line in said(caplog)) == 1
+    canary.say()
+    assert "off in 1 of 1" in said(caplog)[2]

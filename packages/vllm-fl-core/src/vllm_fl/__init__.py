@@ -34,8 +34,8 @@ and `vllm_fl_acme/plugin.py` is, complete::
             )
         ]
 
-Parameters are those of the op's contract (`vllm-fl ops`), which comes from vllm-fl-ops: the
-distribution requires that, beside vllm-fl-core. `vllm-fl plugins` shows whether it was found,
+Parameters are those of the op's contract (`vllm-fl plan`), which comes from vllm-fl-ops: the
+distribution requires that, beside vllm-fl-core. `vllm-fl doctor` shows whether it was found,
 `vllm-fl explain silu_and_mul` whether it is chosen, and why not.
 
 Everything that a backend needs is imported from here; the modules below are core's own.

@@ -9,7 +9,6 @@ import pytest
 
 from vllm_fl.dispatch import startup
 from vllm_fl.dispatch.startup import Startup, start
-from vllm_fl.errors import PluginError
 from vllm_fl.plugins.discovery import Found
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.plugin import Owner
@@ -139,11 +138,6 @@ def test_a_device_hook_that_fails_is_reported_once_and_costs_itself_only(
     (record,) = [each for each in caplog.records if "device hook" in each.getMessage()]
     said = "Plugin 'broken' of fl-test 1.0: its device hook failed: OSError: no driver"
     assert record.levelname == "ERROR" and said in record.getMessage()
-    strict = {"VLLM_FL_STRICT_PLUGINS": "1"}
-    with pytest.raises(PluginError, match="VLLM_FL_STRICT_PLUGINS=1 makes this an error") as caught:
-        begin({**env, **strict}, Broken(), Acme())
-    assert (caught.value.plugin, caught.value.distribution) == ("broken", "fl-test 1.0")
-    begin(strict, Broken(), platform="cpu")  # it is not asked, and has not failed
 
 
 @pytest.mark.parametrize(

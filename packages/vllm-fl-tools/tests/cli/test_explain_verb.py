@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from commands import Command, Plugin
 
 from vllm_fl.contracts import contracts
 from vllm_fl.plugins.registry import known_contracts
+from vllm_fl_tools.cli.explain import documentation_of, signature_of, targets_of
 
 TWO = """
 @hookimpl
@@ -20,11 +20,6 @@ def register_ops():
         vendor("zeta", available=lambda: "no zeta card"),
         OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, silu_and_mul),
     ]
-"""
-WITH_FILE = """
-@hookimpl
-def policy(platform):
-    return PolicyDefaults({path!r}) if platform == "acme" else None
 """
 
 
@@ -59,51 +54,33 @@ def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plug
     assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
 
 
-def test_the_modes_of_a_list_and_its_line(fl: Command, plugin: Plugin, tmp_path: Path) -> None:
-    path = tmp_path / "acme.yaml"
-    path.write_text(
-        "op_backends:\n  silu_and_mul:\n    eager: [vendor]\n    compiled: [stock, reference]\n"
-    )
-    plugin(TWO + WITH_FILE.format(path=str(path)))
-    script, eager, compiled = both(fl, "silu_and_mul", VLLM_FL_PLATFORM="acme")
-    assert (script["selected"], eager["selected"]) == ("vendor.acme", "vendor.acme")
-    assert compiled["selected"] == "stock.vllm"
-    assert compiled["order"] == ["stock", "reference"]
-    for view in (script, eager, compiled):
-        assert view["origin"].startswith(f"op_backends.silu_and_mul, {path}:2")
-
-
 @pytest.mark.parametrize("op", sorted(contracts()))
-def test_the_page_of_an_op_is_whole(fl: Command, plugin: Plugin, op: str) -> None:
-    """No page lists the ops: this is where their documentation is read."""
-    plugin()
+def test_the_documentation_of_an_op_is_whole(op: str) -> None:
     spec, binding = contracts()[op], known_contracts().bindings[op]
-    page, told = fl("explain", op).out, fl("explain", op, "--json").json()
-    head = page.split("\n\n")[0]
-    assert "'torch" not in head and '"' not in head
+    head = signature_of(spec, width=1) or ""
+    assert "'torch" not in head and '"' not in head and head.startswith(f"{op}(\n")
     for name, parameter in spec.signature.parameters.items():
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         (line,) = [x for x in head.splitlines() if x.startswith(f"    {name}: ")]
         assert line.endswith(f"{default},")
-    assert told["signature"].startswith(f"{op}(") and "'torch" not in told["signature"]
-    assert binding.not_reached and all(bypass in page for bypass in binding.not_reached)
-    assert told["bypasses"] == list(binding.not_reached)
-    assert len(set(told["places"])) == len(told["places"])
-    assert bool(told["places"]) == bool(binding.targets), (
-        "`places_of` of cli/explain.py does not name this kind of place"
-    )
-    assert f"vllm-fl explain {op} --contract" in page and "Args:" not in page
+    assert binding.not_reached and documentation_of(spec)
+    targets = targets_of(binding)
+    assert len(set(targets)) == len(targets) and bool(targets) == bool(binding.targets)
 
-    written = inspect.getdoc(spec.oracle) or ""
-    done = fl("explain", op, "--contract")
-    assert done.status == 0
-    assert done.out.startswith(f"{op}(\n") and written in done.out
+
+def test_the_pages_of_an_op(fl: Command, plugin: Plugin) -> None:
+    plugin()
+    spec = contracts()["rms_norm"]
+    page, told = fl("explain", "rms_norm").out, fl("explain", "rms_norm", "--json").json()
+    assert told["signature"].startswith("rms_norm(") and told["bypasses"]
+    assert all(bypass in page for bypass in told["bypasses"])
+    assert "vllm-fl explain rms_norm --contract" in page and "Args:" not in page
+    done = fl("explain", "rms_norm", "--contract")
+    assert done.status == 0 and documentation_of(spec) in done.out
     assert all(tolerance.reason in done.out for tolerance in spec.tolerances.values())
-    samples = done.out.rpartition("Its samples")[2]
-    assert all(parameter in samples for parameter in (*spec.from_layer, *spec.consumable))
-    told = fl("explain", op, "--contract", "--json").json()
-    assert told["documentation"] == written and told["dtypes"] == list(spec.dtypes)
-    assert set(told["tolerances"].get("results", ())) == set(spec.tolerances)
+    told = fl("explain", "rms_norm", "--contract", "--json").json()
+    assert told["dtypes"] == list(spec.dtypes)
+    assert set(told["tolerances"]["results"]) == set(spec.tolerances)
 
 
 def test_what_only_vllm_knows_is_not_said_without_it(fl: Command, plugin: Plugin) -> None:
@@ -144,14 +121,12 @@ def test_an_order_by_size_is_shown_row_by_row(fl: Command, plugin: Plugin, tmp_p
     (plain,) = fl(*question, "--json").json()["modes"]
     assert plain["rows"] == []
     # One row in which nothing may run is a finding: a script would fail there.
-    assert fl("explain", "silu_and_mul", "--mode", "script", **variables).status == 1
-    for asked in (("ops",), ("ops", "--script")):
-        assert "(by size)" in fl(*asked, **variables).out and "(by size)" not in fl(*asked).out
+    assert fl("explain", "silu_and_mul", "--script", **variables).status == 1
 
 
 def test_an_op_without_anything_is_a_finding(fl: Command, plugin: Plugin) -> None:
     plugin()
-    done = fl("explain", "rms_norm", "--mode", "script")
+    done = fl("explain", "rms_norm", "--script")
     assert done.status == 1
     assert "pip install" in done.out
     assert fl("explain", "rms_norm", "--mode", "eager").status == 0  # vLLM's own path
@@ -203,6 +178,5 @@ def test_a_whole_layer_of_vllms(fl: Command, plugin: Plugin) -> None:
     orders = {"VLLM_FL_PER_OP": "RowParallelLinear=stock"}
     left = fl("explain", "RowParallelLinear", "--mode", "eager", "--json", **orders).json()
     assert left["modes"][0]["selected"] == "stock.vllm"
-    ops = {op["op"]: op for op in fl("ops", "--json").json()["ops"]}
-    assert ops["RowParallelLinear"]["selected"] == "vendor.acme"
+    assert fl("plan", "--json").json()["plan"]["ops"]["RowParallelLinear"]["impl"] == "vendor.acme"
     assert "RowParallelLinear" not in fl("explain", "rms_norm").out

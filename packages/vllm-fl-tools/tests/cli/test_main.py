@@ -10,60 +10,28 @@ import pytest
 from commands import Command, Plugin
 
 from vllm_fl.errors import StartError
-from vllm_fl_tools.cli import ops
+from vllm_fl_tools.cli import plan
 
-VERBS = ("doctor", "explain", "ops", "plugins", "policy")
-
-
-def test_help_lists_every_verb_with_a_summary(fl: Command) -> None:
-    done = fl("--help")
-    assert done.status == 0
-    for verb in VERBS:
-        (line,) = [line for line in done.out.splitlines() if line.split()[:1] == [verb]]
-        assert len(line.split()) > 4
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb(fl: Command, verb: str) -> None:
-    done = fl(verb, "--help")
-    assert done.status == 0
-    assert "--json" in done.out
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        (),
-        ("nonsense",),
-        ("ops", "--nonsense"),
-        ("explain",),
-        ("explain", "rms_norm", "--mode", "fast"),
-        ("explain", "rms_nrom"),
-    ],
+WRONG = (
+    "",
+    "nonsense",
+    "plan --nonsense",
+    "explain",
+    "explain rms_norm --mode fast",
+    "explain rms_nrom",
+    "explain FL999",
 )
-def test_wrong_usage_is_status_2_and_one_message(
-    fl: Command, plugin: Plugin, args: tuple[str, ...]
-) -> None:
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_usage_is_status_2_and_one_message(fl: Command, plugin: Plugin, words: str) -> None:
     plugin()
-    done = fl(*args)
-    assert done.status == 2
-    assert done.out == ""
-    assert "Traceback" not in done.err
-    assert "vllm-fl" in done.err
+    done = fl(*words.split())
+    assert (done.status, done.out) == (2, "")
+    assert "Traceback" not in done.err and "vllm-fl" in done.err
 
 
-@pytest.mark.parametrize("verb", [("ops",), ("policy",), ("explain", "rms_norm")])
-def test_a_wrong_setting_is_status_2_and_says_which(fl: Command, verb: tuple[str, ...]) -> None:
-    done = fl(*verb, VLLM_FL_PREFER="vendr")
-    assert done.status == 2
-    assert "VLLM_FL_PREFER" in done.err and "vendor" in done.err
-    assert done.out == ""
-
-
-@pytest.mark.parametrize("verb", [("ops",), ("plugins",), ("explain", "silu_and_mul")])
-def test_what_libraries_print_is_no_part_of_an_answer(
-    fl: Command, plugin: Plugin, verb: tuple[str, ...]
-) -> None:
+def test_what_libraries_print_is_no_part_of_an_answer(fl: Command, plugin: Plugin) -> None:
     plugin(
         """
         import os, sys
@@ -78,16 +46,9 @@ def test_what_libraries_print_is_no_part_of_an_answer(
             return [vendor("acme", available=loud)]
         """
     )
-    done = fl(*verb, "--json")
+    done = fl("plan", "--json")
     assert done.json()
     assert "hello" in done.err
-
-
-def test_a_secret_in_an_error_is_not_printed(fl: Command) -> None:
-    done = fl("policy", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
-    assert done.status == 2
-    assert "hf_0123456789" not in done.err
-    assert "<redacted>" in done.err
 
 
 def test_the_version(fl: Command) -> None:
@@ -110,19 +71,18 @@ def test_a_full_disk_is_one_line() -> None:
     assert last == "vllm-fl: the answer cannot be written: No space left on device"
 
 
-@pytest.mark.parametrize("verb", ["ops", "policy"])
-@pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"])
-def test_a_settings_file_that_is_not_there(fl: Command, verb: str, variable: str) -> None:
-    done = fl(verb, **{variable: "/not/there.yaml"})
-    assert done.status == 2
-    assert "'/not/there.yaml' does not exist" in done.err
-    assert "Traceback" not in done.err
+def test_a_settings_file_that_does_not_exist(fl: Command) -> None:
+    for variable in ("VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG"):
+        done = fl("settings", **{variable: "/not/there.yaml"})
+        assert done.status == 2
+        assert "'/not/there.yaml' does not exist" in done.err
 
 
 def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Command) -> None:
-    done = fl("ops", VLLM_FL_PREFER="vendr")
+    done = fl("plan", VLLM_FL_PREFER="hf_0123456789", HF_TOKEN="hf_0123456789")
     message, more = done.err.splitlines()
-    assert message.endswith("[FL102]")
+    assert (done.status, done.out) == (2, "") and message.endswith("[FL102]")
+    assert "VLLM_FL_PREFER" in message and "<redacted>" in message and "hf_0" not in message
     (command,) = re.findall(r"`vllm-fl ([^`]+)`", more)
     # The setting that is wrong must not keep its own explanation away.
     explained = fl(*command.split(), VLLM_FL_PREFER="vendr")
@@ -130,18 +90,12 @@ def test_an_error_ends_with_its_code_and_the_command_that_explains_it(fl: Comman
     assert explained.out.startswith("# FL102: ")
 
 
-def test_a_code_that_is_not_there_is_a_wrong_command_line(fl: Command) -> None:
-    done = fl("explain", "FL999")
-    assert (done.status, done.out) == (2, "")
-    assert "FL999: there is no such code" in done.err and "FL102" in done.err
-
-
 def test_the_end_of_a_log_stays_lines(fl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(_: object) -> int:
         raise StartError("The engine plan failed. The end of its log:\nTraceback\nFL\x1b[1m")
 
-    monkeypatch.setattr(ops, "run", run)
-    done = fl("ops")
+    monkeypatch.setattr(plan, "run", run)
+    done = fl("plan")
     assert done.status == 1
     assert done.err.splitlines() == [
         "vllm-fl: The engine plan failed. The end of its log: [FL501]",

@@ -92,3 +92,11 @@ def test_wrong_arguments(fl: Command, plugin: Plugin, arguments: tuple[str, ...]
     Path("wrong.yaml").write_text("op_backends: {silu_and_mul: [vendr]}\n")
     done = fl("plan", *arguments, "--json")
     assert (done.status, done.out) == (2, "") and done.err
+
+
+def test_where_no_plugin_is_loaded_no_op_is_known_and_it_is_said_why(fl: Command) -> None:
+    done = fl("plan", VLLM_FL_PLATFORM="none", VLLM_FL_PLUGINS="")
+    assert "VLLM_FL_PLUGINS leaves out" in done.out and "vllm-fl-ops" in done.out
+    done = fl("explain", "rms_norm", VLLM_FL_PLUGINS="")
+    assert done.status == 2
+    assert "Known: none." in done.err and "VLLM_FL_PLUGINS leaves out vllm-fl-ops." in done.err

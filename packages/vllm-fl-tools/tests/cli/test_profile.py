@@ -141,7 +141,7 @@ def test_without_a_plan_there_is_nothing_to_look_at(profile: Any) -> None:
 
 
 def test_other_verbs_take_no_arguments_that_they_do_not_know(fl: Command) -> None:
-    done = fl("ops", "--enforce-eager")
+    done = fl("plan", "--enforce-eager")
     assert done.status == 2 and "unrecognized arguments: --enforce-eager" in done.err
 
 

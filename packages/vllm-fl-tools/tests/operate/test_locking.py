@@ -1,4 +1,4 @@
-"""What differs from a lock, and who says it."""
+"""Differences from a lock, and the rank that reports them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import pickle
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,68 +18,64 @@ if find_spec("vllm") is None:
 from vllm_fl.errors import LockError
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import MARK, VERSION, Locked
-from vllm_fl.settings.schema import Settings
-from vllm_fl_tools.operate.locking import differences, refuse
+from vllm_fl_tools.operate.locking import Lock, differences
 
 FACTS: dict[str, Any] = {
     "torch": "2.13.0",
-    "vllm-fl-acme": "0.1.0 0123",
-    "setting prefer": ["vendor", "environment VLLM_FL_PREFER"],
-    "engine arguments": {"max_num_seqs": 8, "dtype": "torch.bfloat16"},
-    "model configuration": {"hidden_size": 64, "head_dim": 16, "a": 1, "b": 1, "c": 1},
+    "setting": {"prefer": "vendor"},
+    "argument": {"max_num_seqs": 8, "dtype": "torch.bfloat16"},
+    "model configuration": {"hidden_size": 64, "head_dim": 16},
     "plan": {"rms_norm": "vendor.acme"},
 }
 LOCKED = Locked("vllm-fl.lock", FACTS, {}, 7)
 
 
-def told(**changed: Any) -> list[str]:
-    facts = FACTS | {name.replace("_", " "): value for name, value in changed.items()}
-    return differences(LOCKED, {name: fact for name, fact in facts.items() if fact is not None})
-
-
-def test_one_line_each() -> None:
-    assert told() == []
-    assert told(torch="2.14.0") == ["torch is 2.14.0; the lock has 2.13.0"]
-    assert told(torch=None, zeta="1") == [
-        "torch is nothing; the lock has 2.13.0",
-        "zeta is 1; the lock has nothing",
+def test_one_line_for_each_value() -> None:
+    assert differences(LOCKED, FACTS) == []
+    changed = {"torch": "2.14.0", "setting": {}, "plan": {"rms_norm": "stock"}}
+    assert differences(LOCKED, FACTS | changed) == [
+        "setting prefer is nothing; the lock has vendor",
+        "torch is 2.14.0; the lock has 2.13.0",
+    ], "the plan follows from the others"
+    assert differences(LOCKED, FACTS | {"plan": {"rms_norm": "stock"}}) == [
+        "plan rms_norm is stock; the lock has vendor.acme"
     ]
-    assert told(setting_prefer=["flagos", "fl.yaml:3"]) == [
-        "setting prefer is flagos (fl.yaml:3); the lock has vendor (environment VLLM_FL_PREFER)"
-    ]
+    any_model = {name: FACTS[name] for name in ("torch", "setting")}
+    assert differences(LOCKED, any_model) == []
+    many = differences(LOCKED, FACTS | {"argument": {str(n): n for n in range(20)}})
+    assert len(many) == 13 and many[-1] == "and 10 more"
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def lock_of(tmp_path: Path, rank: int, by_rank: list[list[str]], **variables: str) -> Lock:
+    """The lock of a rank's engine, whose ranks find these differences."""
     path = tmp_path / "vllm-fl.lock"
-    contents = {"facts": FACTS, "result": {}, "seed": 7}
-    path.write_text(json.dumps({MARK: VERSION, **contents}))
-    return load_settings({"VLLM_FL_LOCK": str(path)})
+    path.write_text(json.dumps({MARK: VERSION, "facts": FACTS, "result": {}, "seed": 7}))
+    settings = load_settings({"VLLM_FL_LOCK": str(path), **variables})
+    facts = SimpleNamespace(settings=settings)
+    engine: Any = SimpleNamespace(facts=facts, rank=rank, gather=lambda what, mine: by_rank)
+    return Lock(engine, FACTS)
 
 
-def test_the_first_rank_says_what_differs_on_any(settings: Settings) -> None:
-    by_rank = {1: ["torch is 1; the lock has 2", "nccl is 3; the lock has 4"], 0: ["torch is 1"]}
-    by_rank[0] = by_rank[1][:1]
-    refuse(settings, {0: [], 1: []}, says=True)
-    with pytest.raises(LockError) as first:
-        refuse(settings, by_rank, says=True)
-    with pytest.raises(LockError) as second:
-        refuse(settings, by_rank, says=False)
-    lines = ("torch is 1; the lock has 2", "rank 1: nccl is 3; the lock has 4")
-    assert first.value.differences == second.value.differences == lines
-    assert all(line in str(first.value) and line not in str(second.value) for line in lines)
-    assert settings.locked is not None and first.value.file == settings.locked.file
-    travelled = pickle.loads(pickle.dumps(first.value))  # as from a worker of Ray's
-    assert travelled.differences == lines and str(travelled) == str(first.value)
+def test_all_ranks_end_with_the_differences_of_each(tmp_path: Path) -> None:
+    lock_of(tmp_path, 0, [[], []]).compare_facts()
+    by_rank = [["torch is 1"], ["torch is 1", "nccl is 3"]]
+    for rank in (0, 1):
+        with pytest.raises(LockError) as ended:
+            lock_of(tmp_path, rank, by_rank).compare_facts()
+        assert ended.value.differences == ("torch is 1", "rank 1: nccl is 3")
+        assert "\n  rank 1: nccl is 3" in str(ended.value)
+        travelled = pickle.loads(pickle.dumps(ended.value))  # as from a worker of Ray's
+        assert str(travelled) == str(ended.value)
+        assert travelled.differences == ended.value.differences
 
 
-def test_a_warning_is_said_once(
-    settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_the_first_rank_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
-    assert settings.locked is not None
-    warns = load_settings({"VLLM_FL_LOCK": settings.locked.file, "VLLM_FL_LOCK_MODE": "warn"})
-    for says in (True, False):
-        refuse(warns, {0: ["torch is 1; the lock has 2"], 1: []}, says=says)
+    for rank in (0, 1):
+        lock = lock_of(tmp_path, rank, [["torch is 1"], []], VLLM_FL_LOCK_MODE="warn")
+        lock.compare_facts()
+        assert lock.differs == ["torch is 1"]
     (record,) = [record for record in caplog.records if "[FL505]" in record.getMessage()]
-    assert "torch is 1; the lock has 2" in record.getMessage()
+    assert "\n  torch is 1" in record.getMessage()

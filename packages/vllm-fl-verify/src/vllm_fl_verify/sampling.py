@@ -3,18 +3,12 @@ said at once, and what was seen once a minute."""
 
 from __future__ import annotations
 
-import json
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.engine.plan import Plan
-from vllm_fl.files import of_worker, open_to_append
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
@@ -39,7 +33,7 @@ def session(engine: Engine) -> Iterator[None]:
         yield
     finally:
         if Canary in engine.state:
-            engine.state[Canary].close()
+            engine.state[Canary].say()
 
 
 def watch(engine: Engine) -> Canary | None:
@@ -60,7 +54,7 @@ def watch(engine: Engine) -> Canary | None:
         return None
     assert model is not None
     shadow = Shadow(engine.plan, float(settings.shadow), _out_of_sight(engine.plan))
-    canary = engine.state[Canary] = Canary(shadow, engine, settings.shadow_file)
+    canary = engine.state[Canary] = Canary(shadow, engine.rank)
     runner = engine.runner
     plain = runner.execute_model
     compiled = [m for m in model.modules() if getattr(m, "do_not_compile", True) is False]
@@ -154,19 +148,15 @@ def _out_of_sight(plan: Plan) -> dict[str, str]:
 
 
 class Canary:
-    """Says what a shadow has seen, as log lines and JSON lines.
+    """Logs the results of a shadow.
 
     Args:
-        shadow: what samples and compares.
-        engine: whose it is.
-        named: the file that the user names for JSON lines, or None.
+        shadow: samples and compares.
+        rank: the worker's.
     """
 
-    def __init__(self, shadow: Shadow, engine: Engine, named: str | None) -> None:
-        self.shadow, self._rank = shadow, engine.rank
-        replica = engine.replica
-        self._about = {"dp": replica, "rank": self._rank, "digest": engine.digest}
-        self._lines = _Lines(of_worker(named, self._rank, replica)) if named else None
+    def __init__(self, shadow: Shadow, rank: int) -> None:
+        self.shadow, self._rank = shadow, rank
         self._due = time.monotonic() + EVERY
         self._named: set[tuple[str, str]] = set()
 
@@ -183,18 +173,6 @@ class Canary:
     def say(self) -> None:
         """Say what was seen since the last time."""
         found = self.shadow.collect()
-        if self._lines is not None:
-            self._lines.put(
-                {
-                    "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                    **self._about,
-                    **self.shadow.progress,
-                    "compared": [
-                        {"op": op, "impl": impl_id, "tokens": tokens, **vars(tally)}
-                        for (op, impl_id, tokens), tally in sorted(found.items())
-                    ],
-                }
-            )
         wrong = {key: tally for key, tally in found.items() if tally.wrong}
         for (op, impl_id, tokens), tally in wrong.items():
             log.warning(
@@ -215,12 +193,6 @@ class Canary:
         if found and not wrong and self._rank == 0:
             log.info("%s", _all_well(self.shadow, found))
 
-    def close(self) -> None:
-        """Say what is left to say. The engine ends."""
-        self.say()
-        if self._lines is not None:
-            self._lines.close()
-
 
 def _all_well(shadow: Shadow, found: Mapping[tuple[str, str, int], Tally]) -> str:
     (op, impl_id, tokens), worst = max(found.items(), key=lambda item: item[1].share)
@@ -230,40 +202,3 @@ def _all_well(shadow: Shadow, found: Mapping[tuple[str, str, int], Tally]) -> st
         f"them compared since the last line, all within the tolerance, the worst at "
         f"{worst.share:.2g} of it ({op} of {impl_id}, up to {tokens} tokens)"
     )
-
-
-class _Lines:
-    """Appends JSON lines to a file from a thread of its own: a step never waits for a disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._left: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=100)
-        self._is_said = False
-        self._thread = threading.Thread(target=self._run, name="vllm-fl-shadow", daemon=True)
-        self._thread.start()
-
-    def put(self, line: dict[str, Any] | None) -> None:
-        try:
-            self._left.put_nowait(line)
-        except queue.Full:
-            self._say(f"it does not answer, and {self._left.maxsize} lines wait for it")
-
-    def close(self) -> None:
-        self.put(None)
-        self._thread.join(1.0)
-
-    def _run(self) -> None:
-        get: Callable[[], dict[str, Any] | None] = self._left.get
-        while (line := get()) is not None:
-            try:
-                with open_to_append(self._path) as file:
-                    file.write(json.dumps(line).encode() + b"\n")
-            except OSError as error:
-                self._say(quote(error))
-
-    def _say(self, why: str) -> None:
-        if not self._is_said:
-            self._is_said = True
-            log.warning(
-                "VLLM_FL_SHADOW_FILE: %s cannot be written (%s): lines are lost", self._path, why
-            )

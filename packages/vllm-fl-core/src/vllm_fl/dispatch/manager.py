@@ -138,7 +138,6 @@ class OpManager:
 
         Raises:
             SettingsError: a setting is wrong. The next use tries again.
-            PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
         """
         if self._ready:
             return

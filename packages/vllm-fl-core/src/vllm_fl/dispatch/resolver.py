@@ -19,9 +19,10 @@ from ..plugins.registry import OpRegistry
 from ..plugins.reserved import ops_missing
 from ..plugins.types import Impl, OpImpl
 from ..settings.loading import Settings
-from ..settings.policy import Mode, Rows, SelectionPolicy, Token, closest
-from ..settings.unmatched import meant
+from ..settings.names import meant
+from ..settings.policy import Mode, Rows, SelectionPolicy, Token
 from ..settings.values import ORDER_PREFIX, wrong
+from ..text import closest
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ class Resolver:
         if failed:
             todo += (
                 f" These plugins failed to load, or not whole: {', '.join(failed)}; see "
-                "`vllm-fl plugins`."
+                "`vllm-fl doctor`."
             )
         return NoImplementationError(
             f"Op '{trace.op}' has no implementation that may run: {why}. {todo}",

@@ -58,7 +58,7 @@ def _names(allowed: Sequence[str] | None) -> frozenset[str] | None:
     return None if allowed is None else frozenset(map(canonical, allowed))
 
 
-def detect_platform(plugins: Sequence[Plugin] = (), *, strict: bool = False) -> str:
+def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
     """The platform that settings files are named after, as an engine of vLLM's has it here.
 
     That of another distribution's platform plugin, by its entry point; vLLM's own; the device of a
@@ -67,17 +67,15 @@ def detect_platform(plugins: Sequence[Plugin] = (), *, strict: bool = False) -> 
 
     Args:
         plugins: those that are asked for the device that they bring; one that fails is logged.
-        strict: raise what one fails with instead.
 
     Raises:
-        PluginError: a device hook failed, and `strict`.
     """
     foreign = foreign_platform()
     if foreign is not None:
         return foreign.name
     own = vllms_own()
     if own is None:
-        for profile in _profiles(plugins, strict=strict):
+        for profile in _profiles(plugins):
             if profile.detection() is True:
                 return profile.name
     npu = getattr(sys.modules.get("torch"), "npu", None)
@@ -92,19 +90,19 @@ def is_foreign(platform: str) -> bool:
     return foreign is not None and foreign.name == platform
 
 
-def known_platforms(plugins: Sequence[Plugin], *, strict: bool = False) -> tuple[str, ...]:
+def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
     """The platforms of settings files, those of plugins' devices included.
 
     Arguments and errors as for `detect_platform`; no device is looked for.
     """
-    brought = (profile.name for profile in _profiles(plugins, strict=strict))
+    brought = (profile.name for profile in _profiles(plugins))
     return tuple(dict.fromkeys((*PLATFORMS, *brought)))
 
 
-def _profiles(plugins: Sequence[Plugin], *, strict: bool) -> list[DeviceProfile]:
+def _profiles(plugins: Sequence[Plugin]) -> list[DeviceProfile]:
     known, errors = devices(plugins)
     for error in errors:
-        _report(error, strict=strict)
+        _report(error)
     return [profile for _, profile in known]
 
 
@@ -126,7 +124,6 @@ def start(
 
     Raises:
         SettingsError: a variable that decides how to start is wrong.
-        PluginError: a plugin failed and VLLM_FL_STRICT_PLUGINS=1.
     """
     early = load_startup(env)
     set_log_level("DEBUG" if early.debug else early.log_level)
@@ -138,7 +135,7 @@ def start(
     _warn(crumbs, "FL216")
     plugins = plugin_loader.load(registry, found, only=asked.plugins, variables=TAKEN)
     for plugin in plugins:
-        _report(plugin.error, strict=early.strict_plugins)
+        _report(plugin.error)
     # Only the process that logs the warnings needs them; a worker has not opened its device yet.
     asks = engine is None and speaks_for_all()
     settings, problem = try_settings(registry, env, platform=platform, asks=asks)
@@ -184,7 +181,6 @@ def try_settings(
 
     Raises:
         SettingsError: a variable that decides how to start is wrong.
-        PluginError: as for `start`.
     """
     early = load_startup(env)
     platform = platform or _detected(early, registry.plugins)
@@ -197,7 +193,7 @@ def try_settings(
 
 def _detected(early: Settings, plugins: Sequence[Plugin]) -> str | None:
     """The platform that was detected; None if the user forces one."""
-    return None if early.platform else detect_platform(plugins, strict=early.strict_plugins)
+    return None if early.platform else detect_platform(plugins)
 
 
 def read_settings(
@@ -225,11 +221,11 @@ def read_settings(
         owners = {owner.name for owner, profile in devices(plugins)[0] if profile.name == where}
         files = [(name, path) for name, path in files if name not in owners]
     for error in errors:
-        _report(error, strict=early.strict_plugins)
+        _report(error)
     snapshot = registry.snapshot()
     known: Sequence[str] = PLATFORMS
     if not files and early.platform and early.platform not in known:  # or is it a slip?
-        known = known_platforms(plugins, strict=early.strict_plugins)
+        known = known_platforms(plugins)
     settings = load_settings(
         env,
         platform=platform,
@@ -258,17 +254,6 @@ def read_settings(
     )
 
 
-def _report(failure: PluginError | None, *, strict: bool) -> None:
-    if failure is None:
-        return
-    if not strict:
+def _report(failure: PluginError | None) -> None:
+    if failure is not None:
         log.error("%s", failure)
-        return
-    raise PluginError(
-        f"{failure.message} (VLLM_FL_STRICT_PLUGINS=1 makes this an error.)",
-        op=failure.op,
-        impl=failure.impl,
-        plugin=failure.plugin,
-        distribution=failure.distribution,
-        cause=failure,
-    )

@@ -65,11 +65,6 @@ def is_sealed(vllm_config: VllmConfig) -> bool:
     return "plan" in entry_of(vllm_config)
 
 
-def turned_on(vllm_config: VllmConfig) -> set[str]:
-    """The layers, by the names in `custom_ops`, that are on because of the plan alone."""
-    return {name.removeprefix("+") for name in entry_of(vllm_config).get("enabled", ())}
-
-
 def digest_of(vllm_config: VllmConfig) -> str:
     """The digest of the sealed plan; empty before it is sealed."""
     return str(entry_of(vllm_config).get("plan", ""))
@@ -85,7 +80,7 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
     if not isinstance(entry, Carried):
         raise SettingsError(
             f"additional_config: {KEY!r} is vllm-fl's own entry and cannot be set by hand; "
-            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl policy` shows them). "
+            "settings are made by VLLM_FL_CONFIG and VLLM_FL_* (`vllm-fl settings` shows them). "
             "Remove it.",
             key=KEY,
             origin="additional_config",

@@ -23,7 +23,8 @@ from ..engine.plan import Plan
 from ..logs import get_logger
 from ..plugins.inspection import Key, Moment
 from ..text import quote, scrub
-from .ranks import Disabled, exchange
+from .exchange import exchange
+from .ranks import Disabled
 
 if TYPE_CHECKING:
     import torch

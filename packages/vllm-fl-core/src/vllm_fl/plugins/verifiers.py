@@ -8,7 +8,7 @@ from .plugin import Plugin
 from .reserved import TOOLS, VERIFY
 
 READ_BY = {
-    "operate": (TOOLS, ("lock", "metrics", "report")),
+    "operate": (TOOLS, ("lock", "metrics")),
     "verify": (VERIFY, ("shadow",)),
 }
 """Extension -> (its distribution, the settings that only it reads)."""

@@ -20,6 +20,9 @@ from ._verbs import VERBS, load
 TOOLS = "vllm-fl-tools"
 GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
 
+SHELL = "_ARGCOMPLETE"
+"""The variable by which a shell asks for completions."""
+
 
 class _Version(argparse.Action):
     """Print whose command this is: the distribution, its version, where it lies."""
@@ -58,7 +61,7 @@ def _answer(words: Sequence[str]) -> int:
     arguments.more = more
     if arguments.verb != "explain":  # which has the page of what is said here
         _check_temporary_folder()
-    with answering(), progress(arguments.verb):
+    with answering(), progress(arguments.verb, forks=arguments.verb == "doctor"):
         status: int = arguments.run(arguments)
     sys.stdout.flush()
     return status
@@ -92,10 +95,10 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    asked = words[0] if words and not _is_shell() else ""
+    asked = words[0] if words and SHELL not in os.environ else ""
     for name in [asked] if asked in VERBS else VERBS:
         summary, verb = load(name)
-        sub = verbs.add_parser(name, help=_in_help(summary), description=f"{summary}.")
+        sub = verbs.add_parser(name, help=summary.replace("%", "%%"), description=f"{summary}.")
         sub.add_argument("--json", action="store_true", help="print JSON for programs")
         sub.set_defaults(takes_more=False)
         verb.add_arguments(sub)
@@ -103,16 +106,11 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _in_help(text: str) -> str:
-    """Text for a list of verbs, in which `%` means something to argparse."""
-    return text.replace("%", "%%")
-
-
 def _status_of(answer: Callable[[], int]) -> int:
     """The exit status: the answer's own, or that of what ended it, which is told."""
     try:
         return answer()
-    except BrokenPipeError:  # `vllm-fl ops | head`
+    except BrokenPipeError:  # `vllm-fl plan | head`
         sys.stderr.close()
         return GOOD
     except VllmFLError as error:  # a missing file is an OSError, too
@@ -133,14 +131,9 @@ def _status_of(answer: Callable[[], int]) -> int:
         return INTERRUPTED
 
 
-def _is_shell() -> bool:
-    """Whether it is the shell that asks."""
-    return "_ARGCOMPLETE" in os.environ
-
-
 def _complete(parser: argparse.ArgumentParser) -> None:
     """Answer the shell and end the process, if it was the shell that asked."""
-    if not _is_shell():  # spares every other run the import
+    if SHELL not in os.environ:  # spares every other run the import
         return
     import argcomplete
 
@@ -159,6 +152,5 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _ops(**_: object) -> list[str]:
-    """The ops of distributions that bring contracts alone; no other plugin is loaded while somebody
-    types."""
+    """Return the ops of distributions that have only contracts: no plugin is loaded for this."""
     return [*known_contracts().contracts]

@@ -100,7 +100,7 @@ def _parts(
     yield "versions.txt", "".join(f"{line}\n" for line in _versions())
     yield "environment.txt", "".join(f"{line}\n" for line in _environment())
     yield "doctor.json", json.dumps(found, indent=2)
-    yield "settings.txt", _said("policy")
+    yield "settings.txt", _said("settings")
     yield "plan.txt", _said("plan", *([] if model is None else ["--model", model, *more]))
     settings_file = os.environ.get(CONFIG)
     if settings_file:
@@ -144,10 +144,8 @@ def _said(*words: str) -> str:
 
 def _left() -> list[Path]:
     """The reports and the metrics that workers of all ranks have left."""
-    named = [Path(path) for path in (os.environ.get(Settings.report.variable),) if path]
-    if metrics := os.environ.get(Settings.metrics.variable):
-        path = Path(metrics)
-        named += [path, path.parent / f"{path.stem}.report.json"]
+    metrics = os.environ.get(Settings.metrics.variable)
+    named = [Path(metrics), Path(metrics).with_suffix(".report.json")] if metrics else []
     found = {
         path: None
         for name in named

@@ -1,4 +1,4 @@
-"""Run code that imports plugins in a child process, so that a plugin that exits ends only that."""
+"""Runs code that imports plugins in a child process, so that a plugin that exits ends only that."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vllm_fl.errors import SettingsError, VllmFLError
+from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins import breadcrumb, calling
 
-from ._progress import by_hand
-from ._show import UsageError
+from ._progress import current
 
 PATIENCE = 120.0
 """Seconds for one import or hook; the first import of torch from a network disk takes a minute."""
@@ -39,113 +37,87 @@ class LoadingError(VllmFLError):
 def surviving(
     work: Callable[[], dict[str, Any]], ended: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """What `work` gives, as JSON-able data, from a forked child.
+    """Return the JSON-able result of `work`, from a forked child.
 
-    A plugin that ends the child (`os._exit`, an abort) or hangs is noted by name, so that it is
-    shown as failed, and the work begins again without it.
+    If a plugin ends the child (`os._exit`, an abort) or hangs, `work` is repeated without it, and
+    the plugin is shown as failed.
 
     Args:
-        work: what is done there.
-        ended: the plugins that have ended such a child before, and how; those that do are added.
+        work: the function.
+        ended: plugin -> how it has ended an earlier child; extended by those that end this one.
 
     Raises:
-        UsageError: a setting is wrong.
-        LoadingError: the child ended where no plugin of a known name ran.
-        VllmFLError: what `work` raised.
+        LoadingError: the child ended, and no named plugin was running.
+        VllmFLError: `work` raised.
     """
     ended = {} if ended is None else ended
     while True:
-        with by_hand() as tick:  # a process that forks has one thread
-            answer, end, what = _once(work, ended, tick)
-        if answer is not None:
+        answer, end, what = _once(work, ended)
+        if answer:
             break
-        whose = what.partition(" of ")[2]
-        if not whose.startswith("plugin ") or whose in ended:
-            raise LoadingError(
-                f"the process that loads the plugins {end}"
-                + (f" while it ran {what}." if what else "; no plugin ran at that moment.")
-            )
-        ended[whose] = f"{what.partition(' of ')[0]} {end}"
-    kind, value = answer
-    if kind == "settings":
-        raise UsageError(value["message"], code=value["code"])
-    if kind == "error":
-        raise VllmFLError(value["message"], code=value["code"])
-    found: dict[str, Any] = value
+        call, _, owner = what.partition(" of ")
+        if not owner.startswith("plugin ") or owner in ended:
+            during = f" while it ran {what}." if what else "; no plugin ran at that moment."
+            raise LoadingError(f"the process that loads the plugins {end}{during}")
+        ended[owner] = f"{call} {end}"
+    found: dict[str, Any] = json.loads(answer)
+    if error := found.get("error"):
+        raise VllmFLError(error["message"], code=error["code"])
     return found
 
 
-def _once(
-    work: Callable[[], dict[str, Any]], ended: dict[str, str], tick: Callable[[str], None]
-) -> tuple[tuple[str, Any] | None, str, str]:
-    """One child: (what it answers or None, how it ended, what it ran then)."""
+def _once(work: Callable[[], dict[str, Any]], ended: dict[str, str]) -> tuple[bytes, str, str]:
+    """Run one child: (its answer, how it ended if that is empty, what ran then)."""
     fork = multiprocessing.get_context("fork")
     reader, writer = fork.Pipe(duplex=False)
-    with reader, tempfile.TemporaryDirectory() as folder:
-        notes = Path(folder)
-        child = fork.Process(target=_answer, args=(work, writer, folder, ended))
+    answer, is_late = b"", False
+    with reader, tempfile.TemporaryDirectory() as notes:
+        child = fork.Process(target=_answer, args=(work, writer, notes, ended))
         child.start()
         writer.close()
+        before, since = None, time.monotonic()
         try:
-            text = _wait(child, reader, notes, tick)
-        except BaseException:
-            child.kill()
-            raise
+            # A process that a plugin started may hold the pipe open: EOF may never come.
+            while not reader.poll(BEAT) and child.exitcode is None:
+                crumb = breadcrumb.last(Path(notes))
+                if crumb != before:
+                    before, since = crumb, time.monotonic()
+                current.tick(crumb.what if crumb is not None else "")
+                is_late = crumb is not None and time.monotonic() - since > PATIENCE
+                if is_late:
+                    break
+            if reader.poll():
+                answer = reader.recv_bytes()
+        except EOFError:
+            pass
         finally:
+            child.kill()
             child.join()
-        crumb = breadcrumb.last(notes)
-    if text:
-        return json.loads(text), "", ""
+        crumb = breadcrumb.last(Path(notes))
     code = child.exitcode or 0
     end = f"ended the process with status {code}"
-    if code < 0:
-        end = f"ended the process by signal {signal.Signals(-code).name}"
-    if text is None:
+    if is_late:
         end = f"did not come back within {PATIENCE:.0f} s"
-    return None, end, crumb.what if crumb is not None else ""
+    elif code < 0:
+        end = f"ended the process by signal {signal.Signals(-code).name}"
+    return answer, end, crumb.what if crumb is not None else ""
 
 
 def _answer(
     work: Callable[[], dict[str, Any]], writer: Connection, notes: str, ended: dict[str, str]
 ) -> NoReturn:
-    """In the child: work, write the answer, and end without running plugins' exit handlers."""
+    """In the child: send the answer, and end without running plugins' exit handlers."""
     os.environ[breadcrumb.FOLDER] = notes
     gc.disable()  # it ends soon
     calling.ENDED.update(ended)
     try:
         try:
-            answer: tuple[str, Any] = ("found", work())
+            answer = work()
         except VllmFLError as error:
-            kind = "settings" if isinstance(error, SettingsError) else "error"
-            answer = (kind, {"message": error.message, "code": error.code})
+            answer = {"error": {"message": error.message, "code": error.code}}
         writer.send_bytes(json.dumps(answer).encode())
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(0)
-
-
-def _wait(
-    child: ForkProcess, reader: Connection, notes: Path, tick: Callable[[str], None]
-) -> bytes | None:
-    """What the child answers: nothing where it ended, None where it hangs in a plugin: it is ended.
-
-    A process that a plugin left behind may hold the pipe.
-    """
-    before, since = None, time.monotonic()
-    while True:
-        crumb = breadcrumb.last(notes)
-        if crumb != before:
-            before, since = crumb, time.monotonic()
-        tick(crumb.what if crumb is not None else "")
-        if crumb is not None and time.monotonic() - since > PATIENCE:
-            child.kill()
-            return None
-        if reader.poll(BEAT):
-            try:
-                return reader.recv_bytes()
-            except EOFError:
-                return b""
-        if child.exitcode is not None and not reader.poll():
-            return b""

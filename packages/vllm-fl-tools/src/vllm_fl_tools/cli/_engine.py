@@ -25,38 +25,14 @@ from ._show import UsageError
 
 NOT_INSTALLED = "vLLM is not installed here"
 
-WHERE = {
-    "script": "called by a script (call_op)",
-    "eager": "in an engine, eager mode",
-    "compiled": "in an engine, compiled mode",
-}
 
-
-def takes_engine(parser: argparse.ArgumentParser, *, or_script: bool = True) -> None:
-    """Let a verb be asked of engines: of any model or of one, in one mode.
-
-    Args:
-        parser: the verb's.
-        or_script: whether it may be asked of a script, too.
-    """
+def takes_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a verb about engines: of any model or of one, in one mode."""
     takes_vllms(parser)
     parser.add_argument(
         "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
     )
-    parser.add_argument(
-        "--mode",
-        choices=tuple(WHERE) if or_script else MODES,
-        help="an engine in eager or compiled mode, where vLLM's own path (stock) is a candidate "
-        "too" + ", or a script (call_op)" * or_script,
-    )
-    if or_script:
-        parser.add_argument(
-            "--script",
-            dest="mode",
-            action="store_const",
-            const="script",
-            help="what a script gets (call_op), outside of an engine: as --mode script",
-        )
+    parser.add_argument("--mode", choices=MODES, help="an engine in eager or compiled mode")
 
 
 def takes_vllms(parser: argparse.ArgumentParser) -> None:

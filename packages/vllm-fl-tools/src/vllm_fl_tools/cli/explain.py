@@ -14,21 +14,21 @@ from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.resolver import UNORDERED
+from vllm_fl.dispatch.resolver import STOCK, Candidate, Stock, Trace
 from vllm_fl.integration.targets import all_bindings
 from vllm_fl.plugins.attention import ATTENTION
 from vllm_fl.plugins.communicator import COMMUNICATOR, NAMED_CLASSES
-from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
+from vllm_fl.settings.names import unmatched
+from vllm_fl.settings.policy import DEFAULT, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
-from vllm_fl.settings.unmatched import unmatched
 from vllm_fl.settings.values import ORDER_PREFIX
 
 from ..operate.described import Described
-from ._engine import WHERE, any_engines, asked_of, takes_engine
+from ._engine import any_engines, asked_of, entry_of, takes_engine
 from ._show import UsageError, answer, print_table, say
-from ._views import script_view, view_of
-from .policy import merged_from, say_merged
+from .settings import merged_from, say_merged
 
 PAGES = files("vllm_fl") / "codes"
 """One file for each code, in Markdown: the documentation site has the same ones."""
@@ -38,14 +38,12 @@ NAMED = {
     COMMUNICATOR: "the class through which the ranks of an engine exchange tensors",
 }
 
-FILTERS = (
-    "enabled",
-    "strict",
-    "allow_vendors",
-    "deny_vendors",
-    "require",
-)
-"""The settings beside the order that bear on every op, and beside those that plugins reject by."""
+
+WHERE = {
+    "script": "called by a script (call_op)",
+    "eager": "in an engine, eager mode",
+    "compiled": "in an engine, compiled mode",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "op",
         metavar="OP",
-        help="the op, as `vllm-fl ops` names it; or the code of an error or a finding (FL102)",
+        help="the op, as `vllm-fl plan` names it; or the code of an error or a finding (FL102)",
     )
     takes_engine(parser)
+    parser.add_argument(
+        "--script",
+        dest="mode",
+        action="store_const",
+        const="script",
+        help="what a script gets (call_op), outside of an engine",
+    )
     parser.add_argument(
         "--contract",
         action="store_true",
@@ -83,6 +88,8 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
     engines = _engines_of(manager, op, engines, mode)
     settings = engines[0].facts.settings if engines else manager.settings
     assert settings is not None  # the default manager finds its own plugins
+    # A script may have a policy of its own.
+    rows = () if engines else manager.rows(op, without_layer=True)
     is_script = not engines and mode == "script"
     binding = Binding() if is_script else all_bindings(snapshot).get(op, Binding())
     listed = settings.get(f"{ORDER_PREFIX}{op}")
@@ -90,10 +97,9 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
     return {
         "op": op,
         "signature": signature_of(snapshot.contracts.get(op)),
-        "modes": [view_of(manager, op, engine) for engine in engines]
-        or [script_view(manager, op, settings)],
+        "modes": [_engine_view(manager, op, engine) for engine in engines]
+        or [{"mode": "script", "note": "", **_view(manager, op, rows, settings, "eager")}],
         "layers": dict(engines[0].layers.get(op, {})) if engines else {},
-        "settings": _bearing(manager.registry.plugins, settings),
         "merged": merged_from(listed) if listed and listed.merged else None,
         "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
         "places": targets_of(binding),
@@ -104,7 +110,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         },
         "table": _unused_table(engines),
         "devices": {
-            "here": str(engines[0].facts.device or "") or None if engines else None,
+            "here": engines[0].facts.device or None if engines else None,
             "orders": [str(order) for order in settings.by_device.get(op, ())],
         },
     }
@@ -140,20 +146,65 @@ def _for_scripts_alone(op: str, snapshot: RegistrySnapshot) -> str:
     return "" if binding is not None and binding.targets else "vLLM has no place for it"
 
 
-def _bearing(plugins: Sequence[Plugin], settings: Settings) -> list[dict[str, Any]]:
-    """The settings that bear on every op and are not the default."""
-    rejecting = [
-        spec.key
-        for plugin in plugins
-        if "rejections" in plugin.hooks
-        for spec in plugin.settings
-        if spec.names or isinstance(spec.default, bool)
-    ]
-    return [
-        {"key": key, "value": settings[key].value, "origin": settings[key].origin}
-        for key in (*FILTERS, *rejecting)
-        if settings[key].origin != "default"
-    ]
+def _engine_view(manager: OpManager, op: str, engine: Described) -> dict[str, Any]:
+    """Return what an engine gets."""
+    entry, facts = entry_of(engine, op), engine.facts.ordered
+    note = entry.note if entry else "this engine has none of it"
+    told = _view(manager, op, entry.rows if entry else (), facts.settings, facts.mode)
+    if engine.aside:
+        note, told["selected"] = f"vLLM runs without vllm-fl: {engine.aside}", STOCK.impl_id
+    elif entry and note:
+        told |= {"selected": entry.left_to.impl_id, "rows": []}
+    return {"mode": facts.mode, "note": note, **told}
+
+
+def _view(
+    manager: OpManager, op: str, rows: Rows[Trace], settings: Settings, mode: Mode
+) -> dict[str, Any]:
+    """Return the traces of an op, by size."""
+    owners = manager.registry.snapshot().owners
+
+    def told(trace: Trace) -> dict[str, Any]:
+        return {
+            "order": [str(token) for token in trace.order],
+            "selected": trace.selected.impl_id if trace.selected else None,
+            "candidates": [
+                _candidate(each, owners.get((op, each.impl.impl_id), Owner("vllm")))
+                for each in trace.candidates
+            ],
+        }
+
+    *smaller, (_, rest) = rows or ((None, Trace(op, mode, (), ())),)
+    return {
+        "origin": _origin(settings, op, mode),
+        **told(rest),
+        "rows": [{"up_to": ceiling, **told(row)} for ceiling, row in smaller],
+    }
+
+
+def _origin(settings: Settings, op: str, mode: Mode) -> str:
+    """Return where the order comes from: the op's own list, or the preference."""
+    for name in (op, DEFAULT):
+        listed = settings.get(f"{ORDER_PREFIX}{name}")
+        order = listed and listed.value
+        if listed and isinstance(order, OpOrder) and order.rows(mode):
+            return f"{listed.key}, {listed.origin}"
+    prefer = settings["prefer"]
+    return f"prefer={prefer.value}, {prefer.origin}"
+
+
+def _candidate(candidate: Candidate, owner: Owner) -> dict[str, Any]:
+    impl = candidate.impl
+    return {
+        "impl_id": impl.impl_id,
+        "kind": impl.token if isinstance(impl, Stock) else impl.kind.value,
+        "vendor": impl.vendor,
+        "priority": impl.priority,
+        "distribution": owner.distribution,
+        "version": owner.version,
+        "status": candidate.status,
+        "reason": candidate.reason,
+    }
 
 
 def codes() -> list[str]:
@@ -214,32 +265,25 @@ def _annotation(annotation: object) -> str:
 
 
 def _show(facts: Mapping[str, Any]) -> None:
-    op = facts["op"]
-    _show_heading(op)
-    for setting in facts["settings"]:
-        say(f"{setting['key']}={setting['value']} ({setting['origin']})")
-        if setting["key"] == "require" and setting["value"] == "batch_invariant":
-            say("An engine measures each candidate when it starts, and rejects those whose rows")
-            say("have other bits in another batch. Its log says so. A script measures nothing.")
+    _show_heading(facts["op"])
     for view in facts["modes"]:
         _show_view(view)
     if facts["table"]:
         say(f"\n{facts['table']}.")
     if facts["devices"]["orders"]:
         here = facts["devices"]["here"] or "no device that vLLM knows the class of"
-        say(f"\nIts order differs by device; here is {here}:")
-        say("\n".join(f"  {order}" for order in facts["devices"]["orders"]))
+        say(
+            "\n  ".join(
+                [f"\nIts order differs by device; here is {here}:", *facts["devices"]["orders"]]
+            )
+        )
     if facts["places"]:
         say(f"\nInside vLLM it runs in: {'; '.join(facts['places'])}.")
     if facts["bypasses"]:
-        say("This is not reached, whatever the policy says:")
-    for bypass in facts["bypasses"]:
-        say(f"  - {bypass}")
+        say("\n  - ".join(["This is not covered, whatever the policy says:", *facts["bypasses"]]))
     if facts["merged"]:
         say()
         say_merged("The order", facts["merged"])
-        if facts["merged"]["disagreements"]:
-            say(f"  VLLM_FL_PER_OP='{op}=…' decides it.")
     for said in facts["unmatched"]:
         say(f"\nWarning: {said}")
     if error := facts["replaced"]["error"]:
@@ -247,65 +291,58 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def _show_heading(op: str) -> None:
-    """What the op is."""
+    """Print what the op is."""
     snapshot = get_default_manager().registry.snapshot()
-    spec = snapshot.contracts.get(op)
     if op in NAMED_CLASSES or op in snapshot.layers:
         what = NAMED.get(op, "a whole layer of vLLM's, by its class, which is not verified")
-        say(f"{op}: {what}. An engine also asks each candidate whether it supports the engine, and")
-        say("says so in its start line.")
+        say(f"{op}: {what}.")
         return
     why = _for_scripts_alone(op, snapshot)
-    alone = f"{why}: scripts call it, and no engine runs it"
-    if spec is None:
-        say(f"{op} ({alone})")
-        return
-    say(signature_of(spec, width=1) or "")
-    say(documentation_of(spec).split("\n\n")[0])
-    say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
+    if (spec := snapshot.contracts.get(op)) is None:
+        say(op)
+    else:
+        say(signature_of(spec, width=1) or "")
+        say(documentation_of(spec).split("\n\n")[0])
+        say(f"vllm-fl explain {op} --contract prints shapes, dtypes, errors and tolerances.")
     if why:
-        say(f"{alone}.")
+        say(f"{why}: only scripts call it, and no engine runs it.")
 
 
 def _show_view(view: Mapping[str, Any]) -> None:
-    """What is selected, and every candidate, in one mode: of each row, where it has rows."""
+    """Print the selected implementation and every candidate in one mode, by size if it matters."""
     where = WHERE[view["mode"]].capitalize()
-    note = f"\n{view['note']}" * bool(view["note"])
     if view["rows"]:
         say(f"\n{where}, by the size of a call  ({view['origin']}):")
         for row in view["rows"]:
             _show_order(f"at most {row['up_to']} tokens", row)
         _show_order("more tokens", view)
-        if view["mode"] == "compiled":
-            say(
-                "The compiler sees one operator, which picks the row when it runs: nothing is "
-                "fused into it. On GPUs, where vLLM compiles by range of sizes, code that can be "
-                "traced is inlined in its range."
-            )
     else:
-        _show_order(f"\n{where}", view, note, f"  ({view['origin']})")
-    if any(c["reason"] == UNORDERED for c in view["candidates"]):
-        say(
-            "You set no order for this op: vLLM's own code (stock) wins over plain PyTorch "
-            "(reference). VLLM_FL_PREFER=reference, or a list, puts reference first."
-        )
+        _show_order(f"\n{where}", view, view["note"], f"  ({view['origin']})")
 
 
 def _show_order(what: str, view: Mapping[str, Any], note: str = "", origin: str = "") -> None:
-    """What is selected, and every candidate, of a mode or of one row of it."""
-    nothing = "nothing" if note else "nothing may run"
-    say(f"{what}: {view['selected'] or nothing}{note}")
+    """Print the selected implementation and every candidate of a mode, or of one size in it."""
+    say(f"{what}: {view['selected'] or 'nothing'}")
+    if note:
+        say(note)
+    elif view["selected"] is None:
+        say("Nothing may run. Install a backend (pip install vllm-fl-reference), or admit one.")
     if view["order"]:
         say(f"order {' | '.join(view['order'])}{origin}")
     if view["candidates"]:
+        rows = [
+            (
+                each["impl_id"],
+                each["kind"],
+                each["priority"],
+                f"{each['distribution']} {each['version']}" if each["distribution"] else None,
+                each["status"],
+                each["reason"],
+            )
+            for each in view["candidates"]
+        ]
         print_table(
-            ["implementation", "kind", "priority", "distribution", "status", "reason"],
-            [_row(candidate) for candidate in view["candidates"]],
-        )
-    if view["selected"] is None and not note:
-        say(
-            "Nothing may run. Install a backend (pip install vllm-fl-reference), or admit "
-            "one of the rejected ones."
+            ["implementation", "kind", "priority", "distribution", "status", "reason"], rows
         )
 
 
@@ -357,15 +394,3 @@ def _show_contract(op: str, *, as_json: bool) -> int:
 def documentation_of(spec: OpSpec) -> str:
     """What the contract says of the op, in its own words."""
     return inspect.getdoc(spec.oracle) or ""
-
-
-def _row(candidate: dict[str, Any]) -> tuple[object, ...]:
-    brought_by = candidate["distribution"]
-    return (
-        candidate["impl_id"],
-        candidate["kind"],
-        candidate["priority"],
-        f"{brought_by} {candidate['version']}" if brought_by else None,
-        candidate["status"],
-        candidate["reason"],
-    )

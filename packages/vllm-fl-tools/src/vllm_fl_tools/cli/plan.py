@@ -9,14 +9,15 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_fl.dispatch import get_default_manager
 from vllm_fl.errors import LockError
 from vllm_fl.integration.targets import without_layers
 from vllm_fl.logs import quiet
+from vllm_fl.plugins.reserved import ops_missing
 from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
 
@@ -30,7 +31,7 @@ STOCK = "stock"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which engine, and what its plan is compared with."""
-    takes_engine(parser, or_script=False)
+    takes_engine(parser)
     parser.usage = "%(prog)s [options] [--model DIR [vLLM's arguments]]"
     parser.add_argument(
         "--diff",
@@ -55,15 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.mode = "compiled"  # as vLLM's is
     other = _given(arguments.diff) if arguments.diff is not None else None
     with quiet(logging.WARNING):  # the warnings are shown below
-        engine = _engine(arguments)
-        facts: dict[str, Any] = {"plan": _as_json(engine, arguments)}
+        facts: dict[str, Any] = {"plan": _as_json(_engine(arguments), arguments)}
         if arguments.diff is not None:
             if other is None:
-                with _variable(CONFIG, arguments.diff):
-                    other = _as_json(_engine(arguments), arguments)
+                other = _as_json(_engine(arguments, **{CONFIG: arguments.diff}), arguments)
             elif "lock" in other:
-                with _variable(Settings.lock.variable, arguments.diff):
-                    other["differs"] = list(_engine(arguments).differs)
+                locked = _engine(arguments, **{Settings.lock.variable: arguments.diff})
+                other["differs"] = list(locked.differs)
                 mine = facts["plan"]["ops"]  # a lock has what serves, in this model or not
                 lacks = mine.keys() - _in_model(mine).keys()
                 other["ops"] = {op: each for op, each in other["ops"].items() if op not in lacks}
@@ -77,14 +76,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if facts["plan"]["ends"] else 0
 
 
-def _engine(arguments: argparse.Namespace) -> Described:
-    (engine,) = asked_of(arguments)
+def _engine(arguments: argparse.Namespace, **variables: str) -> Described:
+    """Return the engine under these variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        (engine,) = asked_of(arguments)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     return engine
 
 
 def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]:
     """The plan as JSON data."""
     facts, settings = engine.facts, engine.facts.settings
+    manager = get_default_manager()
+    snapshot = manager.registry.snapshot()
     missing = without_layers(engine.plan, engine.layers)
     unmet = engine.differs if settings.lock_mode == "strict" else ()
     scheduler = engine.config.scheduler_config if engine.config and engine.has_model else None
@@ -98,6 +106,7 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
         "verified": False,
         "aside": engine.aside,
         "unasked": engine.unasked,
+        "absent": "" if snapshot.contracts else ops_missing(manager.registry.plugins),
         "ops": {
             op: {
                 **entry.told,
@@ -126,16 +135,13 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def _given(what: str) -> dict[str, Any] | None:
-    """The plan that `--diff` names; None where it names a settings file.
+    """Return the plan that `--diff` names; None for a settings file.
 
     Raises:
-        UsageError: it names nothing that can be read.
+        UsageError: the file cannot be read.
     """
     if what == STOCK:
         return {"ops": {}, "aside": "", "warnings": []}
-    if _is_lock(what):
-        lock = read_lock(what, key="--diff")
-        return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
     try:
         text = Path(what).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -146,8 +152,11 @@ def _given(what: str) -> dict[str, Any] | None:
         told = json.loads(text)
     except ValueError:  # as YAML is
         told = None
-    is_plan = isinstance(told, dict) and "plan" in told
-    if not is_plan and Path(what).suffix != ".json":
+    keys = {*told} if isinstance(told, dict) else set()
+    if what.endswith(".lock") or MARK in keys:
+        lock = read_lock(what, key="--diff")
+        return {**_of_lock(lock, lock.facts["plan"]), "warnings": []}
+    if "plan" not in keys and not what.endswith(".json"):
         return None
     try:
         ops = {op: _told(each) for op, each in _in_model(told["plan"]["ops"]).items()}
@@ -155,15 +164,6 @@ def _given(what: str) -> dict[str, Any] | None:
         wrong = f"--diff {what}: it is no plan that `vllm-fl plan --json` has printed"
         raise UsageError(wrong) from error
     return {"ops": ops, "aside": "", "warnings": []}
-
-
-def _is_lock(path: str) -> bool:
-    """Whether a file is a lock, or is named as one; a broken one included."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return path.endswith(".lock") or any(f'"{MARK}"' in line for line in file)
-    except (OSError, ValueError):
-        return False
 
 
 def _of_lock(lock: Locked, ops: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,20 +183,6 @@ def show_lock(lock: Locked) -> None:
     """Print the plan of a lock."""
     _show_ops(_of_lock(lock, lock.result["ops"])["ops"])
     say(f"This is the plan of the lock {lock.file}, verified on {lock.facts['device']}.")
-
-
-@contextmanager
-def _variable(name: str, path: str) -> Iterator[None]:
-    """In the block, the settings are those of an engine that this file is given to."""
-    before = os.environ.get(name)
-    os.environ[name] = path
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,6 +224,8 @@ def show(facts: Mapping[str, Any]) -> None:
     say(f"{plan['model'] or 'Any model'}: {', '.join(filter(None, told))}")
     if plan["unasked"]:
         say(f"{plan['unasked']}: this is what settings and plugins say.")
+    if plan.get("absent"):
+        say(f"No op has a contract here: {plan['absent']}.")
     if plan["aside"]:
         say(f"vLLM runs without vllm-fl: {plan['aside']}.")
     if "diff" in facts:

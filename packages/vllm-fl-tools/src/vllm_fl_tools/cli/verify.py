@@ -350,7 +350,7 @@ def _not_run(found: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "Nothing was run, for these reasons."
             if found["not_run"]
-            else "Nothing was run. Install a backend for this machine; `vllm-fl ops` lists them."
+            else "Nothing was run. Install a backend for this machine; `vllm-fl plan` lists them."
         )
 
 

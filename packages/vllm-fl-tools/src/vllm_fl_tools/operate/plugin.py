@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from vllm_fl.hookspecs import hookimpl
@@ -38,7 +38,8 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
 @hookimpl
 def engine_session(engine: Any) -> AbstractContextManager[object] | None:
     """Write the engine's metrics and its report to files."""
-    return _files(engine)
+    metrics = engine.facts.settings.metrics
+    return None if metrics is None else _files(engine, metrics)
 
 
 @hookimpl
@@ -50,30 +51,17 @@ def worker_report(engine: Any) -> Mapping[str, object] | None:
 
 
 @contextmanager
-def _files(engine: Any) -> Iterator[None]:
+def _files(engine: Any, metrics: str) -> Iterator[None]:
     from .locking import Lock
-    from .metrics import MetricsFile
-    from .report_file import file_of, session
+    from .metrics import metrics_file
+    from .report_file import session
 
     def differs() -> list[str]:
         return engine.state[Lock].differs if Lock in engine.state else []
 
-    settings = engine.facts.settings
-
-    def shadow() -> Any:
-        return settings.shadow and engine.worker.vllm_fl_report().get("shadow")
-
-    with ExitStack() as stack:
-        if (named := file_of(settings)) is not None:
-            stack.enter_context(session(engine, named, differs))
-        if settings.metrics is not None:
-            file = MetricsFile(
-                settings.metrics,
-                lambda: (engine.plan, engine.digest),
-                rank=engine.rank,
-                replica=engine.replica,
-                shadow=shadow,
-                lock_differs=lambda: bool(differs()),
-            )
-            stack.callback(file.close)
-        yield
+    with session(engine, metrics, differs):
+        file = metrics_file(engine, metrics, differs)
+        try:
+            yield
+        finally:
+            file.close()

@@ -12,28 +12,27 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.files import of_worker
 from vllm_fl.integration.compat import vllm_version
 from vllm_fl.integration.engines import Engine
 from vllm_fl.settings.schema import Setting, Settings
 from vllm_fl.text import scrub
 
-from .state_file import StateFile
+from .state_file import StateFile, of_worker
 
 SCHEMA = 1
 
 
 @contextmanager
-def session(engine: Engine, named: Path, lock: Callable[[], Sequence[str]]) -> Iterator[None]:
+def session(engine: Engine, metrics: str, lock: Callable[[], Sequence[str]]) -> Iterator[None]:
     """Write the engine's report to a file until it ends. The file stays.
 
-    The first rank of the first replica has the very file that the user names; the other ranks and
-    replicas have one of their own beside it.
+    It is in the directory of the metrics. Each rank and replica but the first has its number in the
+    name of its file.
 
     Args:
         engine: the engine.
-        named: the file that the user names.
-        lock: returns what differs from the lock.
+        metrics: the metrics file that the user names.
+        lock: returns the differences from the lock.
     """
     settings = engine.facts.settings
     rank, replica = engine.rank, engine.replica
@@ -71,8 +70,9 @@ def session(engine: Engine, named: Path, lock: Callable[[], Sequence[str]]) -> I
         }
         return json.dumps(told, indent=1, default=str) + "\n"
 
+    named = Path(metrics).with_suffix(".report.json")
     path = of_worker(named, rank, replica) if rank or replica else named
-    file = StateFile(Settings.report.variable, named, path, text, stays=True)
+    file = StateFile(Settings.metrics.variable, named, path, text, stays=True)
     engine.on_serving(file.renew)
 
     def at_exit() -> None:
@@ -85,16 +85,6 @@ def session(engine: Engine, named: Path, lock: Callable[[], Sequence[str]]) -> I
     finally:
         atexit.unregister(at_exit)
         file.close()
-
-
-def file_of(settings: Settings) -> Path | None:
-    """Return the file that the user names, or one beside that of the metrics."""
-    if settings.report is not None:
-        return Path(settings.report)
-    if settings.metrics is None:
-        return None
-    metrics = Path(settings.metrics)
-    return metrics.parent / f"{metrics.stem}.report.json"
 
 
 def _set(settings: Settings) -> Iterator[Setting]:

@@ -23,6 +23,20 @@ file stays, whose last state counts."""
 log = get_logger("engine")
 
 
+def of_worker(named: str | Path, rank: int | str, replica: int) -> Path:
+    """Return the path of a worker's file, made from the one that the user sets.
+
+    Args:
+        named: `vllm.prom` becomes `vllm.rank0.prom`, and `vllm.dp1.rank0.prom` for the second
+            replica of data parallelism.
+        rank: the worker's, within its replica.
+        replica: which one, from 0.
+    """
+    path = Path(named)
+    of_replica = f".dp{replica}" if replica else ""
+    return path.parent / f"{path.stem}{of_replica}.rank{rank}{path.suffix}"
+
+
 class StateFile:
     """Writes what is so now to a file until it is closed, from a thread of its own.
 

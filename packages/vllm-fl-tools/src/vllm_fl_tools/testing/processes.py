@@ -57,7 +57,7 @@ def installed(backend: str) -> tuple[OpImpl, ...]:
     if others:
         raise LookupError(
             f"Backend {backend!r} brings {', '.join(others)}, for which there is no "
-            "contract: there is nothing to judge it by. `vllm-fl ops` lists the contracts."
+            "contract: there is nothing to judge it by. `vllm-fl plan` lists the contracts."
         )
     ids = sorted({impl.impl_id for impls in known.values() for impl in impls})
     raise LookupError(

@@ -1,0 +1,145 @@
+"""`vllm-fl settings`: every effective setting, where it comes from and what it overrides."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.errors import PluginError
+from vllm_fl.logs import quiet
+from vllm_fl.settings.devices import DeviceOrder
+from vllm_fl.settings.policy import OpOrder
+from vllm_fl.settings.schema import Setting, Settings
+from vllm_fl.text import HIDDEN, is_secret
+
+from ._engine import any_engines
+from ._show import answer, print_table, say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no options: the settings are those of this environment."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 2 if a setting is wrong. A warning is no finding here; `doctor` has those."""
+    with quiet(logging.WARNING):  # the warnings are shown below
+        settings = _settings()
+    facts = {
+        "platform": settings.platform,
+        "platform_files": list(settings["platform_files"].value),  # type: ignore[call-overload]
+        "settings": as_rows(settings),
+        "table": settings.tuned.reason or settings.tuned.file if settings.tuned else None,
+        "unchecked": [name for name in settings.unchecked if name not in settings.unowned],
+        "unowned": list(settings.unowned),
+        "warnings": list(settings.warnings),
+    }
+    answer(facts, _show, as_json=arguments.json)
+    return 0
+
+
+def _settings() -> Settings:
+    """An engine's own: vLLM knows its platform and its layers. Broken plugins are others' matter.
+
+    Raises:
+        SettingsError: one is wrong.
+    """
+    try:
+        (engine,) = any_engines(["compiled"])
+        return engine.facts.settings
+    except PluginError:
+        settings = get_default_manager().settings
+        assert settings is not None  # the default manager finds its own plugins
+        return settings
+
+
+def _show(facts: Mapping[str, Any]) -> None:
+    rows = facts["settings"]
+    (platform,) = (row for row in rows if row["key"] == "platform")
+    say(f"Platform: {facts['platform']} ({platform['origin']})")
+    say(f"Platform files: {', '.join(facts['platform_files']) or 'none'}")
+    print_table(
+        ["setting", "value", "origin", "overrides"],
+        [
+            (
+                row["key"],
+                _text(row["value"]),
+                row["origin"],
+                "; ".join(f"{_text(o['value'])} ({o['origin']})" for o in row["overrides"]) or None,
+            )
+            for row in rows
+            if row["key"] != "platform_files"
+        ],
+    )
+    for row in rows:
+        if "merged" in row:
+            say_merged(row["key"], row)
+    if facts["table"]:
+        say(f"Table: {facts['table']}")
+    for title, names in (
+        ("Settings without a loaded plugin, which have no effect", facts["unowned"]),
+        ("Names that no installed distribution provides", facts["unchecked"]),
+    ):
+        if names:
+            say("\n  ".join([f"{title}:", *names]))
+    for warning in facts["warnings"]:
+        say(f"Warning: {warning}")
+
+
+def as_rows(settings: Settings) -> list[dict[str, Any]]:
+    """Every setting as JSON data, with what it replaced, the nearest first.
+
+    One that several platform files set has what each of them says, too, as `merged`.
+    """
+    return [
+        {
+            "key": key,
+            "value": _plain(key, setting.value),
+            "origin": setting.origin,
+            "overrides": _each(key, setting.overrides),
+            **(merged_from(setting) if setting.merged else {}),
+        }
+        for key, setting in settings.items()
+    ]
+
+
+def merged_from(setting: Setting) -> dict[str, Any]:
+    """What each platform file says of a setting, and where they disagree, as JSON data."""
+    return {
+        "merged": _each(setting.key, setting.merged),
+        "disagreements": list(setting.disagreements),
+    }
+
+
+def say_merged(what: str, told: dict[str, Any]) -> None:
+    """The same for people."""
+    say(f"{what} is made of the policy files of several backends:")
+    for each in told["merged"]:
+        say(f"  {each['origin']}: {_text(each['value'])}")
+    for sentence in told["disagreements"]:
+        say(f"  They disagree: {sentence}.")
+
+
+def _each(key: str, values: Iterable[tuple[object, str]]) -> list[dict[str, Any]]:
+    return [{"value": _plain(key, value), "origin": origin} for value, origin in values]
+
+
+def _plain(key: str, value: object) -> Any:
+    if isinstance(value, OpOrder):
+        return value.written
+    if is_secret(key) and value not in (None, ()):
+        return HIDDEN
+    if isinstance(value, tuple):
+        return [str(each) if isinstance(each, DeviceOrder) else each for each in value]
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, dict | bool):
+        return json.dumps(value)
+    return "-" if value is None else str(value)
