@@ -282,4 +282,4 @@ def test_json_says_what_was_written(fl: Command, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     answer = fl("show", path, path, "--html", str(out), "--json").json()
     assert answer["html"] == str(out) and answer["bytes"] == out.stat().st_size
-    assert [f["name"] for f in answer["files"]] == ["a.json", "a.json (2)"]
+    assert [f["name"] for f in answer["files"]] == ["a.json", "a.json"]
