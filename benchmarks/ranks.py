@@ -33,7 +33,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.digest import fingerprint
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
-from vllm_fl.integration.ranks import Verdict, agree
+from vllm_fl.integration.exchange import exchange
+from vllm_fl.integration.ranks import Opinion
 
 ranks, rounds = map(int, sys.argv[1:])
 manager = get_default_manager()
@@ -46,7 +47,7 @@ torch.set_num_threads(1)
 
 group = SimpleNamespace(world_size=ranks, cpu_group=None)
 for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
-    sys.modules[name] = ModuleType(name)  # of which `agree` asks for the group alone
+    sys.modules[name] = ModuleType(name)  # of which `exchange` needs the group
 sys.modules[name].get_world_group = lambda: group
 
 
@@ -61,16 +62,15 @@ def serve(rank, port):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks,
                             timeout=timedelta(seconds=60))
     group.cpu_group = dist.new_group(backend="gloo")
-    mine = Verdict(rank, facts=contents, installed=frozenset(snapshot.owners))
-    agree(mine)  # connections are made at the first one
+    mine = Opinion({}, contents, frozenset(snapshot.owners))
+    exchange("settle", mine)  # connections are made at the first one
     told = []
     for _ in range(rounds):
         dist.barrier(group.cpu_group)
         before, start = sent(), time.perf_counter()
-        verdicts = agree(mine)
+        exchange("settle", mine)
         took = [None] * ranks
         seconds, traffic = time.perf_counter() - start, sent() - before
-        assert [verdict.rank for verdict in verdicts] == list(range(ranks))
         dist.all_gather_object(took, seconds, group=group.cpu_group)
         told.append((max(took), traffic))
     if rank == 0:

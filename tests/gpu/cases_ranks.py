@@ -283,7 +283,7 @@ def _table(host: Host, model: str, folder: Path) -> Path:
     size = {k: v for k, v in job.options.items() if k in ("tensor_parallel_size", "max_model_len")}
     further = [word for k, v in size.items() for word in (f"--{k.replace('_', '-')}", str(v))]
     dtype = ["--dtype", job.options["dtype"]] if "dtype" in job.options else []
-    command = ["tune", "--model", model, "--op", OP, "--mode", "eager", "--out", str(out)]
+    command = ["tune", "--model", model, "--op", OP, "--enforce-eager", "--out", str(out)]
     command += ["--tokens", f"{TOKENS},256", *dtype, "--skip-tokenizer-init", *further]
     done = subprocess.run(
         [sys.executable, "-m", "vllm_fl_tools.cli", *command],

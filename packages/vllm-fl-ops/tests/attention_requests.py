@@ -18,9 +18,9 @@ PLAIN = AttentionRequest(
 )
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"use_mla": True}, "MLA"),
-    ({"use_sparse": True}, "sparse"),
-    ({"has_sink": True}, "sinks"),
+    ({"use_mla": True}, "use_mla"),
+    ({"use_sparse": True}, "use_sparse"),
+    ({"has_sink": True}, "has_sink"),
     ({"dtype": torch.float32}, "float32"),
     ({"kv_cache_dtype": "fp8"}, "fp8"),
     ({"kv_cache_dtype": "float16"}, "bfloat16"),

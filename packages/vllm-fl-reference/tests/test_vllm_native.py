@@ -33,7 +33,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.utils import default_unquantized_gemm
 
-from vllm_fl.integration.patchers.layers import layer_for
+from vllm_fl_verify.made_inputs import layer_for
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ if find_spec("vllm") is None:
 import torch
 from builders import managing, planning, silu
 
-from vllm_fl.contracts import ModelSizes
+from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.integration import targets
 from vllm_fl.integration.engines import Engine
@@ -181,3 +181,16 @@ def test_what_the_model_has_no_layer_of_is_not_expected(monkeypatch: pytest.Monk
     told = planned_for_nothing(plan, checks_of(provided={OP: ({},)}).facts)
     assert told == {"gelu_and_mul": "this model has no layer of it"}
     assert planned_for_nothing(plan, checks_of().facts) == {}
+
+
+@pytest.mark.parametrize("op", sorted(contracts()))
+def test_a_made_layer_provides_what_the_contract_takes_from_it(op: str) -> None:
+    spec = contracts()[op]
+    sample = next(iter(spec.samples(torch.float32, torch.device("cpu"))))
+    given = dict(zip(spec.parameters, sample.args, strict=True))
+    provided = {name: given[name] for name in spec.from_layer}
+    layer = made_inputs.layer_for(spec, provided)
+    for name, read in spec.from_layer.items():
+        got, want = read(layer), provided[name]
+        same = torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+        assert same, name

@@ -15,6 +15,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.traced import refused
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
+from vllm_fl_verify.made_inputs import lowering
 from vllm_fl_verify.preflight import find_faults
 from vllm_fl_verify.traced import trial
 from vllm_fl_verify.trials import Request, Role
@@ -126,4 +127,4 @@ def test_a_form_is_lowered_as_the_engine_lowers_its_model(
     backend: str, device: str, lowered: str
 ) -> None:
     facts = EngineFacts(load_settings({}), "compiled", compile_backend=backend)
-    assert facts.lowering(torch.device(device)) == lowered
+    assert lowering(facts, torch.device(device)) == lowered

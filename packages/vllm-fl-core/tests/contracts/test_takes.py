@@ -51,6 +51,17 @@ def test_rules_are_expressions_or_functions_of_arguments_and_sizes() -> None:
     assert "got weight=torch.float32 (2,) cpu" in supports(x, None, apart, 1e-6)
 
 
+def test_a_traceable_function_checks_the_contract_itself() -> None:
+    impl = OpImpl(
+        "rms_norm", "default.acme", BackendImplKind.DEFAULT, norm, takes=(), traceable=True
+    )
+    made, x = fitted(impl, contracts()["rms_norm"]), torch.ones(2, 4)
+    assert made.supports is None
+    assert made.fn(x, None, None, 1e-6) is x
+    with pytest.raises(ValueError, match=BROKEN):
+        made.fn(x, None, x, 1e-6)
+
+
 def test_a_rule_of_another_name_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("rms_norm: 'size > 1' uses size")):
         supports_of(contracts()["rms_norm"], ["size > 1"])

@@ -6,15 +6,19 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from vllm_fl.errors import StartError
 from vllm_fl.integration import exchange
 from vllm_fl.integration.exchange import gathered
 from vllm_fl.plugins.breadcrumb import running
@@ -33,7 +37,6 @@ def _process(rank: int, folder: Path, code: Rank, answers: Any) -> None:
     exchange.log.addHandler(handler)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=SIZE)
     world = dist.new_group(backend="gloo")
-    exchange.introduce(world)
     try:
         answer = code(rank, world)
     except RuntimeError as error:
@@ -62,11 +65,12 @@ def run(folder: Path, code: Rank, dies: int | None = None) -> tuple[dict[int, An
 
 
 def exchanged(rank: int, world: Any) -> list[int]:
-    return gathered(rank, world, SIZE, rank, "agree")
+    return gathered(rank, world, "agree")
 
 
 def test_a_late_rank_is_logged_with_what_it_runs(tmp_path: Path) -> None:
     def late(rank: int, world: Any) -> list[list[int]]:
+        exchanged(rank, world)
         if rank == 1:
             with running("the first run of 'vendor.acme'", named=False):
                 time.sleep(1)
@@ -102,6 +106,7 @@ def test_a_rank_that_is_killed_ends_the_wait_at_once(tmp_path: Path) -> None:
 def test_a_time_out_says_that_the_late_rank_is_still_running(tmp_path: Path) -> None:
     def never(rank: int, world: Any) -> list[list[int] | str]:
         exchange.TIMEOUT = timedelta(seconds=1)
+        exchanged(rank, world)
         if rank == 1:
             time.sleep(2.5)
         try:
@@ -123,7 +128,7 @@ def test_a_group_of_some_ranks_has_its_own_exchanges(tmp_path: Path) -> None:
     def some(rank: int, world: Any) -> tuple[list[int], list[int]]:
         group = dist.new_group([0, 2], backend="gloo")
         exchanged(rank, world)
-        own = gathered(rank, group, 2, rank, "agree") if rank != 1 else [1]
+        own = gathered(rank, group, "agree") if rank != 1 else [1]
         return own, exchanged(rank, world)
 
     results, _ = run(tmp_path, some)
@@ -142,5 +147,16 @@ def test_the_store_keeps_no_old_keys(tmp_path: Path) -> None:
     assert max(max(keys[1:]) - min(keys[1:]) for keys in results.values()) <= SIZE
 
 
-def test_one_rank_needs_no_group() -> None:
-    assert gathered(7, None, 1, 0, "agree") == [7]
+def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has the number that its rank has in the world of all data-parallel engines."""
+    group = SimpleNamespace(cpu_group=None)
+    state = SimpleNamespace(get_world_group=lambda: group)
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
+        monkeypatch.setitem(sys.modules, name, state)
+    monkeypatch.setattr(exchange, "gathered", lambda mine, *_: [("a step", "", "theirs"), mine])
+    assert exchange.exchange("a step", "mine") == ["theirs", "mine"]
+    with pytest.raises(StartError, match="rank 1: boom") as failed:
+        exchange.exchange("whatever", None, "boom")
+    assert failed.value.failures == ("rank 1: boom",)
+    with pytest.raises(StartError, match="rank 0: it is at another step"):
+        exchange.exchange("another step", "mine")

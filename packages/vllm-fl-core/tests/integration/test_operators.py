@@ -24,7 +24,6 @@ if find_spec("vllm") is None:
 import torch
 from builders import (
     engine_of,
-    failing,
     half,
     managing,
     planning,
@@ -38,7 +37,6 @@ from torch import Tensor
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Binding, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import AllFailedError, CallError
 from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers import operators
 from vllm_fl.integration.patchers.taking import Choice
@@ -160,15 +158,6 @@ def test_a_caller_without_engine_gets_the_replaced_kernel_and_is_counted() -> No
         assert told(plan, chosen)["without_engine"] == 2
 
 
-def test_calls_are_counted_where_the_user_asked_for_it_in_compiled_mode_too() -> None:
-    for mode in ("eager", "compiled"):
-        plan = plan_of(silu("vendor.a"), counts_calls=True, mode=mode)
-        with engine(plan):
-            call()
-            call()
-        assert plan.calls == {("silu_and_mul", "vendor.a"): 2}
-
-
 @pytest.mark.parametrize("name", ["gated", "asking"])
 def test_a_refused_call_falls_to_the_next_candidate_and_last_to_the_kernel(name: str) -> None:
     plan = plan_of(refusing("vendor.a", "no"), refusing("vendor.b", "nor I"))
@@ -179,35 +168,6 @@ def test_a_refused_call_falls_to_the_next_candidate_and_last_to_the_kernel(name:
     with engine(plan, binding(target(name))):
         assert torch.equal(call(name), FIRST + 5)
     assert plan.fallbacks == {("silu_and_mul", "vendor.b"): 1}
-
-
-def test_strict_mode_raises_the_refusal() -> None:
-    plan = plan_of(refusing("vendor.a", "no"), silu("vendor.b"), strict=True)
-    with engine(plan), pytest.raises(AllFailedError) as failure:
-        call()
-    assert failure.value.op == "silu_and_mul" and failure.value.causes == (("vendor.a", "no"),)
-
-
-def test_an_exception_is_raised_and_the_next_call_is_served_again() -> None:
-    broken = [True]
-
-    def fn(x: Tensor) -> Tensor:
-        if broken[0]:
-            raise ArithmeticError("boom")
-        return half(x)
-
-    with engine(plan_of(silu("vendor.a", fn=fn))):
-        with pytest.raises(ArithmeticError):
-            call()
-        broken[0] = False
-        assert torch.equal(call(), FIRST)
-
-
-def test_a_callers_mistake_is_the_callers() -> None:
-    plan = plan_of(failing("vendor.a", ValueError("odd")))
-    with engine(plan), pytest.raises(CallError) as failure:
-        torch.ops.fl_test_operators.gated(torch.empty(1), torch.ones(3))
-    assert failure.value.argument == "x"
 
 
 def test_an_implementation_that_falls_to_the_operator_itself_gets_the_replaced_kernel() -> None:

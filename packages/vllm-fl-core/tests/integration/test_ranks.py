@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from vllm_fl.errors import StartError
-from vllm_fl.integration import ranks
 from vllm_fl.integration.ranks import (
     Opinion,
     differences,
-    exchange,
     lacking,
     united,
 )
@@ -73,18 +66,3 @@ def test_of_several_objections_the_first_ranks_counts() -> None:
     one, other = Objection(FAILED, "wrong"), Objection(REJECTED, "odd", ends_strict=False)
     said = [Opinion({}), Opinion({KEY: one}), Opinion({KEY: other})]
     assert united(said, ()) == {KEY: (FAILED, 1, "wrong", True)}
-
-
-def test_a_failure_and_another_step_end_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker has the number that its rank has in the world of all data-parallel engines."""
-    group = SimpleNamespace(world_size=2, rank=1, cpu_group=None)
-    state = SimpleNamespace(get_world_group=lambda: group)
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.parallel_state"):
-        monkeypatch.setitem(sys.modules, name, state)
-    monkeypatch.setattr(ranks, "gathered", lambda mine, *_: [("a step", "", "theirs"), mine])
-    assert exchange("a step", "mine") == ["theirs", "mine"]
-    with pytest.raises(StartError, match="rank 1: boom") as failed:
-        exchange("whatever", None, "boom")
-    assert failed.value.failures == ("rank 1: boom",)
-    with pytest.raises(StartError, match="rank 0: it is at another step"):
-        exchange("another step", "mine")

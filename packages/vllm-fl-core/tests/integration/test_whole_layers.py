@@ -206,19 +206,19 @@ def test_class_methods_that_vllm_would_not_find_are_a_fault(
 )
 def test_refusals(plan: Make, verdict: Any, words: str | None) -> None:
     plan(impl(supports=verdict))
-    found = whole_layers.refusals(facts())
+    found = PATCHER.why_not(facts()).impls
     assert (words in found["Mixer", "vendor.acme"]) if words else not found
 
 
 def test_a_class_that_is_not_available_is_not_asked(plan: Make) -> None:
     plan(impl(available=lambda: "no card", supports=lambda request: 1 / 0))
-    assert whole_layers.refusals(facts()) == {}
-    assert whole_layers.refusals(dataclasses.replace(facts(), layers=None)) == {}
+    assert PATCHER.why_not(facts()).impls == {}
+    assert PATCHER.why_not(dataclasses.replace(facts(), layers=None)).impls == {}
 
 
 def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
-    (why,) = whole_layers.refusals(facts()).values()
+    (why,) = PATCHER.why_not(facts()).impls.values()
     assert "by the op silu_and_mul" in why and "bring an OpImpl" in why
 
 

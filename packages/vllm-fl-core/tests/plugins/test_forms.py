@@ -25,17 +25,6 @@ from vllm_fl.contracts import OpSpec
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.errors import AllFailedError, PluginError
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.plugins.types import OpImpl
-from vllm_fl_verify.preflight import find_faults
-from vllm_fl_verify.trials import Request, Role
-from vllm_fl_verify.verification import Comparison, compare, tried
-
-CPU = torch.device("cpu")
-
-
-def compared(impl: OpImpl, spec: OpSpec) -> list[Comparison]:
-    kind = torch.float32
-    return [compare(impl, spec, sample, kind) for sample in tried(spec, kind, CPU)]
 
 
 def test_the_seeds_signatures_serve_a_script() -> None:
@@ -190,7 +179,7 @@ def test_every_kind_of_trailing_parameter(fn: Any, lacks: list[str], grown: OpSp
     assert manager.demotions == {}
 
 
-@per_form
+@pytest.mark.parametrize(("fn", "lacks"), LACKS[1:3], ids=["missing", "by name"])
 @pytest.mark.parametrize("traceable", [False, True])
 def test_every_kind_in_a_compiled_plan(
     fn: Any, lacks: list[str], traceable: bool, grown: OpSpec
@@ -208,16 +197,6 @@ def test_every_kind_in_a_compiled_plan(
         else:
             got = compiled(X, 1.0, *rest).double()
             torch.testing.assert_close(got, grown.oracle(X, 1.0, *rest))
-
-
-@per_form
-def test_the_start_takes_every_form(fn: Any, lacks: list[str], grown: OpSpec) -> None:
-    impl = held(of("grown", fn))
-    assert find_faults(Request([Role(impl)], torch.float32, CPU, None, seed=1)).objections == {}
-    results = compared(impl, grown)
-    # Of a call whose activations lie otherwise, what it says is that of the call itself.
-    told = {r.sample.partition(",")[0]: r.reason for r in results if r.status != "ok"}
-    assert told == {name if name != "mode" else "negate": f"takes no {name}" for name in lacks}
 
 
 def test_a_tensor_is_another_value_than_any_default(grown: OpSpec) -> None:
@@ -251,6 +230,7 @@ def test_what_a_newer_contract_lets_be_overwritten_is_never_given(grown: OpSpec)
         lambda x, shift, mode="negate": x,
         lambda x, shift, mode="none", *, flip: x,
         lambda x, wrong, *args: x,
+        lambda x, **kwargs: x,
         lambda x, shift=1.0: x,
         lambda x: x,
     ],
@@ -262,39 +242,21 @@ def test_other_forms_are_still_refused(fn: Any, grown: OpSpec) -> None:
         held(of("grown", newer, supports=fn))
 
 
-def gelu(x: Any, approximate: Any = "none") -> Any:
-    half = x.shape[-1] // 2
-    return torch.nn.functional.gelu(x[..., :half], approximate=approximate) * x[..., half:]
-
-
 @pytest.mark.parametrize(
     "take",
     [
         lambda call: lambda *args: call(*args),
-        lambda call: lambda x, *rest: call(x, *rest),
-        lambda call: lambda x, **rest: call(x, **rest),
-        lambda call: lambda *args, **kwargs: call(*args, **kwargs),
-        lambda call: lambda x, *rest, approximate="none": call(x, approximate=approximate),
-        lambda call: lambda x, *rest, inplace=False, **more: call(x, *rest),
+        lambda call: lambda x, *rest, **more: call(x, *rest),
     ],
 )
 def test_one_that_takes_any_arguments_is_given_the_contracts(take: Any) -> None:
-    asked = []
+    def gelu(x: Any, approximate: Any = "none") -> Any:
+        return x, approximate
 
-    def supports(x: Any, approximate: Any = "none") -> Any:
-        asked.append(approximate)
-        return True
-
-    whole = of("gelu_and_mul", take(gelu), supports=take(supports), traced=take(gelu))
-    impl = held(whole)
-    for one in (impl.fn, impl.supports, impl.traced):
-        assert one is not None
+    impl = held(of("gelu_and_mul", take(gelu), supports=take(lambda x, approximate: True)))
+    assert impl.supports is not None
+    for one in (impl.fn, impl.supports):
         told = inspect.signature(one).parameters.values()
         assert [*map(str, told)] == ["x", "approximate='none'"]
-    x = torch.randn(3, 8)
-    manager = managing(whole)
-    for call in ((x, "tanh"), (x,)):
-        assert torch.equal(manager.call("gelu_and_mul", *call), gelu(*call))
-    named = manager.call("gelu_and_mul", approximate="tanh", x=x)
-    assert torch.equal(named, gelu(x, "tanh"))
-    assert asked == ["tanh", "none", "tanh"]
+    assert impl.fn(1) == (1, "none") and impl.fn(1, approximate="tanh") == (1, "tanh")
+    assert impl.supports(1) is True

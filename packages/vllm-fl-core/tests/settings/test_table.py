@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from vllm_fl.errors import InvalidSettingError
-from vllm_fl.settings.devices import Device
 from vllm_fl.settings.loading import Settings, load_settings
 
 KEY = "op_backends.rms_norm"
-CPU = Device("cpu")
+CPU = "cpu"
 TEXT = """\
 holds:
   vllm: 0.32.0
@@ -48,7 +47,7 @@ def test_it_orders_on_its_device_wherever_it_was_read(path: Path) -> None:
         "<=16 impl:reference.torch|flagos|vendor|stock|reference, "
         "rest impl:vendor.cpu|flagos|vendor|stock|reference"
     )
-    assert KEY not in settings.with_devices(Device("H100"), "eager")
+    assert KEY not in settings.with_devices("H100", "eager")
     assert settings.with_devices(CPU, "eager")[KEY].origin.startswith(f"{path}:8, measured ")
     without = settings.without_table("it is old")
     assert without.tuned is not None and without.tuned.unused == "it is old"

@@ -13,7 +13,7 @@ from oracle_mutants import oracle_impl
 
 from vllm_fl.contracts import ModelSizes, contracts
 from vllm_fl.plugins.types import OpImpl
-from vllm_fl_tools.testing.families import families_of, smaller
+from vllm_fl_tools.testing.families import families_of
 from vllm_fl_verify.preflight import find_faults
 from vllm_fl_verify.trials import Request, Role, Trials, dtypes_of
 
@@ -161,14 +161,6 @@ def test_a_kernel_that_is_wrong_at_a_served_size_is_taken_out_at_start(name: str
     assert [op for op, _ in found.objections] == [op]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("op", sorted({op for op, _ in WRONG.values()}))
-def test_the_right_one_stays(op: str) -> None:
-    impl = oracle_impl(contracts()[op])
-    found = find_faults(Request([Role(impl)], torch.bfloat16, CPU, SIZES, seed=1, calls=0))
-    assert not found.objections
-
-
 def test_of_experts_all_are_tried_and_all_features() -> None:
     spec = contracts()["fused_experts"]
     model = replace(
@@ -226,13 +218,6 @@ def test_the_kit_has_public_models_for_each_op(spec: Any) -> None:
         "rms_norm_gated": 2,
     }
     assert len(families_of(spec)) >= few.get(spec.name, 6)
-
-
-@pytest.mark.slow
-def test_what_is_smaller_than_served_is_told_by_op() -> None:
-    told = smaller(contracts())
-    assert {"fused_experts", "chunk_gated_delta_rule"} <= told.keys() <= contracts().keys()
-    assert all("of" in phrase for phrase in told.values())
 
 
 @pytest.mark.parametrize(

@@ -52,20 +52,19 @@ def on_host(*seen: tuple[float, int, tuple[str, ...]], steps: int = 2) -> dict[s
         "problem": "",
         "paths": [list(path) for *_, path in seen],
         "host": [[number, us, calls] for number, (us, calls, _) in enumerate(seen)],
-        "launched": {},
-        "kernels": {},
+        "kernels": [],
         "busy": 0.0,
     }
 
 
-def learnt(*launches: tuple[str, tuple[str, ...]], steps: int = 1) -> dict[str, Any]:
-    """A profile of labelled steps on a device: (kernel, the path that launches it), in order."""
-    seen = on_host(*((1.0, 1, path) for _, path in launches), steps=steps)
-    for number, (kernel, _) in enumerate(launches):
-        seen["launched"].setdefault(kernel, []).append(number)
-    return seen
-
-
-def measured(busy: float, steps: int = 2, **kernels: list[float]) -> dict[str, Any]:
-    """A profile of a device's kernels: the µs of each call, of all steps."""
-    return {**on_host(steps=steps), "kernels": kernels, "busy": busy, "step_us": 0.0}
+def on_device(
+    busy: float, *launches: tuple[float, int, str, tuple[str, ...] | None], steps: int = 1
+) -> dict[str, Any]:
+    """A profile of a device's kernels: (µs, calls, kernel, path or None) of all steps."""
+    paths = [path for *_, path in launches if path is not None]
+    seen = on_host(*((1.0, 1, path) for path in paths), steps=steps)
+    kernels = [
+        [None if path is None else paths.index(path), name, us, calls]
+        for us, calls, name, path in launches
+    ]
+    return {**seen, "kernels": kernels, "busy": busy, "step_us": 0.0}

@@ -216,9 +216,9 @@ def test_usage(accept: Any, fl: Command, tmp_path: Path) -> None:
     assert done.status == 2 and "--rounds 1" in done.err
     done = fl("tune", "--accept", str(path), "--model", str(tmp_path))
     assert done.status == 2 and "has no config.json" in done.err
-    done = fl("tune", "--accept", str(path), "--sizes", "hidden=64")
+    done = fl("tune", "--accept", str(path))
     assert done.status == 2 and "--model DIR" in done.err
-    done = fl("tune", "--sizes", "hidden=64", "--rounds", "3")
+    done = fl("tune", "--model", "tiny", "--rounds", "3")
     assert done.status == 2 and "--rounds is for --accept" in done.err
     path.write_text(path.read_text()[:-20])
     assert fl("tune", "--accept", str(path), "--model", str(tmp_path)).status == 2

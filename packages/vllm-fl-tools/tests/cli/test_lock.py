@@ -38,13 +38,9 @@ def test_a_file_that_git_can_compare(lock: Path) -> None:
 
 
 def test_the_locked_plan_without_the_device(fl: Command) -> None:
-    done = fl("plan", "--from", "vllm-fl.lock", "--json")
-    plan = done.json()["plan"]
-    assert (done.status, plan["verified"], plan["device"]) == (0, True, "Acme 9000")
-    rows = [{"up_to": 16, "impl": "vendor.acme"}]
-    told = {"impl": "stock", "rows": rows, "reason": "locked", "layers": {}}
-    assert plan["ops"]["silu_and_mul"] == told
-    shown = fl("plan", "--from", "vllm-fl.lock").out
+    (file,) = fl("show", "vllm-fl.lock", "--json").json()["files"]
+    assert (file["kind"], file["content"]["result"]) == ("lock", CONTENTS["result"])
+    shown = fl("show", "vllm-fl.lock").out
     assert "vendor.acme(<=16)|stock" in shown
     assert "the plan of the lock vllm-fl.lock, verified on Acme 9000" in shown
 
@@ -60,9 +56,8 @@ def test_ops_that_would_change(fl: Command, plugin: Plugin) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("plan", "--from", "gone.lock"), None),
-        (("plan", "--from", "vllm-fl.lock", "--model", "m"), None),
-        (("plan", "--from", "vllm-fl.lock"), "{"),
+        (("show", "gone.lock"), None),
+        (("show", "vllm-fl.lock"), "{"),
         (("plan", "--diff", "vllm-fl.lock"), '{"vllm_fl_lock": 1}'),
         (("plan", "--diff", "vllm-fl.lock"), "prefer: vendor"),  # by its name a lock
         (("plan",), '{"vllm_fl_lock": 2}'),

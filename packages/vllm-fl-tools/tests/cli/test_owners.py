@@ -10,8 +10,7 @@ from profiles import (
     LINEAR,
     NORM,
     NORM_OP,
-    learnt,
-    measured,
+    on_device,
     on_host,
     places,
     report,
@@ -49,7 +48,7 @@ def test_no_time_is_counted_twice_and_a_call_is_one_of_the_op() -> None:
         (10.0, 2, (LINEAR, "aten::linear", "_C::onednn_mm")),
         (2.0, 1, ("## Call CompiledFxGraph 0123 ##",)),
     )
-    found = attribute(whose(), seen, None)
+    found = attribute(whose(), seen, on_host=True)
     assert rows(found) == {
         ("aten::linear", "stock"): (35.0, 1.0),
         ("rms_norm", "vendor.cpu"): (14.0, 3.0),
@@ -123,65 +122,52 @@ def test_what_is_fused_is_shown_under_the_kernel() -> None:
     assert unknown.reached == "?" and "unknown" in unknown.why
 
 
-def test_kernels_in_a_captured_graph_have_the_owners_that_they_had_without_it() -> None:
-    """The n-th call of a kernel in a step is whose its n-th call was: one name, two owners."""
-    seen = learnt(
-        ("gemm", (LINEAR, "aten::linear", "aten::mm")),
-        ("elementwise", (NORM, NORM_OP, "aten::mul")),
-        ("elementwise", (LINEAR, "aten::add")),
-        ("rms", ("vllm_fl::rms_norm_vendor_cpu_0123",)),
+def test_kernels_have_the_owners_of_their_launches() -> None:
+    seen = on_device(
+        60.0,
+        (22.0, 2, "gemm", (LINEAR, "aten::linear", "aten::mm")),
+        (4.0, 2, "elementwise", (NORM, NORM_OP, "aten::mul")),
+        (6.0, 2, "elementwise", (LINEAR, "aten::add")),
+        (10.0, 2, "rms", ("vllm_fl::rms_norm_vendor_cpu_0123",)),
+        steps=2,
     )
-    times = measured(
-        60.0, gemm=[10.0, 12.0], elementwise=[1.0, 2.0, 3.0, 4.0], rms=[5.0, 5.0], steps=2
-    )
-    found = attribute(whose(), seen, times)
+    found = attribute(whose(), seen, on_host=False)
     assert rows(found) == {
         ("linear", "stock"): (11.0, 1.0),
-        ("rms_norm", "vendor.cpu"): (7.0, 2.0),  # of elementwise the first of two, and its own
+        ("rms_norm", "vendor.cpu"): (7.0, 2.0),
         ("aten::add", "stock"): (3.0, 1.0),
     }
     assert found["total_us"] == 21.0 and found["busy_us"] == 30.0
 
 
-def test_what_cannot_be_told_is_called_unattributed() -> None:
-    seen = learnt(("elementwise", (NORM, NORM_OP)), ("elementwise", (LINEAR, "aten::add")))
-    times = measured(9.0, elementwise=[1.0, 2.0, 3.0], graph_only=[3.0], steps=1)
-    times["kernels"]["Memcpy HtoD (Pageable -> Device)"] = [2.0]
-    found = {row["why"]: row for row in attribute(whose(), seen, times)["rows"]}
-    assert {row["reached"] for row in found.values()} == {"?", "no"}
-    not_as_often = next(row for why, row in found.items() if "not as often" in why)
-    assert not_as_often["why"].startswith("launched by rms_norm, aten::add;")
-    assert not_as_often["us"] == 6.0
-    assert found["steps without graphs launched no such kernel"]["us"] == 3.0
-    assert found["no contract: a copy"]["name"] == "Memcpy HtoD"
-
-
-def test_a_launch_whose_caller_is_not_known_is_whose_the_others_of_its_kernel_are() -> None:
+def test_a_launch_without_a_known_caller() -> None:
     """As seen on an H100: of some launches of attention's kernel the profiler knew no operator."""
     kernel = "void cutlass::device_kernel<flash::FlashAttnFwdSm90<cute::tuple<cute::C<1> > > >()"
-    seen = learnt(
-        (kernel, ()),
-        (kernel, ("vllm::unified_attention_with_output",)),
-        ("gemm", ("cudaLaunchKernelExC",)),
+    seen = on_device(
+        9.0,
+        (4.0, 1, kernel, None),
+        (4.0, 1, kernel, ("vllm::unified_attention_with_output",)),
+        (1.0, 1, "gemm", ("cudaLaunchKernelExC",)),
+        (2.0, 1, "Memcpy HtoD (Pageable -> Device)", None),
     )
-    found = attribute(whose(), seen, measured(9.0, **{kernel: [4.0, 4.0], "gemm": [1.0]}, steps=1))
-    assert rows(found) == {
+    assert rows(attribute(whose(), seen, on_host=False)) == {
         ("attention_backend", "stock"): (8.0, 2.0),
+        ("Memcpy HtoD", "stock"): (2.0, 1.0),
         ("unattributed", ""): (1.0, 1.0),
     }
 
 
 @pytest.mark.parametrize(
-    ("seen", "times", "problem"),
+    ("seen", "is_host", "problem"),
     [
-        (on_host(steps=0), None, "the engine took no such step"),
-        (on_host(), None, "saw no operator"),
-        (learnt(), measured(0.0), "saw no kernel of the device"),
-        ({"problem": "it failed", "steps": 0}, None, "it failed"),
+        (on_host(steps=0), True, "the engine took no such step"),
+        (on_host(), True, "saw no operator"),
+        (on_device(0.0), False, "saw no kernel of the device"),
+        ({"problem": "it failed", "steps": 0}, True, "it failed"),
     ],
 )
 def test_a_profile_without_anything_says_what_is_missing(
-    seen: dict[str, Any], times: dict[str, Any] | None, problem: str
+    seen: dict[str, Any], is_host: bool, problem: str
 ) -> None:
-    found = attribute(whose(), seen, times)
+    found = attribute(whose(), seen, on_host=is_host)
     assert problem in found["problem"] and not found["rows"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from commands import Command
-from profiles import LINEAR, NORM, NORM_OP, learnt, measured, on_host, places, report
+from profiles import LINEAR, NORM, NORM_OP, on_device, on_host, places, report
 
 from vllm_fl_tools.cli import _engines
 
@@ -32,7 +32,7 @@ for line in sys.stdin:
     if kind == "places":
         answer = told["places"]
     elif kind == "profile":
-        answer = told["labelled" if what["labelled"] else "measured"]
+        answer = told["seen"]
     else:
         answer = {"tokens": [], "steps": [0.0001] * (what["new_tokens"] * what["times"] - 1)}
         answer["steps"] = [9.0] * (what["new_tokens"] > 1) + answer["steps"]
@@ -41,7 +41,7 @@ for line in sys.stdin:
 HOST = {
     "places": places(),
     "report": report(),
-    "labelled": on_host(
+    "seen": on_host(
         (0.0, 2, (NORM, NORM_OP)),
         (40.0, 2, (NORM, NORM_OP, "_C::rms_norm")),
         (120.0, 2, (LINEAR, "_C::onednn_mm")),
@@ -92,10 +92,10 @@ def test_decode_and_prefill_are_asked_for_apart(profile: Any, tmp_path: Path) ->
     told = asked(tmp_path)
     assert all(arguments == list(given) for *_, arguments in told)
     profiles = [what for kind, what, _ in told if kind == "profile"]
-    assert [(p["decode"], p["visit"]["batch"], p["labelled"]) for p in profiles] == [
-        (True, 1, True),
-        (True, 8, True),
-        (False, 1, True),
+    assert [(p["decode"], p["visit"]["batch"], p["steps"]) for p in profiles] == [
+        (True, 1, 16),
+        (True, 8, 16),
+        (False, 1, 16),
     ]
     assert [p["visit"]["new_tokens"] for p in profiles] == [18, 18, 1]
     assert [p["visit"]["times"] for p in profiles] == [1, 1, 16]
@@ -103,12 +103,11 @@ def test_decode_and_prefill_are_asked_for_apart(profile: Any, tmp_path: Path) ->
     assert len({*seeds}) == len(seeds), "a prompt would be found in the prefix cache"
 
 
-def test_a_device_s_kernels_are_measured_without_labels(profile: Any, tmp_path: Path) -> None:
+def test_a_device_s_kernels(profile: Any) -> None:
     told = {
         "places": places(device="GPU 3000", ranks=2),
         "report": report(),
-        "labelled": learnt(("gemm", (LINEAR, "aten::mm")), steps=1),
-        "measured": measured(90.0, gemm=[30.0, 70.0], steps=2),
+        "seen": on_device(90.0, (100.0, 2, "gemm", (LINEAR, "aten::mm")), steps=2),
     }
     done = profile(told=told)
     assert done.status == 0, done.err
@@ -116,19 +115,7 @@ def test_a_device_s_kernels_are_measured_without_labels(profile: Any, tmp_path: 
     assert "All kernels: 50.0 µs a step in 1 calls, of which 5.0 beside others." in done.out
     assert "The step without the profiler: 100.0 µs.\n" in done.out
     assert "The remainder: 55.0 µs (55.0%)" in done.out
-    profiles = [what for kind, what, _ in asked(tmp_path) if kind == "profile"]
-    assert [(p["labelled"], p["steps"]) for p in profiles[:2]] == [(True, 2), (False, 16)]
-
-
-def test_a_profile_without_kernels_says_what_is_missing(profile: Any) -> None:
-    """A device of which the profiler shows nothing is not taken for the host."""
-    told = {
-        "places": places(device="GPU 3000"),
-        "report": report(),
-        "labelled": HOST["labelled"],
-        "measured": measured(0.0),
-    }
-    done = profile(told=told)
+    done = profile(told={**told, "seen": on_device(0.0)})
     assert done.status == 1
     assert "Nothing is known of it: PyTorch's profiler saw no kernel of the device" in done.out
 

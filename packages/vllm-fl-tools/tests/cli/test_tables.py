@@ -9,7 +9,6 @@ import pytest
 from commands import Command, Plugin
 
 from vllm_fl.engine.facts import EngineFacts
-from vllm_fl.settings.devices import Device
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_tools.cli import doctor
 
@@ -49,7 +48,7 @@ def test_explain_shows_its_orders(fl: Command, table: Any) -> None:
     (script,) = answer["modes"]
     assert script["origin"] == "prefer=flagos, default", "a script knows no device"
     (order,) = answer["devices"]["orders"]
-    assert "on devices of name cpu" in order and "1.5 times as fast in 16 tokens" in order
+    assert "on cpu: " in order and "1.5 times as fast in 16 tokens" in order
 
 
 def test_doctor_checks_it_without_an_engine(fl: Command, table: Any) -> None:
@@ -65,10 +64,10 @@ def test_doctor_checks_it_without_an_engine(fl: Command, table: Any) -> None:
 def test_an_engine_goes_on_without_one_that_does_not_hold(table: Any) -> None:
     settings = load_settings({"VLLM_FL_TABLE": table()})
     for mode, device, words in (
-        ("eager", Device("cpu"), ""),
-        ("eager", Device("H100"), "the device is H100"),
-        ("eager", None, "the device is unknown"),
-        ("compiled", Device("cpu"), "it has no orders for compiled engines"),
+        ("eager", "cpu", ""),
+        ("eager", "H100", "the device is H100"),
+        ("eager", "", "the device is unknown"),
+        ("compiled", "cpu", "it has no orders for compiled engines"),
     ):
         facts = EngineFacts(settings, mode, device=device).with_checked_table()  # type: ignore[arg-type]
         assert facts.settings.tuned is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from commands import Command, Plugin
 
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_tools.cli import _tuning, tune
 from vllm_fl_tools.cli._options import ReportFile
+from vllm_fl_tools.cli._tuning import Subject
 from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.tuned import Row, Tuned
 
@@ -36,21 +39,31 @@ def register_ops():
     return [timed("acme", 30), timed("fast", 10, (16,)), timed("slow", 90)]
 """
 
-SIZES = ("--sizes", "intermediate=8")
-ONE_OP = ("--device", "cpu", "--dtype", "float32", "--mode", "eager", "--op", "silu_and_mul")
+SIZES = ("--model", "tiny")
+ONE_OP = ("--device", "cpu", "--op", "silu_and_mul")
 BESIDE = ("--impl", "vendor.fast", "--impl", "vendor.slow")
 QUICK = (*SIZES, *ONE_OP, *BESIDE, "--json")
 
 
+def subject(
+    arguments: Any, asked: tuple[int, ...], bindings: Any, device: torch.device, **more: int
+) -> Subject:
+    """A model of these sizes, which vLLM would read from its folder."""
+    tokens = asked or tuple(1 << n for n in range(10))
+    sizes = ModelSizes(**(more or {"intermediate": 8}), tokens=(1, tokens[-1]))
+    dtype = torch.float32
+    return Subject("tiny", sizes, tokens, "eager", dtype, device, frozenset())
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, caches that are cold at once, and threads as torch has them."""
+    """An empty working directory, and caches that are cold at once."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
     for module in (bench, tuning):
         monkeypatch.setattr(module, "cold_bytes", lambda device: 1024)
-    monkeypatch.setattr(tune, "worker_threads", lambda: None)
+    monkeypatch.setattr(tune, "_subject", subject)
     return work
 
 
@@ -91,7 +104,7 @@ class TestTable:
     ) -> None:
         table = result(fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml"))
         assert os.listdir(here) == ["t.yaml"], "nothing else"
-        assert (table.mode, table.dtype, table.model) == ("eager", "float32", "intermediate=8")
+        assert (table.mode, table.dtype, table.model) == ("eager", "float32", "tiny")
         assert table.sizes["intermediate"] == 8
         assert "hidden" not in table.sizes
         assert table.holds["device"] == "cpu" and "torch" in table.holds["distributions"]
@@ -134,9 +147,7 @@ class TestTable:
         settings = load_settings({"VLLM_FL_TABLE": answer["path"]})
         (order,) = settings.by_device["silu_and_mul"]
         assert settings.tuned is not None and settings.tuned.device == "cpu"
-        assert str(order).startswith(
-            "on devices of name cpu: eager <=8 impl:vendor.fast, rest impl:vendor.acme"
-        )
+        assert str(order).startswith("on cpu: eager <=8 impl:vendor.fast, rest impl:vendor.acme")
         assert "3 times as fast in vendor.fast by vendor.acme at 8 tokens" in str(order)
 
     def test_each_measurement_has_a_line(self, fl: Command, clocked: Any) -> None:
@@ -146,14 +157,8 @@ class TestTable:
             "[ 50 %] silu_and_mul, 1 tokens",
             "[100 %] silu_and_mul, 16 tokens",
         ]
-        assert all("s left" in line for line in lines)
         assert "vendor.fast 10.0 µs, 3.00 times as fast as vendor.acme" in lines[0]
         assert "left out: vendor.fast" in lines[1]
-
-    def test_what_is_left_is_judged_by_what_each_size_took(self) -> None:
-        took = {("a", 1): 20.0}
-        assert _tuning.left_after(took, [1, 16384, 16384]) == 60.0
-        assert _tuning.left_after({**took, ("a", 16384): 10.0}, [1, 16384]) == 30.0
 
     def test_the_default_name_is_not_replaced(self, fl: Command, clocked: Any, here: Path) -> None:
         name = "vllm-fl-table.yaml"
@@ -190,7 +195,6 @@ class TestWithoutSizesOfTheUser:
     def run(self, fl: Command, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> Any:
         """`run(*more)`: (what the command says, its table, the plugin's module)."""
         name = plugin(CHANGES)
-        monkeypatch.setattr(tune, "LARGEST", 512)
         monkeypatch.setattr(_tuning, "CLOCK", lambda: sys.modules[name].NOW[0])
 
         def once(*more: str) -> Any:
@@ -200,10 +204,10 @@ class TestWithoutSizesOfTheUser:
 
         return once
 
-    def test_the_sizes_close_in_on_where_the_winner_changes(self, run: Any) -> None:
+    def test_the_winner_changes(self, run: Any) -> None:
         answer, tuned, module = run()
         sizes = sorted({figure.tokens for figure in tuned.figures})
-        assert sizes == [1, 8, 64, 128, 256, 512]
+        assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
         assert tuned.rows == (Row(64, "vendor.fast"), Row(512, "default"))
         assert ("fast", 64) in module.CALLS, "it is checked at the end of its row"
         assert answer["measurements"] == len(sizes)
@@ -218,62 +222,6 @@ class TestWithoutSizesOfTheUser:
         }
 
 
-class TestThreads:
-    COUNTS = """
-        import torch
-
-        SEEN = set()
-
-        def counts(x):
-            SEEN.add(torch.get_num_threads())
-            return silu_and_mul(x)
-
-        @hookimpl
-        def register_ops():
-            kind = BackendImplKind.VENDOR
-            return [vendor("acme"), OpImpl("silu_and_mul", "vendor.fast", kind, counts, "fast")]
-    """
-    RUN = (*SIZES, *ONE_OP, "--impl", "vendor.fast", "--tokens", "8", "--out", "t.yaml")
-
-    def test_it_measures_with_those_of_an_engine(
-        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        name, own = plugin(self.COUNTS), torch.get_num_threads()
-        monkeypatch.setattr(tune, "worker_threads", lambda: own + 1)
-        done = fl("tune", *self.RUN)
-        assert done.status == 0, done.err
-        assert f"computes with {own + 1} threads, as vLLM's worker does" in done.err
-        seen = sys.modules[name].SEEN
-        assert seen == {own + 1}
-        assert torch.get_num_threads() == own
-
-    def test_without_vllm_it_measures_with_torchs_own(
-        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def absent() -> None:
-            raise ModuleNotFoundError("No module named 'vllm'")
-
-        plugin(self.COUNTS)
-        monkeypatch.setattr(tune, "worker_threads", absent)
-        done = fl("tune", *self.RUN)
-        assert done.status == 0, done.err
-        assert "as torch's default: vLLM does not tell (ModuleNotFoundError: " in done.err
-
-    def test_what_an_engine_would_not_start_with_ends_it(
-        self, fl: Command, plugin: Plugin, here: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def wrong() -> None:
-            raise ValueError("invalid literal for int() with base 10: 'x'")
-
-        plugin(self.COUNTS)
-        monkeypatch.setattr(tune, "worker_threads", wrong)
-        done = fl("tune", *self.RUN)
-        assert (done.status, done.out) == (2, "")
-        assert "with base 10: 'x'. Set VLLM_CPU_OMP_THREADS_BIND as for the engine" in done.err
-        assert len(done.err.strip().splitlines()) == 1
-        assert os.listdir(here) == []
-
-
 class TestBadArguments:
     @pytest.mark.parametrize(
         ("arguments", "says"),
@@ -283,12 +231,6 @@ class TestBadArguments:
             (("--tokens", "1,x"), "--tokens 1,x: expected numbers"),
             (("--tokens", "0"), "--tokens 0: expected numbers"),
             (("--tokens", "1,,2"), "--tokens 1,,2: expected numbers"),
-            (("--dtype", "int8"), "--dtype int8: expected bfloat16"),
-            (("--sizes", "hiden=4"), "'hiden=4' is no NAME=NUMBER of a size. Did you mean"),
-            (("--sizes", "hidden"), "'hidden' is no NAME=NUMBER of a size."),
-            (("--sizes", "hidden=-4"), "--sizes hidden=-4: expected a positive number"),
-            (("--sizes", "hidden=4.5"), "--sizes hidden=4.5: expected a positive number"),
-            (("--sizes", "hidden=nan"), "--sizes hidden=nan: expected a positive number"),
             (("--device", "abacus"), "--device abacus: "),
             (("--out", "absent/t.yaml"), "--out absent/t.yaml: cannot be written: "),
         ],
@@ -302,18 +244,12 @@ class TestBadArguments:
         assert len(done.err.strip().splitlines()) == 1
         assert os.listdir(here) == []
 
-    def test_neither_model_nor_sizes(self, fl: Command) -> None:
-        done = fl("tune")
-        assert done.status == 2
-        assert "one of the arguments --model --sizes is required" in done.err
-
-    def test_an_op_whose_sizes_are_not_told(self, fl: Command, clocked: Any, here: Path) -> None:
-        done = fl("tune", *QUICK, "--sizes", "hidden=8", "--tokens", "8", "--out", "t.yaml")
-        assert done.status == 1
-        assert (
-            "the sizes that it needs are not all told (intermediate, shared_intermediate)"
-            in done.out
-        )
+    def test_an_op_whose_sizes_are_not_known(
+        self, fl: Command, clocked: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tune, "_subject", partial(subject, hidden=8))
+        done = fl("tune", *QUICK, "--tokens", "8", "--out", "t.yaml")
+        assert done.status == 1 and "(intermediate, shared_intermediate)" in done.out
         assert result(done).ops == {}
 
     def test_an_op_with_one_candidate(self, fl: Command, plugin: Plugin, here: Path) -> None:
@@ -322,18 +258,6 @@ class TestBadArguments:
         done = fl("tune", *SIZES, *ONE_OP, *only, "--tokens", "8", "--out", "t.yaml")
         assert done.status == 1
         assert "silu_and_mul: left out, since vendor.acme is its only candidate" in done.out
-
-    def test_an_op_that_vllm_runs_within_a_layers_call_alone(
-        self, fl: Command, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        pytest.importorskip("vllm")
-        monkeypatch.setenv("VLLM_FL_PER_OP", "fused_experts=stock")
-        sizes = "hidden=64,experts=8,experts_per_token=2,expert_intermediate=32"
-        asked = ("--sizes", sizes, *ONE_OP[:-1], "fused_experts", "--tokens", "8,16")
-        done = fl("tune", *asked, "--out", "t.yaml")
-        assert done.status == 1
-        assert done.out.count("fused_experts") == 1
-        assert "fused_experts: left out, since its default, stock, has no function" in done.out
 
 
 HANGS = """

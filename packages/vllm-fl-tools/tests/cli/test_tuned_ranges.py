@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from builders import silu
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.contracts.binding import Binding, SizeRule
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
-from vllm_fl_tools.cli import tune
-from vllm_fl_tools.cli._tuning import InGraphs, Subject, between, lacking, rows_by_op
+from vllm_fl_tools.cli._tuning import InGraphs, Subject, rows_by_op
 from vllm_fl_tools.engine.timing import Measured
 from vllm_fl_tools.engine.tuning import Contender
 
@@ -127,25 +124,6 @@ def test_an_activation_that_vllms_experts_call_is_left_to_vllm_at_every_size_or_
     assert rows(graphs("cuda", "compiled", "rms_norm", absent=())) == [BY_RANGE]
 
 
-@pytest.mark.parametrize(("more", "absent"), [({}, {"fused_experts"}), ({"experts": 8}, set())])
-def test_a_model_of_which_no_number_of_experts_is_told_has_none(
-    more: Any, absent: set[str]
-) -> None:
-    told = argparse.Namespace(
-        model=None,
-        sizes="intermediate=8",
-        mode="compiled",
-        dtype=None,
-        device="cpu",
-    )
-    sizes = ModelSizes(intermediate=8, more=more)
-    cpu = torch.device("cpu")
-    assert tune._subject(told, sizes, (1,), known_contracts().bindings, cpu).absent == absent
-    acme = Binding(sizes=(SizeRule("experts", lambda config: 8, 8),), calls_operators=True)
-    mine = tune._subject(told, sizes, (1,), {"acme_experts": acme}, cpu)
-    assert bool(mine.absent) is bool(absent), "anybody's op is asked, and by its own sizes"
-
-
 def test_all_ops_have_the_same_ranges() -> None:
     ops = [graphs("cuda", "compiled", op) for op in (OP, "gelu_and_mul")]
     assert rows(*ops) == [BY_RANGE, BY_RANGE]
@@ -173,25 +151,3 @@ def test_a_part_of_an_op_that_wins_is_left_to_vllm(fast_up_to: int, of_part: Any
     of_part_now, of_whole = ([(r.up_to, r.impl) for r in rows] for rows in rows_by_op(found))
     assert of_part_now == of_part
     assert of_whole == (BY_RANGE if fast_up_to else FOR_ALL)
-
-
-def test_sizes_between_two_winners_are_measured_where_a_row_may_end_there() -> None:
-    graph = graphs("cuda", "compiled", OP)
-    found = measured(graph, 1, 512, fast_up_to=1)
-    assert between(graph, found) == 64, "the middle one of those that may be measured"
-    assert between(graph, measured(graph, 1, 64, 512, fast_up_to=1)) == 8
-    assert between(graph, measured(graph, *TOKENS, fast_up_to=8)) is None
-    assert between(graph, measured(graph, 1, 512, fast_up_to=512)) is None, "their winner is one"
-    one_row = graphs("cpu", "compiled", OP)
-    assert between(one_row, measured(one_row, 1, 512, fast_up_to=1)) is None
-
-
-def test_an_op_is_measured_where_a_range_ends_that_others_need() -> None:
-    ops = [graphs("cuda", "compiled", op) for op in (OP, "gelu_and_mul")]
-    found = [
-        (ops[0], measured(ops[0], 1, 8, 64, 512, fast_up_to=8)),
-        (ops[1], measured(ops[1], 1, 64, 512, fast_up_to=1)),
-    ]
-    assert lacking(found) == ("gelu_and_mul", 8)
-    found[1] = ops[1], measured(ops[1], *TOKENS, fast_up_to=1)
-    assert lacking(found) is None

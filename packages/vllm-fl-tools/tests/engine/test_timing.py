@@ -168,16 +168,6 @@ class TestRowsByRange:
         assert best_edges(ops, 2) == (1,), "one edge opens no range of 64 alone"
         assert best_edges(ops, 1) == ()
 
-    def test_sizes_that_were_chosen_close_together_count_no_more_than_one(
-        self,
-    ) -> None:
-        at_first = self.sizes(vendor_a=(7.0, 7.0, 11.0, 11.0))
-        at_last = self.sizes(vendor_b=(11.0, 11.0, 11.0, 9.0))
-        for tokens in range(72, 136, 8):
-            one = measured(tokens, stock=[10.0] * 4, vendor_b=[9.0] * 4)
-            at_last.insert(-1, one)
-        assert best_edges([(at_first, {"stock"}), (at_last, {"stock"})], 2) == (8,)
-
     def test_no_edge_is_taken_that_gains_nothing(self) -> None:
         everywhere = self.sizes(vendor_a=(5.0, 5.0, 5.0, 5.0))
         opaque = self.sizes(vendor_a=(5.0, 11.0, 11.0, 11.0))

@@ -83,7 +83,7 @@ def worker() -> Worker:
 
 
 def seen(worker: Worker, *steps: Any, decode: bool = True, count: int = 4) -> Any:
-    worker.vllm_fl_profile(decode, count, True)
+    worker.vllm_fl_profile(decode, count)
     for scheduled in steps:
         assert worker.execute_model(scheduled) == "done"
     return worker.vllm_fl_profiled()

@@ -45,8 +45,6 @@ class LLM:
             Engine.model_config.max_model_len = options["max_model_len"]
 
     def collective_rpc(self, name, args=()):
-        if name == "vllm_fl_layers_of":
-            return [{f"{args[0]} of rank {rank}": 1} for rank in range(2)]
         return [{"digest": "dd", "asked": name, **self.options}]
 
     def sleep(self, level):
@@ -221,9 +219,3 @@ def test_it_says_how_likely_tokens_are(engine: Any) -> None:
     assert first["tokens"] == [[3, 3], [1, 1]]
     assert first["prefill"] == second["prefill"] == [[-4, -5], []]
     assert second["tokens"] == forced and second["decode"] == [[-8, -9], [-7, -7]]
-
-
-def test_layers_are_those_of_every_rank(engine: Any) -> None:
-    asked = ({"layers": {"op": "op"}}, {"leave": {"op": "op", "layers": ["op of rank 1"]}})
-    _, found, left = answers(engine(*asked))
-    assert found["layers"] == {"op of rank 0": 1, "op of rank 1": 1} and left == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import ctypes
 import dataclasses
 import inspect
 import itertools
@@ -256,49 +255,6 @@ def test_a_fresh_process_holds_no_op_to_account_for_another(
     answers = there["gelu_and_mul"]
     assert isinstance(answers, dict) and answers
     assert all(name.startswith("gelu_and_mul, bfloat16, ") for name in answers)
-
-
-def reading(op: str, *names: str, **fields: Any) -> OpImpl:
-    """The sound implementation as a kernel that reads these arguments' memory, wherever it is."""
-    impl = sound(op)
-    parameters = list(inspect.signature(impl.fn).parameters)
-
-    def kernel(*args: Any) -> Any:
-        for name, arg in zip(parameters, args, strict=True):
-            if name in names and arg is not None:
-                copy = ctypes.create_string_buffer(arg.nbytes)
-                ctypes.memmove(copy, arg.data_ptr(), arg.nbytes)
-        return impl.fn(*args)
-
-    return dataclasses.replace(impl, fn=with_signature(kernel, impl.fn), **fields)
-
-
-@pytest.mark.parametrize("name", ["residual", "weight"])
-def test_a_kernel_of_memory_that_is_not_there_is_named_by_its_argument(name: str) -> None:
-    def looks_at_x(x: torch.Tensor, *rest: Any) -> bool | str:
-        return x.device.type == "cpu" or f"x is on {x.device}"
-
-    assert found(reading("rms_norm", name), "refusals") == []
-    supports = with_signature(looks_at_x, sound("rms_norm").fn)
-    told = found(reading("rms_norm", name, supports=supports), "refusals")
-    assert [one.case.dtype for one in told] == ["float32", "float16", "bfloat16"]
-    for one in told:
-        assert f"with {name} alone on meta: call_op must raise a CallError" in one.reason
-        assert "died, exit status -11" in one.reason
-        assert f"Let supports refuse {name} on another device" in one.reason
-
-
-def test_a_kernel_that_computes_without_an_argument_that_is_elsewhere_fails() -> None:
-    def without(x: Any, residual: Any, weight: Any, *rest: Any) -> Any:
-        here = weight is not None and weight.device.type == "cpu"
-        return sound("rms_norm").fn(x, residual, weight if here else None, *rest)
-
-    impl = sound("rms_norm")
-    anything = with_signature(lambda *args: True, impl.fn)
-    silent = dataclasses.replace(impl, fn=with_signature(without, impl.fn), supports=anything)
-    reasons = [one.reason for one in found(silent, "refusals")]
-    assert len(reasons) == 3
-    assert all("a Tensor was returned in silence" in reason for reason in reasons)
 
 
 def test_a_weight_of_integers_is_a_bad_input() -> None:

@@ -106,8 +106,7 @@ def test_an_exception_that_names_no_test_fails(run: Run) -> None:
 
 def test_what_would_end_the_process_is_not_run(run: Run) -> None:
     result = run(WRONG + "run = false\n", "-k", "values", mistake=" * exit(3)")
-    outcomes = result.parseoutcomes()
-    assert set(outcomes) == {"xfailed", "deselected"}
+    assert set(result.parseoutcomes()) == {"xfailed", "deselected"}
 
 
 def test_an_unavailable_backend_is_skipped_with_its_reason(run: Run) -> None:

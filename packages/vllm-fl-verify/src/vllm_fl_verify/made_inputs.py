@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+
+from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers import fusions
-from vllm_fl.integration.patchers.layers import layer_for
+from vllm_fl.integration.patchers.layers import layer_table
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.inspection import Key, Moment, Objection
 from vllm_fl.plugins.types import OpImpl
@@ -82,7 +88,7 @@ class Checks:
             self.device,
             self.facts.sizes,
             compares=self.how == "verify",
-            backend=self.facts.lowering(self.device),
+            backend=lowering(self.facts, self.device),
             layer_for=layer_for,
             seed=self.seed,
             specs=plan.contracts,
@@ -143,6 +149,12 @@ class Checks:
         return [f"seed {self.seed}", *([told] if unknown else ()), *self.remarks]
 
 
+def lowering(facts: EngineFacts, device: torch.device) -> str:
+    """Return the backend that compiles the model, if it can be called without vLLM's passes."""
+    is_inductor = facts.compile_backend in ("", "inductor")
+    return "inductor" if is_inductor and device.type in ("cpu", "cuda") else "aot_eager"
+
+
 def checks_of(engine: Engine) -> Checks:
     """Return what verification keeps of this engine."""
     found: Checks = engine.state.get(Checks) or engine.state.setdefault(Checks, Checks(engine))
@@ -169,3 +181,25 @@ def _bounds(entry: PlanEntry, impl: OpImpl) -> tuple[int, float]:
     begins = [1, *(int(end) + 1 for end in ends[:-1])]
     serving = [number for number, (_, impls) in enumerate(entry.candidates) if impl in impls]
     return begins[serving[0]], ends[serving[-1]]
+
+
+def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
+    """Return a layer of vLLM's own class that provides what a contract takes from its layer.
+
+    It is for an implementation that takes the layer. The class's constructor, which would choose an
+    implementation, does not run.
+
+    Args:
+        spec: the contract.
+        provided: the parameters of `spec.from_layer`, by name.
+    """
+    stand_in = spec.layer(**provided)
+    base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)
+    if base is None:
+        return stand_in
+    layer: Any = object.__new__(base)
+    torch.nn.Module.__init__(layer)
+    for name, value in vars(stand_in).items():
+        is_weight = isinstance(value, torch.Tensor)
+        setattr(layer, name, torch.nn.Parameter(value, False) if is_weight else value)
+    return layer

@@ -57,7 +57,7 @@ def implementation(
     Args:
         fn: its first argument is a tensor, which must be on the CPU.
         kernels: without one of these it is not available.
-        takes: rules beside the contract's, as of `OpImpl`.
+        takes: rules for the calls it supports (`OpImpl.takes`).
         consumes: the arguments that it overwrites.
     """
     first = fn.__code__.co_varnames[0]

@@ -105,19 +105,12 @@ def causal_conv1d_update(
         (out, conv_state): out of x's shape and dtype, x itself for padding; the same conv_state.
 
     Raises:
-        ValueError: a slot that conv_state does not have, or sizes that do not fit together.
+        ValueError: a slot that conv_state does not have.
         RuntimeError: the kernel refuses its arguments.
     """
-    # The kernel follows these sizes and numbers without a look at them.
+    # The kernel follows these numbers without a look at them.
     if bool(((conv_state_indices < 0) | (conv_state_indices >= len(conv_state))).any()):
         raise ValueError(f"conv_state_indices must be from 0 to {len(conv_state) - 1}")
-    dim, width = x.shape[-1], weight.shape[-1]
-    if conv_state_indices.shape != x.shape[:1] or weight.shape != (dim, width):
-        raise ValueError("conv_state_indices must be (tokens,), weight (dim, width)")
-    if conv_state.shape[1:] != (dim, width - 1) or not (bias is None or bias.shape == (dim,)):
-        raise ValueError("conv_state must be (slots, dim, width - 1), bias (dim,)")
-    if bias is not None and bias.dtype != x.dtype:
-        raise TypeError(f"bias must be {x.dtype}, got {bias.dtype}")
     out = kernel("causal_conv1d_update_cpu_vec")(
         x.contiguous(),
         conv_state,

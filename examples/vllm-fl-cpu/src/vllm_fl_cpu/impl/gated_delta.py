@@ -123,13 +123,13 @@ def recurrent_gated_delta_rule(
         (out, state): out of v's shape and dtype, 0 for padding; and the same state.
 
     Raises:
-        ValueError: an index is negative, or there is not one for each token.
+        ValueError: an index is negative.
         IndexError: a slot that state does not have.
         RuntimeError: the kernel refuses the sizes.
     """
     rows, tokens = state_indices.long(), len(q)
-    if rows.shape != (tokens,) or bool((rows < 0).any()):
-        raise ValueError("state_indices must be (tokens,) and not negative")
+    if bool((rows < 0).any()):
+        raise ValueError("state_indices must not be negative")
     if not tokens:
         return v.new_empty(v.shape), state
     states = state[rows].transpose(2, 3).float().contiguous()

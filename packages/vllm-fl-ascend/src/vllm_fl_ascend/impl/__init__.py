@@ -23,7 +23,7 @@ def implementation(fn: Callable[..., Any], *takes: str | Callable[..., Availabil
 
     Args:
         fn: its first argument is a tensor, which must be on an NPU.
-        takes: rules beside the contract's, as of `OpImpl`.
+        takes: rules for the calls it supports (`OpImpl.takes`).
     """
     device = f"{fn.__code__.co_varnames[0]}.device.type == 'npu'"
     rules: Sequence[Any] = (device, *takes)

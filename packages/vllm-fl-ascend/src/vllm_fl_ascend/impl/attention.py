@@ -22,7 +22,9 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from ..attention_request import BLOCK_SIZE, HEAD_SIZES, KV_CACHE_DTYPES
+from vllm_fl_ops.attention import KV_CACHE_DTYPES, InPlanes, planes_of
+
+from ..attention_request import BLOCK_SIZE, HEAD_SIZES
 from .masks import sight
 
 __all__ = [
@@ -32,11 +34,8 @@ __all__ = [
     "AscendMetadataBuilder",
 ]
 
-SHAPED_HERE = hasattr(AttentionBackend, "get_kv_cache_shape")
-"""Whether a backend shapes the KV cache, as up to vLLM 0.28; later ones lay out a spec of its."""
 
-
-class AscendAttentionBackend(AttentionBackend):  # type: ignore[misc]
+class AscendAttentionBackend(InPlanes, AttentionBackend):  # type: ignore[misc]
     """What vLLM asks a backend about. Its name must be one that vLLM knows."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
@@ -91,32 +90,6 @@ class AscendAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """The same memory for a vLLM that shapes the cache: one head of keys and one of values.
-
-        With the layout below it lays them out as `get_kv_cache_shape` does.
-
-        Raises:
-            ValueError: values have another size than keys.
-        """
-        if SHAPED_HERE:
-            return spec
-        if spec.head_size != spec.head_size_v:
-            raise ValueError(
-                f"AscendAttentionBackend needs keys and values of one size, got {spec.head_size} "
-                f"and {spec.head_size_v}"
-            )
-        size = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
-        return dataclasses.replace(spec, num_head_slots=2, state_content_bytes=size)
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Layers, keys and values, blocks, tokens: each plane of a layer in one piece."""
-        from vllm.v1.kv_cache_interface import KVCacheLayout
-
-        return (KVCacheLayout.LHBNC,)
-
-    @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """What the kernel takes with packed sequences."""
         return list(HEAD_SIZES)
@@ -130,11 +103,6 @@ class AscendAttentionBackend(AttentionBackend):  # type: ignore[misc]
     def supports_non_causal(cls) -> bool:
         """The kernel runs without a mask."""
         return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """Connectors move blocks, and expect a block's keys and values in one piece."""
-        return False
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -323,20 +291,15 @@ class AscendAttentionImpl(AttentionImpl[AscendMetadata]):  # type: ignore[misc]
         """(keys, values), each (blocks, 128, kv_heads, head_size); looked at once per cache."""
         if kv_cache is self._cache:
             return self._keys_and_values
-        planes = kv_cache.transpose(0, 1) if kv_cache.ndim == 4 else kv_cache
         heads, size = self.num_kv_heads, self.head_size
-        if (
-            planes.shape[0] != 2
-            or planes.shape[2] != BLOCK_SIZE
-            or planes.shape[3:].numel() != heads * size
-            or not all(plane.is_contiguous() for plane in planes)
-        ):
+        planes = planes_of(kv_cache, heads, size)
+        if planes is None or planes[0].shape[1] != BLOCK_SIZE:
             raise RuntimeError(
                 "AscendAttentionBackend needs all keys and all values in one piece each, in "
                 f"blocks of {BLOCK_SIZE} tokens with {heads} heads of {size}; this vLLM gives a KV "
                 f"cache of shape {tuple(kv_cache.shape)} and strides {kv_cache.stride()}. Set "
                 f"--block-size {BLOCK_SIZE}, and leave VLLM_KV_CACHE_LAYOUT unset."
             )
-        keys, values = (plane.view(-1, BLOCK_SIZE, heads, size) for plane in planes)
-        self._cache, self._keys_and_values = kv_cache, (keys, values)
+        self._cache, (keys, values) = kv_cache, planes
+        self._keys_and_values = keys, values
         return keys, values

@@ -56,6 +56,6 @@ TURNABLE = (
     "head_size * query.itemsize % 64 == 0 and 2 * half * query.itemsize % 64 == 0",
     adjacent,
 )
-"""What `npu_mrope` takes."""
+"""The calls that `npu_mrope` supports."""
 
 OPS = (implementation(rotary_embedding, *TURNABLE),)

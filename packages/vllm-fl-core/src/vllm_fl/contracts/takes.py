@@ -1,18 +1,20 @@
-"""Compile what an implementation takes: calls that keep the contract, and rules of its own."""
+"""Compile the check of an implementation's calls: the contract, and further rules."""
 
 from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .arguments import DIMENSION, FLOATING, Argument, Tensor
 from .spec import OpSpec
 
-__all__ = ["Rule", "supports_of"]
+__all__ = ["Rule", "checked", "supports_of"]
 
 Rule = str | Callable[..., object]
 """An expression of arguments and sizes; or a function of some of them: True, or a reason."""
@@ -28,14 +30,15 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     Args:
         spec: the contract.
         rules: each may use the parameters, the sizes in the contract's shapes, and `torch`. A size
-            of which an argument is None is None, too.
+            that an argument of None would have is None.
 
     Raises:
         ValueError: a rule uses another name.
     """
     import torch
 
-    scope: dict[str, Any] = {"torch": torch, "inf": math.inf, "broken": BROKEN, "needs": _needs}
+    scope: dict[str, Any] = {"torch": torch, "_inf": math.inf}
+    scope |= {"_broken": BROKEN, "_needs": _needs}
     sizes, checks = dict.fromkeys(spec.parameters, True), []
     for name, argument in spec.arguments.items():
         lines = _checks(name, argument, spec, sizes)
@@ -50,10 +53,10 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
             raise ValueError(f"{spec.name}: {rule!r} uses {', '.join(sorted(unknown))}")
         given = ", ".join(f"{name}={name}" for name in sorted(names & {*sizes}))
         if isinstance(rule, str):
-            checks.append(f"if not ({rule}): return needs({rule!r}, {given})")
+            checks.append(f"if not ({rule}): return _needs({rule!r}, {given})")
         else:
             scope[f"_rule{number}"] = rule
-            checks.append(f"if (reason := _rule{number}({given})) is not True: return reason")
+            checks.append(f"if (_reason := _rule{number}({given})) is not True: return _reason")
     heads = []
     for p in spec.signature.parameters.values():
         scope[f"_default_{p.name}"] = p.default
@@ -62,7 +65,20 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     code = _block(f"def supports({', '.join(heads)}):", [*unmet, *checks, "return True"])
     exec("\n".join(code), scope)
     supports: Callable[..., object] = scope["supports"]
+    supports.__module__ = __name__
     return supports
+
+
+def checked(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
+    """`fn`, raising ValueError for a call that `supports` refuses."""
+
+    @functools.wraps(fn)
+    def check(*args: Any, **kwargs: Any) -> Any:
+        if (reason := supports(*args, **kwargs)) is not True:
+            raise ValueError(reason)
+        return fn(*args, **kwargs)
+
+    return check
 
 
 def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool]) -> list[str]:
@@ -71,17 +87,18 @@ def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool])
     Args:
         name, argument: the argument.
         spec: the contract.
-        sizes: the names that are known, and whether every call has them; new ones are added.
+        sizes: the known names -> whether every call has a value for them; new names are added.
     """
-    where = [_unless(argument.where)] if argument.where else []
+    where = [_unless(re.sub(r"\bvalue\b", name, argument.where))] if argument.where else []
     if not isinstance(argument, Tensor):
         classes = "".join(f"{each.__name__}, " for each in argument.classes)
         kept = f"isinstance({name}, ({classes}))"
         kept += f" and not isinstance({name}, bool)" * (bool not in argument.classes)
-        kept += f" and -inf < {name} < inf" * (float in argument.classes)
-        return [_unless(kept), *([f"value = {name}", *where] if where else ())]
+        kept += f" and -_inf < {name} < _inf" * (float in argument.classes)
+        return [_unless(kept), *where]
     dtypes = "".join(f"{_dtype(each, spec)}, " for each in argument.dtypes or FLOATING)
-    first = next(n for n in spec.parameters if isinstance(spec.arguments[n], Tensor))
+    tensors = (n for n in spec.parameters if isinstance(spec.arguments[n], Tensor))
+    first = next((n for n in tensors if not spec.arguments[n].may_be_none), name)
     kept = f"isinstance({name}, torch.Tensor) and {name}.dtype in ({dtypes})"
     kept += f" and {name}.device == {first}.device" * (name != first)
     lines = [_unless(kept)]
@@ -89,7 +106,7 @@ def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool])
     if argument.other:
         shape = [_unless(f"{name}.shape == {argument.other}.shape")]
     elif argument.shape:
-        shape = [f"shape = {name}.shape", *_sizes(argument, sizes)]
+        shape = [f"_shape = {name}.shape", *_sizes(argument, sizes)]
     else:
         shape = [one]
     if argument.may_be_one:
@@ -98,15 +115,15 @@ def _checks(name: str, argument: Argument, spec: OpSpec, sizes: dict[str, bool])
 
 
 def _sizes(argument: Tensor, sizes: dict[str, bool]) -> Iterator[str]:
-    """Yield statements that compare `shape` with what is declared, and name new sizes."""
+    """Yield statements that compare `_shape` with the declared shape, and set new sizes."""
     texts = argument.shape.split(", ")
     leads = texts[0] == "..."
-    yield _unless(f"len(shape) {'>=' if leads else '=='} {len(texts) - leads}")
+    yield _unless(f"len(_shape) {'>=' if leads else '=='} {len(texts) - leads}")
     for at, text in enumerate(texts):
-        size = f"shape[{at - len(texts) if leads else at}]"
+        size = f"_shape[{at - len(texts) if leads else at}]"
         if leads and not at:
-            size = f"shape[:{1 - len(texts) or ''}]"
-        source = text.replace("...", "lead")
+            size = f"_shape[:{1 - len(texts) or ''}]"
+        source = text.replace("...", "_lead")
         match = DIMENSION(source)
         factor, base = match.groups() if match else (None, "")
         is_new = base and base not in sizes
@@ -120,7 +137,7 @@ def _sizes(argument: Tensor, sizes: dict[str, bool]) -> Iterator[str]:
 
 
 def _dtype(name: str, spec: OpSpec) -> str:
-    """Return the source of a dtype, by its own name or by that of an argument."""
+    """Return the source of a dtype, given its name or the name of an argument."""
     if name not in spec.parameters:
         return f"torch.{name}"
     return (
@@ -129,7 +146,7 @@ def _dtype(name: str, spec: OpSpec) -> str:
 
 
 def _unless(kept: str) -> str:
-    return f"if not ({kept}): return broken"
+    return f"if not ({kept}): return _broken"
 
 
 def _block(head: str, lines: Iterable[str]) -> list[str]:

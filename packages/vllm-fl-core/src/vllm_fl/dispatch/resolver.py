@@ -19,9 +19,10 @@ from ..plugins.registry import OpRegistry
 from ..plugins.reserved import ops_missing
 from ..plugins.types import Impl, OpImpl
 from ..settings.loading import Settings
-from ..settings.policy import Mode, Rows, SelectionPolicy, Token, closest
-from ..settings.unmatched import meant
+from ..settings.names import meant
+from ..settings.policy import Mode, Rows, SelectionPolicy, Token
 from ..settings.values import ORDER_PREFIX, wrong
+from ..text import closest
 
 
 @dataclass(frozen=True)

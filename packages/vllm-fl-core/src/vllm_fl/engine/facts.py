@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from ..contracts import ModelSizes
     from ..plugins.types import AttentionRequest, CommunicatorRequest, LayerRequest
-    from ..settings.devices import Device
     from ..settings.loading import Settings
     from ..settings.policy import Mode
 
@@ -44,7 +43,7 @@ class EngineFacts:
         by_range: whether vLLM compiles the model for each range of token counts apart, and runs its
             passes over the graphs.
         foreign: op -> its layers that another plugin of vLLM's has replaced -> whose they are.
-        device: the class of the device; None where no setting is for one, or nobody knows it.
+        device: the name of the device; empty if no setting is for one, or it is not known.
     """
 
     settings: Settings
@@ -65,7 +64,7 @@ class EngineFacts:
     captured: tuple[int, ...] = ()
     by_range: bool = False
     foreign: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    device: Device | None = None
+    device: str = ""
 
     @property
     def ordered(self) -> EngineFacts:
@@ -78,8 +77,7 @@ class EngineFacts:
         table = self.settings.tuned
         if table is None:
             return self
-        device = self.device.name if self.device else ""
-        why = table.differs(device, installed_version)
+        why = table.differs(self.device, installed_version)
         if not why and not any(
             order.of_table and order.order.rows(self.mode)
             for orders in self.settings.by_device.values()
@@ -108,8 +106,3 @@ class EngineFacts:
             return f"custom_ops has -{registered}"
         is_off = "none" in self.custom_ops and f"+{registered}" not in self.custom_ops
         return "custom_ops has none" if is_off and self.mode == "eager" else ""
-
-    def lowering(self, device: torch.device) -> str:
-        """What lowers the compiled model, as far as it can be called without vLLM's passes."""
-        is_inductor = self.compile_backend in ("", "inductor")
-        return "inductor" if is_inductor and device.type in ("cpu", "cuda") else "aot_eager"

@@ -65,11 +65,6 @@ def is_sealed(vllm_config: VllmConfig) -> bool:
     return "plan" in entry_of(vllm_config)
 
 
-def turned_on(vllm_config: VllmConfig) -> set[str]:
-    """The layers, by the names in `custom_ops`, that are on because of the plan alone."""
-    return {name.removeprefix("+") for name in entry_of(vllm_config).get("enabled", ())}
-
-
 def digest_of(vllm_config: VllmConfig) -> str:
     """The digest of the sealed plan; empty before it is sealed."""
     return str(entry_of(vllm_config).get("plan", ""))

@@ -23,7 +23,8 @@ from ..engine.plan import Plan
 from ..logs import get_logger
 from ..plugins.inspection import Key, Moment
 from ..text import quote, scrub
-from .ranks import Disabled, exchange
+from .exchange import exchange
+from .ranks import Disabled
 
 if TYPE_CHECKING:
     import torch
@@ -230,22 +231,6 @@ def calling(engine: Engine | None) -> Iterator[None]:
         yield
     finally:
         _thread.engine = before
-
-
-@contextmanager
-def without(engine: Engine) -> Iterator[None]:
-    """What this process calls inside the block is not called by `engine`: it gets vLLM's own.
-
-    For a process in which one thread alone runs the model.
-    """
-    known = {key: entry for key, entry in _engines.items() if entry[0] is engine}
-    for key in known:
-        del _engines[key]
-    try:
-        with calling(None):
-            yield
-    finally:
-        _engines.update(known)
 
 
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:

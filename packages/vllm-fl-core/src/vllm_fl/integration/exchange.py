@@ -1,4 +1,4 @@
-"""An exchange between the ranks of a group: each gives a value, and gets the values of all.
+"""An exchange between the ranks of an engine or a group: each gives a value, and gets those of all.
 
 A rank that compiles a kernel may be minutes late, and gloo closes its connections after a time-out.
 So each rank announces in the group's store that it has arrived, and the exchange begins when all
@@ -13,6 +13,7 @@ import time
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from ..errors import StartError
 from ..logs import get_logger
 from ..plugins import breadcrumb
 from ..text import quote
@@ -38,14 +39,42 @@ UNUSED = 48
 """A tag of messages that no message has."""
 
 
-def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T]:
+def exchange(what: str, mine: T, failure: str = "") -> list[T]:
+    """Return every rank's value, in the order of the ranks.
+
+    A worker knows its number within its own engine. vLLM joins the data-parallel engines of a
+    mixture of experts into one world, whose numbers the errors have.
+
+    Args:
+        what: the purpose, as `settle on a plan`; all ranks exchange the same in the same order.
+        mine: this rank's value; it is pickled.
+        failure: why this rank cannot go on, or empty.
+
+    Raises:
+        StartError: a rank has failed, died or is too late, or the ranks do not exchange the same;
+            with `failures`.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    try:
+        found = gathered((what, failure, mine), get_world_group().cpu_group, what)
+    except RuntimeError as error:  # all ranks that live know it
+        raise StartError(str(error), failures=[str(error)]) from error
+    steps = [step for step, _, _ in found]
+    failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
+    if not failures and len({*steps}) > 1:
+        failures = [f"rank {n}: it is at another step ({step})" for n, step in enumerate(steps)]
+    if failures:
+        raise StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=failures)
+    return [value for _, _, value in found]
+
+
+def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
     """Return the values of a group's ranks, in their order.
 
     Args:
         mine: this rank's value; it is pickled.
         cpu_group: torch.distributed's group, of its backend gloo.
-        size: the number of its ranks.
-        rank: this rank's number among all.
         what: the purpose of the exchange, for the log and the error: `verify their kernels`.
 
     Raises:
@@ -53,31 +82,20 @@ def gathered(mine: T, cpu_group: Any, size: int, rank: int, what: str) -> list[T
     """
     import torch.distributed as dist
 
-    if size == 1:
-        return [mine]
-    others = _Others(cpu_group, size, what)
-    found: list[Any] = [None] * size
+    ranks = _Ranks(cpu_group, what)
+    found: list[Any] = [mine] * cpu_group.size()
+    if not ranks.others:
+        return found
     try:
-        failure = others.wait()
+        failure = ranks.wait()
         if not failure:
             dist.all_gather_object(found, mine, group=cpu_group)
     except RuntimeError as error:  # a process that ended may have served the store
-        failure = others.dead() or f"cannot reach them: {quote(error)}"
+        failure = ranks.dead() or f"cannot reach them: {quote(error)}"
     if failure:
-        raise RuntimeError(
-            f"vllm-fl: rank {rank} waited for the other ranks to {what}, and {failure}"
-        )
+        waited = f"{ranks.names[ranks.here]} waited for the other ranks to {what}"
+        raise RuntimeError(f"vllm-fl: {waited}, and {failure}")
     return found
-
-
-def introduce(cpu_group: Any) -> None:
-    """Publish the process of this rank, which the other ranks name when this rank is late.
-
-    The first exchange does so too; a rank that may be late for that one calls this before.
-    """
-    if (store := _store(cpu_group)) is not None:
-        process = os.uname().nodename, os.getpid(), time.time()
-        store.set(f"process/{cpu_group.rank()}", json.dumps(process))
 
 
 def _store(cpu_group: Any) -> Any:
@@ -91,17 +109,28 @@ def _store(cpu_group: Any) -> Any:
     return store and dist.PrefixStore("vllm-fl", store)  # type: ignore[attr-defined]
 
 
-class _Others:
-    """The other ranks of a group at one exchange, by their numbers in the group.
+def _names(cpu_group: Any) -> list[str]:
+    """Return the names of a group's ranks, such as `rank 3`, by their numbers among all ranks."""
+    import torch.distributed as dist
+
+    try:
+        numbers = dist.get_process_group_ranks(cpu_group)
+    except (KeyError, RuntimeError, ValueError):  # a group that torch does not list
+        numbers = list(range(cpu_group.size()))
+    return [f"rank {number}" for number in numbers]
+
+
+class _Ranks:
+    """The ranks of a group at one exchange, by their numbers in the group.
 
     Args:
-        group, size, what: as for `gathered`.
+        group, what: as for `gathered`.
     """
 
-    def __init__(self, group: Any, size: int, what: str) -> None:
+    def __init__(self, group: Any, what: str) -> None:
         self.group, self.what, self.store = group, what, _store(group)
-        self.here = group.rank()
-        self.numbers = [n for n in range(size) if n != self.here]
+        self.here, self.names = group.rank(), _names(group)
+        self.others = [n for n in range(len(self.names)) if n != self.here]
 
     def wait(self) -> str:
         """Wait for all ranks to arrive; return the reason if the wait ended before that."""
@@ -109,12 +138,13 @@ class _Others:
         if store is None:
             return ""
         turn = store.add(f"turn/{here}", 1)
-        if turn == 1:
-            introduce(self.group)
+        if turn == 1:  # for the other ranks, which name the process of a late rank
+            process = os.uname().nodename, os.getpid(), time.time()
+            store.set(f"process/{here}", json.dumps(process))
         else:  # all ranks have completed the last exchange, or given it up
             store.delete_key(f"{turn - 1}/{here}")
         store.set(f"{turn}/{here}", "")
-        given_up, arrivals = f"{turn}/given up", {n: f"{turn}/{n}" for n in self.numbers}
+        given_up, arrivals = f"{turn}/given up", {n: f"{turn}/{n}" for n in self.others}
         began, pause = time.monotonic(), 1e-4
         check_at, log_at = CHECKED_EVERY, list(LOGGED_AFTER)
         while True:
@@ -130,7 +160,7 @@ class _Others:
                 if late and not failure and seconds >= TIMEOUT.total_seconds():
                     failure = f"{self._states(late)} after {seconds:.0f} s"
                 if failure:
-                    store.set(given_up, f"{self._rank(here)} gave up: {failure}")
+                    store.set(given_up, f"{self.names[here]} gave up: {failure}")
                     return failure
                 if log_at and seconds >= log_at[0]:
                     log_at.pop(0)
@@ -140,7 +170,7 @@ class _Others:
 
     def dead(self) -> str:
         """Return the ranks that died, as a sentence; empty if all may still arrive."""
-        dead = ", ".join(self._name(n) for n in self.numbers if not self._is_connected(n))
+        dead = ", ".join(self._name(n) for n in self.others if not self._is_connected(n))
         return f"{dead} died. Its own log, above, may say why" if dead else ""
 
     def _is_connected(self, n: int) -> bool:
@@ -158,8 +188,8 @@ class _Others:
 
     def _log(self, late: list[int], seconds: float) -> None:
         """Log the late ranks, on the first rank that has arrived."""
-        if late and all(n > self.here or n in late for n in self.numbers):
-            name, states = self._rank(self.here).capitalize(), self._states(late)
+        if late and all(n > self.here or n in late for n in self.others):
+            name, states = self.names[self.here].capitalize(), self._states(late)
             waited = "%s has waited %.0f s for the other ranks to %s: %s"
             log.info(waited, name, seconds, self.what, states)
 
@@ -171,19 +201,10 @@ class _Others:
 
     def _name(self, n: int) -> str:
         process = self._process(n)
-        return self._rank(n) + (f" (process {process[1]} on {process[0]})" if process else "")
-
-    def _rank(self, n: int) -> str:
-        """Return `rank 3`, by its number among all ranks."""
-        import torch.distributed as dist
-
-        try:
-            return f"rank {dist.get_process_group_ranks(self.group)[n]}"
-        except (KeyError, RuntimeError, ValueError):  # a group that torch does not list
-            return f"rank {n}"
+        return self.names[n] + (f" (process {process[1]} on {process[0]})" if process else "")
 
     def _process(self, n: int) -> tuple[str, int, float] | None:
-        """Return a rank's host, process and time of its introduction, if it was introduced."""
+        """Return the host and number of a rank's process, and the time of its first exchange."""
         key = f"process/{n}"
         try:
             if self.store is not None and self.store.check([key]):

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
-    from ..plugins.types import OpImpl
     from ..settings.loading import Settings
     from .engines import Engine
 
@@ -151,15 +150,6 @@ class Patcher:
 
     def compiled(self, engine: Engine) -> None:
         """Report on the compiled model, after vLLM's warm-up."""
-
-    def own_form(self, op: str, target: Any, device: torch.device) -> OpImpl | None:
-        """Return vLLM's implementation of an op at a target, for calls without an engine.
-
-        Returns:
-            None if this vLLM has no such kernel or function, or if it cannot be called alone. A
-            target without kernel or function may have PyTorch code (`Target.plain`).
-        """
-        return None
 
     def report(self, engine: Engine) -> Mapping[str, Any]:
         """Return top-level keys of the worker's report."""

@@ -18,13 +18,9 @@ from .patchers.torch_operators import OperatorsInGraphs
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..contracts.targets import Target
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
-    from ..plugins.types import OpImpl
     from .engines import Engine
 
 K, V = TypeVar("K"), TypeVar("V")
@@ -82,9 +78,3 @@ def _all_of(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None
         for each in contexts:
             stack.enter_context(each)
         yield
-
-
-def own_form(op: str, target: Target, device: torch.device) -> OpImpl | None:
-    """Return vLLM's implementation of an op at a target, by the target's patcher."""
-    of_kind = (patcher for patcher in PATCHERS if patcher.kind is type(target))
-    return next(of_kind).own_form(op, target, device)

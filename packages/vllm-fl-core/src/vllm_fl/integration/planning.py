@@ -16,7 +16,6 @@ from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.verifiers import unread, unverified
-from ..settings.devices import Device
 from ..settings.loading import Settings, check_names
 from .carried import KEY, entry_of, is_sealed
 from .compat import hide_our_variables
@@ -72,28 +71,22 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
         ),
         captured=tuple(compilation.cudagraph_capture_sizes or ()),
         by_range=ranges.is_compiled_by_range(vllm_config),
-        device=device_class() if settings.by_device or settings.tuned else None,
+        device=device_name() if settings.by_device or settings.tuned else "",
         **entry.get("user", {}),
         **requests,
     )
     return facts.with_checked_table()
 
 
-def device_class() -> Device | None:
-    """The class of the device that vLLM serves on here, asked for without opening it.
-
-    None where vLLM's platform does not tell it, as without a device.
-    """
+def device_name() -> str:
+    """Return the name of vLLM's device, without opening it; empty if the platform has none."""
     from vllm.platforms import current_platform
 
     try:
-        capability = current_platform.get_device_capability()
-        name = current_platform.get_device_name()
+        return str(current_platform.get_device_name())
     except Exception as error:  # platforms are anybody's
         log.debug("the platform does not tell its device: %s", error)
-        return None
-    told = "" if capability is None else f"{capability.major}.{capability.minor}"
-    return Device(str(name), told)
+        return ""
 
 
 def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
@@ -213,7 +206,7 @@ def plan_for(
         get_default_manager(),
         facts,
         demoted={**found.impls, **(demoted or {})},
-        notes={**_kept_by_vllm(facts), **found.ops},
+        notes={**found.ops, **_kept_by_vllm(facts)},
         kept_layers=found.layers,
     )
     kept = merged(lambda each: each.keep_stock(plan))

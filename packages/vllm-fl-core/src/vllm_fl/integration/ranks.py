@@ -1,17 +1,13 @@
-"""Agreement between the ranks of one engine: what failed on one is demoted on all."""
+"""Objections of the ranks of an engine, and differences of their plans."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from ..errors import StartError
 from ..logs import get_logger
 from ..plugins.inspection import FAILED, LACKED, REFUSES, REJECTED, Key, Objection
-from .exchange import gathered, introduce
-
-T = TypeVar("T")
 
 log = get_logger("engine")
 
@@ -58,47 +54,6 @@ class Disabled(NamedTuple):
             REJECTED: f"is rejected for op '{op}': {why} (measured {here})",
         }
         log.warning("Implementation '%s' %s [%s]", impl_id, texts[self.code], self.code)
-
-
-def publish_process() -> None:
-    """Let the other ranks check this one if it is late for their first exchange."""
-    from torch.distributed import is_initialized
-    from vllm.distributed.parallel_state import get_world_group
-
-    if is_initialized() and get_world_group().world_size > 1:
-        introduce(get_world_group().cpu_group)
-
-
-def exchange(what: str, mine: T, failure: str = "") -> list[T]:
-    """Return every rank's value, in the order of the ranks.
-
-    A worker knows its number within its own engine. vLLM joins the data-parallel engines of a
-    mixture of experts into one world, whose numbers the errors have.
-
-    Args:
-        what: the purpose, as `settle on a plan`; all ranks exchange the same in the same order.
-        mine: this rank's value; it is pickled.
-        failure: why this rank cannot go on, or empty.
-
-    Raises:
-        StartError: a rank has failed, died or is too late, or the ranks do not exchange the same;
-            with `failures`.
-    """
-    from vllm.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    message = what, failure, mine
-    try:
-        found = gathered(message, group.cpu_group, group.world_size, group.rank, what)
-    except RuntimeError as error:  # all ranks that live know it
-        raise StartError(str(error), failures=[str(error)]) from error
-    steps = [step for step, _, _ in found]
-    failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
-    if not failures and len({*steps}) > 1:
-        failures = [f"rank {n}: it is at another step ({step})" for n, step in enumerate(steps)]
-    if failures:
-        raise StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=failures)
-    return [value for _, _, value in found]
 
 
 @dataclass(frozen=True)

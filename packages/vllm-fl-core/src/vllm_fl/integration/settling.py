@@ -43,7 +43,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
             objection to what is compiled already.
         VllmFLError: an error of ours that this rank has met itself.
     """
-    change: Callable[[], object] = _nothing
+    change: Callable[[], object] | None = None
     while True:
         engine.remarks[moment] = []
         plans = _together(engine, moment, partial(_opinion, engine, moment, change))
@@ -132,10 +132,6 @@ def without(keys: Iterable[Key]) -> str:
     return f"VLLM_FL_PER_OP='{stock}'"
 
 
-def _nothing() -> None:
-    """Change nothing."""
-
-
 def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
     """Disable these on this rank; from LOADED on, settle again and bind the model again."""
     for (op, impl_id), each in new.items() if engine.rank == 0 else ():
@@ -180,9 +176,10 @@ def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> lis
     return engine.gather(what, mine)
 
 
-def _opinion(engine: Engine, moment: Moment, change: Callable[[], object]) -> Opinion:
-    """Return what patchers and plugins of this rank say after a change, and what its plan is."""
-    change()
+def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None) -> Opinion:
+    """Return the objections of patchers and plugins after a change, and the plan."""
+    if change is not None:
+        change()
     found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
     if moment is not Moment.PLANNED:
         return Opinion(found)
@@ -195,7 +192,7 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object]) -> Op
 
 
 def _verdict(engine: Engine, moment: Moment) -> Opinion:
-    """Return what the verifiers of this rank say."""
+    """Return the objections of verifiers."""
     return Opinion(inspect_plan(engine, moment, verifies=True))
 
 
@@ -237,22 +234,16 @@ def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
 
 def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> None:
     """Raise if the startup ends for what is new."""
-    text = ""
     ending = {key: each for key, each in new.items() if each.ends_strict}
-    if ending and engine.facts.settings.policy.strict:
-        by_rank: dict[int, list[str]] = {}
-        for key, each in ending.items():
-            by_rank.setdefault(each.rank, []).append(_fault(key, each))
-        text = "; ".join(
-            f"rank {rank}: strict mode, and {'; '.join(told)}" for rank, told in by_rank.items()
-        )
-    elif is_fixed(engine, moment):
-        told = (f"rank {each.rank}: {_fault(key, each)}" for key, each in new.items())
-        text = f"{'; '.join(told)}. The model is compiled with it"
-    if text:
-        op, impl_id = next(iter(ending or new))
-        said = f"vllm-fl ends the start: {text}. {without(ending or new)} leaves it out"
-        raise StartError(said, op=op, impl=impl_id)
+    is_strict = bool(ending) and engine.facts.settings.policy.strict
+    if not is_strict and not is_fixed(engine, moment):
+        return
+    found, begins = (ending, "strict mode, and ") if is_strict else (new, "")
+    text = "; ".join(f"rank {e.rank}: {begins}{_fault(key, e)}" for key, e in found.items())
+    text += "" if is_strict else ". The model is compiled with it"
+    op, impl_id = next(iter(found))
+    text = f"vllm-fl ends the start: {text}. {without(found)} leaves it out"
+    raise StartError(text, op=op, impl=impl_id)
 
 
 def _fault(key: Key, disabled: Disabled) -> str:

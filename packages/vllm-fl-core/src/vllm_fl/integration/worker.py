@@ -11,7 +11,6 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine import start_line
 from ..engine.digest import code_facts
-from ..engine.facts import EngineFacts
 from ..engine.phases import phases_of
 from ..logs import get_logger
 from ..plugins.attention import ATTENTION
@@ -27,7 +26,6 @@ from .models import completed
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
-from .ranks import publish_process
 from .settling import bind, make_plan, settle
 
 if TYPE_CHECKING:
@@ -76,7 +74,6 @@ class PlannedWorker:
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
             engine.device = self.device
-            publish_process()
             if engine.groups is not None:
                 settle(engine, Moment.GROUPED)
                 engine.groups.say()
@@ -161,7 +158,7 @@ class PlannedWorker:
         """
         engine = self.vllm_fl_engine
         assert engine is not None  # vLLM answers no call before it has loaded its model
-        plan = engine.plan
+        plan, table = engine.plan, engine.facts.settings.tuned
         compilation = self.vllm_config.compilation_config
         rejected = {key: out.why for key, out in engine.disabled.items() if out.code == REJECTED}
         report = {
@@ -178,8 +175,9 @@ class PlannedWorker:
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
             "ranges": ranges.report(engine, by_range(plan)),
-            "table": _table_report(engine.facts),
-            "device": str(engine.facts.device) if engine.facts.device else None,
+            "table": table
+            and {"file": table.file, "acts": not table.unused, "reason": table.reason},
+            "device": engine.facts.device or None,
             "ordered_for_device": _orders_by_device(engine),
             "start": {
                 **phases_of(self).seconds,
@@ -210,14 +208,8 @@ def _begin(engine: Engine) -> list[str]:
     # Again, since the device is open now: a platform may have registered its layers with it.
     facts, _ = completed(facts_of(config), config)
     engine.facts = facts
-    context = WorkerContext(
-        facts.settings,
-        engine.device,
-        facts.dtype,
-        engine.rank,
-        config,
-        facts.wants_invariance,
-    )
+    device, rank, invariance = engine.device, engine.rank, facts.wants_invariance
+    context = WorkerContext(facts.settings, device, facts.dtype, rank, config, invariance)
     found = start_in_worker(manager.startup.plugins if manager.startup else (), context)
     engine.worker_facts = {
         name: {**report.facts, "(code)": code_facts(plugin.owner, plugin.target.partition(":")[0])}
@@ -239,25 +231,15 @@ def _attend_once(engine: Engine) -> None:
         log.info("Attention was not called before the first request: %s", quote(error))
 
 
-def _took(engine: Engine) -> str:
-    """How long the ranks have taken to settle on the plan, and by which means."""
-    how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
-    seconds = phases_of(engine.worker).seconds
-    total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
-    return f"{how} {total:.1f} s" if how else "not verified"
-
-
 def _say_plan(engine: Engine) -> None:
-    """The start line, which rank 0 says once, and what goes with it, for the report and DEBUG."""
-    plan, facts = engine.plan, engine.facts
-    said = (f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items())
-    remarks = [*_of_table(facts), *_of_device(engine)]
-    remarks += [*_of_invariance(facts), *said]
-    inlined = ranges.planned(by_range(plan), engine.config)
-    remarks += [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
+    """Note remarks on the startup, for the report and DEBUG; rank 0 logs the start line."""
+    plan, seconds = engine.plan, phases_of(engine.worker).seconds
+    how = {"verify": "verified in", "run": "run in"}.get(engine.facts.settings.preflight)
+    total = sum(seconds.get(phase, 0.0) for phase in (PLANNING, LIVE))
+    took = f"{how} {total:.1f} s" if how else "not verified"
+    digested = f"digest {engine.digest}"
     out = [f"{op}: {impl} {o.told}" for (op, impl), o in engine.disabled.items() if o.told]
-    took, digested = _took(engine), f"digest {engine.digest}"
-    own = [*start_line.notes(plan, engine.unused), *out, took, digested, *remarks]
+    own = [*start_line.notes(plan, engine.unused), *out, took, digested, *_remarks(engine)]
     found = engine.remarks[Moment.PLANNED]
     engine.remarks[Moment.PLANNED] = own + [each for each in found if each not in own]
     if engine.rank == 0:
@@ -267,37 +249,24 @@ def _say_plan(engine: Engine) -> None:
         log.info("%s", start_line.line(plan, took, digested, not_reached=engine.unused))
 
 
-def _of_table(facts: EngineFacts) -> list[str]:
-    """Return the remark on the table that the settings name."""
-    table = facts.settings.tuned
-    if table is None:
-        return []
-    return [f"{'without the ' if table.unused else ''}table {table.file}"]
-
-
-def _of_device(engine: Engine) -> list[str]:
-    """What the start line says of orders for the device that it is."""
-    ops = _orders_by_device(engine)
-    return [f"ordered for {engine.facts.device}: {', '.join(ops)}"] if ops else []
+def _remarks(engine: Engine) -> list[str]:
+    """Return remarks on settings and on classes that do not take this engine."""
+    facts, found = engine.facts, []
+    table, ordered = facts.settings.tuned, _orders_by_device(engine)
+    if table is not None:
+        found.append(f"{'without the ' if table.unused else ''}table {table.file}")
+    if ordered:
+        found.append(f"ordered for {facts.device}: {', '.join(ordered)}")
+    if facts.wants_invariance:
+        found.append(f"{facts.wants_invariance}: measured; vLLM's own code is not")
+    found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
+    inlined = ranges.planned(by_range(engine.plan), engine.config)
+    return found + [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
-    """Op -> where its order for this device stands and for which figure, of those in force."""
+    """Return op -> the place of its order for this device, and the figure, of those in effect."""
     return engine.facts.ordered.settings.held_by_device
-
-
-def _of_invariance(facts: EngineFacts) -> list[str]:
-    """Return the remark if only batch-invariant implementations may serve."""
-    if not facts.wants_invariance:
-        return []
-    return [f"{facts.wants_invariance}: measured; vLLM's own code is not"]
-
-
-def _table_report(facts: EngineFacts) -> dict[str, Any] | None:
-    table = facts.settings.tuned
-    if table is None:
-        return None
-    return {"file": table.file, "acts": not table.unused, "reason": table.reason}
 
 
 def _nested(table: Any) -> dict[str, dict[str, Any]]:

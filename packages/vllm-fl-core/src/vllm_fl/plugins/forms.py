@@ -3,8 +3,8 @@ registered.
 
 Contracts only ever gain trailing parameters with defaults, and implementations keep working: one
 that lacks such a parameter refuses calls that give it another value, and says which; one that has
-further parameters with defaults is called without them; one that takes any (`*args`) is given those
-of the contract. Behind the registry, all have the contract's parameters.
+further parameters with defaults is called without them; `*args` gets the other parameters of the
+contract. In the registry all have the contract's parameters.
 """
 
 from __future__ import annotations
@@ -12,77 +12,76 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..contracts import OpSpec
 from ..contracts.spec import differs
-from ..contracts.takes import supports_of
+from ..contracts.takes import checked, supports_of
 from .types import OpImpl, older_probe, parameters_of
 
 Parameters = Sequence[inspect.Parameter]
 
-VARIADIC = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+RAISES, RETURNS = "raise NotImplementedError({!r})", "return {!r}"
+"""How an implementation refuses a call, and how its `supports` does."""
 
 INPLACE = "inplace"
 """The parameter by which the older form says that it may overwrite its arguments."""
 
 
 def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
-    """Who says whether `impl` takes a call, of the contract's parameters; None takes any.
+    """The function that decides whether `impl` supports a call; None if it supports all.
 
-    An implementation that takes the layer is given plain layers only, as the contract tells them.
+    An implementation that takes the layer supports only plain layers, as the contract defines them.
     """
     return spec.plain if impl.needs_layer else impl.supports
 
 
 def verdict_of(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> object:
-    """True where `impl` takes the call, or where nobody says; else what who says it gave."""
+    """True if `impl` supports the call, or does not decide; otherwise the result of `supports`."""
     asked = asked_for(impl, spec)
     return True if asked is None else asked(*args)
 
 
 def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
-    """`impl` with the contract's parameters, where it differs only in trailing optional ones.
+    """`impl` with the contract's parameters, if it differs only in trailing optional ones.
 
-    What differs otherwise comes back as it is. An implementation that declares nothing in
+    An implementation that differs otherwise is returned unchanged. One that declares nothing in
     `consumes` is called with `inplace=False` if it has that parameter: its arguments stay intact.
-    One that takes the layer overwrites what layers own, as vLLM's kernels do, and its form has no
-    way to say so: it counts as consuming whatever the contract lets it.
+    One that takes the layer overwrites what layers own, as vLLM's kernels do, and its form cannot
+    declare that: it counts as consuming whatever the contract allows.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None and not impl.needs_layer:
         supports = supports_of(spec, impl.takes)
-    traced = _spread_out(impl.traced, tuple(spec.signature.parameters.values()))
+        if impl.traceable and not impl.takes:  # with `supports` it would be opaque
+            fn, supports = checked(fn, supports), None
     consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())
-    told = parameters_of(fn)
-    if told is not None:
-        wanted = tuple(spec.signature.parameters.values())
-        if impl.needs_layer:  # what the layer provides is no parameter of this form
-            wanted = tuple(p for p in wanted if p.name not in spec.from_layer)
-            rest = [_as_wanted(p, wanted) for p in told[1:]]  # it may have defaults of its own
-            fn = _fitted(fn, wanted, rest, layer=told[0].name, intact=not consumes)
-        else:
-            fn = _fitted(fn, wanted, told, intact=not consumes)
-            own = _without_inplace(_spread(told, wanted), wanted)
-            if supports is not None or _missing(wanted, own):
-                supports = _asking(supports, wanted, _missing(wanted, own))
-            # Of a newer contract's parameters it is given none, so it overwrites none.
-            consumes -= {p.name for p in _further(wanted, own)}
-        if fn is not impl.fn:  # the older form's probe hangs on the function that is wrapped here
-            available = available or older_probe(impl.fn)
-    made = (fn, supports, traced, consumes)
-    if made == (impl.fn, impl.supports, impl.traced, impl.consumes):
+    wanted: Parameters = tuple(spec.signature.parameters.values())
+    own = parameters_of(fn)
+    if own is not None and impl.needs_layer:  # the layer provides some of the parameters
+        wanted = [p for p in wanted if p.name not in spec.from_layer]
+        defaults = {p.name: p.default for p in wanted}
+        rest = [p.replace(default=defaults.get(p.name, p.default)) for p in own[1:]]
+        fn = _bridged(fn, wanted, rest, RAISES, layer=own[0].name, intact=not consumes)
+    elif own is not None:
+        fn = _bridged(fn, wanted, own, RAISES, intact=not consumes)
+        missing, further = _rest(wanted, _without_inplace(_spread(own, wanted), wanted)) or ((), ())
+        if supports is not None:
+            asked = parameters_of(supports) or wanted[: len(wanted) - len(missing)]
+            supports = _bridged(supports, wanted, asked, RETURNS, lacking=missing)
+        elif missing:
+            supports = _written(nothing, wanted, [*_refusing(missing, RETURNS), "return True"])
+        # It is not given the parameters of a newer contract, and so overwrites none.
+        consumes -= {p.name for p in further}
+    if fn is not impl.fn:  # the older form's probe is an attribute of the wrapped function
+        available = available or older_probe(impl.fn)
+    if (fn, supports, consumes) == (impl.fn, impl.supports, impl.consumes):
         return impl
     return dataclasses.replace(
-        impl,
-        fn=fn,
-        supports=supports,
-        takes=None,
-        traced=traced,
-        available=available,
-        consumes=consumes,
+        impl, fn=fn, supports=supports, takes=None, available=available, consumes=consumes
     )
 
 
@@ -91,130 +90,75 @@ def shape(parameters: Parameters) -> list[tuple[object, ...]]:
     return [(p.name, p.default) for p in parameters]
 
 
-def _spread(told: Parameters, wanted: Parameters) -> Parameters:
-    """`told` with the parameters of `wanted` that `*args` and `**kwargs` take in their place."""
-    kinds = {p.kind for p in told}
-    if not kinds & VARIADIC:
-        return told
-    plain = [p for p in told if p.kind not in (*VARIADIC, inspect.Parameter.KEYWORD_ONLY)]
-    named = [p for p in told if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    rest = wanted[len(plain) :]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        asked = {p.name for p in named}
-        return [*plain, *itertools.takewhile(lambda p: p.name not in asked, rest), *named]
-    by_name = {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in rest} | {p.name: p for p in named}
-    return [*plain, *by_name.values()]
+def _spread(own: Parameters, wanted: Parameters) -> Parameters:
+    """`own` with the rest of `wanted` instead of `*args` and `**kwargs`."""
+    plain = [p for p in own if p.kind in NAMED]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in own)
+    return [*plain, *wanted[len(plain) :]] if takes_any else own
 
 
-def _spread_out(fn: Callable[..., Any] | None, wanted: Parameters) -> Callable[..., Any] | None:
-    """`fn` as a function of `wanted`, if it takes `*args` or `**kwargs`; else `fn` itself."""
-    told = parameters_of(fn) if fn is not None else None
-    if fn is None or told is None or _spread(told, wanted) is told:
-        return fn
-    return _fitted(fn, wanted, told, intact=False)
-
-
-def _without_inplace(told: Parameters, wanted: Parameters) -> Parameters:
-    """`told` without the older form's flag, unless that is a parameter of the contract."""
+def _without_inplace(own: Parameters, wanted: Parameters) -> Parameters:
+    """`own` without the older form's flag, unless that is a parameter of the contract."""
     if any(p.name == INPLACE for p in wanted):
-        return told
-    return [p for p in told if p.name != INPLACE or p.default is p.empty]
+        return own
+    return [p for p in own if p.name != INPLACE or p.default is p.empty]
 
 
-def _missing(wanted: Parameters, told: Parameters) -> Parameters:
-    """The trailing optional parameters that `told` lacks, if nothing else differs."""
-    missing = wanted[len(told) :]
-    return missing if _agree(wanted, told, missing) else ()
+def _rest(wanted: Parameters, own: Parameters) -> tuple[Parameters, Parameters] | None:
+    """The optional parameters that `own` lacks, and the ones that it has in addition.
+
+    Returns:
+        None if something else differs.
+    """
+    common = min(len(wanted), len(own))
+    missing, further = wanted[common:], own[common:]
+    optional = all(p.default is not p.empty and p.kind in NAMED for p in (*missing, *further))
+    agrees = optional and shape(wanted[:common]) == shape(own[:common])
+    return (missing, further) if agrees else None
 
 
-def _further(wanted: Parameters, told: Parameters) -> Parameters:
-    """The trailing optional parameters that `told` has beyond `wanted`, if nothing else differs."""
-    further = told[len(wanted) :]
-    return further if _agree(wanted, told, further) else ()
-
-
-def _agree(wanted: Parameters, told: Parameters, rest: Parameters) -> bool:
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    optional = all(p.default is not p.empty and p.kind in named for p in rest)
-    common = min(len(wanted), len(told))
-    return optional and shape(wanted[:common]) == shape(told[:common])
-
-
-def _fitted(
+def _bridged(
     fn: Callable[..., Any],
     wanted: Parameters,
-    told: Parameters,
+    own: Parameters,
+    refuse: str,
     *,
+    lacking: Parameters = (),
     layer: str | None = None,
-    intact: bool,
+    intact: bool = False,
 ) -> Callable[..., Any]:
-    """`fn` as a function of `wanted`, or `fn` itself where there is nothing to bridge.
+    """`fn` as a function of `wanted`, or `fn` itself if nothing differs.
 
     Args:
-        fn: the implementation.
-        wanted: the parameters that it shall have.
-        told: those that it has, without the layer.
+        fn: the implementation, or its `supports`.
+        wanted: the parameters of the contract.
+        own: its parameters, without the layer.
+        refuse: how it refuses a call with a parameter that it lacks.
+        lacking: other parameters that it must refuse.
         layer: the name of its first parameter, if that is the layer.
         intact: whether it must leave its arguments as they are.
     """
-    is_any = _spread(told, wanted) is not told
-    told = _spread(told, wanted)
-    own = _without_inplace(told, wanted)
-    missing = _missing(wanted, own)
-    flagged = len(own) < len(told)
-    if not (is_any or flagged or missing or _further(wanted, own) or _has_keywords(own)):
+    spread = _spread(own, wanted)
+    plain = _without_inplace(spread, wanted)
+    rest = _rest(wanted, plain)
+    if rest is None:
+        return fn  # the registry reports what differs
+    flagged = len(plain) < len(spread)
+    missing = list({p.name: p for p in (*lacking, *rest[0])}.values())
+    is_other = spread is not own or any(p.kind is p.KEYWORD_ONLY for p in own)
+    if not (missing or rest[1] or flagged or is_other):
         return fn
-    if not missing and not _agree(wanted, own, own[len(wanted) :]):
-        return fn  # the registry says what is wrong with it
-    passed = _passed(told, wanted)
-    if intact and flagged:
-        passed.append(f"{INPLACE}=False")
-    given = ", ".join(passed if layer is None else [layer, *passed])
-    body = _refusing(missing, "raise NotImplementedError({!r})")
-    return _written(fn, wanted, [*body, f"return _fn({given})"], layer=layer)
-
-
-def _has_keywords(told: Parameters) -> bool:
-    return any(p.kind is p.KEYWORD_ONLY for p in told)
-
-
-def _passed(told: Parameters, wanted: Parameters) -> list[str]:
-    """How a function of `told` is given those of its parameters that are wanted."""
+    given = [] if layer is None else [layer]
     names = {p.name for p in wanted}
-    passed: list[str] = []
     by_name = False
-    for p in told:
+    for p in spread:
         by_name |= p.kind is p.KEYWORD_ONLY or p.name not in names  # one before it is left out
         if p.name in names:
-            passed.append(f"{p.name}={p.name}" if by_name else p.name)
-    return passed
-
-
-def _as_wanted(parameter: inspect.Parameter, wanted: Parameters) -> inspect.Parameter:
-    default = next((p.default for p in wanted if p.name == parameter.name), parameter.default)
-    return parameter.replace(default=default)
-
-
-def _asking(
-    supports: Callable[..., Any] | None, wanted: Parameters, missing: Parameters
-) -> Callable[..., Any]:
-    """`supports` as a function of `wanted` that first refuses what the implementation lacks."""
-    if supports is None:
-        return _written(nothing, wanted, [*_refusing(missing, "return {!r}"), "return True"])
-    told = parameters_of(supports)
-    # One that does not tell is taken to be of the implementation's parameters.
-    asked = _spread(told, wanted) if told is not None else wanted[: len(wanted) - len(missing)]
-    is_any = told is not None and asked is not told
-    if not (is_any or missing or shape(asked) != shape(wanted) or _has_keywords(asked)):
-        return supports
-    if not (
-        _agree(wanted, asked, wanted[len(asked) :]) and _agree(wanted, asked, asked[len(wanted) :])
-    ):
-        return supports  # the registry says what is wrong with it
-    lacking = {p.name: p for p in (*missing, *_missing(wanted, asked))}
-    body = _refusing(list(lacking.values()), "return {!r}")
-    given = ", ".join(_passed(asked, wanted))
-    return _written(supports, wanted, [*body, f"return _fn({given})"])
+            given.append(f"{p.name}={p.name}" if by_name else p.name)
+    if intact and flagged:
+        given.append(f"{INPLACE}=False")
+    body = [*_refusing(missing, refuse), f"return _fn({', '.join(given)})"]
+    return _written(fn, wanted, body, layer=layer)
 
 
 def _refusing(missing: Parameters, how: str) -> list[str]:
@@ -249,4 +193,4 @@ def _written(
 
 
 def nothing() -> None:
-    """Stands for a `supports` that nobody gave."""
+    """The function that a bridge wraps if an implementation has no `supports`."""

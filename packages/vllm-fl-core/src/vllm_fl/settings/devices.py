@@ -5,7 +5,6 @@ An order for a device wins over the lists for all devices; see `Settings.with_de
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,67 +13,42 @@ from .policy import Mode, OpOrder, Rows, Token, joined
 
 
 @dataclass(frozen=True)
-class Device:
-    """The class of the device that an engine runs on.
-
-    Args:
-        name: as its driver has it: `NVIDIA H100 80GB HBM3`.
-        capability: its compute capability, as `9.0`; empty where it has none.
-    """
-
-    name: str
-    capability: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.capability or 'no compute capability'})"
-
-
-@dataclass(frozen=True)
 class DeviceOrder:
-    """One op's order on the devices of one section.
+    """One op's order on some devices.
 
     Args:
-        order: the tokens by mode and size. Those of a file that a backend ships come before the
-            op's order on any device; a user's are all that is tried, as in a list of theirs.
-        origin: where it stands, as a setting's.
-        capability: the compute capability of the devices, or empty for any.
-        name: a pattern of their names, as `NVIDIA H100*`; or empty for any.
+        order: the tokens by mode and size. Those of a backend's file or a table come before the
+            op's order on any device; a user's are all that is tried.
+        origin: its origin, like that of a setting.
+        name: a pattern of the names of the devices, such as `NVIDIA H100*`.
         measured: the measurement, in words; empty if a user wrote none.
         of_table: whether it is in the file that the setting `table` names.
     """
 
     order: OpOrder
     origin: str
-    capability: str = ""
-    name: str = ""
+    name: str
     measured: str = ""
     of_table: bool = False
 
     @property
-    def devices(self) -> str:
-        """The devices that it is for, in words."""
-        told = {"compute capability": self.capability, "name": self.name}
-        return " and ".join(f"{what} {value}" for what, value in told.items() if value)
-
-    @property
     def why(self) -> str:
-        """Where it stands, and the figure."""
+        """Its origin and its measurement."""
         return ", ".join(filter(None, (self.origin, self.measured)))
 
-    def holds(self, device: Device) -> bool:
-        """Whether it is for this device."""
-        fits = self.capability in ("", device.capability)
-        return fits and fnmatchcase(device.name, self.name or "*")
+    def holds(self, device: str) -> bool:
+        """Return whether it is for a device of this name."""
+        return fnmatchcase(device, self.name)
 
     def over(self, base: tuple[Token, ...], mode: Mode) -> Rows[tuple[Token, ...]]:
-        """The rows of one mode, over the op's order on any device."""
+        """Return the rows of one mode, over the op's order on any device."""
         rows = self.order.rows(mode)
         if self.order.pinned:
             return rows
         return joined(tuple((n, tuple(dict.fromkeys((*own, *base)))) for n, own in rows))
 
     def __str__(self) -> str:
-        return f"on devices of {self.devices}: {self.order} ({self.why})"
+        return f"on {self.name}: {self.order} ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -114,10 +88,3 @@ class Table:
         if self.device not in ("", device):
             return f"the device is {device or 'unknown'}, and it was measured on {self.device}"
         return ""
-
-
-def capability_of(text: str) -> str:
-    """A compute capability, as `9.0`. Raises ValueError."""
-    if not re.fullmatch(r"[1-9][0-9]?\.[0-9]", text):
-        raise ValueError(f"expected a compute capability such as 9.0, got {text!r}")
-    return text

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
-from ..text import kind_of
-from .devices import DeviceOrder, Table, capability_of
-from .policy import DEFAULT, MODES, OpOrder, closest
+from ..text import closest, kind_of
+from .devices import DeviceOrder, Table
+from .policy import DEFAULT, MODES, OpOrder
 from .schema import Declared, Setting, file_keys, is_absent
 from .values import (
     DEVICES,
@@ -220,22 +220,16 @@ class _File:
         if not isinstance(value, list):
             raise wrong(key, origin, f"expected a list of sections, got {kind_of(value)}")
         for section in value:
-            parts = self.parts(key, section, origin, ("op_backends",), ("capability", "name"))
-            at = self.at(parts, "op_backends")
-            capability, name = (
-                checked(read, _scalar(key, parts[part], at), key, at) if part in parts else ""
-                for part, read in (("capability", capability_of), ("name", str))
-            )
-            if not (capability or name):
-                problem = "a section names its devices: by capability, as 9.0, or by name, as 'H*'"
-                raise wrong(key, at, problem)
+            parts = self.parts(key, section, origin, ("name", "op_backends"))
+            at = self.at(parts, "name")
+            name = _scalar(key, parts["name"], at)
             ops = self.mapping(key, parts["op_backends"], at, "ops")
             for op, written in ops.items():
                 at = self.at(ops, op)
                 if op == DEFAULT or not op.isidentifier():
                     raise wrong(key, at, f"{op!r} is not the name of an op")
                 order, measured = self.device_order(f"{DEVICES}{op}", written, at)
-                made = DeviceOrder(order, at, capability, name, measured, of_table)
+                made = DeviceOrder(order, at, name, measured, of_table)
                 found.setdefault(f"{DEVICES}{op}", []).append(made)
         for key, orders in found.items():
             yield Setting(key, tuple(orders), orders[0].origin)
@@ -359,6 +353,8 @@ def _meant(key: str, declared: Declared) -> str:
             if spec.in_file:
                 return f" In a file it is {spec.key}."
             return f" It is set by the variable {spec.variable}, not in a file."
+    if key == "holds":
+        return " A table is named by VLLM_FL_TABLE, or by `table` in a file."
     if key in known_contracts().contracts:
         return " It is an op: write it under op_backends."
     known = file_keys(declared)

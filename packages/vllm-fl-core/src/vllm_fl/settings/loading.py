@@ -1,4 +1,4 @@
-"""Reading the settings: four layers, of which the highest that sets an item wins.
+"""Reading of the settings: of four layers, the highest that sets an item wins.
 
 VLLM_FL_CONFIG's file; the environment; the files that plugins ship for the platform; the defaults.
 Unless that file says `extends: platform`, it overrides every item that a file can set.
@@ -15,7 +15,7 @@ from operator import attrgetter, methodcaller
 from types import MappingProxyType
 from typing import Any, cast
 
-from ..errors import IdleSwitchError, SettingsError
+from ..errors import IdleSwitchError
 from ..plugins.registry import known_contracts
 from ..plugins.types import SettingSpec
 from ..text import closest, nearest
@@ -82,11 +82,11 @@ Groups = Mapping[str, Collection[str]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_vendors}
-"""What users set for safety: their variables never go without effect."""
+"""The safety switches, whose variables never go without effect."""
 
 
 def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
-    """What a process needs before its plugins are known, from the environment alone.
+    """Read the settings that a process needs before its plugins are known, from the environment.
 
     Returns:
         `enabled`, `platform`, `plugins`, `plugin_modules`, `log_level`, `debug`.
@@ -108,23 +108,22 @@ def load_settings(
     platforms: Sequence[str] = (),
     foreign: bool = False,
 ) -> Settings:
-    """The effective settings. Names are not checked yet; see `check_names`.
+    """Read the effective settings. Names are not checked yet; see `check_names`.
 
     Args:
         env: the environment; by default the process's own.
-        platform: the platform that was detected; VLLM_FL_PLATFORM beats it.
-        platform_files: (distribution, YAML file) of what plugins bring for the platform. They
-            unite, whatever their order; see `uniting`.
-        brought: what is installed: where platform files unite, who brings a thing counts.
-        groups: what `group:NAME` stands for in an order.
-        plugins: the settings that plugins declare.
-        platforms: the platforms that are known, beside those of vLLM and vllm-plugin-FL.
-        foreign: whether the platform is another plugin's. Where no file is for it, an engine is
-            left as it is: `prefer` is `stock`.
+        platform: the platform that was detected; VLLM_FL_PLATFORM overrides it.
+        platform_files: (distribution, YAML file) of each plugin's file for the platform.
+        brought: the installed implementations, of which each distribution's file orders its own.
+        groups: group -> its ops.
+        plugins: the declarations of plugins.
+        platforms: the known platforms, in addition to those of vLLM and vllm-plugin-FL.
+        foreign: whether the platform is another plugin's. Without a file for it, `prefer` is
+            `stock`.
 
     Raises:
-        SettingsError: something is wrong with a variable or a file.
-        IdleSwitchError: a file takes the effect from VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
+        SettingsError: a variable or a file is wrong.
+        IdleSwitchError: a file overrides VLLM_FL_STRICT or VLLM_FL_DENY_VENDORS.
     """
     declared = {**ITEMS, **{spec.key: spec for spec in plugins}}
     fixed = _environment(env, _of(declared, in_file=False))
@@ -142,22 +141,13 @@ def load_settings(
     if foreign and (is_whole or not platform_files):
         origin = "another plugin's platform, which no policy file is for"
         fixed["prefer"] = Setting("prefer", "stock", origin)
-    has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
-    shipped: Layer = {}
-    try:
-        shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
-    except SettingsError:
-        if not is_whole:  # otherwise it is overridden
-            raise
     shown = tuple(f"{path} ({distribution})" for distribution, path in platform_files)
     files = Setting("platform_files", shown, "plugins")
     warnings: list[str] = []
     if config is not None and is_whole:
         users = [own]
         ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
-        entries = _stacked(
-            [own, fixed], declared, ignored=[_unread(env, declared, ignored), shipped]
-        )
+        entries = _stacked([own, fixed], declared, ignored=_unread(env, declared, ignored))
         _append_all(env, entries, _of(declared, in_file=False))
         if ignored or shown:
             names = ", ".join((*ignored, *shown))
@@ -165,6 +155,8 @@ def load_settings(
         files = Setting(files.key, (), config.origin, ((shown, files.origin),))
     else:
         users = [own, *_variables(env, groups, declared)]
+        has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
+        shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
         entries = _stacked([*users, fixed, shipped], declared)
         _append_all(env, entries, declared)
     if any("prefer" in layer for layer in users):
@@ -217,9 +209,7 @@ def _add_table(entries: Layer) -> Table | None:
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
-    """The policy of a user's YAML file alone, as VLLM_FL_CONFIG would give it.
-
-    What the file extends is no part of it.
+    """Return the policy of a user's YAML file, without what it extends.
 
     Raises:
         SettingsError: the file cannot be read, or something in it is wrong.
@@ -233,12 +223,12 @@ def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
 
 
 def _of(declared: Declared, *, in_file: bool) -> Declared:
-    """Those that a file may set, or those that it may not."""
+    """Return the declarations of settings that a file may set, or may not."""
     return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
 def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
-    """What the environment sets of that which a file may set, the highest layer first."""
+    """Return the settings of the environment that a file may set, the highest layer first."""
     own = _environment(env, _of(declared, in_file=True))
     close_pairs(own, declared)
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
@@ -246,7 +236,7 @@ def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> li
 
 
 def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Layer:
-    """The variables that a complete override ignores, as settings by their text."""
+    """Return the variables that a complete override ignores, as settings with their text."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()
@@ -255,7 +245,7 @@ def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]
 
 
 def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
-    """Raise where a switch that the environment has for safety does not hold."""
+    """Raise if a file overrides a safety switch of the environment."""
     for key, asked in _environment(env, SWITCHES).items():
         held, allowed = entries[key], entries["allow_vendors"]
         if isinstance(asked.value, tuple):
@@ -275,14 +265,14 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
 
 
 def _orders(layer: Layer) -> dict[str, OpOrder]:
-    """The orders of a layer, by key."""
+    """Return the orders of a layer, by key."""
     return {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
 
 
 def _spread(layer: Layer, groups: Groups) -> Layer:
-    """The layer with the order of a group at each of its ops, beneath a list of the op's own.
+    """Replace the order of each group by that of its ops; an op's own order overrides it.
 
-    That of a group without an op here stays as it is.
+    The order of a group without an op stays as it is.
     """
     orders, spread = _orders(layer), dict(layer)
     for key in orders:
@@ -293,7 +283,7 @@ def _spread(layer: Layer, groups: Groups) -> Layer:
             of_op, origin = f"{ORDER_PREFIX}{op}", f"{layer[key].origin} ({GROUP}{group})"
             found = dataclasses.replace(layer[key], key=of_op, value=order, origin=origin)
             own = orders.get(of_op)
-            if own is not None:  # in a mode that it leaves open the group's holds
+            if own is not None:  # the group orders the mode that is open
                 value = dataclasses.replace(
                     own, eager=own.eager or order.eager, compiled=own.compiled or order.compiled
                 )
@@ -316,7 +306,7 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
 
 
 def _text(env: Mapping[str, str], variable: str, key: str) -> str | None:
-    """A variable's text. An empty one is unset; only VLLM_FL_PLUGINS may name none."""
+    """Return a variable's text, or None if it is empty; only VLLM_FL_PLUGINS may be empty."""
     text = env.get(variable)
     if text is None:
         return None
@@ -345,9 +335,9 @@ def _per_op(env: Mapping[str, str]) -> Layer:
 
 
 def _stacked(
-    layers: Sequence[Layer], declared: Declared, *, ignored: Sequence[Layer] = ()
+    layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
 ) -> Layer:
-    """Per item the highest layer's value, or the default, which remembers those of the others."""
+    """Return the highest layer's setting for each key, or the default, with all it overrides."""
     defaults = {
         key: Setting(key, spec.default, variable=spec.variable) for key, spec in declared.items()
     }
@@ -356,7 +346,7 @@ def _stacked(
     for key in dict.fromkeys(key for layer in layers for key in layer):
         top, *below = (layer[key] for layer in layers if key in layer)
         overrides, spec = [*top.overrides], declared.get(key)
-        for other in (*(layer[key] for layer in ignored if key in layer), *below):
+        for other in (*([ignored[key]] if key in ignored else ()), *below):
             if other.value not in (None, ()) or (spec and other.value != spec.default):
                 overrides += [(other.value, other.origin), *other.overrides]
         variable = top.variable or (spec.variable if spec else None)
@@ -372,10 +362,9 @@ def _united(
     *,
     has_stock: bool,
 ) -> Layer:
-    """The platform files as one layer.
+    """Merge the platform files into one layer.
 
-    In its orders plain PyTorch stands in for nobody before `stock`, where vLLM has a form of its
-    own for the device (`has_stock`): what is banned or fails gives way to that.
+    If vLLM has kernels for the device (`has_stock`), a fallback reaches `stock` before `reference`.
     """
     files = [
         (name, read_settings_file(path, declared, key="platform_files", distribution=name))
@@ -388,9 +377,9 @@ def _united(
 
 
 def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> None:
-    """Add the names of lists' second variables to those that hold.
+    """Add the names of `append` variables to their lists.
 
-    Beside a whitelist that excludes the list they would have no effect: that is an error.
+    They are an error if a whitelist excludes the list.
     """
     for spec in declared.values():
         text = _text(env, spec.append, spec.key) if spec.append else None
@@ -402,7 +391,7 @@ def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> N
             if white.value is not None:
                 problem = f"has no effect beside {white.key} ({white.origin}); unset one"
                 raise wrong(spec.key, origin, problem)
-        before = held.names or ()  # None, where nobody set a list whose default is no list
+        before = held.names or ()
         value = tuple(dict.fromkeys((*before, *names)))
         if before:
             origin = f"{held.origin} and {origin}"
@@ -419,7 +408,7 @@ def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> 
 
 
 def _unknown_variables(env: Mapping[str, str], known: Sequence[str]) -> list[str]:
-    """A warning for each variable that is likely meant for a setting and is none."""
+    """Return a warning for each variable that looks like a setting and is not one."""
     letters = {v.removeprefix(PREFIX).replace("_", ""): v for v in known}
     ours = [short for short, v in letters.items() if v.startswith(PREFIX)]
     others = letters.keys() - {*ours}

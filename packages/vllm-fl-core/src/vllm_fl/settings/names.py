@@ -1,4 +1,4 @@
-"""Checking the names in settings: each namespace by its owner, when the owner is there."""
+"""Checks of the names in settings: ops, groups, vendors, layers and tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import NamedTuple, cast
 from ..contracts.binding import Binding
 from ..plugins.types import Impl
 from ..text import closest
-from .policy import DEFAULT, GROUP, OpOrder
+from .policy import DEFAULT, GROUP, KINDS, MODES, UNTOUCHED, OpOrder, Token
 from .schema import Setting, Settings
-from .unmatched import unmatched
-from .values import DEVICES, ORDER_PREFIX, wrong
+from .values import DEVICES, ORDER_PREFIX, PLATFORMS, wrong
+
+Impls = Collection[Impl]
 
 OLDER_LAYERS = frozenset(
     (
@@ -23,8 +24,8 @@ OLDER_LAYERS = frozenset(
         "unquantized_fused_moe_method",
     )
 )
-"""What vllm-plugin-FL's lists of layers and its platform files name, and no op here has; not every
-vLLM has them. Those of ops are in their bindings."""
+"""Layers of vllm-plugin-FL's lists and platform files that belong to no op here, and that not every
+vLLM has. Those of ops are in their bindings."""
 
 
 class _Use(NamedTuple):
@@ -48,29 +49,27 @@ def check_names(
     groups: Collection[str] | None = None,
     vendors: Collection[str] | None = None,
     layers: Collection[str] | None = None,
-    impls: Mapping[str, Collection[Impl]] | None = None,
+    impls: Mapping[str, Impls] | None = None,
     bindings: Mapping[str, Binding] = MappingProxyType({}),
     has_failed: Callable[[str, str], bool] = lambda name, op: False,
 ) -> Settings:
-    """Check the names whose owner is here; the others stay as they are, and stay unchecked.
+    """Check names in settings. A kind of names that is None stays unchecked, for a later call.
 
-    An op or vendor that nobody knows is kept, since a plugin may bring it another day, and warned
-    of when it is close to a known one. May be called again when another owner is there.
+    An unknown op or vendor is kept, since a plugin for it may be installed later, and is a warning
+    if a known name is near.
 
     Args:
-        settings: what `load_settings` gave.
+        settings: the result of `load_settings`.
         ops: the ops of contracts and plugins.
-        groups: the groups that they belong to, or None.
+        groups: their groups, or None.
         vendors: the vendors of plugins, or None.
-        layers: the names of vLLM's layers, or None where vLLM is not loaded.
-        impls: op -> what is installed for it, which the tokens of the user's orders should match;
-            or None.
-        bindings: those of the ops, which know what vllm-plugin-FL called them and their layers.
+        layers: vLLM's layers, or None if vLLM is not loaded.
+        impls: op -> the installed implementations, for the tokens of the user's orders; or None.
+        bindings: the bindings of the ops, with the names that vllm-plugin-FL had for them.
         has_failed: as for `unmatched`.
 
     Raises:
-        SettingsError: a layer that vLLM does not know. One that vllm-plugin-FL has is kept and
-            warned of.
+        SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL is a warning.
     """
     known: dict[str, Collection[str] | None] = {
         "op": ops,
@@ -117,7 +116,7 @@ def check_names(
 
 
 def uses(settings: Settings) -> Iterator[_Use]:
-    """The names that stand in settings, each with its setting; one may stand in several places."""
+    """Return the names in settings, each with its setting."""
     unowned = settings.unowned
     for key, setting in settings.items():
         if isinstance(setting.value, OpOrder):
@@ -138,3 +137,94 @@ def uses(settings: Settings) -> Iterator[_Use]:
         elif spec is not None and spec.names and spec.in_file:
             for name in cast("tuple[str, ...] | None", setting.value) or ():
                 yield _Use(spec.names, name, f"{key}.{name}", setting)
+
+
+def unmatched(
+    settings: Settings,
+    impls_by_op: Mapping[str, Impls],
+    has_failed: Callable[[str, str], bool] = lambda name, op: False,
+) -> Iterator[tuple[str, str]]:
+    """(op, a sentence) for each of the user's orders with tokens that match nothing that can run.
+
+    An implementation cannot run if a vendor filter excludes it or it is not available. A token of
+    another platform is only reported if nothing of the order can run, since one file may serve
+    several machines.
+
+    Args:
+        settings: the settings.
+        impls_by_op: what is installed.
+        has_failed: whether the plugin that may have an id or vendor, for an op, has failed. Its
+            error is reported by the call of the op.
+    """
+    for key, setting in settings.items():
+        op, order = key.removeprefix(ORDER_PREFIX), setting.value
+        if isinstance(order, OpOrder) and order.pinned and not op.startswith(GROUP):
+            ops: Collection[str] = impls_by_op if op == DEFAULT else (op,)
+            if order.group:
+                listed = settings.policy.per_op_order
+                ops = [each for each in listed if listed[each].group == order.group]
+                op = f"{GROUP}{order.group}"
+            impls = [impl for each in ops for impl in impls_by_op.get(each, ())]
+            if said := _said(op, order, setting, settings, impls, has_failed):
+                yield op, said
+
+
+def meant(token: Token, impls: Impls) -> str:
+    """` Did you mean 'impl:vendor.acme'?`, or empty if no installed one is near."""
+    known = {
+        *(f"impl:{impl.impl_id}" for impl in impls),
+        *(f"vendor:{impl.vendor}" for impl in impls if impl.vendor),
+        *(impl.kind.value for impl in impls),
+    }
+    return closest(str(token), known, 0.7)
+
+
+def _said(
+    op: str,
+    order: OpOrder,
+    setting: Setting,
+    settings: Settings,
+    impls: Impls,
+    has_failed: Callable[[str, str], bool],
+) -> str:
+    problems: dict[Token, str] = {}
+    failed = False
+    for token in order.every:
+        matched = [impl for impl in impls if token.matches(impl)]
+        whys = [_obstacle(impl, settings) for impl in matched]
+        if token.kind in UNTOUCHED or any(why is None for why in whys):
+            continue
+        if matched:
+            each = (f"{impl.impl_id} ({why})" for impl, why in zip(matched, whys, strict=True))
+            problems[token] = f"{str(token)!r} cannot run: {'; '.join(dict.fromkeys(each))}."
+        elif token.name and has_failed(token.name, op):
+            failed = True
+        else:
+            slip = meant(token, impls)
+            problems[token] = f"no installed implementation of {op} matches {str(token)!r}.{slip}"
+    rows = [tokens for mode in MODES for _, tokens in order.rows(mode)]
+    is_lost = bool(impls) and not failed and any(problems.keys() >= {*row} for row in rows)
+    if not is_lost:  # other machines may have a kind, or a platform's vendor
+        problems = {
+            token: why
+            for token, why in problems.items()
+            if token.kind not in KINDS or token.name not in (None, *PLATFORMS)
+        }
+    if not problems:
+        return ""
+    lost = ""
+    if is_lost:
+        engine = "no engine starts" if settings.policy.strict else "an engine runs vLLM's own code"
+        lost = (
+            f" Nothing that is listed can run, so that {op} has lost every implementation: a call "
+            f"from a script fails, and {engine}."
+        )
+    return f"{setting.origin}: {ORDER_PREFIX}{op}: {' '.join(problems.values())}{lost}"
+
+
+def _obstacle(impl: Impl, settings: Settings) -> str | None:
+    """Why an installed implementation cannot run here, or None."""
+    why = settings.policy.refuses(impl)
+    if why is None and (verdict := impl.availability()) is not True:
+        why = f"not available: {verdict}"
+    return why

@@ -1,6 +1,6 @@
-"""What decides between implementations: tokens, orders and the policy that holds them.
+"""Tokens, orders, and the policy that chooses between implementations.
 
-Values only. Where they come from is `loading`; what they lead to is `resolver`.
+`loading` makes them of settings, and `dispatch/resolver.py` applies them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ UNTOUCHED = ("foreign", "stock")
 """The tokens by which an engine is left as it is: another plugin's layers, and vLLM's own code."""
 
 DEFAULT = "default"
-"""Stands for the ops that no list names, where orders are written."""
+"""The name, in orders, of all ops without an order of their own."""
 
 GROUP = "group:"
-"""What the name of a group of ops begins with there: `group:norms`."""
+"""The prefix, in orders, of a group of ops: `group:norms`."""
 
 PREFERENCES = (*KINDS, "stock")
-"""What may be preferred: a kind, or to leave everything as it is."""
+"""The values of `prefer`: a kind, or to leave everything to vLLM."""
 
 DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "reference"),
@@ -46,7 +46,7 @@ DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
     "stock": ("flagos", "vendor", "reference"),
 }
-"""The order of an op that no list names, by preference."""
+"""Preference -> the order of an op without an order of its own."""
 
 ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "stock", "reference"),
@@ -54,7 +54,7 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
     "stock": UNTOUCHED,
 }
-"""The same inside an engine: vLLM's own kernels are not given away to plain PyTorch."""
+"""The same inside an engine: vLLM's implementation comes before the reference backend."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """Read one token. Raises ValueError that says what was likely meant."""
+        """Read one token. Raises ValueError, with a suggestion."""
         if not isinstance(text, str):
             told = "a mapping (vendor:NAME has no space after its colon)"
             found = told if isinstance(text, Mapping) else kind_of(text)
@@ -90,7 +90,7 @@ class Token:
         return self.kind if self.name is None else f"{self.kind}:{self.name}"
 
     def matches(self, impl: Impl) -> bool:
-        """Whether `impl` stands under this token."""
+        """Return whether the token selects `impl`."""
         if self.kind == "impl":
             return impl.impl_id == self.name
         if self.kind != impl.kind.value:
@@ -99,34 +99,31 @@ class Token:
 
     @property
     def preference(self) -> str | None:
-        """The kind of what it selects, for re-sorting; an impl id tells it by its first part."""
+        """The kind of the implementations that it selects; of an id, by its first part."""
         if self.kind == "impl" and self.name is not None:
             return {"default": "flagos"}.get(head := self.name.split(".")[0], head)
         return "stock" if self.kind in UNTOUCHED else self.kind
 
 
-MAX_ROWS = 256
-"""The same of rows by size: vLLM captures graphs of some fifty sizes."""
-
 REST = "rest"
 """The key of the row for calls of more tokens than every ceiling."""
 
 Rows = tuple[tuple[int | None, T], ...]
-"""Values by the size of a call: (ceiling, the value for calls of at most so many tokens).
+"""Values by the size of a call: (ceiling, the value for calls of at most that many tokens).
 
-Ceilings ascend. The last one is None: its value is that of all larger calls. Where size does not
-matter, there is that row alone.
+Ceilings ascend. The last one is None: its value is for all larger calls. If size does not matter,
+it is the only row.
 """
 
 
 def at_size(rows: Rows[T], tokens: int | None) -> T:
-    """The value for a call of so many tokens; None is more than every ceiling."""
+    """Return the value for a call of this many tokens; None is more than every ceiling."""
     size = math.inf if tokens is None else tokens
     return next(value for ceiling, value in rows if ceiling is None or size <= ceiling)
 
 
 def joined(rows: Rows[T], alike: Callable[[T, T], bool] = operator.eq) -> Rows[T]:
-    """The rows without those whose next larger calls have the same."""
+    """Return the rows without those that have the value of the next row."""
     found = (row for row, following in pairwise(rows) if not alike(row[1], following[1]))
     return (*found, *rows[-1:])
 
@@ -136,14 +133,13 @@ class OpOrder:
     """The listed tokens of one op: only these are tried, in this order.
 
     Args:
-        eager, compiled: the tokens of each mode, by the size of a call; empty where the list leaves
-            the mode open.
-        pinned: written by the user, so that no `prefer` re-sorts it.
-        group: the group by which it was written (`norms`); empty where the op itself was named.
+        eager, compiled: the tokens of each mode, by the size of a call; empty if the mode is open.
+        pinned: whether the user wrote it; `prefer` does not re-sort it then.
+        group: the group in which the op was ordered (`norms`); empty if the op itself was.
 
     Raises:
-        ValueError: ceilings that are no integers, below 1 or not ascending, rows without one for
-            all larger calls, or a row without tokens.
+        ValueError: ceilings that are not ascending integers above 0, no row for all larger calls,
+            or a row without tokens.
     """
 
     eager: Rows[tuple[Token, ...]]
@@ -167,25 +163,24 @@ class OpOrder:
                     raise ValueError(f"the order of {_row_key(ceiling)} is empty")
 
     def rows(self, mode: Mode) -> Rows[tuple[Token, ...]]:
-        """The tokens of one mode by the size of a call; empty where the list leaves it open."""
+        """Return the tokens of one mode by the size of a call; empty if the mode is open."""
         return self.eager if mode == "eager" else self.compiled
 
     def with_rows(self, mode: Mode, rows: Rows[tuple[Token, ...]]) -> OpOrder:
-        """This order with other rows in one mode."""
+        """Return this order with other rows in one mode."""
         eager, compiled = (rows, self.compiled) if mode == "eager" else (self.eager, rows)
         return dataclasses.replace(self, eager=eager, compiled=compiled)
 
     @property
     def every(self) -> tuple[Token, ...]:
-        """Every token of the list, once, whatever its mode and row."""
+        """The tokens of all modes and rows, each once."""
         rows = (*self.eager, *self.compiled)
         return tuple(dict.fromkeys(token for _, tokens in rows for token in tokens))
 
     @classmethod
     def of(cls, value: object, *, pinned: bool = True) -> OpOrder:
-        """From what settings hold: a token, a list of tokens, `{"<=16": …, "rest": …}` with such
-        lists by the token count of a call, or any of these for each mode as `{eager: …,
-        compiled: …}`.
+        """Read an order: a token, a list of tokens, such lists by the token count of a call as
+        `{"<=16": …, "rest": …}`, or any of these for each mode as `{eager: …, compiled: …}`.
 
         Raises:
             ValueError: an unknown token or mode, an empty list, wrong rows, or another type.
@@ -206,9 +201,9 @@ class OpOrder:
         return cls(sides.get("eager", ()), sides.get("compiled", ()), pinned)
 
     def preferring(self, kind: str) -> OpOrder:
-        """This order, each row of it, with the preferred kind first, otherwise as it stands.
+        """Return this order with the preferred kind first in each row, unless it is pinned.
 
-        Nothing is added but `stock`, where that is preferred: a list without it has it at its end.
+        Nothing is added, except `stock` if that is preferred.
         """
 
         def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
@@ -221,22 +216,18 @@ class OpOrder:
 
     @property
     def above_plain(self) -> OpOrder:
-        """This order with `stock` before plain PyTorch that is there to stand in for another kind.
+        """This order with `stock` before a reference backend that follows another kind.
 
-        `reference` at the head of a row is somebody's choice, and stays. A script skips `stock`,
-        so that for it the order is the same.
+        `reference` at the head of a row stays there. Scripts skip `stock`.
         """
 
         def raised(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
-            stock, plain = Token("stock"), [token.preference == "reference" for token in tokens]
-            head = plain.index(False) if False in plain else len(plain)
-            if True not in plain[head:]:
+            plain = [token.preference == "reference" for token in tokens]
+            at = next((n for n in range(len(tokens)) if plain[n] and False in plain[:n]), None)
+            stock = Token("stock")
+            if at is None or stock in tokens[:at]:
                 return tokens
-            place = plain.index(True, head)
-            if stock in tokens[:place]:
-                return tokens
-            rest = (token for token in tokens[place:] if token != stock)
-            return (*tokens[:place], stock, *rest)
+            return (*tokens[:at], stock, *(token for token in tokens[at:] if token != stock))
 
         return self._with_rows(raised)
 
@@ -249,8 +240,8 @@ class OpOrder:
 
     @property
     def written(self) -> Any:
-        """The whole order as `of` reads it, in JSON-able data: of both modes at once if they are
-        alike, and without a mode that is left open."""
+        """The order as `of` reads it, in JSON-able data: both modes at once if they are alike, and
+        without an open mode."""
         sides: dict[str, Any] = {}
         for mode in filter(self.rows, MODES):
             rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
@@ -296,8 +287,6 @@ def _side(value: object) -> Rows[tuple[Token, ...]]:
     """The rows of one mode."""
     if not isinstance(value, Mapping):
         return ((None, _tokens(value)),)
-    if len(value) > MAX_ROWS:
-        raise ValueError(f"an order by size has at most {MAX_ROWS} rows")
     rows = [(_ceiling(key), _tokens(tokens)) for key, tokens in value.items()]
     return tuple(sorted(rows, key=lambda row: row[0] is None))
 
@@ -315,19 +304,19 @@ def _tokens(value: object) -> tuple[Token, ...]:
 
 @dataclass(frozen=True)
 class SelectionPolicy:
-    """What decides between implementations. Frozen, hashable, printable.
+    """The choice between implementations. Frozen, hashable, printable.
 
     Args:
-        prefer: the kind tried first where no list names the op: a preference, not an exclusion; or
-            `stock`, which leaves such an op as it is.
+        prefer: the kind that is tried first for ops without an order; others are tried after it.
+            `stock` leaves such an op to vLLM.
         strict: the first failure is raised and nothing else is tried.
-        per_op_order: op -> OpOrder, or what `OpOrder.of` reads; or pairs of the two. That of
-            `default` is for the ops that no list names.
-        deny_vendors: the vendors that may not be used; deny beats allow.
-        allow_vendors: the vendors that may; None allows all. Both look at kind VENDOR only.
+        per_op_order: op -> OpOrder, or a value that `OpOrder.of` reads; or pairs of the two. The
+            order of `default` is for ops without an order.
+        deny_vendors: the vendors that may not be used; it overrides `allow_vendors`.
+        allow_vendors: the vendors that may be used; None allows all. Both are for kind VENDOR only.
 
     Raises:
-        ValueError: an unknown kind or token, or a group in the place of an op.
+        ValueError: an unknown kind or token, or a group instead of an op.
     """
 
     prefer: str = "flagos"
@@ -358,12 +347,12 @@ class SelectionPolicy:
         object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
 
     def names(self, op: str, *, itself: bool = False) -> bool:
-        """Whether the user has written a list for the op; for it alone, where `itself` is asked."""
+        """Return whether the user has ordered the op; with `itself`, not only its group."""
         order = self.per_op_order.get(op)
         return order is not None and order.pinned and not (itself and order.group)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        # Built anew where it arrives: another process hashes text differently.
+        # It is rebuilt in the other process, which hashes text differently.
         lists = (dict(self.per_op_order), self.deny_vendors, self.allow_vendors)
         return (SelectionPolicy, (self.prefer, self.strict, *lists))
 
@@ -371,12 +360,12 @@ class SelectionPolicy:
         return self._hash  # type: ignore[attr-defined, no-any-return]
 
     def listed(self, op: str, mode: Mode = "eager") -> OpOrder | None:
-        """The list that orders `op` in this mode, or None where the preference alone does."""
+        """Return the order of `op` in this mode, or None if only the preference orders it."""
         lists = (self.per_op_order.get(name) for name in (op, DEFAULT))
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
-        """The token counts up to which calls of `op` have an order of their own, ascending."""
+        """Return the ceilings of the order of `op`, ascending."""
         listed = self.listed(op, mode)
         return tuple(n for n, _ in listed.rows(mode) if n is not None) if listed else ()
 
@@ -388,14 +377,13 @@ class SelectionPolicy:
         engine: bool = False,
         tokens: int | None = None,
     ) -> tuple[Token, ...]:
-        """The tokens tried for `op`, in order; inside an engine the default names `stock`.
+        """Return the tokens that are tried for `op`, in order.
 
         Args:
             op: the op's name.
             mode: the engine's mode.
-            engine: whether it is for an engine.
-            tokens: how many tokens the call has, where the order differs by size; None is more
-                than every ceiling.
+            engine: whether it is for an engine, whose default order has `stock`.
+            tokens: the number of tokens of the call; None is more than every ceiling.
         """
         listed = self.listed(op, mode)
         if listed is not None:
@@ -404,13 +392,13 @@ class SelectionPolicy:
         return tuple(Token.parse(kind) for kind in defaults[self.prefer])
 
     def preferring(self, kind: str) -> SelectionPolicy:
-        """This policy with another preference, as a higher layer than its lists sets it."""
+        """Return this policy with another preference, which re-sorts orders that are not pinned."""
         policy = dataclasses.replace(self, prefer=kind)
         orders = {op: order.preferring(kind) for op, order in self.per_op_order.items()}
         return dataclasses.replace(policy, per_op_order=orders)
 
     def refuses(self, impl: Impl) -> str | None:
-        """The vendor filter that keeps `impl` out, or None."""
+        """Return the vendor filter that excludes `impl`, or None."""
         if impl.kind is not BackendImplKind.VENDOR:
             return None
         if impl.vendors & self.deny_vendors:

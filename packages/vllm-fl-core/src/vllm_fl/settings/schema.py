@@ -1,4 +1,4 @@
-"""Every setting, declared once; and the effective ones, each with its origin.
+"""The declarations of all settings, and the effective settings with their origins.
 
 To add a setting, declare it in `Settings`, and describe it in docs/settings.md.
 """
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from ..plugins.types import PLUGIN_KEY, SettingSpec
-from .devices import Device, DeviceOrder, Table
+from .devices import DeviceOrder, Table
 from .policy import PREFERENCES, Mode, OpOrder, SelectionPolicy
 from .values import (
     DEVICES,
@@ -53,8 +53,8 @@ class Setting:
         overrides: (value, origin) of what it replaced, the nearest first. A variable that
             VLLM_FL_CONFIG overrides is shown by its text, unread.
         variable: the environment variable that sets it, or None.
-        merged: (value, origin) of each platform file that sets it, where several do.
-        disagreements: where those contradict each other, and what holds instead; one sentence each.
+        merged: (value, origin) of each platform file that sets it, if several do.
+        disagreements: a sentence for each contradiction between those, with the value that is used.
     """
 
     key: str
@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def names(self) -> Names:
-        """The value of a list that somebody set."""
+        """The value of a list that is set."""
         return cast("Names", self.value)
 
     @property
@@ -88,7 +88,7 @@ class Setting:
 
     @property
     def undo(self) -> str:
-        """The command that takes it away, or that opens the file which has it."""
+        """The command that unsets it, or that opens its file."""
         return undo(self.origin)
 
 
@@ -109,11 +109,11 @@ class Settings(Mapping[str, Setting]):
 
     Args:
         entries: the settings, in the order of the reference.
-        warnings: what the user should hear, one sentence each.
-        unchecked: names that nobody has checked yet, or that their owner does not know, as
+        warnings: warnings for the user, one sentence each.
+        unchecked: names that are unknown or were not checked yet, such as
             `oot_blacklist.fused_moe`; `check_names` shortens it.
-        declared: the settings that there are, core's and those of the loaded plugins.
-        tuned: what the orders of the table hold for that `table` names.
+        declared: the declarations of core and of the loaded plugins.
+        tuned: the table that `table` names.
         locked: the lock that `lock` names.
     """
 
@@ -125,13 +125,13 @@ class Settings(Mapping[str, Setting]):
     locked: Locked | None = field(default=None, hash=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
-    """False: vllm-fl steps aside entirely."""
+    """False: vLLM runs without vllm-fl."""
     config = SettingSpec[str | None]("config", CONFIG, None)
-    """A YAML file that overrides everything a file can set."""
+    """A YAML file of the user."""
     platform = SettingSpec[str | None]("platform", "VLLM_FL_PLATFORM", None, read=read_platform)
-    """The platform whose files count, forced or detected."""
+    """The platform, forced or detected."""
     prefer = SettingSpec("prefer", "VLLM_FL_PREFER", "flagos", in_file=True, choices=PREFERENCES)
-    """The kind that is tried first, or `stock`: everything is left as it is."""
+    """The kind that is tried first, or `stock`: everything is left to vLLM."""
     strict = SettingSpec("strict", "VLLM_FL_STRICT", False, in_file=True)
     """Whether the first failure is raised and nothing else is tried."""
     allow_vendors = SettingSpec[SomeNames](
@@ -145,12 +145,12 @@ class Settings(Mapping[str, Setting]):
     require = SettingSpec(
         "require", "VLLM_FL_REQUIRE", "none", in_file=True, choices=("none", "batch_invariant")
     )
-    """What an engine's implementations must have been measured to be."""
+    """The property that an engine's implementations must have."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
     """A file of `vllm-fl tune`: orders for the device that was measured, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
-    """A file of `vllm-fl plan --save`, from which a startup may not differ, or None. After `warn:`
-    a startup that differs only warns."""
+    """A file of `vllm-fl plan --save`, from which an engine may not differ, or None. After `warn:`
+    an engine that differs only warns."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -169,7 +169,7 @@ class Settings(Mapping[str, Setting]):
     preflight = SettingSpec(
         "preflight", "VLLM_FL_PREFLIGHT", "verify", choices=("verify", "run", "off")
     )
-    """What runs before the model is built."""
+    """Whether implementations are verified, run, or neither before the model is built."""
     log_level = SettingSpec(
         "log_level", "VLLM_FL_LOG_LEVEL", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
@@ -178,19 +178,16 @@ class Settings(Mapping[str, Setting]):
     """Whether every resolution is printed and calls are counted."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
     """The file that each worker writes its counters to, by its rank, or None."""
-    """The file that each worker leaves what it ran with and counted in, or None: beside metrics."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The share of steps in which the plan's calls are compared while they serve, or None."""
-    """The file that each worker appends what it compared to, by its rank, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
     """The distributions whose plugins are loaded, or None for all."""
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
     )
     """Modules that are loaded as plugins."""
-    """Whether a plugin that fails ends the start."""
     flagcx_path = SettingSpec[str | None]("flagcx_path", "FLAGCX_PATH", None)
-    """Where FlagCX lies, or None."""
+    """The folder of FlagCX, or None."""
 
     @cached_property
     def _by_key(self) -> dict[str, Setting]:
@@ -207,7 +204,7 @@ class Settings(Mapping[str, Setting]):
 
     @cached_property
     def policy(self) -> SelectionPolicy:
-        """What decides between implementations."""
+        """The choice between implementations."""
         allowed = self.allow_vendors
         return SelectionPolicy(
             prefer=self.prefer,
@@ -227,17 +224,17 @@ class Settings(Mapping[str, Setting]):
             return self
         return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
 
-    def with_devices(self, device: Device | None, mode: Mode) -> Settings:
+    def with_devices(self, device: str, mode: Mode) -> Settings:
         """Return these settings with the orders for a device.
 
         Orders for the device in a user's own file win over all others. A user's lists win over
         those of the table, and these over what backends ship, as does a user's `prefer`.
 
         Args:
-            device: that of the engine; None if it is not known, and nothing changes.
+            device: the name of the engine's; empty if it is not known, and nothing changes.
             mode: the engine's.
         """
-        if device is None:
+        if not device:
             return self
         entries = dict(self._by_key)
         has_table = self.tuned is not None and not self.tuned.unused
@@ -259,12 +256,12 @@ class Settings(Mapping[str, Setting]):
         return dataclasses.replace(self, entries=tuple(entries.values()))
 
     def is_users(self, op: str) -> bool:
-        """Whether a list or a `prefer` of the user's orders an op, not what a backend ships."""
+        """Return whether an order or `prefer` of the user orders an op, not a backend's file."""
         return self.policy.names(op) or "prefer" in self.chosen
 
     @property
     def by_device(self) -> dict[str, tuple[DeviceOrder, ...]]:
-        """Op -> its orders on some devices, of which the first one counts that holds."""
+        """Op -> its orders on some devices; the first that is for the engine's device is used."""
         return {
             key.removeprefix(DEVICES): cast("tuple[DeviceOrder, ...]", setting.value)
             for key, setting in self.items()
@@ -273,15 +270,14 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def held_by_device(self) -> dict[str, str]:
-        """Op -> where its order for a device stands and for which figure, of those in force here:
-        of settings that `with_devices` has given."""
+        """Op -> origin and measurement of its order for the device, after `with_devices`."""
         whys = {op: {order.why for order in orders} for op, orders in self.by_device.items()}
         held = {op: self.get(f"{ORDER_PREFIX}{op}") for op in whys}
         return {op: own.origin for op, own in held.items() if own and own.origin in whys[op]}
 
     @property
     def unowned(self) -> tuple[str, ...]:
-        """The keys, or variables, of settings whose plugin is not loaded: kept, without effect."""
+        """The keys, or variables, of settings without a loaded plugin; they have no effect."""
         return tuple(
             key
             for key in self
@@ -292,7 +288,7 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def chosen(self) -> dict[str, Setting]:
-        """The settings that the user set, by variables or in a file of theirs."""
+        """The settings that the user set, by variables or in a file."""
         paired = {key for pair in pairs(self.declared) for key in pair}
         marks = (f"(environment {OP_CONFIG})", " and environment ")  # a file, a list's second part
         chosen = {}
@@ -306,13 +302,13 @@ class Settings(Mapping[str, Setting]):
         return chosen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What plugins declare stays here: readers of their own need not travel.
+        # Declarations of plugins do not travel, since their `read` may not be picklable.
         fields = (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
         return _carried, (FORM, *fields)
 
 
 def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
-    """The settings of another process of the engine.
+    """Return the settings of another process of the engine.
 
     Raises:
         SettingsError: another release of vllm-fl-core has sent them.
@@ -340,7 +336,7 @@ FORM = (
     *DeviceOrder.__dataclass_fields__,
     *Table.__dataclass_fields__,
 )
-"""What settings are made of in this release: those of another one are not taken over."""
+"""The fields of settings in this release, by which those of another release are refused."""
 
 
 def variables(declared: Declared) -> tuple[str, ...]:
@@ -360,12 +356,12 @@ def file_keys(declared: Declared) -> tuple[str, ...]:
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
-    """(whitelist, blacklist) of each pair of which one layer may set one."""
+    """(whitelist, blacklist) of each pair; a layer may set one of the two."""
     return tuple((spec.key, spec.excludes) for spec in declared.values() if spec.excludes)
 
 
 def is_absent(name: str, declared: Declared) -> bool:
-    """Whether a key or variable is a setting of a plugin that is not loaded."""
+    """Return whether a key or variable belongs to a plugin that is not loaded."""
     found = re.fullmatch(PLUGIN_KEY, name)
     known = (each for spec in declared.values() for each in (spec.key, *spec.variables))
     return found is not None and not any(each.startswith(found[1]) for each in known)
@@ -375,4 +371,4 @@ VARIABLES = variables(ITEMS)
 """The variables of core's own settings."""
 
 TAKEN = (*VARIABLES, *ITEMS)
-"""The names that no plugin's setting may have."""
+"""The keys and variables of core, which plugins may not use."""

@@ -1,4 +1,4 @@
-"""Reading what a setting takes: from a variable's text, from a file."""
+"""Values of settings: reading and checking them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PER_OP = "VLLM_FL_PER_OP"
 OP_CONFIG = "VLLM_FL_OP_CONFIG"
 
 ORDER_PREFIX = "op_backends."
-"""The key of an op's order is this and the op's name: each op is an item of its own."""
+"""The prefix of the key of an op's order: each op is a setting of its own."""
 
 DEVICES = "devices."
-"""The key of what an op's order is on some devices is this and the op's name."""
+"""The prefix of the key of an op's orders for some devices."""
 
 EXTENDS = "extends"
-"""The key by which a user's file says what lies beneath it."""
+"""The key by which a user's file keeps the settings of lower layers."""
 
 GROUPS = f"{ORDER_PREFIX}{GROUP}"
-"""What the key of a group's order begins with, until it is that of each of its ops."""
+"""The prefix of the key of a group's order, before its ops replace it."""
 
 IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
 """vLLM's own platforms, by its names."""
@@ -37,7 +37,7 @@ PLATFORMS = (*IN_TREE, "ascend")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
 MAX_BYTES = 64 * 1024
-"""More is no settings file. Every line of a real one costs time at each start."""
+"""The most bytes of a settings file. Each line costs time at each startup."""
 
 BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -46,7 +46,8 @@ BOOLEANS = {
 
 
 def normalise_platform(name: str) -> str:
-    """The name that settings files use: lower case, `nvidia` is `cuda`, `npu` is `ascend`."""
+    """Return a platform's name as files have it: lower case, `cuda` for `nvidia`, `ascend` for
+    `npu`."""
     lower = name.strip().lower()
     return PLATFORM_ALIASES.get(lower, lower)
 
@@ -54,14 +55,14 @@ def normalise_platform(name: str) -> str:
 def wrong(
     key: str, origin: str, problem: str, *, kind: type[SettingsError] = InvalidSettingError
 ) -> SettingsError:
-    """The error of one setting: where it stands, which one it is, what is wrong with it."""
+    """Return the error of one setting, with its origin and its key."""
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
     key = _short(key if key.isprintable() else ascii(key), 80)
     return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
 
 
 def checked(read: Callable[[Any], T], value: object, key: str, origin: str) -> T:
-    """What `read` makes of a value; its ValueError becomes the error of this setting."""
+    """Return `read(value)`; a ValueError becomes the error of this setting."""
     try:
         return read(value)
     except ValueError as error:
@@ -73,7 +74,7 @@ def _short(text: str, most: int) -> str:
 
 
 def name_of(value: str) -> str:
-    """One name of a list: an op, a layer, a vendor, a module. Raises ValueError."""
+    """Read one name of a list: an op, a layer, a vendor, a module. Raises ValueError."""
     if not re.fullmatch(r"[\w.+:-]+", value):
         problem = "is not a valid name; a name has no spaces, quotes or separators"
         raise ValueError(f"{value!r} {problem}")
@@ -81,12 +82,12 @@ def name_of(value: str) -> str:
 
 
 def is_ordered(name: str) -> bool:
-    """Whether an order may be written for this name: an op's, `default`, or `group:` and one."""
+    """Return whether this name can have an order: an op, `default`, or `group:NAME`."""
     return name.removeprefix(GROUP).isidentifier()
 
 
 def expected(spec: SettingSpec[Any]) -> str:
-    """What an error says that the setting takes."""
+    """Return the values that the setting takes, for an error."""
     if isinstance(spec.default, bool):
         return "true or false"
     if spec.names:
@@ -95,7 +96,7 @@ def expected(spec: SettingSpec[Any]) -> str:
 
 
 def value_of(spec: SettingSpec[Any], text: str) -> object:
-    """The value that a text means. Raises ValueError."""
+    """Read a setting's text. Raises ValueError."""
     if spec.read is not None:
         return _read(spec, spec.read, text)
     if isinstance(spec.default, bool):
@@ -118,7 +119,7 @@ def value_of(spec: SettingSpec[Any], text: str) -> object:
 
 
 def _read(spec: SettingSpec[Any], read: Callable[[str], object], text: str) -> object:
-    """What a setting's own reader makes of a text. A plugin's may raise or give anything."""
+    """Call a setting's own reader. A plugin's may raise or return anything."""
     try:
         value = read(text)
         if not accepts(spec, value):
@@ -131,7 +132,7 @@ def _read(spec: SettingSpec[Any], read: Callable[[str], object], text: str) -> o
 
 
 def accepts(spec: SettingSpec[Any], value: object) -> bool:
-    """Whether a value is one that the setting takes."""
+    """Return whether the setting takes a value."""
     if value is None:
         return spec.default is None
     if spec.names:
@@ -142,7 +143,7 @@ def accepts(spec: SettingSpec[Any], value: object) -> bool:
 
 
 def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:
-    """The text of a file of at most so many bytes. Raises SettingsError whatever is wrong."""
+    """Return the text of a file of at most `most` bytes. Raises only SettingsError."""
     where = "" if os.path.isabs(path) else " (relative to the working directory)"
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block, a device never end

@@ -27,8 +27,8 @@ def implementation(
 
     Args:
         fn: its first argument is a tensor on the kernels' device.
-        takes: rules beside the contract's, as of `OpImpl`.
-        own: whether the kernels are this package's own. FlagGems, which is imported in seconds, is
+        takes: rules for the calls it supports (`OpImpl.takes`).
+        own: whether this package has the kernels itself. FlagGems, which is imported in seconds, is
             not looked for then.
         more: as of `OpImpl`.
     """

@@ -7,7 +7,6 @@ needs vLLM.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from itertools import product
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -24,13 +23,11 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_fl import get_logger
+from vllm_fl_ops.attention import InPlanes, planes_of
 
 from ..loading import flag_gems
 
 __all__ = ["AttentionFLBackend", "AttentionFLImpl", "AttentionFLMetadataBuilder"]
-
-SHAPED_HERE = hasattr(AttentionBackend, "get_kv_cache_shape")
-"""Whether a backend shapes the KV cache, as up to vLLM 0.28; later ones lay out a spec of its."""
 
 MOST_ELEMENTS = 2**31 - 1
 """FlagGems's kernel counts the elements of a layer's keys, and those of its values, in 32 bits."""
@@ -54,7 +51,7 @@ class AttentionFLMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         return False
 
 
-class AttentionFLBackend(FlashAttentionBackend):  # type: ignore[misc]
+class AttentionFLBackend(InPlanes, FlashAttentionBackend):  # type: ignore[misc]
     """vLLM's name for it stays FLASH_ATTN: the name must be one that vLLM knows."""
 
     # No FP8: FlagGems ignores the type and the scales of the cache.
@@ -97,34 +94,6 @@ class AttentionFLBackend(FlashAttentionBackend):  # type: ignore[misc]
         raise NotImplementedError
 
     @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """The same memory for a vLLM that shapes the cache: one head of keys and one of values.
-
-        With the layout below it lays them out as `get_kv_cache_shape` does.
-
-        Raises:
-            ValueError: values have another size than keys.
-        """
-        if SHAPED_HERE:
-            return spec
-        if spec.head_size != spec.head_size_v:
-            raise ValueError(
-                _instead(
-                    "FlagGems's attention needs keys and values of one size, got "
-                    f"{spec.head_size} and {spec.head_size_v}"
-                )
-            )
-        size = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
-        return dataclasses.replace(spec, num_head_slots=2, state_content_bytes=size)
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Layers, keys and values, blocks, tokens: each plane of a layer in one piece."""
-        from vllm.v1.kv_cache_interface import KVCacheLayout
-
-        return (KVCacheLayout.LHBNC,)
-
-    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Multiples of 8 up to 256."""
         return head_size % 8 == 0 and head_size <= 256
@@ -162,11 +131,6 @@ class AttentionFLBackend(FlashAttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """FlagGems ignores scales."""
-        return False
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """Connectors move blocks, and expect a block's keys and values in one piece."""
         return False
 
 
@@ -335,13 +299,8 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
         """The keys and the values of the cache; looked at once, since the cache stays."""
         if kv_cache is self._cache:
             return self._keys_and_values
-        planes = kv_cache.transpose(0, 1) if kv_cache.ndim == 4 else kv_cache
-        heads, size = self.num_kv_heads, self.head_size
-        if (
-            planes.shape[0] != 2
-            or planes.shape[3:].numel() != heads * size
-            or not all(plane.is_contiguous() for plane in planes)
-        ):
+        planes = planes_of(kv_cache, self.num_kv_heads, self.head_size)
+        if planes is None:
             raise RuntimeError(
                 _instead(
                     f"FlagGems's attention needs all keys and all values in one piece each, and "
@@ -349,14 +308,14 @@ class AttentionFLImpl(FlashAttentionImpl):  # type: ignore[misc]
                     f"{kv_cache.stride()}, as it does for models that mix kinds of attention"
                 )
             )
-        if planes[0].numel() > MOST_ELEMENTS:
-            blocks = MOST_ELEMENTS // planes[0, 0].numel()
+        keys, values = planes
+        if keys.numel() > MOST_ELEMENTS:
+            blocks = MOST_ELEMENTS // keys[0].numel()
             raise RuntimeError(
                 f"FlagGems's attention reaches {blocks} blocks of this model's KV cache, and "
-                f"vLLM made {planes.shape[1]}: start with --num-gpu-blocks-override {blocks}, "
-                "or with a lower --gpu-memory-utilization"
+                f"vLLM made {len(keys)}: start with --num-gpu-blocks-override {blocks}, or with a "
+                "lower --gpu-memory-utilization"
             )
-        keys, values = (plane.unflatten(-1, (heads, size)) for plane in planes.flatten(3))
         self._cache, self._keys_and_values = kv_cache, (keys, values)
         return keys, values
 

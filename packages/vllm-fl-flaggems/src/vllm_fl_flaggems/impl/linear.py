@@ -287,6 +287,6 @@ def _most_stages(device: torch.device, size: int) -> int:
 
 
 PRODUCT = ("x.dtype != torch.float32", "weight.stride(1) == 1")
-"""What the kernels of products take."""
+"""The calls that the kernels of products support."""
 
 OPS = (implementation(linear, *PRODUCT, own=True),)

@@ -15,5 +15,5 @@ HW_AGNOSTIC = (
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The parameters of a function of vLLM's, written as in a signature: `x, weight, bias`."""
+    """The parameters of a vLLM function, written as in a signature: `x, weight, bias`."""
     return tuple(text.split(", "))

@@ -82,7 +82,6 @@ def activation(
         (tensor("..., d") if gated else like("x"),),
         group="activations",
         samples=samples or of_x,
-        by_token=frozenset({"x"}),
         second_form=second_form,
         tolerances=tolerances,
         **{"served": served, **more},

@@ -11,7 +11,7 @@ from vllm_fl.contracts.outputs import Exact, Within
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import contract
+from .common import contract, outside
 from .sequences import boundaries, ends, fitting_features, slots, state_slots
 
 if TYPE_CHECKING:
@@ -200,15 +200,14 @@ def _also(
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    at, slot = good["query_start_loc"], good["cache_indices"]
+    yield from outside(good, "cache_indices", len(good["conv_states"]))
+    at = good["query_start_loc"]
     if at.device.type == "cpu":  # an accelerator would be unusable after it
         yield "query_start_loc beyond the tokens", {"query_start_loc": at * 2}
         yield (
             "query_start_loc before the last token",
             {"query_start_loc": at.clamp(max=len(good["x"]) - 1)},
         )
-        yield "cache_indices beyond the slots", {"cache_indices": slot + len(good["conv_states"])}
-        yield "cache_indices below the slots", {"cache_indices": slot - len(good["conv_states"])}
 
 
 SPEC = contract(
@@ -230,7 +229,6 @@ SPEC = contract(
     group="linear_attention",
     samples=_samples,
     served=served_features(lambda source, tokens, *of: _call(source, ends(tokens), *of)),
-    by_token=frozenset({"x"}),
     stands=True,
     second_form=_by_torch,
     whole_batch=True,

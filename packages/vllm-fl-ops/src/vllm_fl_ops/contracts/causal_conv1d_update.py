@@ -11,7 +11,7 @@ from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import Sample
 
 from .causal_conv1d import BIAS, STATES, TOLERANCES, WEIGHT, served_features
-from .common import contract
+from .common import contract, outside
 from .sequences import slots, state_slots
 
 if TYPE_CHECKING:
@@ -140,10 +140,7 @@ def _also(x: Any, states: Any, weight: Any, bias: Any, activation: Any, indices:
 
 
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    at, states = good["conv_state_indices"], good["conv_state"]
-    if at.device.type == "cpu":  # an accelerator would be unusable after it
-        yield "an index beyond the slots", {"conv_state_indices": at + len(states)}
-        yield "a negative index", {"conv_state_indices": at - len(states)}
+    return outside(good, "conv_state_indices", len(good["conv_state"]))
 
 
 SPEC = contract(
@@ -163,7 +160,6 @@ SPEC = contract(
     group="linear_attention",
     samples=_samples,
     served=served_features(_call),
-    by_token=frozenset({"x", "conv_state_indices"}),
     stands=True,
     second_form=_by_taps,
     whole_batch=True,

@@ -271,7 +271,6 @@ SPEC = contract(
     group="linear_attention",
     samples=_samples,
     served=served_heads(lambda source, tokens, *of: _call(source, ends(tokens), *of)),
-    by_token=frozenset({"q", "k", "v", "g", "beta"}),
     stands=True,
     second_form=_by_triangular_systems,
     whole_batch=True,

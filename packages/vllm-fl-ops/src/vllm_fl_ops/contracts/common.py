@@ -15,7 +15,7 @@ from vllm_fl.contracts.spec import ModelSizes, OpSpec, Sample, Tolerance
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OfLayer", "activations", "contract", "not_finite", "of_layer", "rounded"]
+__all__ = ["OfLayer", "activations", "contract", "not_finite", "of_layer", "outside", "rounded"]
 
 
 def contract(
@@ -107,6 +107,15 @@ def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
     """Normal numbers; with large values others, some as large as activations get."""
     x = source.normal(*shape)
     return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
+
+
+def outside(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Bad inputs of indices beyond `count` and below 0; an accelerator would be unusable after
+    them."""
+    at = good[name]
+    if at.device.type == "cpu":
+        yield f"{name} beyond the last one", {name: at + count}
+        yield f"{name} below the first one", {name: at - count}
 
 
 def not_finite(*names: str) -> Iterator[tuple[str, dict[str, float]]]:

@@ -162,7 +162,6 @@ SPEC = contract(
     group="cache",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"kv_c", "k_pe", "slot_mapping"}),
     second_form=_side_by_side,
     dtypes=("float32", "float16", "bfloat16"),
     outputs=(Exact(),),

@@ -11,9 +11,7 @@ from vllm_fl.contracts.arguments import tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import Sample
 
-from .activations import (
-    activation,
-)
+from .activations import activation
 from .common import of_layer, rounded
 
 if TYPE_CHECKING:
@@ -128,7 +126,7 @@ def _relu2_by_sign(x: torch.Tensor) -> torch.Tensor:
 
 
 LEARNED = ("alpha_p", "alpha_n", "beta", "eps")
-"""The arguments beside x, which a layer has under these names."""
+"""The other arguments, which are attributes of the layer with these names."""
 
 
 def xielu(
@@ -220,16 +218,8 @@ GELU_BY_TANH = rounded(
 
 
 SPECS = (
-    activation(
-        gelu_new,
-        _new_by_torch,
-        GELU_BY_TANH,
-    ),
-    activation(
-        gelu_fast,
-        _fast_by_tanh,
-        GELU_BY_TANH,
-    ),
+    activation(gelu_new, _new_by_torch, GELU_BY_TANH),
+    activation(gelu_fast, _fast_by_tanh, GELU_BY_TANH),
     activation(
         quick_gelu,
         _quick_by_tanh,

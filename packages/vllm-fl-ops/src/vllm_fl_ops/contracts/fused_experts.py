@@ -6,14 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import (
-    flag,
-    integer,
-    integers,
-    like,
-    tensor,
-    word,
-)
+from vllm_fl.contracts.arguments import flag, integer, integers, like, tensor, word
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
@@ -370,7 +363,6 @@ SPEC = contract(
     group="moe",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"hidden_states", "topk_weights", "topk_ids"}),
     part=_part,
     second_form=_dense,
     tolerances={

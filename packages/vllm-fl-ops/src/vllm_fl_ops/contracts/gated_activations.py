@@ -369,12 +369,7 @@ SPECS = (
         gated=True,
         samples=lambda source: (Sample(name, (x,)) for name, x in gated_inputs(source)),
     ),
-    activation(
-        mul_and_silu,
-        _mul_by_torch,
-        SILU,
-        gated=True,
-    ),
+    activation(mul_and_silu, _mul_by_torch, SILU, gated=True),
     activation(
         gelu_and_mul,
         _gelu_by_torch,

@@ -110,7 +110,6 @@ def _gated_product(
         bad=_bad,
         samples=_samples,
         served=_served,
-        by_token=frozenset({"x"}),
         read_whole=frozenset({"weight"}),
         second_form=by_other_formulas,
         tolerances=TOLERANCES,

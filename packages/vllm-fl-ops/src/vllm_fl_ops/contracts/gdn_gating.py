@@ -105,7 +105,6 @@ SPEC = contract(
     group="linear_attention",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"a", "b"}),
     second_form=_by_logsigmoid,
     outputs=(Within(), Within()),
     tolerances={

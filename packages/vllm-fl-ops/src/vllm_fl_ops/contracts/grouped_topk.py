@@ -257,7 +257,6 @@ SPEC = contract(
     group="moe",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"gating_output"}),
     second_form=_by_token,
     tolerances={
         "float32": Tolerance(

@@ -135,7 +135,6 @@ SPEC = contract(
     group="norms",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"x"}),
     read_whole=frozenset({"weight", "bias"}),
     second_form=_by_moments,
     tolerances=rounded(

@@ -233,7 +233,6 @@ SPEC = contract(
     bad=_bad,
     samples=_samples,
     served=_served,
-    by_token=frozenset({"x"}),
     read_whole=frozenset({"weight"}),
     second_form=by_features,
     tolerances={

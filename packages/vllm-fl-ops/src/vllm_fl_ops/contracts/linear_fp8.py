@@ -234,7 +234,6 @@ SPEC = contract(
     bad=_bad,
     samples=_samples,
     served=_served,
-    by_token=frozenset({"x", "x_scale"}),
     read_whole=frozenset({"weight", "weight_scale"}),
     second_form=_by_features,
     tolerances={

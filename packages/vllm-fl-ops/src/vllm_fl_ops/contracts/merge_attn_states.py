@@ -181,7 +181,6 @@ SPEC = contract(
     bad=_bad,
     samples=_samples,
     served=_served,
-    by_token=frozenset({"prefix_output", "prefix_lse", "suffix_output", "suffix_lse"}),
     second_form=_by_sigmoid,
     tolerances={
         "float32": Tolerance(

@@ -216,7 +216,6 @@ SPEC = contract(
     group="moe",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"topk_ids"}),
     second_form=_one_by_one,
     dtypes=("int32", "int64"),
     outputs=(

@@ -156,7 +156,6 @@ SPEC = contract(
     group="moe",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"input", "topk_ids"}),
     second_form=_one_by_one,
     tolerances={
         "float32": Tolerance(1.3e-6, 1e-5, "PyTorch's own fp32 default; sums may cancel"),

@@ -9,16 +9,9 @@ from vllm_fl.contracts.arguments import Argument, flag, integers, like, tensor
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample
 
-from .common import contract
+from .common import contract, outside
 from .rotary_embedding import SPEC as ROTARY
-from .rotary_embedding import (
-    TABLE,
-    by_complex_numbers,
-    heads_of_qkv,
-    positions_elsewhere,
-    served_positions,
-    tables,
-)
+from .rotary_embedding import TABLE, by_complex_numbers, heads_of_qkv, served_positions, tables
 
 if TYPE_CHECKING:
     import torch
@@ -195,7 +188,7 @@ def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         ("a negative section", [time + 2 * height, -height, width]),
     ):
         yield what, {"mrope_section": section}
-    yield from positions_elsewhere(good, len(good["cos"]))
+    yield from outside(good, "position_ids", len(good["cos"]))
     yield "four positions a token", {"position_ids": good["position_ids"][:, [0, 1, 2, 0]]}
     tables = {name: good[name].repeat(1, 2) for name in ("cos", "sin")}
     yield (
@@ -226,7 +219,6 @@ SPEC = contract(
     group="rope",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"query", "key", "position_ids"}),
     second_form=_by_complex_numbers,
     tolerances=ROTARY.tolerances,  # the same two products, rounded in the same places
 )

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.contracts.arguments import (
-    flag,
-    integer,
-    integers,
-    like,
-    scalar,
-    tensor,
-)
+from vllm_fl.contracts.arguments import flag, integer, integers, like, scalar, tensor
 from vllm_fl.contracts.sampling import Source, peak
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance
 
-from .common import contract
-from .rotary_embedding import positions_elsewhere, served_positions, table
+from .common import contract, outside
+from .rotary_embedding import served_positions, table
 
 if TYPE_CHECKING:
     import torch
@@ -208,7 +201,7 @@ def _served(
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "q_weight of float16", {"q_weight": good["q_weight"].half()}
     yield "q_weight of bfloat16", {"q_weight": good["q_weight"].bfloat16()}
-    yield from positions_elsewhere(good, len(good["cos_sin_cache"]))
+    yield from outside(good, "position_ids", len(good["cos_sin_cache"]))
     yield "a table without halves", {"cos_sin_cache": good["cos_sin_cache"][:, 1:]}
     yield "a table wider than a head", {"cos_sin_cache": good["cos_sin_cache"].repeat(1, 2)}
 
@@ -236,7 +229,6 @@ SPEC = contract(
     group="rope",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"qkv", "position_ids"}),
     read_whole=frozenset({"q_weight", "k_weight"}),
     second_form=_by_parts,
     tolerances={

@@ -138,7 +138,6 @@ SPEC = contract(
     group="quant",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"x"}),
     second_form=_by_frexp,
     dtypes=("float32", "float16", "bfloat16"),
     tolerances={

@@ -208,7 +208,6 @@ SPEC = contract(
     group="quant",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"x"}),
     second_form=_by_limits,
     dtypes=("float32", "float16", "bfloat16"),
     tolerances={

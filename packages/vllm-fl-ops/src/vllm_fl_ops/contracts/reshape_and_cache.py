@@ -232,7 +232,6 @@ SPEC = contract(
     group="cache",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"key", "value", "slot_mapping"}),
     second_form=_one_by_one,
     dtypes=("float32", "float16", "bfloat16"),
     outputs=(Exact(), Exact()),

@@ -220,7 +220,6 @@ SPEC = contract(
     group="norms",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"x", "residual"}),
     read_whole=frozenset({"weight"}),
     second_form=_by_sums,
     tolerances=rounded(

@@ -152,7 +152,6 @@ SPEC = contract(
     group="norms",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"x", "z"}),
     read_whole=frozenset({"weight"}),
     second_form=_by_groups,
     tolerances=rounded(

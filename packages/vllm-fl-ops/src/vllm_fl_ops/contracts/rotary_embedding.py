@@ -10,7 +10,7 @@ from vllm_fl.contracts.batches import positions
 from vllm_fl.contracts.sampling import Source
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
-from .common import contract
+from .common import contract, outside
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,6 @@ __all__ = [
     "TABLE",
     "by_complex_numbers",
     "heads_of_qkv",
-    "positions_elsewhere",
     "served_positions",
     "table",
     "tables",
@@ -244,20 +243,10 @@ TABLE = tensor(
 """cos or sin, of some of the pairs of a head."""
 
 
-def positions_elsewhere(
-    good: Mapping[str, Any], length: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Positions on both sides of a table of this length."""
-    at = good["position_ids"]
-    if at.device.type == "cpu":  # an accelerator would be unusable after it
-        yield "a position beyond the tables", {"position_ids": at + length}
-        yield "a negative position", {"position_ids": at - length}
-
-
 def _bad(good: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     integers = {name: good[name].long() for name in ("query", "key")}
     yield "query and key of integers", integers
-    yield from positions_elsewhere(good, len(good["cos"]))
+    yield from outside(good, "position_ids", len(good["cos"]))
     yield "both tables wider than half a head", {n: good[n].repeat(1, 2) for n in ("cos", "sin")}
 
 
@@ -291,7 +280,6 @@ SPEC = contract(
     group="rope",
     samples=_samples,
     served=_served,
-    by_token=frozenset({"query", "key", "position_ids"}),
     second_form=_by_complex_numbers,
     tolerances={
         "float32": Tolerance(

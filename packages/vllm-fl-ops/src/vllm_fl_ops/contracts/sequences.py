@@ -9,14 +9,7 @@ from vllm_fl.contracts.arguments import Problem
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "boundaries",
-    "ends",
-    "fitting_features",
-    "fitting_heads",
-    "slots",
-    "state_slots",
-]
+__all__ = ["boundaries", "ends", "fitting_features", "fitting_heads", "slots", "state_slots"]
 
 
 _LENGTHS = (1, 2, 1, 3, 1, 8, 1, 17, 1, 2, 1, 3, 1, 5, 64)

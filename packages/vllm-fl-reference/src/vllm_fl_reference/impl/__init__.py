@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
-import torch
-
 from vllm_fl import BackendImplKind, OpImpl
 
-__all__ = ["implementations", "refuse_other_devices"]
+__all__ = ["implementations"]
 
 
 def implementations(
@@ -31,6 +29,7 @@ def implementations(
             fn if consumes else _packed(fn),
             consumes=frozenset(consumes),
             traceable=traceable,
+            takes=(),  # PyTorch would broadcast, promote or truncate in silence
         )
         for fn in functions
     )
@@ -47,21 +46,3 @@ def _packed(fn: Callable[..., Any]) -> Callable[..., Any]:
         return results.contiguous()
 
     return packed
-
-
-def refuse_other_devices(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Raise unless the others are on x's device, for code that writes results into a tensor.
-
-    PyTorch raises for most mixed devices, but writes nothing, in silence, of a tensor on meta.
-
-    Args:
-        name: the parameter of which `x` is the argument.
-        x: on the right device.
-        **others: parameter -> argument; None is on any device.
-
-    Raises:
-        RuntimeError: another argument is on another device.
-    """
-    for other, tensor in others.items():
-        if tensor is not None and tensor.device != x.device:
-            raise RuntimeError(f"{other} is on {tensor.device}, and {name} on {x.device}")

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
-from . import implementations, refuse_other_devices
+from . import implementations
 
 __all__ = ["OPS", "causal_conv1d", "causal_conv1d_update"]
 
@@ -38,18 +38,13 @@ def causal_conv1d(
         (out, conv_states): out of x's shape and dtype, and the same conv_states.
 
     Raises:
-        TypeError, ValueError: PyTorch would have broadcast or counted from the end in silence.
+        ValueError: PyTorch would have counted from the end in silence.
         IndexError: a slot that conv_states does not have.
     """
-    _refuse_silent_mistakes(x, weight, bias, conv_states, activation)
     _refuse_strange_slots(cache_indices, 1)
-    if query_start_loc.is_floating_point() or has_initial_state.dtype != torch.bool:
-        raise TypeError("query_start_loc must be integers, has_initial_state bool")
     at, slots = query_start_loc.tolist(), cache_indices.tolist()
     if [0, *sorted(at[1:-1]), len(x)] != at:
         raise ValueError(f"query_start_loc must rise from 0 to {len(x)}, got {at}")
-    if len(at) - 1 != len(slots) or has_initial_state.shape != cache_indices.shape:
-        raise ValueError("query_start_loc, cache_indices, has_initial_state: one per sequence")
     taps = weight.shape[1] - 1
     out = x.new_empty(x.shape)
     rows = zip(slots, has_initial_state.tolist(), pairwise(at), strict=False)
@@ -85,10 +80,9 @@ def causal_conv1d_update(
         (out, conv_state): out of x's shape and dtype, x itself for padding; the same conv_state.
 
     Raises:
-        TypeError, ValueError: PyTorch would have broadcast or counted from the end in silence.
+        ValueError: PyTorch would have counted from the end in silence.
         IndexError: a slot that conv_state does not have.
     """
-    _refuse_silent_mistakes(x, weight, bias, conv_state, activation)
     _refuse_strange_slots(conv_state_indices, 0)
     taps, real = weight.shape[1] - 1, conv_state_indices != 0
     rows = conv_state_indices[real].long()
@@ -107,25 +101,7 @@ def _convolved(
     return F.silu(out) if activation == "silu" else out
 
 
-def _refuse_silent_mistakes(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    states: torch.Tensor,
-    activation: str | None,
-) -> None:
-    if not x.is_floating_point() or not x.dtype == weight.dtype == states.dtype:
-        raise TypeError("x, weight and the states must be floating, of one dtype")
-    refuse_other_devices("x", x, weight=weight, bias=bias, states=states)
-    if x.ndim != 2 or weight.ndim != 2 or len(weight) != x.shape[1] or weight.shape[1] < 2:
-        raise ValueError("x must be (tokens, dim), weight (dim, 2 or more)")
-    if activation not in ("silu", None):
-        raise ValueError(f"activation must be 'silu' or None, got {activation!r}")
-
-
 def _refuse_strange_slots(slots: torch.Tensor, least: int) -> None:
-    if slots.is_floating_point():
-        raise TypeError(f"slots must be integers, got {slots.dtype}")
     if bool((slots < least).any()):
         raise ValueError(f"slots must be {least} or more")
 

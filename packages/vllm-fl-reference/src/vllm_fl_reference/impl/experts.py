@@ -7,9 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from vllm_fl import BackendImplKind, OpImpl
-
-from . import refuse_other_devices
+from . import implementations
 from .activation import gelu_and_mul, silu_and_mul, swigluoai_and_mul
 
 __all__ = ["OPS", "fused_experts"]
@@ -58,27 +56,8 @@ def fused_experts(
         (tokens, hidden), of hidden_states' dtype.
 
     Raises:
-        ValueError: the shapes do not belong together, or `activation` is another word.
-        TypeError: topk_ids or expert_map is not of integers.
         IndexError: an id beyond the experts, on a CPU.
-        RuntimeError: the dtypes differ.
     """
-    _refuse_silent_mistakes(
-        hidden_states,
-        w13,
-        w2,
-        topk_weights,
-        topk_ids,
-        activation,
-        apply_router_weight_on_input,
-        global_num_experts,
-        expert_map,
-        w13_bias,
-        w2_bias,
-    )
-    tables = {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map}
-    weights = {"w13": w13, "w2": w2, "w13_bias": w13_bias, "w2_bias": w2_bias}
-    refuse_other_devices("hidden_states", hidden_states, **tables, **weights)
     act = ACTIVATIONS[activation]
     x = hidden_states
     if apply_router_weight_on_input:
@@ -116,43 +95,5 @@ def _is_captured(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _refuse_silent_mistakes(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str,
-    apply_router_weight_on_input: bool,
-    global_num_experts: int,
-    expert_map: torch.Tensor | None,
-    w13_bias: torch.Tensor | None,
-    w2_bias: torch.Tensor | None,
-) -> None:
-    """What would broadcast, or is seen only once a token takes the last expert."""
-    tokens, hidden = hidden_states.shape
-    experts, inner, _ = w13.shape
-    count = experts if expert_map is None else expert_map.numel()
-    wrong = {
-        "w13": w13.shape[2] != hidden,
-        "w2": w2.shape != (experts, hidden, inner // 2),
-        "topk_weights": topk_weights.ndim != 2 or topk_weights.shape[0] != tokens,
-        "topk_ids": topk_ids.shape != topk_weights.shape,
-        "activation": activation not in ACTIVATIONS,
-        "apply_router_weight_on_input": apply_router_weight_on_input and topk_ids.shape[1] != 1,
-        "global_num_experts": global_num_experts != count
-        and (global_num_experts != -1 or expert_map is not None),
-        "w13_bias": w13_bias is not None and w13_bias.shape != (experts, inner),
-        "w2_bias": w2_bias is not None and w2_bias.shape != (experts, hidden),
-    }
-    if named := ", ".join(name for name, is_wrong in wrong.items() if is_wrong):
-        raise ValueError(f"{named} do not fit hidden_states of {tokens} x {hidden} or each other")
-    if not topk_weights.is_floating_point():
-        raise TypeError(f"topk_weights must be floating, got {topk_weights.dtype}")
-    for ids in (topk_ids, expert_map):
-        if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
-            raise TypeError(f"topk_ids and expert_map must be of integers, got {ids.dtype}")
-
-
 # Not traceable: how many tokens an expert has is known once the routing is.
-OPS = (OpImpl("fused_experts", "reference.torch", BackendImplKind.REFERENCE, fused_experts),)
+OPS = implementations(fused_experts, traceable=False)

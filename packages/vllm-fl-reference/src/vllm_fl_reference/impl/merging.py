@@ -25,11 +25,7 @@ def merge_attn_states(
 
     Returns:
         (output, lse); 0 and -inf where neither had keys.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
     """
-    _refuse_silent_mistakes(prefix_output, prefix_lse, suffix_output, suffix_lse)
     prefix_lse = prefix_lse.masked_fill(prefix_lse == math.inf, -math.inf)
     suffix_lse = suffix_lse.masked_fill(suffix_lse == math.inf, -math.inf)
     most = torch.maximum(prefix_lse, suffix_lse)
@@ -44,28 +40,6 @@ def merge_attn_states(
     output = output.masked_fill(no_keys[..., None], 0.0).to(prefix_output.dtype)
     lse = (torch.log(total) + most).masked_fill(no_keys, -math.inf)
     return output, lse
-
-
-def _refuse_silent_mistakes(
-    prefix_output: torch.Tensor,
-    prefix_lse: torch.Tensor,
-    suffix_output: torch.Tensor,
-    suffix_lse: torch.Tensor,
-) -> None:
-    """PyTorch would broadcast and promote."""
-    if suffix_output.shape != prefix_output.shape or prefix_output.ndim != 3:
-        raise ValueError(
-            f"outputs must be of one shape (tokens, heads, head_size), got "
-            f"{tuple(prefix_output.shape)} and {tuple(suffix_output.shape)}"
-        )
-    if suffix_output.dtype != prefix_output.dtype or not prefix_output.is_floating_point():
-        raise ValueError(f"outputs are {prefix_output.dtype} and {suffix_output.dtype}")
-    for lse in (prefix_lse, suffix_lse):
-        if lse.shape != prefix_output.shape[:2] or lse.dtype != torch.float32:
-            raise ValueError(
-                f"a log-sum-exp must be float32 {tuple(prefix_output.shape[:2])}, got {lse.dtype} "
-                f"{tuple(lse.shape)}"
-            )
 
 
 OPS = implementations(merge_attn_states)

@@ -28,17 +28,7 @@ def layer_norm(
 
     Returns:
         (..., hidden), contiguous, of x's dtype.
-
-    Raises:
-        TypeError, ValueError: PyTorch would have computed with such an argument in silence.
-        RuntimeError: shapes, dtypes or devices that PyTorch cannot combine.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating, got {x.dtype}")
-    if bias is not None and weight is None:
-        raise ValueError("bias must be None without a weight")
-    if epsilon <= 0:
-        raise ValueError(f"epsilon must be above 0, got {epsilon}")
     wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))
     return F.layer_norm(wide, x.shape[-1:], weight, bias, epsilon).to(x.dtype)
 
@@ -63,12 +53,7 @@ def rms_norm(
 
     Returns:
         The normed tensor; with a residual the pair (normed, y), both in x's dtype.
-
-    Raises:
-        TypeError, ValueError: PyTorch would have broadcast, clamped or truncated in silence.
-        RuntimeError: shapes or devices that PyTorch cannot combine.
     """
-    _refuse_silent_mistakes(x, residual, weight, epsilon, variance_size)
     dtype = x.dtype
     y = x.to(torch.float32)
     if residual is not None:
@@ -105,20 +90,7 @@ def rms_norm_gated(
 
     Returns:
         (..., hidden), contiguous, of x's dtype.
-
-    Raises:
-        TypeError, ValueError: PyTorch would have computed with such an argument in silence.
-        RuntimeError: shapes or devices that PyTorch cannot combine.
     """
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating, got {x.dtype}")
-    if z is not None and (z.shape != x.shape or z.dtype != x.dtype):
-        raise ValueError("z must have x's shape and dtype")
-    _refuse_other_weights(weight, x)
-    if epsilon <= 0:
-        raise ValueError(f"epsilon must be above 0, got {epsilon}")
-    if activation not in ACTIVATIONS or norm_before_gate not in (True, False):
-        raise ValueError(f"no gate of {activation!r} with norm_before_gate={norm_before_gate!r}")
     gate = None if z is None else ACTIVATIONS[activation](z.float())
     y = x.float()
     if gate is not None and not norm_before_gate:
@@ -137,32 +109,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swish": F.silu,
     "sigmoid": torch.sigmoid,
 }
-
-
-def _refuse_silent_mistakes(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    epsilon: float,
-    variance_size: int | None,
-) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating, got {x.dtype}")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError("residual must have x's shape and dtype")
-    if weight is not None:
-        _refuse_other_weights(weight, x)
-    if epsilon < 0:
-        raise ValueError(f"epsilon must not be negative, got {epsilon}")
-    if variance_size is not None and not 0 < variance_size <= x.shape[-1]:
-        raise ValueError(f"variance_size must be from 1 to {x.shape[-1]}, got {variance_size}")
-
-
-def _refuse_other_weights(weight: torch.Tensor, x: torch.Tensor) -> None:
-    if weight.shape != x.shape[-1:]:
-        raise ValueError("weight must have the shape (hidden,)")
-    if not weight.is_floating_point():  # of other floats vLLM's layers have some, and it is right
-        raise TypeError(f"weight must be floating, got {weight.dtype}")
 
 
 OPS = implementations(layer_norm, rms_norm, rms_norm_gated)

@@ -28,18 +28,7 @@ def reshape_and_cache(
 
     Returns:
         (key_cache, value_cache), the arguments themselves.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-        IndexError: a slot lies beyond the caches.
     """
-    if value.shape != key.shape or value_cache.shape != key_cache.shape:
-        raise ValueError(
-            f"key and value, and their caches, must be of one shape, got {tuple(key.shape)}, "
-            f"{tuple(value.shape)}, {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
-        )
-    _refuse_silent_mistakes(key_cache, key, slot_mapping, 3)
-    _refuse_silent_mistakes(value_cache, value, slot_mapping, 3)
     _write(key_cache, key, slot_mapping)
     _write(value_cache, value, slot_mapping)
     return key_cache, value_cache
@@ -59,16 +48,8 @@ def concat_and_cache_mla(
 
     Returns:
         kv_cache, the argument itself.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit.
-        RuntimeError: kv_c and k_pe have not as many tokens.
-        IndexError: a slot lies beyond the cache.
     """
-    if k_pe.dtype != kv_c.dtype:
-        raise ValueError(f"kv_c is {kv_c.dtype} and k_pe {k_pe.dtype}")
     rows = torch.cat((kv_c, k_pe), dim=-1)
-    _refuse_silent_mistakes(kv_cache, rows, slot_mapping, 2)
     _write(kv_cache, rows, slot_mapping)
     return kv_cache
 
@@ -88,21 +69,6 @@ def _write(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) 
     slots = slot_mapping[source].clamp(min=0)
     at = slots // cache.shape[1], slots % cache.shape[1]
     cache[at] = torch.where(has_slot.any(), rows[source], cache[at])
-
-
-def _refuse_silent_mistakes(
-    cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor, ndim: int
-) -> None:
-    """Indexed assignment would broadcast and cast."""
-    if rows.ndim != ndim or cache.ndim != ndim + 1 or cache.shape[2:] != rows.shape[1:]:
-        raise ValueError(f"rows of {tuple(rows.shape)} do not fit a cache of {tuple(cache.shape)}")
-    if rows.dtype != cache.dtype or not rows.is_floating_point():
-        raise ValueError(f"rows are {rows.dtype} and the cache {cache.dtype}")
-    if slot_mapping.dtype != torch.int64 or slot_mapping.shape != rows.shape[:1]:
-        raise ValueError(
-            f"slot_mapping must be int64 ({rows.shape[0]},), got {slot_mapping.dtype} "
-            f"{tuple(slot_mapping.shape)}"
-        )
 
 
 OPS = tuple(

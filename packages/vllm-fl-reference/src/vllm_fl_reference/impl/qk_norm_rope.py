@@ -37,18 +37,8 @@ def qk_norm_rope(
 
     Returns:
         A new tensor of qkv's shape and dtype.
-
-    Raises:
-        TypeError, ValueError: PyTorch would have broadcast or rounded to integers in silence.
-        RuntimeError, IndexError: shapes, dtypes or positions that PyTorch cannot combine.
     """
-    if heads < 1 or kv_heads < 1:
-        raise ValueError(f"heads and kv_heads must be at least 1, got {heads} and {kv_heads}")
     head_size = q_weight.shape[0]
-    if qkv.shape[1] % head_size:
-        raise ValueError(f"qkv has {qkv.shape[1]} columns, which are no whole heads of {head_size}")
-    if not {q_weight.dtype, k_weight.dtype} <= {qkv.dtype, torch.float32}:
-        raise TypeError(f"weights must be of qkv's {qkv.dtype} or float32, got {q_weight.dtype}")
     query, key, value = qkv.tensor_split((heads * head_size, (heads + kv_heads) * head_size), -1)
     q: Any = rms_norm(query.unflatten(-1, (heads, head_size)), None, q_weight, epsilon)
     k: Any = rms_norm(key.unflatten(-1, (kv_heads, head_size)), None, k_weight, epsilon)

@@ -28,12 +28,7 @@ def rotary_embedding(
 
     Returns:
         New tensors of the shapes and dtypes of query and key; None for a key of None.
-
-    Raises:
-        TypeError, ValueError: PyTorch would have broadcast or rounded to integers in silence.
-        RuntimeError, IndexError: shapes, dtypes or positions that PyTorch cannot combine.
     """
-    _refuse_silent_mistakes(query, key, cos, sin, position_ids)
     cos = cos.index_select(0, position_ids).unsqueeze(1).to(query.dtype)
     sin = sin.index_select(0, position_ids).unsqueeze(1).to(query.dtype)
     return (
@@ -65,16 +60,7 @@ def multimodal_rotary_embedding(
 
     Returns:
         New tensors of the shapes and dtypes of query and key.
-
-    Raises:
-        TypeError, ValueError: PyTorch would have broadcast or rounded to integers in silence.
-        RuntimeError, IndexError: shapes, dtypes or positions that PyTorch cannot combine.
     """
-    if position_ids.ndim != 2 or position_ids.shape[1] != 3:
-        raise ValueError(f"position_ids must be (tokens, 3), got {tuple(position_ids.shape)}")
-    if len(mrope_section) != 3 or min(mrope_section) < 0 or sum(mrope_section) != cos.shape[-1]:
-        raise ValueError(f"mrope_section must add up to {cos.shape[-1]}, got {mrope_section}")
-    _refuse_silent_mistakes(query, key, cos, sin, position_ids[:, 0])
 
     def dealt_out(table: torch.Tensor) -> torch.Tensor:
         rows = [table.index_select(0, position_ids[:, axis]) for axis in range(3)]
@@ -94,26 +80,6 @@ def _in_turns(rows: list[torch.Tensor], section: list[int]) -> torch.Tensor:
     by_height = (pairs % 3 == 1) & (pairs < 3 * section[1])
     by_width = (pairs % 3 == 2) & (pairs < 3 * section[2])
     return torch.where(by_width, rows[2], torch.where(by_height, rows[1], rows[0]))
-
-
-def _refuse_silent_mistakes(
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position_ids: torch.Tensor,
-) -> None:
-    if not query.is_floating_point():
-        raise TypeError(f"query must be floating, got {query.dtype}")
-    if query.ndim != 3 or position_ids.shape != query.shape[:1]:
-        raise ValueError("query must be (tokens, heads, head_size), position_ids (tokens,)")
-    if key is not None:
-        if key.dtype != query.dtype:
-            raise TypeError(f"key must have query's dtype {query.dtype}, got {key.dtype}")
-        if key.ndim != 3 or key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2]:
-            raise ValueError("key must have query's tokens and head_size")
-    if cos.ndim != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > query.shape[2]:
-        raise ValueError("cos and sin must be (max_position, half), 2 * half <= head_size")
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

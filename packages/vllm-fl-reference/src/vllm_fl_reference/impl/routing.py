@@ -31,14 +31,8 @@ def moe_topk(
 
     Returns:
         (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        TypeError: gating_output is not floating or has other dimensions, or a number is none.
-        ValueError: the bias is not such a tensor, topk is below 1, the factor is not finite, or
-            scoring_func is another word.
-        RuntimeError: topk is above experts.
     """
-    logits = _logits(gating_output, topk, routed_scaling_factor, e_score_correction_bias)
+    logits = gating_output.float()
     if scoring_func == "softmax" and e_score_correction_bias is None:
         chosen, ids = logits.topk(topk, dim=-1, sorted=False)
         if renormalize:
@@ -81,17 +75,9 @@ def grouped_topk(
 
     Returns:
         (weights, float32; ids, int32), both (tokens, topk).
-
-    Raises:
-        TypeError: gating_output is not floating or has other dimensions, or a number is none.
-        ValueError: the bias is not such a tensor, a number is out of its range, or scoring_func is
-            another word.
-        RuntimeError: the groups are too small for the bias, or topk_group or topk is too large.
     """
-    logits = _logits(gating_output, topk, routed_scaling_factor, e_score_correction_bias)
+    logits = gating_output.float()
     experts = logits.shape[-1]
-    if topk > topk_group * (experts // num_expert_group):  # experts of other groups would be taken
-        raise ValueError(f"topk must not exceed the experts of {topk_group} groups, got {topk}")
     scores = _scores(logits, scoring_func)
     choice = scores if e_score_correction_bias is None else scores + e_score_correction_bias
     groups = choice.view(choice.shape[0], num_expert_group, experts // num_expert_group)
@@ -129,12 +115,7 @@ def moe_align_block_size(
 
     Returns:
         (rows and padding; the expert of each block; how many places are in use), int32.
-
-    Raises:
-        TypeError: topk_ids or expert_map are no such integers, or a size is none.
-        ValueError: a tensor has another shape, or a size is below 1.
     """
-    _check_alignment(topk_ids, block_size, num_experts, expert_map)
     rows = topk_ids.numel()
     most = rows + num_experts * (block_size - 1)
     if pad_sorted_ids:
@@ -164,23 +145,6 @@ def moe_align_block_size(
     return sorted_token_ids, expert_ids, starts[-1:].int()
 
 
-def _check_alignment(
-    topk_ids: torch.Tensor, block_size: int, num_experts: int, expert_map: torch.Tensor | None
-) -> None:
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
-    if topk_ids.ndim != 2:
-        raise ValueError(f"topk_ids must be (tokens, topk), got {tuple(topk_ids.shape)}")
-    if expert_map is None:
-        return
-    if expert_map.dtype != torch.int32:
-        raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
-    if expert_map.ndim != 1 or expert_map.shape[0] < num_experts:
-        raise ValueError(
-            f"expert_map must have {num_experts} experts, got {tuple(expert_map.shape)}"
-        )
-
-
 def moe_sum(
     input: torch.Tensor,
     topk_ids: torch.Tensor | None = None,
@@ -195,55 +159,16 @@ def moe_sum(
 
     Returns:
         (tokens, hidden), of input's dtype.
-
-    Raises:
-        TypeError: input is not floating, or ids or map are other integers.
-        ValueError: a tensor has another shape, or there is a map without ids.
-        IndexError: an id is outside of expert_map.
     """
-    if not input.is_floating_point():
-        raise TypeError(f"input must be floating, got {input.dtype}")
-    if input.ndim != 3:
-        raise ValueError(f"input must be (tokens, topk, hidden), got {tuple(input.shape)}")
     if topk_ids is None:
-        if expert_map is not None:
-            raise ValueError("expert_map must come with topk_ids")
         return input.sum(dim=1)
-    if topk_ids.shape != input.shape[:2]:  # ids of one token would broadcast
-        raise ValueError(f"topk_ids must be (tokens, topk), got {tuple(topk_ids.shape)}")
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids must be int32 or int64, got {topk_ids.dtype}")
     here = topk_ids >= 0
     if expert_map is not None:
-        if expert_map.dtype != torch.int32:
-            raise TypeError(f"expert_map must be int32, got {expert_map.dtype}")
         here = here & (expert_map[topk_ids.clamp(min=0).long()] >= 0)
     return input.masked_fill(~here.unsqueeze(-1), 0.0).sum(dim=1)
 
 
-def _logits(
-    gating_output: torch.Tensor, topk: int, factor: float, bias: torch.Tensor | None
-) -> torch.Tensor:
-    if not gating_output.is_floating_point() or gating_output.ndim != 2:
-        raise TypeError(
-            "gating_output must be floating, (tokens, experts), got "
-            f"{gating_output.dtype} of {gating_output.ndim} dimensions"
-        )
-    if bias is not None and (not bias.is_floating_point() or bias.shape != gating_output.shape[1:]):
-        raise ValueError(
-            f"e_score_correction_bias must be floating, (experts,), got {bias.dtype} of the shape "
-            f"{tuple(bias.shape)}"
-        )
-    if topk < 1:
-        raise ValueError(f"topk must be at least 1, got {topk}")
-    if not -math.inf < factor < math.inf:  # isfinite cannot be traced
-        raise ValueError(f"routed_scaling_factor must be finite, got {factor}")
-    return gating_output.float()
-
-
 def _scores(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
-    if scoring_func not in ("softmax", "sigmoid"):
-        raise ValueError(f"scoring_func must be softmax or sigmoid, got {scoring_func!r}")
     return logits.softmax(-1) if scoring_func == "softmax" else logits.sigmoid()
 
 

@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     if rounds < STARTS:
         raise UsageError(f"--rounds {rounds}: at least {STARTS}")
     read_table(path, "--accept")
-    more = arguments.more + (["--dtype", arguments.dtype] if arguments.dtype else [])
+    more = arguments.more
     started = time.monotonic()
     with ended_by_signal():
         served = compare_engines(os.path.abspath(path), model, more, -(-rounds // STARTS))

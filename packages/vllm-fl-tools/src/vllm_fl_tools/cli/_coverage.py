@@ -159,32 +159,27 @@ def _layer(name: str) -> str:
     return name.removeprefix(LAYER_LABEL) if name.startswith(LAYER_LABEL) else ""
 
 
-def attribute(
-    whose: Whose, learnt: Mapping[str, Any], measured: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """What one kind of step spends its time on, as JSON data.
+def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[str, Any]:
+    """The owners of the time of one kind of step, as JSON data.
 
     Args:
         whose: finds owners.
-        learnt: what was seen of labelled steps without captured graphs.
-        measured: what was seen of steps as they serve; None where the device is the host itself,
-            whose operators are in `learnt`.
+        seen: the profile of labelled steps.
+        on_host: whether the device is the host itself, and operators are counted, not kernels.
 
     Returns:
-        `of`, what was seen: operators or kernels; `steps`, how many were profiled; `rows`, the
-        longest first, each the fields of an `Owner`, `us` and `calls` of a step, its `share` of all
-        rows, and the longest `kernels` {name: µs of a step}; `total_us`, of a step in all rows;
-        `busy_us`, in which the device ran at least one kernel, on a CPU as `total_us`;
-        `profiled_us`, of a step under the profiler, 0 where a device has the time; `reached`, the
-        share by whether a contract reaches it; `problem`, why there is nothing, or nothing more.
+        `of`: operators or kernels; `steps`, how many were profiled; `rows`, the longest first, each
+        the fields of an `Owner`, `us` and `calls` of a step, its `share` of all rows, and the
+        longest `kernels` {name: µs of a step}; `total_us`, of a step in all rows; `busy_us`, in
+        which the device ran at least one kernel, on a CPU as `total_us`; `profiled_us`, of a step
+        under the profiler, 0 if a device has the time; `reached`, the share by whether a contract
+        reaches it; `problem`, why there is nothing.
     """
-    seen = learnt if measured is None else measured
-    of = "operators" if measured is None else "kernels"
-    problem = learnt["problem"] or seen["problem"]
-    steps = 0 if problem or not learnt["steps"] else seen["steps"]
+    problem = seen["problem"]
+    steps = 0 if problem else seen["steps"]
     rows: dict[Owner, dict[str, Any]] = {}
     if steps:
-        found = _on_host(whose, learnt) if measured is None else _on_device(whose, learnt, measured)
+        found = _on_host(whose, seen) if on_host else _on_device(whose, seen)
         for owner, name, us, calls in found:
             row = rows.setdefault(owner, {"us": 0.0, "calls": 0.0, "kernels": Counter()})
             row["us"] += us / steps
@@ -194,7 +189,7 @@ def attribute(
     if not steps:
         problem = problem or "the engine took no such step"
     elif not total:
-        what = "operator" if measured is None else "kernel of the device"
+        what = "operator" if on_host else "kernel of the device"
         problem = f"PyTorch's profiler saw no {what}; it may have been built without that device"
     told: list[dict[str, Any]] = []
     reached: Counter[str] = Counter()
@@ -204,12 +199,12 @@ def attribute(
             told.append({**asdict(owner), **row, "share": share, "kernels": longest})
             reached[owner.reached] += share
     return {
-        "of": of,
+        "of": "operators" if on_host else "kernels",
         "steps": steps,
         "rows": told,
         "total_us": total,
-        "busy_us": measured["busy"] / steps if measured is not None and steps else total,
-        "profiled_us": learnt["step_us"] if measured is None and steps else 0.0,
+        "busy_us": total if on_host or not steps else seen["busy"] / steps,
+        "profiled_us": seen["step_us"] if on_host and steps else 0.0,
         "reached": dict(reached),
         "problem": problem,
     }
@@ -234,26 +229,21 @@ def _on_host(whose: Whose, seen: Mapping[str, Any]) -> Found:
         yield owner, name, us if is_code else 0.0, calls if is_new else 0
 
 
-def _on_device(whose: Whose, learnt: Mapping[str, Any], seen: Mapping[str, Any]) -> Found:
-    """Kernels' times. The n-th call of a kernel in a step is whose its n-th call was there."""
-    for name, times in seen["kernels"].items():
-        paths = [learnt["paths"][n] for n in learnt["launched"].get(name, ())]
-        # Of a launch the profiler may not know the caller: the others of the kernel tell.
-        owners = [whose.of([*path, name]) for path in paths if any(map(_tells, path))]
-        distinct = list(dict.fromkeys(owners))
-        if not distinct:
-            distinct = [_by_name(whose, name)]
-        if len(distinct) == 1:
-            yield distinct[0], name, sum(times), len(times)
+def _on_device(whose: Whose, seen: Mapping[str, Any]) -> Found:
+    """Kernels' times. A launch whose caller is unknown has the owner of the kernel's others."""
+    owners: dict[str, dict[Owner, None]] = {}
+    unknown = []
+    for number, name, us, calls in seen["kernels"]:
+        path = [] if number is None else seen["paths"][number]
+        if not any(map(_tells, path)):
+            unknown.append((name, us, calls))
             continue
-        each, rest = divmod(len(owners), learnt["steps"])
-        if rest or len(times) != each * seen["steps"]:
-            told = ", ".join(dict.fromkeys(owner.op or owner.name for owner in distinct))
-            why = f"launched by {told}; not as often as in steps without graphs"
-            yield Owner("", "", "unattributed", UNKNOWN, why), name, sum(times), len(times)
-            continue
-        for number, us in enumerate(times):
-            yield owners[len(owners) - each + number % each], name, us, 1
+        owner = whose.of([*path, name])
+        owners.setdefault(name, {})[owner] = None
+        yield owner, name, us, calls
+    for name, us, calls in unknown:
+        known = [*owners.get(name, ())]
+        yield known[0] if len(known) == 1 else _by_name(whose, name), name, us, calls
 
 
 def _tells(name: str) -> bool:
@@ -262,10 +252,10 @@ def _tells(name: str) -> bool:
 
 
 def _by_name(whose: Whose, kernel: str) -> Owner:
-    """Of a kernel that was seen in steps as they serve alone."""
+    """The owner of a kernel whose caller is unknown."""
     if kernel in whose.places["kernels"] or INDUCTOR.match(kernel) or MOVES.match(kernel):
         return whose.of([kernel])
-    return Owner("", "", "unattributed", UNKNOWN, "steps without graphs launched no such kernel")
+    return Owner("", "", "unattributed", UNKNOWN, "the profiler knows no caller")
 
 
 def named(row: Mapping[str, Any]) -> str:

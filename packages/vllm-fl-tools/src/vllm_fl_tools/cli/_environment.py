@@ -62,7 +62,7 @@ print("\\n" + json.dumps(facts))
 
 def version_of(name: str) -> str | None:
     """The installed version, or None."""
-    from importlib.metadata import PackageNotFoundError, distribution
+    from importlib_metadata import PackageNotFoundError, distribution
 
     try:
         return identity(distribution(name))[1]
@@ -76,7 +76,7 @@ def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
     Args:
         kernels: the distributions whose code the loaded plugins run.
     """
-    from importlib.metadata import distributions
+    from importlib_metadata import distributions
 
     shown = {*SHOWN, *map(canonical, kernels)}
     found: dict[str, str] = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_fl.text import clean
 
-__all__ = ["Failure", "read_log"]
+__all__ = ["read_log"]
 
 PREFIX = re.compile(
     r"^(?:\[rank\d+\]: ?)?(?:\([^)]*pid=\d+\) ?)?"
@@ -32,26 +32,17 @@ OTHERS = re.compile(
 )
 """Files whose functions may have the name of an operator, and belong to no plugin."""
 
-Frames = list[tuple[str, str]]
-"""(file, function), the innermost first."""
+Names = list[str]
+"""Functions and modules of a stack, the innermost first."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """How an engine ended.
+def read_log(text: str) -> tuple[str, Names]:
+    """Read the log of an engine that failed.
 
-    Args:
-        why: the exception or the signal; empty if the log has neither.
-        functions: (file, function) of all stacks without those of vLLM and PyTorch, the innermost
-            first.
+    Returns:
+        The exception or the signal, empty if the log has neither; and the functions and modules of
+        all stacks without those of vLLM and PyTorch, the innermost first.
     """
-
-    why: str
-    functions: tuple[tuple[str, str], ...] = ()
-
-
-def read_log(text: str) -> Failure:
-    """Read the log of an engine that failed."""
     every = [(PREFIX.match(line), line) for line in text.splitlines()]
     lines = [
         line[found.end() :].rstrip()
@@ -62,12 +53,12 @@ def read_log(text: str) -> Failure:
     raised = [each for each in _tracebacks(lines) if not GENERIC.search(each[0])][::-1]
     # A process that only waited for another one has no frame of a plugin.
     ends = [*(each for each in dumps if each[1]), *dumps, *raised]
-    functions = [frame for _, frames in (*dumps, *raised) for frame in frames]
-    return Failure(clean(ends[0][0]) if ends else "", tuple(dict.fromkeys(functions)))
+    names = [name for _, found in (*dumps, *raised) for name in found]
+    return clean(ends[0][0]) if ends else "", [*dict.fromkeys(names)]
 
 
-def _tracebacks(lines: list[str]) -> list[tuple[str, Frames]]:
-    """(exception, frames) of each traceback."""
+def _tracebacks(lines: list[str]) -> list[tuple[str, Names]]:
+    """(exception, names) of each traceback."""
     found = []
     for start, line in enumerate(lines):
         if line.strip() != TRACEBACK:
@@ -76,12 +67,12 @@ def _tracebacks(lines: list[str]) -> list[tuple[str, Frames]]:
         while end < len(lines) and (not lines[end] or lines[end].startswith(" ")):
             end += 1
         if end < len(lines):
-            found.append((lines[end].strip(), _frames(lines[start:end])[::-1]))
+            found.append((lines[end].strip(), _names(lines[start:end][::-1])))
     return found
 
 
-def _dumps(lines: list[str]) -> list[tuple[str, Frames]]:
-    """(signal, frames) of each process that a signal ended."""
+def _dumps(lines: list[str]) -> list[tuple[str, Names]]:
+    """(signal, names) of each process that a signal ended."""
     found = []
     for start, line in enumerate(lines):
         if not FATAL.fullmatch(line):
@@ -92,10 +83,11 @@ def _dumps(lines: list[str]) -> list[tuple[str, Frames]]:
         end = at + 1
         while end < len(lines) and FRAME.match(lines[end]):
             end += 1
-        found.append((line.strip(), _frames(lines[at:end])))
+        found.append((line.strip(), _names(lines[at:end])))
     return found
 
 
-def _frames(lines: list[str]) -> Frames:
-    frames = [(found[1], found[2]) for line in lines if (found := FRAME.match(line))]
-    return [(file, function) for file, function in frames if not OTHERS.search(file)]
+def _names(stack: list[str]) -> Names:
+    frames = [(found[1], found[2]) for line in stack if (found := FRAME.match(line))]
+    own = [(file, function) for file, function in frames if not OTHERS.search(file)]
+    return [name for file, function in own for name in (function, Path(file).stem)]

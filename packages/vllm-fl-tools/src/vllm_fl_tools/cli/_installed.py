@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from shlex import quote
 from typing import Any
+
+import importlib_metadata as metadata
 
 from vllm_fl.dispatch.platforms import foreign_platforms, targets_cpu, too_many
 from vllm_fl.plugins.calling import ENDED

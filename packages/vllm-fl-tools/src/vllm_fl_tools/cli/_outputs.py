@@ -1,4 +1,4 @@
-"""Find the op, and its layers, that makes the outputs of a plan less exact than a baseline's.
+"""Find the op that makes the outputs of a plan less exact than a baseline's.
 
 All engines get the same tokens, the answers of a float32 engine, and report the log-probability of
 each. The differences from the float32 engine are an engine's errors. A correct plan has errors,
@@ -19,11 +19,9 @@ from itertools import chain
 from typing import Any, Protocol
 
 from vllm_fl.errors import VllmFLError
-from vllm_fl.text import quote
 
 from ._parts import Changes
-from ._search import Culprit, UnsettledError, Verdict, culprits, search
-from ._show import say
+from ._search import Culprit, Verdict, search
 
 __all__ = ["BASELINE", "EXACT", "LIMIT", "NEW_TOKENS", "PLAN", "PROMPTS", "Outputs", "Start"]
 
@@ -138,7 +136,7 @@ class Outputs:
             self.differing = {o: i for o, i in ours.items() if i != self._theirs.get(o, STOCK)}
             scores = self._scored(engine)
             self.errors[PLAN] = self._medians(scores)
-            self.plan = self._judged(engine, scores, self.differing)
+            self.plan = self._verdict(scores)
         return search(self.differing, self._trial)
 
     @property
@@ -173,21 +171,11 @@ class Outputs:
                         f"Op '{op}' runs with {ops[op]} although its order has only {theirs}: it "
                         "cannot be left to the baseline"
                     )
-            return self._judged(engine, self._scored(engine), on)
+            return self._verdict(self._scored(engine))
 
     def _scored(self, engine: Running) -> Scores:
         self.count += 1
         return engine.ask("score", **self._asked)
-
-    def _judged(self, engine: Running, scores: Scores, ops: Collection[str]) -> Verdict:
-        """The verdict on an engine; with its wrong layers if only one op is the plan's."""
-        verdict = self._verdict(scores)
-        if not verdict.how or len(ops) != 1:
-            return verdict
-        (op,) = ops
-        return Verdict(
-            verdict.how, verdict.why, facts={**verdict.facts, **self._layers(engine, op)}
-        )
 
     def _verdict(self, scores: Scores) -> Verdict:
         times, counts = [], []
@@ -206,25 +194,6 @@ class Outputs:
         )
         facts = {"times": _finite(most), "far": far, "far_allowed": allowed}
         return Verdict("wrong" if most > LIMIT or far > allowed else "", why, facts=facts)
-
-    def _layers(self, engine: Running, op: str) -> dict[str, Any]:
-        """Search for the layers of an op that make a running engine wrong."""
-        try:
-            shared: dict[str, int] = engine.ask("layers", op=op)["layers"]
-            if not shared:
-                return {"layers": None, "remark": "no layer of the model runs it"}
-
-            def trial(names: tuple[str, ...]) -> Verdict:
-                if len(names) == len(shared):
-                    return Verdict("wrong")
-                say(f"with op {op} in {len(names)} of {len(shared)} layers", error=True)
-                engine.ask("leave", op=op, layers=[name for name in shared if name not in names])
-                return self._verdict(engine.ask("score", **self._asked))
-
-            found = [list(culprit.parts) for culprit in culprits(shared, trial)]
-            return {"layers": found, "shared": shared, "remark": ""}
-        except (VllmFLError, UnsettledError) as error:
-            return {"layers": None, "remark": f"its layers could not be compared: {quote(error)}"}
 
     def _errors(self, scores: Scores, phase: str) -> list[float]:
         """The difference of each token's log-probability from the float32 engine's, in nats."""

@@ -73,18 +73,6 @@ class Part:
         """Its name in trials and results, such as `op rms_norm`."""
         return f"{self.setting or self.kind} {self.name}"
 
-    @property
-    def patterns(self) -> Sequence[str]:
-        """Expressions that find the part in an exception."""
-        name = re.escape(self.name)
-        if self.kind == SETTING:
-            return rf"\b{re.escape(self.variable)}\b", rf"\b{name}\b"
-        if self.kind == PLUGIN:
-            return (rf"\b[Pp]lugin '[^']*' of {name}\b",)
-        if self.kind == OP:
-            return rf"\bop '{name}'", rf"\b{name}=[\w.]+"
-        return rf"\baten::{name}\b", rf"\bby (?:\w+\.)+{name} of "
-
 
 @dataclass
 class Changes:
@@ -224,26 +212,21 @@ class Parts:
                 changes.values[setting.variable] = "", loaded
         return changes
 
-    def likely(self, text: str, functions: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-        """The parts that a failure refers to, the nearest first, each after its plugin.
+    def likely(self, text: str, names: Sequence[str] = ()) -> tuple[str, ...]:
+        """The parts that a failure refers to by their names, each after its plugin.
 
         Args:
             text: the exception, and what the processes noted that they were running.
-            functions: (file, function) of the stacks, the innermost first.
+            names: of the functions and modules of the stacks, the innermost first.
         """
-        places: list[tuple[int, str]] = []
-        by_name: dict[str, list[str]] = {}
-        for part in self.by_key.values():
-            if part.kind in (NAME, OP):
-                by_name.setdefault(part.name, []).append(part.key)
-            if part.name in text or (part.variable and part.variable in text):
-                starts = [at.start() for form in part.patterns if (at := re.search(form, text))]
-                places += [(min(starts), part.key)] if starts else []
-        found = dict.fromkeys(key for _, key in sorted(places))
-        for file, function in functions:
-            for name in (function, Path(file).stem):
-                found |= dict.fromkeys(by_name.get(name, ()))
-        most = [*found][:LIKELY]
+        words = [*re.findall(r"[\w.-]+", text), *names]
+        first = {word.strip("."): number for number, word in [*enumerate(words)][::-1]}
+        found = [
+            (min(first[word] for word in said), part.key)
+            for part in self.by_key.values()
+            if (said := {part.name, part.variable} & first.keys())
+        ]
+        most = [key for _, key in sorted(found)][:LIKELY]
         plugins = [f"{PLUGIN} {of}" for key in most if (of := self.by_key[key].of) is not None]
         return tuple(dict.fromkeys((*plugins, *most)))
 

@@ -32,9 +32,6 @@ SHOWN = 0.002
 PROMPT_TOKENS, STEPS = 256, 16
 """The tokens of each prompt, and the steps of each kind that are profiled."""
 
-LABELLED = 2
-"""Labelled steps, if the device then runs steps without labels."""
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 if nothing was seen of a kind of step, or the engine fails."""
@@ -43,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--profile needs --model DIR")
     check_model(model)
     batches = counts("--batch", arguments.batch or "1")
-    more = arguments.more + (["--dtype", arguments.dtype] if arguments.dtype else [])
+    more = arguments.more
     if any(given.partition("=")[0].replace("_", "-") == EXTENSION_OPTION for given in more):
         raise UsageError(f"{EXTENSION_OPTION} is set by --profile; leave it out")
     planned()
@@ -63,10 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--profile needs sequences of {STEPS + 3} tokens; this engine takes "
                 f"{engine.length}: set a larger --max-model-len"
             )
-        on_host = engine.ask("places")["device"] == "cpu"
-        phases = [_phase(engine, True, n, prompt, on_host) for n in batches]
-        phases.append(_phase(engine, False, 1, prompt, on_host))
-        places = engine.ask("places")  # again: calls may have been refused meanwhile
+        phases = [_phase(engine, True, n, prompt) for n in batches]
+        phases.append(_phase(engine, False, 1, prompt))
+        places = engine.ask("places")
         report = engine.report
     found = {
         "model": model,
@@ -83,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if any(phase["problem"] for phase in found["phases"]) else 0
 
 
-def _phase(engine: Engine, decode: bool, batch: int, prompt: int, on_host: bool) -> dict[str, Any]:
+def _phase(engine: Engine, decode: bool, batch: int, prompt: int) -> dict[str, Any]:
     """Let the engine take steps of one kind: timed, profiled, and timed again."""
     name = f"decode, batch {batch}" if decode else f"prefill, {prompt} tokens"
 
@@ -96,15 +92,9 @@ def _phase(engine: Engine, decode: bool, batch: int, prompt: int, on_host: bool)
         took: list[float] = engine.ask("visit", **visit(what, STEPS))["steps"]
         return took[-STEPS:] if decode else took
 
-    def profiled(what: str, count: int, labelled: bool) -> dict[str, Any]:
-        return engine.ask(
-            "profile", visit=visit(what, count), decode=decode, steps=count, labelled=labelled
-        )
-
     timed("warm")
     seconds = timed("timed")
-    learnt = profiled("labelled", STEPS if on_host else LABELLED, True)
-    measured = None if on_host else profiled("measured", STEPS, False)
+    seen = engine.ask("profile", visit=visit("profiled", STEPS), decode=decode, steps=STEPS)
     seconds += timed("timed again")
     return {
         "name": name,
@@ -112,8 +102,7 @@ def _phase(engine: Engine, decode: bool, batch: int, prompt: int, on_host: bool)
         "batch": batch,
         "prompt_tokens": prompt,
         "step_us": 1e6 * _usual(seconds),
-        "learnt": learnt,
-        "measured": measured,
+        "seen": seen,
     }
 
 
@@ -128,9 +117,9 @@ def _judged(
 ) -> dict[str, Any]:
     """The phase as it is told: its rows in the place of what the profiler saw."""
     told = dict(phase)
-    learnt, measured = told.pop("learnt"), told.pop("measured")
+    seen = told.pop("seen")
     tokens = phase["batch"] if phase["kind"] == "decode" else phase["prompt_tokens"]
-    found = attribute(Whose(places, report, tokens), learnt, measured)
+    found = attribute(Whose(places, report, tokens), seen, on_host=places["device"] == "cpu")
     return {**told, **found, "remainder_us": phase["step_us"] - found["busy_us"]}
 
 

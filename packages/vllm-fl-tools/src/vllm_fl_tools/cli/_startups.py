@@ -123,17 +123,17 @@ class Startups:
         return self._verdict("wrong" if why else "", why)
 
     def _failed(self, error: EngineError) -> Verdict:
-        read = read_log(error.log)
-        why = read.why or "it ended without an error message"
+        raised, names = read_log(error.log)
+        why = raised or "it ended without an error message"
         if error.hung:
             why = "it did not answer" + (f" within {self._limit:.0f} s" if self._limit else "")
         if error.ran:
             why += f", while it ran {error.ran}"
         how = "hung" if error.hung else "ended"
-        return Verdict(how, why, self._parts.likely(f"{read.why} {error.ran}", read.functions))
+        return Verdict(how, why, self._parts.likely(f"{raised} {error.ran}", names))
 
     def _verdict(self, how: str, why: str) -> Verdict:
-        return Verdict(how, why, self._parts.likely(why, ()))
+        return Verdict(how, why, self._parts.likely(why))
 
 
 def fault(stock: Score, other: Score) -> str:

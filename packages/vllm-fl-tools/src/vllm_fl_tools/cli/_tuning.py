@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 import random
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts import ModelSizes
@@ -50,9 +47,6 @@ __all__ = [
     "InGraphs",
     "Subject",
     "Work",
-    "between",
-    "lacking",
-    "left_after",
     "rows_by_op",
 ]
 
@@ -67,14 +61,13 @@ class Subject:
     Args:
         name: the model, as the user named it.
         sizes: on one rank; the last of `tokens` is the largest number that is measured.
-        tokens: the numbers of tokens that may be measured, in ascending order.
+        tokens: the numbers of tokens at which every op is measured, in ascending order.
         mode: how the engine will run it.
         dtype, device: of the model.
         absent: the ops that it cannot have.
         captured: the tokens of the largest batch of which it will capture a graph, 0 where it will
             capture none; None where that is not known.
         plan: the engine's, without a table; None where only its sizes are known.
-        first: the numbers of tokens that every op is measured at; None for all.
         ordered: the ops that an engine without a table orders for its device; the default does not.
     """
 
@@ -87,7 +80,6 @@ class Subject:
     absent: frozenset[str]
     captured: int | None = None
     plan: Plan | None = None
-    first: tuple[int, ...] | None = None
     ordered: tuple[str, ...] = ()
 
     @property
@@ -221,40 +213,6 @@ def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
         yield (Row(rows[-1].up_to, DEFAULT),) if op.op in parts else rows
 
 
-def between(graphs: InGraphs, found: Sequence[Measured]) -> int | None:
-    """The middle one of the sizes between two neighbours whose winners differ.
-
-    None where no such sizes are left; and where one row must serve all sizes.
-
-    Args:
-        graphs: of the op.
-        found: what was found about it, by size.
-    """
-    from ..engine.timing import is_limited
-
-    if not graphs.is_by_range and is_limited(found, graphs.bound_to_all):
-        return None
-    for low, high in pairwise(found):
-        sizes = [n for n in graphs.subject.tokens if low.tokens < n < high.tokens]
-        if sizes and low.winner != high.winner:
-            return sizes[len(sizes) // 2]
-    return None
-
-
-def lacking(found: Found) -> tuple[str, int] | None:
-    """An op, and the end of a range of sizes that is compiled apart, at which it must be measured:
-    what is inlined up to there is chosen for all sizes of the range."""
-    from ..engine.timing import is_limited
-
-    for (graphs, measured), edges in zip(found, edges_by_op(found), strict=True):
-        if edges and is_limited(measured, graphs.bound_to_all):
-            known = {one.tokens for one in measured}
-            ends = [n for n in edges if n < measured[-1].tokens and n not in known]
-            if ends:
-                return graphs.op, ends[0]
-    return None
-
-
 class Work:
     """The ops of a subject that have more than one candidate, and what came of them.
 
@@ -278,7 +236,7 @@ class Work:
         self.remarks: list[str] = []
         self._bindings, self._impls = bindings, impls
         self._owners: dict[str, Owner] = {}
-        self._seconds: dict[tuple[str, int], float] = defaultdict(float)
+        self._seconds = 0.0
         self._without_stock = ""
         self._found: dict[tuple[str, int], Measured] = {}
         specs = manager.registry.snapshot().contracts
@@ -293,14 +251,8 @@ class Work:
 
     @property
     def units(self) -> int:
-        """How many measurements are known to be needed, each an op at one number of tokens."""
-        return len(self._wanted | self._found.keys())
-
-    @property
-    def _wanted(self) -> set[tuple[str, int]]:
-        """The measurements that every op needs."""
-        first = self.subject.first or self.subject.tokens
-        return {(op, tokens) for op in self._tunings for tokens in first}
+        """The number of measurements, each of an op at one number of tokens."""
+        return len(self._tunings) * len(self.subject.tokens)
 
     @property
     def done(self) -> int:
@@ -452,27 +404,17 @@ class Work:
 
         def measure(op: str, tokens: int) -> None:
             running[:2] = op, tokens
-            if (op, tokens) in self._found:
-                return
             watch.at(f"{op}, {tokens} tokens", self.done + 1)
             found = self._kept(op, partial(self._tunings[op].measure, tokens))
             where = f"[{100 * self.done // self.units:3} %] {op}, {tokens} tokens"
-            rest = left_after(self._seconds, (n for _, n in self._wanted - self._found.keys()))
-            say(f"{where}: {_outcome(found)}; about {rest:.0f} s left", error=True)
+            say(f"{where}: {_outcome(found)}", error=True)
 
-        first = self.subject.first or self.subject.tokens
         with _without_old_objects(self.subject.mode):
             for op, tuning in self._tunings.items():
                 tuning.over = over
-                for tokens in first:
+                for tokens in self.subject.tokens:
                     measure(op, tokens)
-                while (size := between(self._graphs(op), self._of(op))) is not None:
-                    measure(op, size)
                 self._forget(tuning)
-            while end := lacking(self._by_op()):
-                op, tokens = end
-                measure(op, tokens)
-                self._forget(self._tunings[op])
 
     def _forget(self, tuning: OpTuning) -> None:
         import torch
@@ -497,8 +439,7 @@ class Work:
     def _kept(self, op: str, measure: Callable[[], Measured]) -> Measured:
         start = time.monotonic()
         found = measure()
-        seconds = round(time.monotonic() - start, 3)
-        self._seconds[op, found.tokens] += seconds
+        self._seconds += time.monotonic() - start
         self._found[op, found.tokens] = found
         return found
 
@@ -537,7 +478,7 @@ class Work:
             subject.told,
             subject.name,
             datetime.now(UTC).isoformat(timespec="seconds"),
-            round(sum(self._seconds.values()), 1),
+            round(self._seconds, 1),
             {
                 **({"vllm": release} if (release := installed_version("vllm")) else {}),
                 "device": device_name(subject.device),
@@ -567,22 +508,6 @@ def _without_old_objects(mode: Mode) -> Iterator[None]:
     gc.collect()
     with without_old_objects():
         yield
-
-
-def left_after(took: Mapping[tuple[str, int], float], left: Iterable[int]) -> float:
-    """How many seconds the measurements that are left are likely to take.
-
-    A size takes as long as it took for other ops; one that was not met yet, as all did. How much
-    longer a larger size takes depends on the device: on a GPU hardly at all.
-
-    Args:
-        took: (op, tokens) -> the seconds of a measurement; of one at least.
-        left: the tokens of each that is left.
-    """
-    by_size: dict[int, list[float]] = {}
-    for (_, tokens), seconds in took.items():
-        by_size.setdefault(tokens, []).append(seconds)
-    return sum(statistics.mean(by_size.get(tokens, took.values())) for tokens in left)
 
 
 def _outcome(found: Measured) -> str:

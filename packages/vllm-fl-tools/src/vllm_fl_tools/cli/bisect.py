@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -160,10 +160,6 @@ def show(facts: Mapping[str, Any]) -> None:
         together = "only together" if len(culprit["what"]) > 1 else "by itself"
         names = " and ".join(culprit["what"])
         say(f"{names}: {HOW[culprit['how']]}, {together}: {culprit['why']}")
-        for layers in culprit.get("layers") or ():
-            say(f"  in {_of_layers(layers, culprit['shared'])}")
-        if culprit.get("remark"):
-            say(f"  {culprit['remark']}")
     if facts["settings"]:
         say("Settings without it:")
         for line in facts["settings"]:
@@ -260,7 +256,6 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         }
         if kind == PLAN:
             environment = changes.applied(os.environ, folder)
-            options["worker_extension_cls"] = "vllm_fl_tools.integration.leaving.Leaving"
         else:
             environment = _baseline(REFERENCE if is_disabled else against)
         if is_disabled:
@@ -351,10 +346,3 @@ def _show_errors(facts: Mapping[str, Any]) -> None:
     )
     differing = ", ".join(f"{op} ({impl})" for op, impl in facts["ops"].items())
     say(f"\nPlan and baseline differ in {differing or 'no op'}.")
-
-
-def _of_layers(layers: Sequence[str], shared: Mapping[str, int]) -> str:
-    if not layers:
-        return "calls that no layer of the model makes"
-    names = (f"{n} (in {shared[n]} places)" if shared[n] > 1 else n for n in layers)
-    return f"layer {' and '.join(names)}" + ("" if len(layers) == 1 else ", only together")

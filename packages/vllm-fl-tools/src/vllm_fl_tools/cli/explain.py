@@ -20,9 +20,9 @@ from vllm_fl.plugins.attention import ATTENTION
 from vllm_fl.plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
+from vllm_fl.settings.names import unmatched
 from vllm_fl.settings.policy import DEFAULT, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings
-from vllm_fl.settings.unmatched import unmatched
 from vllm_fl.settings.values import ORDER_PREFIX
 
 from ..operate.described import Described
@@ -110,7 +110,7 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         },
         "table": _unused_table(engines),
         "devices": {
-            "here": str(engines[0].facts.device or "") or None if engines else None,
+            "here": engines[0].facts.device or None if engines else None,
             "orders": [str(order) for order in settings.by_device.get(op, ())],
         },
     }

@@ -44,18 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="start the engine once, and write a lock of what it ran with there",
     )
-    parser.add_argument(
-        "--from",
-        dest="lock",
-        metavar="LOCK",
-        help="show the plan that a lock has, and ask nothing of this machine",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 when strict mode would end the start."""
-    if arguments.lock is not None:
-        return _show_locked(arguments)
     if arguments.save is not None:
         if arguments.diff is not None or arguments.mode is not None:
             raise UsageError("--save takes --model and vLLM's arguments: without --diff and --mode")
@@ -178,7 +170,7 @@ def _given(what: str) -> dict[str, Any] | None:
 def _of_lock(lock: Locked, ops: Mapping[str, Any]) -> dict[str, Any]:
     """A plan that a lock has, as JSON data."""
     told = {op: {**_of_label(label), "reason": "locked", "layers": {}} for op, label in ops.items()}
-    return {"lock": lock.file, "ops": told, "aside": "", "out": lock.result["out"]}
+    return {"lock": lock.file, "ops": told, "aside": ""}
 
 
 def _of_label(label: str) -> dict[str, Any]:
@@ -188,21 +180,10 @@ def _of_label(label: str) -> dict[str, Any]:
     return {"impl": rest, "rows": [{"up_to": int(n), "impl": impl} for impl, _, n in found]}
 
 
-def _show_locked(arguments: argparse.Namespace) -> int:
-    """Show the plan of `--from`."""
-    if arguments.model is not None or arguments.mode is not None or arguments.diff is not None:
-        raise UsageError("--from shows what a lock has: without --model, --mode and --diff")
-    lock = read_lock(arguments.lock, key="--from")
-    plan = _of_lock(lock, lock.result["ops"])
-    facts = {"plan": {**plan, "verified": True, "device": lock.facts["device"]}}
-
-    def show_locked(facts: Mapping[str, Any]) -> None:
-        plan = facts["plan"]
-        _show_ops(plan["ops"])
-        say(f"This is the plan of the lock {plan['lock']}, verified on {plan['device']}.")
-
-    answer(facts, show_locked, as_json=arguments.json)
-    return 0
+def show_lock(lock: Locked) -> None:
+    """Print the plan of a lock."""
+    _show_ops(_of_lock(lock, lock.result["ops"])["ops"])
+    say(f"This is the plan of the lock {lock.file}, verified on {lock.facts['device']}.")
 
 
 def _differences(now: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

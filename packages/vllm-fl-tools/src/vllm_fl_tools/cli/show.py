@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from vllm_fl.settings.lock import MARK, read_lock
 from vllm_fl.settings.schema import Settings
 from vllm_fl.settings.values import read_text
 from vllm_fl.text import quote
@@ -31,6 +32,8 @@ CONTENTS = {
     "results": "verification",
     "culprits": "bisection",
     "table": "table",
+    "plan": "plan",
+    MARK: "lock",
 }
 """Key of a file's object -> its kind."""
 
@@ -57,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILE",
         nargs="+",
-        help=f"a worker's report ({Settings.metrics.variable}), or the JSON that `plan`, "
+        help=f"a worker's report ({Settings.metrics.variable}), a lock, or the JSON that `plan`, "
         "`tune`, `verify`, `tune --profile` or `bisect` printed",
     )
     parser.add_argument(
@@ -122,6 +125,8 @@ def _read(path: str) -> dict[str, Any]:
     kind = next((kind for key, kind in CONTENTS.items() if key in keys), None)
     if kind is None:
         raise UsageError(f"{path}: is no file of vllm-fl; it has none of {', '.join(CONTENTS)}")
+    if kind == "lock":
+        return {"file": path, "kind": kind, "content": read_lock(path, key="show")}
     if data.get("schema") != SCHEMA:
         raise UsageError(
             f"{path}: has schema {data.get('schema')!r:.60}; this release reads {SCHEMA}"
@@ -131,14 +136,14 @@ def _read(path: str) -> dict[str, Any]:
         try:
             content = Tuned.of(data["table"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"{path}: is incomplete: {quote(error)}") from error
+            raise UsageError(f"{path}: is not complete: {quote(error)}") from error
     found = {"file": path, "kind": kind, "content": content}
     return {**found, "silent": _silent(path, data)} if kind == "worker" else found
 
 
 def _as_json(file: Mapping[str, Any]) -> dict[str, Any]:
     content = file["content"]
-    return {**file, "content": asdict(content) if file["kind"] == "table" else content}
+    return {**file, "content": content if isinstance(content, dict) else asdict(content)}
 
 
 def _silent(path: str, data: Mapping[str, Any]) -> int | None:
@@ -163,6 +168,8 @@ def _show(files: list[dict[str, Any]]) -> None:
                 _show_worker(content, each["silent"])
             elif kind == "table":
                 import_module(".tune", __package__).show(each["file"], content)
+            elif kind == "lock":
+                import_module(".plan", __package__).show_lock(content)
             else:
                 facts = {"coverage": content} if kind == "coverage" else content
                 import_module(f".{SHOWN[kind]}", __package__).show(facts)

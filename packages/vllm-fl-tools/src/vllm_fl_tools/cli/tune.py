@@ -8,24 +8,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration.targets import all_bindings
-from vllm_fl.text import closest, quote
-from vllm_fl_ops.contracts.rules import RULES
 
 from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
 from ..integration.parts import without
-from ..integration.threads import worker_threads
 from . import _accept, _profile
-from ._engine import asked_of, takes_vllms
+from ._engine import engine_of, takes_vllms
 from ._options import ReportFile, check_known, counts, device_of, positive_seconds
 from ._show import UsageError, print_json, print_table, say
 from ._tuning import Subject, Work
@@ -36,28 +32,15 @@ if TYPE_CHECKING:
 
 DEFAULT_FILE = "vllm-fl-table.yaml"
 
-LARGEST = 8192
-"""The largest batch, in tokens, where no model's configuration tells it."""
-
 TIMEOUT = 300.0
 """Seconds that one call may take, with what is compiled for it."""
-
-MORE_SIZES = ("max_position",)
-"""What `--sizes` takes beside the names of rules."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """For which model, what of it, where, and where the table goes."""
     takes_vllms(parser)
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument(
+    parser.add_argument(
         "--model", metavar="DIR", help="the model's folder, read as vLLM does; weights are not"
-    )
-    model.add_argument(
-        "--sizes",
-        metavar="NAME=N,…",
-        help="a model's sizes on one rank in its place (hidden=1024,heads=16); an op whose sizes "
-        "are not all told is left out",
     )
     parser.add_argument("--op", action="append", metavar="OP", help="may be repeated")
     parser.add_argument(
@@ -66,19 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="only these beside the default, stock for vLLM's own form; may be repeated",
     )
-    parser.add_argument(
-        "--mode",
-        choices=("eager", "compiled"),
-        default="compiled",
-        help="how the engine will run the model; default: compiled, as vLLM's is",
-    )
-    parser.add_argument("--dtype", metavar="DTYPE", help="default: the model's, else bfloat16")
     parser.add_argument("--device", help="as torch names it; default: cuda or npu, else cpu")
     parser.add_argument(
         "--tokens",
         metavar="N,…",
-        help="rows of a call, these alone; default: some up to the largest batch "
-        f"({LARGEST} where no model tells it), then between those whose winners differ",
+        help="rows of a call; default: the powers of two up to the largest batch, and the largest "
+        "of which a graph is captured",
     )
     parser.add_argument(
         "--out",
@@ -112,9 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
         return _profile.run(arguments)
     if arguments.accept is not None:
         return _accept.run(arguments)
-    if arguments.more and arguments.model is None:
-        more = " ".join(arguments.more)
-        raise UsageError(f"unrecognized arguments: {more} (vLLM's are for measuring a --model)")
     if arguments.rounds is not None:
         raise UsageError("--rounds is for --accept")
     if arguments.batch is not None:
@@ -128,11 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
     installed = {impl.impl_id for impls in snapshot.impls_by_op.values() for impl in impls}
     check_known("impl", arguments.impl, {*installed, STOCK})
     bindings = all_bindings(snapshot)
-    sizes = _sizes(arguments.sizes, bindings.values()) if arguments.sizes else None
     device = device_of(arguments.device)
-    subject = _subject(arguments, sizes, asked, bindings, device)
+    subject = _subject(arguments, asked, bindings, device)
     with ExitStack() as stack:
-        stack.enter_context(_threads_of_a_worker(device))
+        stack.enter_context(_threads(device))
         stack.enter_context(ended_by_signal())
         work = Work(manager, subject, bindings, ops=arguments.op, impls=arguments.impl)
         try:
@@ -173,81 +145,39 @@ def _out(path: str | None) -> Path:
         return file.path
 
 
-def _sizes(text: str, bindings: Iterable[Binding]) -> ModelSizes:
-    """The sizes of `--sizes`; those that it does not name are not told."""
-    own = {field.name for field in fields(ModelSizes)}
-    rules = {rule.name for rule in (*RULES, *(r for binding in bindings for r in binding.sizes))}
-    known = {*rules, *MORE_SIZES}
-    told: dict[str, float] = {}
-    for item in text.split(","):
-        name, equals, value = (word.strip() for word in item.partition("="))
-        if not equals or name not in known:
-            listed = ", ".join(sorted(known))
-            raise UsageError(
-                f"--sizes: {item.strip()!r} is no NAME=NUMBER of a size.{closest(name, known)} "
-                f"Known: {listed}."
-            )
-        try:
-            number = float(value)
-        except ValueError:
-            number = 0.0
-        whole = number.is_integer()
-        if not 0 < number < 2**40 or not (whole or name == "epsilon" or name not in own):
-            raise UsageError(f"--sizes {name}={value}: expected a positive number")
-        told[name] = int(number) if whole else number
-    mine: dict[str, Any] = {name: value for name, value in told.items() if name in own}
-    return ModelSizes(**mine, more={n: told.get(n) for n in sorted(rules - own)})
-
-
 def _subject(
     arguments: argparse.Namespace,
-    sizes: ModelSizes | None,
     asked: tuple[int, ...],
     bindings: Mapping[str, Binding],
     device: torch.device,
 ) -> Subject:
-    """The model, from its folder or its sizes."""
-    import torch
+    """The model, from its folder."""
+    if arguments.model is None:
+        raise UsageError("tune needs --model DIR")
+    # Its sizes reach what either way of serving takes at once.
+    engine = engine_of(arguments.model, arguments.more, offline=True)
+    if engine.aside:
+        raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
+    from vllm_fl.integration.planning import plan_for
 
-    named = _dtype(arguments.dtype)
-    if sizes is not None:
-        tokens = asked or _powers(LARGEST)
-        dtype = named or torch.bfloat16
-        absent = frozenset(op for op, binding in bindings.items() if _is_left_out(binding, sizes))
-        captured, plan = None, None
-        ordered: tuple[str, ...] = ()
-    else:
-        if arguments.dtype is not None:
-            arguments.more += ["--dtype", arguments.dtype]
-        # Its sizes reach what either way of serving takes at once.
-        (engine,) = asked_of(arguments, offline=True)
-        if engine.aside:
-            raise UsageError(f"vLLM runs without vllm-fl: {engine.aside}")
-        from vllm_fl.integration.planning import plan_for
-
-        # The default is without a table, and without what is measured for such devices already.
-        facts = engine.facts
-        facts = replace(facts, settings=facts.settings.without_table("it is measured"))
-        ordered = (*facts.ordered.settings.held_by_device,)
-        facts = replace(facts, device=None)
-        plan = plan_for(facts)
-        assert facts.sizes is not None and facts.dtype is not None  # it has a model
-        sizes, dtype = facts.sizes, facts.dtype
-        absent = facts.absent | without(engine, bindings)
-        batches = facts.captured if arguments.mode == "compiled" else ()
-        tokens = asked or tuple(sorted({*_powers(sizes.tokens[-1]), *batches}))
-        captured = max(batches, default=0)
+    # The default is without a table, and without what is measured for such devices already.
+    facts = engine.facts
+    facts = replace(facts, settings=facts.settings.without_table("it is measured"))
+    ordered = (*facts.ordered.settings.held_by_device,)
+    facts = replace(facts, device=None)
+    assert facts.sizes is not None and facts.dtype is not None  # it has a model
+    captured = max(facts.captured, default=0) if facts.mode == "compiled" else 0
+    tokens = asked or _sizes(facts.sizes.tokens[-1], captured)
     return Subject(
-        arguments.model or arguments.sizes,
-        replace(sizes, tokens=(1, max(tokens))),
+        arguments.model,
+        replace(facts.sizes, tokens=(1, max(tokens))),
         tokens,
-        arguments.mode,
-        dtype,
+        facts.mode,
+        facts.dtype,
         device,
-        absent,
+        facts.absent | without(engine, bindings),
         captured,
-        plan,
-        first=None if asked else _first(tokens, captured or 0),
+        plan_for(facts),
         ordered=ordered,
     )
 
@@ -261,72 +191,27 @@ def _of_device(subject: Subject, table: Tuned) -> Iterator[str]:
         )
 
 
-def _is_left_out(binding: Binding, sizes: ModelSizes) -> bool:
-    """Whether `--sizes` tells no size of an op's own, of those that call others' operators: they
-    would keep these from being ordered by range of sizes."""
-    every = {field.name for field in fields(ModelSizes)}
-    own = [rule.name for rule in binding.sizes if rule.name not in every]
-    return binding.calls_operators and not any(sizes.more.get(name) for name in own)
-
-
 @contextmanager
-def _threads_of_a_worker(device: torch.device) -> Iterator[None]:
-    """In the block, a CPU computes with as many threads as in an engine, and says how many; the
-    host of another device with few.
-
-    Raises:
-        UsageError: vLLM cannot tell, since an engine would not start with these variables.
-    """
-    import torch
-
+def _threads(device: torch.device) -> Iterator[None]:
+    """In the block, the host of a device other than a CPU computes with few threads."""
     from vllm_fl_verify.preflight import host_threads
 
-    if device.type != "cpu":
+    if device.type == "cpu":
+        import torch
+
+        threads = torch.get_num_threads()
+        say(f"vllm-fl: computes with {threads} threads; OMP_NUM_THREADS sets them", error=True)
+        yield
+    else:
         with host_threads(device):
             yield
-        return
-    own, why = torch.get_num_threads(), "as torch's default: vLLM binds no threads here"
-    try:
-        number = worker_threads()
-    except ImportError as error:
-        number, why = None, f"as torch's default: vLLM does not tell ({quote(error)})"
-    except Exception as error:
-        raise UsageError(
-            f"vLLM cannot tell how many threads its worker has: {quote(error)}. Set "
-            "VLLM_CPU_OMP_THREADS_BIND as for the engine; nothing was measured"
-        ) from error
-    if number is not None:
-        why = "as vLLM's worker does"
-    threads = number or own
-    say(f"vllm-fl: computes with {threads} thread{'s' * (threads > 1)}, {why}", error=True)
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(own)
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    import torch
-
-    if name is None:
-        return None
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise UsageError(f"--dtype {name}: expected bfloat16, float16 or float32")
-    return found
-
-
-def _first(tokens: Sequence[int], captured: int) -> tuple[int, ...]:
-    """Of these sizes those that differ in kind: every third power of two, the largest batch of
-    which a graph is captured, and the largest."""
-    eighths = {n for n in tokens if n.bit_count() == 1 and n.bit_length() % 3 == 1}
-    return tuple(sorted({*eighths, *({captured} & {*tokens}), tokens[-1]}))
-
-
-def _powers(largest: int) -> tuple[int, ...]:
-    """The powers of two up to the largest batch, and that."""
-    return tuple(sorted({1 << n for n in range(largest.bit_length())} | {largest}))
+def _sizes(largest: int, captured: int) -> tuple[int, ...]:
+    """The powers of two up to the largest batch, that batch, and the largest of which a graph is
+    captured."""
+    powers = {1 << n for n in range(largest.bit_length())}
+    return tuple(sorted(powers | {largest} | ({captured} & {*range(1, largest)})))
 
 
 def show(path: str, table: Tuned, remarks: Iterable[str] = ()) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import platform
 import sys
 import time
@@ -27,6 +26,7 @@ from vllm_fl.plugins.types import Impl, OpImpl
 from vllm_fl.text import quote
 from vllm_fl_ops.contracts.rules import typical_sizes
 
+from ..operate.identity import cpu_name, device_name
 from ._environment import distributions
 from ._options import check_known, device_of, positive_seconds
 from ._show import UsageError, answer, print_table, say
@@ -117,33 +117,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad or not work.results else 0
 
 
-def _device_facts(device: torch.device) -> dict[str, Any]:
-    """What a device is, for a report."""
-    import torch
-
-    from ..operate.identity import cpu_name
-
-    facts: dict[str, Any] = {"type": device.type}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "cuda": torch.version.cuda,
-        }
-    elif device.type == "cpu":
-        facts |= {
-            "name": cpu_name(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        }
-    else:
-        module = getattr(torch, device.type, None)
-        named = getattr(module, "get_device_name", None)
-        facts["name"] = named(device.index or 0) if named is not None else device.type
-    return facts
+def _device_facts(device: torch.device) -> dict[str, str]:
+    """The device, for a report."""
+    name = cpu_name() if device.type == "cpu" else device_name(device)
+    return {"type": device.type, "name": name}
 
 
 def _choose(

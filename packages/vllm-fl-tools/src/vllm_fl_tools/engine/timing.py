@@ -23,7 +23,6 @@ __all__ = [
     "Timer",
     "best_edges",
     "in_turn",
-    "is_limited",
     "quartiles",
     "ratios",
     "rows_of",
@@ -180,78 +179,8 @@ def rows_of(
         edges: the last number of tokens of each range but the last; none where vLLM traces and
             compiles a model once.
     """
-    return _rows([_outcome(one) for one in measured], inlined, edges)
-
-
-def best_edges(
-    ops: Iterable[tuple[Sequence[Measured], Container[str]]], most: int
-) -> tuple[int, ...]:
-    """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
-
-    What a way to split gains is the product of the ratios by which the rows of all ops are then
-    faster than the default, at every number of tokens. Of a run that chose its sizes each counts as
-    often as the one before it must be doubled to reach it: many close together tell no more.
-
-    Args:
-        ops: (what was found, whose code is inlined) of each op.
-        most: how many ranges there may be.
-
-    Returns:
-        The last number of tokens of each range but the last, as `rows_of` takes them.
-    """
-    found = [([_outcome(one) for one in measured], inlined) for measured, inlined in ops]
-    limited = [(ones, inlined) for ones, inlined in found if _is_limited(ones, inlined)]
-    largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
-    changes = {row.up_to for ones, _ in limited for row in _rows(ones, frozenset(), ())}
-
-    def gained(edges: tuple[int, ...]) -> float:
-        total = 0.0
-        for ones, inlined in limited:
-            rows = _rows(ones, inlined, edges)
-            before = 0.5
-            for one in ones:
-                impl = next(row.impl for row in rows if one.tokens <= row.up_to)
-                total += math.log2(one.tokens / before) * math.log(one.ratios.get(impl) or 1.0)
-                before = one.tokens
-        return round(total, 6)
-
-    candidates = sorted(n for n in changes if n < largest)
-    ways = [way for count in range(most) for way in combinations(candidates, count)]
-    return min(ways, key=lambda way: (-gained(way), len(way), way), default=())
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What rows are made from, of one number of tokens: computed once."""
-
-    tokens: int
-    default: str
-    winner: str
-    ratios: Mapping[str, float | None]
-
-
-def _outcome(one: Measured) -> _Outcome:
-    names = {*one.screened, *one.finals}
-    ratios_of = {name: one.ratio(name) for name in names}
-    return _Outcome(one.tokens, one.default, one.winner, ratios_of)
-
-
-def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
-    """Whether winners differ, and one of them is inlined."""
-    return _is_limited([_outcome(one) for one in measured], inlined)
-
-
-def _is_limited(ones: Sequence[_Outcome], inlined: Container[str]) -> bool:
-    """Whether winners differ, and one of them is inlined."""
-    serving = {one.default if one.winner == DEFAULT else one.winner for one in ones}
-    return len(serving) > 1 and any(name in inlined for name in serving)
-
-
-def _rows(
-    ones: Sequence[_Outcome], inlined: Container[str], edges: Sequence[int]
-) -> tuple[Row, ...]:
-    ones = sorted(ones, key=lambda one: one.tokens)
-    if not _is_limited(ones, inlined):
+    ones = sorted(measured, key=lambda one: one.tokens)
+    if not is_limited(ones, inlined):
         found = [Row(one.tokens, one.winner) for one in ones]
     elif not edges:
         return (Row(ones[-1].tokens, _everywhere(ones)),)
@@ -260,7 +189,7 @@ def _rows(
         parts = [
             [one for one in ones if low < one.tokens <= high] for low, high in pairwise([0, *ends])
         ]
-        found = [row for part in parts if part for row in _rows(part, inlined, ())]
+        found = [row for part in parts if part for row in rows_of(part, inlined)]
     rows: list[Row] = []
     for row in found:
         if rows and rows[-1].impl == row.impl:
@@ -269,11 +198,51 @@ def _rows(
     return tuple(rows)
 
 
-def _everywhere(ones: Sequence[_Outcome]) -> str:
+def best_edges(
+    ops: Iterable[tuple[Sequence[Measured], Container[str]]], most: int
+) -> tuple[int, ...]:
+    """Where to split the numbers of tokens into ranges that are compiled apart, by what it gains.
+
+    What a way to split gains is the product of the ratios by which the rows of all ops are then
+    faster than the default, at every number of tokens.
+
+    Args:
+        ops: (what was found, whose code is inlined) of each op.
+        most: how many ranges there may be.
+
+    Returns:
+        The last number of tokens of each range but the last, as `rows_of` takes them.
+    """
+    limited = [(ones, inlined) for ones, inlined in ops if is_limited(ones, inlined)]
+    largest = max((one.tokens for ones, _ in limited for one in ones), default=0)
+    changes = {row.up_to for ones, _ in limited for row in rows_of(ones)}
+
+    def gained(edges: tuple[int, ...]) -> float:
+        total = 0.0
+        for ones, inlined in limited:
+            rows = rows_of(ones, inlined, edges)
+            for one in ones:
+                impl = next(row.impl for row in rows if one.tokens <= row.up_to)
+                total += math.log(one.ratio(impl) or 1.0)
+        return round(total, 6)
+
+    candidates = sorted(n for n in changes if n < largest)
+    ways = [way for count in range(most) for way in combinations(candidates, count)]
+    return min(ways, key=lambda way: (-gained(way), len(way), way), default=())
+
+
+def is_limited(measured: Iterable[Measured], inlined: Container[str]) -> bool:
+    """Whether winners differ, and one of them is inlined."""
+    winners = [(one.winner, one.default) for one in measured]
+    serving = {default if winner == DEFAULT else winner for winner, default in winners}
+    return len(serving) > 1 and any(name in inlined for name in serving)
+
+
+def _everywhere(ones: Sequence[Measured]) -> str:
     """The fastest of those who win somewhere and lose nowhere; else `default`."""
     speeds = {}
     for name in {one.winner for one in ones} - {DEFAULT}:
-        ratios_of = [one.ratios.get(name) for one in ones]
+        ratios_of = [one.ratio(name) for one in ones]
         if all(ratio is not None and ratio >= 1 / ROOM for ratio in ratios_of):
             speeds[name] = statistics.geometric_mean(r for r in ratios_of if r is not None)
     return max(sorted(speeds), key=lambda name: speeds[name], default=DEFAULT)

@@ -4,9 +4,8 @@ For `vllm-fl tune --profile` only, by vLLM's argument `worker_extension_cls`.
 What is seen goes to the command as names and times; whose they are is found there
 (`cli/_coverage.py`).
 
-A kernel in a captured graph has no caller. So a few steps run without captured graphs first, with a
-label around each implementation and each layer: these tell who launches which kernels, in what
-order. The steps that are measured then run as they serve, without labels.
+The steps run with a label around each implementation and each layer, and without captured graphs: a
+kernel in a captured graph has no caller.
 """
 
 from __future__ import annotations
@@ -122,15 +121,14 @@ class Profiling:
 
     vllm_fl_window: _Window
 
-    def vllm_fl_profile(self, decode: bool, steps: int, labelled: bool) -> None:
+    def vllm_fl_profile(self, decode: bool, steps: int) -> None:
         """Profile the next steps of one kind.
 
         Args:
             decode: steps in which every sequence decodes; otherwise those with a prompt in them.
             steps: how many, at most: the first that is of the other kind ends it.
-            labelled: whether they are labelled, and run without captured graphs.
         """
-        self.vllm_fl_window = _Window(self, decode, steps, labelled)
+        self.vllm_fl_window = _Window(self, decode, steps)
 
     def vllm_fl_profiled(self) -> dict[str, Any]:
         """What was seen since `vllm_fl_profile`, as `_seen` says."""
@@ -188,11 +186,11 @@ class _Window:
 
     Args:
         worker: whose `execute_model` is told when a step begins.
-        decode, steps, labelled: as for `Profiling.vllm_fl_profile`.
+        decode, steps: as for `Profiling.vllm_fl_profile`.
     """
 
-    def __init__(self, worker: Any, decode: bool, steps: int, labelled: bool) -> None:
-        self.worker, self.decode, self.steps, self.labelled = worker, decode, steps, labelled
+    def __init__(self, worker: Any, decode: bool, steps: int) -> None:
+        self.worker, self.decode, self.steps = worker, decode, steps
         self.seen = 0
         self.profile: Any = None
         self.result: dict[str, Any] | None = None
@@ -222,15 +220,12 @@ class _Window:
         return self.result or {"steps": 0, "problem": ""}
 
     def _start(self) -> None:
-        device = supported_activities() - {ProfilerActivity.CPU}
-        if self.worker.device.type == "cpu":
-            device = set()
-        labelled = self.labelled or not device
-        if labelled:
-            self._stack.enter_context(_labels(self.worker))
-            self._stack.enter_context(_without_graphs(self.worker))
+        on_host = self.worker.device.type == "cpu"
+        activities = {ProfilerActivity.CPU} if on_host else supported_activities()
+        self._stack.enter_context(_labels(self.worker))
+        self._stack.enter_context(_without_graphs(self.worker))
         _synchronize(self.worker.device)
-        self.profile = profile(activities=[*device, *[ProfilerActivity.CPU] * labelled])
+        self.profile = profile(activities=activities)
         self.profile.start()
 
     def _stop(self) -> None:
@@ -270,9 +265,9 @@ def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
         `paths`: lists of names, each of an operator or a label and what it is called from, the
         outermost first. `host` [[path, µs, calls]]: the time of the host in each, without what it
         calls, in the middle half of the steps by how long they took; `steps`, how many these are;
-        `step_us`, their mean. `launched` {kernel: [path, …]}: in what each call of a kernel was
-        launched, in order. `kernels` {kernel: [µs, …]}: each call's time on the device, in order;
-        `busy`, the µs in which at least one ran. Where there are kernels, all steps count.
+        `step_us`, their mean. `kernels` [[path, kernel, µs, calls]]: the time of the device in
+        kernels that were launched there; the path is None if the profiler does not know it. `busy`,
+        the µs in which at least one kernel ran. If there are kernels, all steps count.
     """
     ordered = sorted(events, key=lambda event: event.time_range.start)
     times, busy = device_times(ordered)
@@ -283,7 +278,7 @@ def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
         counted = len(kept)
     paths: dict[tuple[str, ...], int] = {}
     host: dict[int, list[float]] = {}
-    launched: dict[str, list[int]] = {}
+    kernels: dict[tuple[int | None, str], list[float]] = {}
     step = -1
 
     @functools.cache
@@ -302,12 +297,17 @@ def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
             figures[1] += 1
         if not getattr(event, "is_user_annotation", False):  # shown as if it were a kernel, too
             for kernel in event.kernels:
-                launched.setdefault(kernel.name, []).append(number)
+                figures = kernels.setdefault((number, kernel.name), [0.0, 0])
+                figures[0] += kernel.duration
+                figures[1] += 1
+    for name, us in times.items():
+        known = [figures for (_, of), figures in kernels.items() if of == name]
+        if len(us) > (calls := sum(int(count) for _, count in known)):
+            kernels[None, name] = [sum(us) - sum(took for took, _ in known), len(us) - calls]
     return {
         "paths": [*map(list, paths)],
         "host": [[number, *figures] for number, figures in host.items()],
-        "launched": launched,
-        "kernels": times,
+        "kernels": [[*key, *figures] for key, figures in kernels.items()],
         "busy": busy,
         "steps": counted,
         "step_us": mean,

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_fl.contracts.binding import Binding
-from vllm_fl.integration.patching import own_form
+from vllm_fl.contracts.binding import Binding, FunctionTarget, OperatorTarget, Target
+from vllm_fl.integration.patchers.functions import Functions
+from vllm_fl.integration.patchers.lookups import lookup_of
+from vllm_fl.integration.patchers.operators import Operators, operator
 from vllm_fl.integration.targets import stock_form
 from vllm_fl.settings.policy import Mode
 
@@ -46,7 +48,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
     kernels: list[OpImpl | None] = []
     for target in binding.targets:
         used = device.type == "cpu" and target.on_cpu
-        (on_cpu if used else kernels).append(own_form(op, target, device))
+        (on_cpu if used else kernels).append(_called(op, target, device))
     if mode == "compiled":
         ordered = [*natives, *on_cpu, *kernels]
     elif not all(target.seen_live for target in binding.targets):
@@ -63,6 +65,22 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
             named = dataclasses.replace(form, impl_id=form.impl_id + number)
             found.setdefault(form.fn, named)
     return tuple(found.values())
+
+
+def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
+    """Return vLLM's kernel or function at a target, which no compiler traces.
+
+    Returns:
+        None if this vLLM lacks it, or if it can only be called inside a call of the target.
+    """
+    own: Callable[..., object] | None = None
+    if isinstance(target, OperatorTarget) and not Operators().misfit(target, device):
+        own = operator(target.name)
+    elif isinstance(target, FunctionTarget) and not Functions().misfit(target, device):
+        own = lookup_of(target.name).function
+    if own is None or not isinstance(target, OperatorTarget | FunctionTarget) or target.within:
+        return None
+    return stock_form(op, target.native(own), frozenset(target.grants), traceable=False)
 
 
 def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., object]]:

@@ -139,31 +139,17 @@ class _Served:
             ],
         }
 
-    def layers(self, op: str) -> dict[str, Any]:
-        """`layers`: the names of the model's layers that run an op, each with how many share it."""
-        found: dict[str, int] = {}
-        for of_rank in self._llm.collective_rpc("vllm_fl_layers_of", args=(op,)):
-            found |= of_rank
-        return {"layers": found}
-
-    def leave(self, op: str, layers: list[str]) -> dict[str, Any]:
-        """Leave these layers of an op to vLLM, and no others."""
-        self._llm.collective_rpc("vllm_fl_leave", args=(op, layers))
-        return {}
-
-    def profile(
-        self, visit: dict[str, Any], decode: bool, steps: int, labelled: bool
-    ) -> dict[str, Any]:
-        """What the first rank's steps of one kind spend their time on, during a visit.
+    def profile(self, visit: dict[str, Any], decode: bool, steps: int) -> dict[str, Any]:
+        """The profile of the first rank's steps of one kind, during a visit.
 
         Args:
             visit: a `Visit`, by field.
-            decode, steps, labelled: as for `profiling.Profiling.vllm_fl_profile`.
+            decode, steps: as for `profiling.Profiling.vllm_fl_profile`.
 
         Returns:
-            As `vllm_fl_profiled` says.
+            As `vllm_fl_profiled`.
         """
-        self._llm.collective_rpc("vllm_fl_profile", args=(decode, steps, labelled))
+        self._llm.collective_rpc("vllm_fl_profile", args=(decode, steps))
         try:
             self.visit(**visit)
         finally:

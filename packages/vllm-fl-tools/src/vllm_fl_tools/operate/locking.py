@@ -16,7 +16,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import LockError
-from vllm_fl.integration.carried import turned_on
+from vllm_fl.integration.carried import entry_of
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.planning import plan_for
 from vllm_fl.logs import get_logger
@@ -220,7 +220,7 @@ def _arguments(facts: EngineFacts, config: VllmConfig) -> dict[str, Any]:
     """Return vLLM's arguments, and what it has made of those that were not given."""
     from vllm.engine.arg_utils import EngineArgs
 
-    added = {f"+{name}" for name in turned_on(config)}
+    added = {*entry_of(config).get("enabled", ())}
     found: dict[str, Any] = {
         "custom_ops": _plain([name for name in facts.custom_ops if name not in added]),
         "ir_priority": _plain(facts.ir_priority),

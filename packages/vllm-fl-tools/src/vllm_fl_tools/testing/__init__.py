@@ -23,8 +23,7 @@ contract:
 `test_call_op`            `call_op` leaves every input intact, whatever `fn` consumes
 `test_determinism`        the same inputs give the same bits
 `test_refusals`           `supports` gives True or a reason, looks at neither values nor batch, and
-                          refuses a first argument on another device; on a CPU, `call_op` blames
-                          the caller for each tensor that alone is on meta
+                          refuses a first argument on another device
 `test_serving`            it takes some call of a served model; a dtype may be refused, but not all
 `test_preflight`          an engine that starts with it would keep it
 `test_families`           calls of public models of at least six families, where as many have the

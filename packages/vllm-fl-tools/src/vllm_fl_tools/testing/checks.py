@@ -27,8 +27,7 @@ from vllm_fl_verify.trials import Request, Role, Trials
 from vllm_fl_verify.verification import Comparison, compare, synchronise
 
 from .families import calls_of
-from .processes import apart
-from .subject import HIDDEN, Refused, Subject, expect, fresh, tensors
+from .subject import HIDDEN, Refused, Subject, expect, fresh
 
 __all__ = [
     "availability",
@@ -146,7 +145,6 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
     impl = subject.impl
     if not states_support(impl) or impl.needs_layer:  # the older form is not asked
         return
-    _refuses_each_elsewhere(subject, dtype)
     device = "meta" if subject.device.type == "cpu" else "cpu"
     for each in subject.samples(dtype):
         verdict = _verdict(impl, each)
@@ -173,52 +171,6 @@ def refusals(subject: Subject, dtype: str, sample: str) -> None:
 def states_support(impl: OpImpl) -> bool:
     """Whether `impl` brought a `supports`, beside what registering gave it."""
     return impl.supports is not None and inspect.unwrap(impl.supports) is not nothing
-
-
-def _refuses_each_elsewhere(subject: Subject, dtype: str) -> None:
-    """`call_op` blames the caller for each tensor that alone lies on another device.
-
-    Called in a child, since a kernel that reads such memory ends its process. On an accelerator it
-    would end every later call, too, and a process that used one cannot fork: not called there.
-    """
-    if subject.impl.traceable or subject.device.type != "cpu":
-        return
-    for name, sample in _with_each_elsewhere(subject, dtype).items():
-        try:
-            apart(_blames_elsewhere, subject, dtype, name)
-        except AssertionError as error:
-            raise AssertionError(
-                f"{sample.name}, with {name} alone on meta: call_op must raise a CallError, "
-                f"and it was otherwise: {error}. Let supports refuse {name} on another device"
-            ) from error
-
-
-def _blames_elsewhere(subject: Subject, dtype: str, name: str) -> None:
-    args = _with_each_elsewhere(subject, dtype)[name].args
-    try:
-        result = subject.manager().call(subject.spec.name, *args)
-    except CallError:  # it may name the other argument: one of the two is elsewhere
-        return
-    if not any(part.device.type == "meta" for part in tensors(result)):  # else the caller sees it
-        raise AssertionError(f"a {type(result).__name__} was returned in silence")
-
-
-def _with_each_elsewhere(subject: Subject, dtype: str) -> dict[str, Sample]:
-    """Parameter -> a fresh call of which it alone is on meta, if the contract's check refuses it.
-
-    Of the calls that have it, the first that `supports` takes, so that nothing else is refused.
-    """
-    found: dict[str, Sample] = {}
-    for sample in subject.samples(dtype):
-        if subject.impl.supports is not None and not _verdict(subject.impl, sample):
-            continue
-        for at, (name, arg) in enumerate(subject.spec.named(sample.args).items()):
-            if name in found or not isinstance(arg, torch.Tensor) or not arg.numel():
-                continue
-            args = (*sample.args[:at], arg.to("meta"), *sample.args[at + 1 :])
-            if subject.spec.check(*args) is not None:
-                found[name] = dataclasses.replace(sample, args=args)
-    return found
 
 
 def serving(subject: Subject, dtype: str, sample: str) -> None:

@@ -24,8 +24,7 @@ class Xfail:
         dtype: `float32`, `float16` or `bfloat16`; empty for every one.
         check: the test without its `test_`.
         sample: the sample or bad input by name; empty for every one.
-        run: false for what would end the process: on the CPU it is run in a forked child, and
-            must fail or die there; on another device it is not run.
+        run: false for what would end the process: it is not run.
     """
 
     op: str

@@ -1,8 +1,7 @@
-"""Checks in child processes, since vLLM's workers are such; and any other check, run in one."""
+"""Checks in child processes, since vLLM's workers are such."""
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import warnings
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -21,11 +20,9 @@ from vllm_fl.text import quote
 
 from .subject import HIDDEN, Refused, Subject, expect
 
-__all__ = ["apart", "fork", "installed", "installed_with", "spawn"]
+__all__ = ["fork", "installed", "installed_with", "spawn"]
 
 __tracebackhide__ = HIDDEN
-
-T = TypeVar("T")
 
 Answers = dict[str, str]
 """`op, dtype, sample` -> the digest of the result, for each sample that is not refused."""
@@ -100,33 +97,6 @@ def spawn(subject: Subject, dtype: str, sample: str) -> None:
     _compare("spawn", subject, dtype, mine)
 
 
-def apart(
-    function: Callable[[Subject, str, str], None], subject: Subject, dtype: str, sample: str
-) -> None:
-    """Run another check in a forked child, which may end there.
-
-    Raises:
-        AssertionError: it failed, or the child died or gave no answer; the message says which.
-        Refused: the implementation refused the call.
-    """
-    outcome = _run("fork", _outcome, (function, subject, dtype, sample), subject.deadline)
-    if isinstance(outcome, str):
-        raise AssertionError(f"in a process of its own it {outcome}")
-    if "refused" in outcome:
-        raise Refused(outcome["refused"])
-
-
-def _outcome(
-    function: Callable[[Subject, str, str], None], subject: Subject, dtype: str, sample: str
-) -> Answers:
-    faulthandler.disable()  # it may well die: the message of the parent says so
-    try:
-        function(subject, dtype, sample)
-    except Refused as refusal:
-        return {"refused": str(refusal)}
-    return {}
-
-
 @cache
 def _spawned(place: tuple[Any, ...], deadline: float) -> dict[str, Answers | str] | str:
     """By op, the answers of one fresh process for all of them, or how the op failed there.
@@ -148,10 +118,10 @@ def _compare(method: str, subject: Subject, dtype: str, there: Answers | str) ->
 
 def _run(
     method: Literal["fork", "spawn"],
-    target: Callable[..., dict[str, T]],
+    target: Callable[..., dict[str, Any]],
     args: tuple[Any, ...],
     deadline: float,
-) -> dict[str, T] | str:
+) -> dict[str, Any] | str:
     """What `target` returns in a child process, or how that process ended."""
     context: Any = multiprocessing.get_context(method)
     ours, theirs = context.Pipe(duplex=False)
@@ -165,7 +135,7 @@ def _run(
     try:
         if not ours.poll(deadline):
             return f"gave no answer within {deadline:.0f} s"
-        answer: dict[str, T] | str = ours.recv()
+        answer: dict[str, Any] | str = ours.recv()
         return answer
     except EOFError:
         child.join()

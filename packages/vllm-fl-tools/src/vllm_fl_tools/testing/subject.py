@@ -39,7 +39,6 @@ __all__ = [
     "expect",
     "fresh",
     "pattern",
-    "tensors",
 ]
 
 HIDDEN = methodcaller("errisinstance", AssertionError)
@@ -219,11 +218,6 @@ def pattern(sample: Sample) -> tuple[object, ...]:
         else type(arg)
         for arg in sample.args
     )
-
-
-def tensors(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result."""
-    return [part for part in parts(result) if isinstance(part, torch.Tensor)]
 
 
 def digest(result: Any) -> str:

@@ -44,7 +44,7 @@ a kernel is no `JITFunction`           it is, with `src`, `cache_key` and `signa
 
 It shows that the numbers are right. It does not show that a kernel compiles, that its programs do
 not race, or how fast it is. An access outside of a tensor may end the process: in a backend's
-`xfails.toml`, `run = false` runs such a sample in a process of its own.
+`xfails.toml`, `run = false` leaves such a sample out.
 '''
 
 from __future__ import annotations

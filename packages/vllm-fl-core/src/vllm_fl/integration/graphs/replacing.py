@@ -45,9 +45,9 @@ class FusedOps(GraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.tasks:
-            each.sites.graphs += 1
-            own = each.target.own
-            each.sites.found += sum(own(graph, node, each.operator) for node in [*graph.nodes])
+            own, sites = each.target.own, self.done.sites[each.chain.op]
+            sites.graphs += 1
+            sites.found += sum(own(graph, node, each.operator) for node in [*graph.nodes])
 
 
 class TorchOperators(GraphPass):
@@ -66,7 +66,7 @@ class TorchOperators(GraphPass):
         """
         planned = [each for each in self.tasks if choice(each.chain, self.sizes) is None]
         for each in planned:
-            each.sites.graphs += 1
+            self.done.sites[each.chain.op].graphs += 1
         for node in reversed([*graph.nodes] if planned else []):
             if node.op != "call_function":
                 continue
@@ -78,7 +78,7 @@ class TorchOperators(GraphPass):
                 if str(called) in each.target.operators:
                     with graph.inserting_before(node):
                         found = self._replace(graph, node, each)
-                    each.sites.found += found
+                    self.done.sites[each.chain.op].found += found
                     if found:
                         break
 

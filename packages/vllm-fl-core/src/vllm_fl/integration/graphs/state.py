@@ -11,7 +11,6 @@ from ...dispatch.chain import Chain
 from ...engine.ranges import Range
 
 if TYPE_CHECKING:
-    from ...contracts.targets import FusionTarget, GraphTarget
     from ..engines import Engine
 
 
@@ -36,16 +35,14 @@ class Sought:
     """An op that a pass of ours finds in graphs.
 
     Args:
-        target: the target.
+        target: a `FusionTarget` or a `GraphTarget`.
         chain: its candidates, by rows.
         operator: the op's operator, of the contract's schema.
-        sites: what is counted.
     """
 
-    target: FusionTarget | GraphTarget
+    target: Any
     chain: Chain
     operator: Callable[..., Any]
-    sites: Sites
 
 
 @dataclass
@@ -66,8 +63,8 @@ class InGraphs:
 
     def seek(self, op: str, target: Any, chain: Chain, operator: Callable[..., Any]) -> None:
         """Let our passes find an op."""
-        sites = self.sites[op] = Sites()
-        self.sought.append(Sought(target, chain, operator, sites))
+        self.sites[op] = Sites()
+        self.sought.append(Sought(target, chain, operator))
 
 
 def in_graphs(engine: Engine) -> InGraphs:

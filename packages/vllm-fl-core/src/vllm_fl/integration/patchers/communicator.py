@@ -100,7 +100,6 @@ class Groups:
     Attributes:
         communicators: the candidates.
         faults: (op, impl id) -> (rank, why) of what must not serve.
-        served: a group's name -> the implementation's id, or `stock`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -117,8 +116,12 @@ class Groups:
         )
         self.communicators = PlanEntry(COMMUNICATOR, rows).classes(CommunicatorImpl)
         self.faults: dict[Key, Fault] = {}
-        self.served: dict[str, str] = {}
-        self._made: list[tuple[Any, CommunicatorImpl, dict[str, Any]]] = []
+        self._made: dict[str, tuple[CommunicatorImpl | None, Any, dict[str, Any]]] = {}
+
+    @property
+    def served(self) -> dict[str, str]:
+        """A group's name -> the id of its communicator, or `stock`."""
+        return {name: impl.impl_id if impl else "stock" for name, (impl, *_) in self._made.items()}
 
     def make(self, arguments: dict[str, Any]) -> Any:
         """Return a group's communicator: the first that serves on all of its ranks, or vLLM's.
@@ -126,15 +129,12 @@ class Groups:
         Args:
             arguments: those of the class.
         """
-        name = arguments.get("unique_name", "")
-        for impl in self.communicators:
-            communicator = self._verified(impl, arguments)
-            if communicator is not None:
-                self.served[name] = impl.impl_id
-                self._made.append((communicator, impl, arguments))
-                return communicator
-        self.served[name] = "stock"
-        return stock_class()(**arguments)
+        tried = ((impl, self._verified(impl, arguments)) for impl in self.communicators)
+        impl, made = next((each for each in tried if each[1] is not None), (None, None))
+        if made is None:
+            made = stock_class()(**arguments)
+        self._made[arguments.get("unique_name", "")] = impl, made, arguments
+        return made
 
     def faults_here(self) -> dict[Key, str]:
         """Return what this rank has found wrong itself: (op, impl id) -> why."""
@@ -155,15 +155,12 @@ class Groups:
         """Give groups another communicator if theirs is disabled, in the order of the groups."""
         from vllm.distributed import parallel_state
 
-        disabled = self.engine.disabled
-        off = [each for each in self._made if (COMMUNICATOR, each[1].impl_id) in disabled]
-        self._made = [each for each in self._made if each not in off]
         groups = (reference() for reference in parallel_state._groups.values())
         holders = {id(group.device_communicator): group for group in groups if group is not None}
-        for communicator, _, arguments in off:
-            group = holders[id(communicator)]
-            group.device_communicator = self.make(arguments)
-            _destroy(communicator)
+        for impl, made, arguments in [*self._made.values()]:
+            if impl is not None and (COMMUNICATOR, impl.impl_id) in self.engine.disabled:
+                holders[id(made)].device_communicator = self.make(arguments)
+                _destroy(made)
 
     def _verified(self, impl: CommunicatorImpl, arguments: dict[str, Any]) -> Any:
         """Return the communicator; None if it is off on any rank of the group."""
@@ -172,7 +169,7 @@ class Groups:
         from ...engine.limited import fault_of
 
         group, device = arguments["cpu_group"], arguments["device"]
-        name, rank, size = arguments["unique_name"], dist.get_rank(), dist.get_world_size(group)
+        name, rank = arguments["unique_name"], dist.get_rank()
         key = COMMUNICATOR, impl.impl_id
         disabled = self.engine.disabled.get(key)
         fault = self.faults.get(key) or (disabled and Fault(disabled.rank, disabled.why))
@@ -189,13 +186,13 @@ class Groups:
 
         made: list[Any] = []
         checks: list[Check] = []
-        facts = GroupFacts(name, dist.get_rank(group), size, device, self.dtype)
+        facts = GroupFacts(name, group.rank(), group.size(), device, self.dtype)
         off = is_off(
             lambda: made.append(cls(**arguments)), f"its class cannot be made for group {name}: "
         ) or is_off(lambda: checks.extend(communicator_checks(self.engine, made[0], facts)))
         # Each check is one exchange: the ranks must have the same ones.
         names = tuple(check.what for check in checks)
-        every = gathered(names, group, size, rank, "verify their communicators")
+        every = gathered(names, group, "verify their communicators")
         differ = "" if len({*every}) == 1 else f"the checks of the ranks differ: {every}"
         if off or is_off(lambda: differ) or any(is_off(check.run) for check in checks):
             for each in made:
@@ -209,10 +206,7 @@ class Groups:
         Raises:
             StartError: a call of it is stuck, on whichever rank.
         """
-        import torch.distributed as dist
-
-        size, rank = dist.get_world_size(group), dist.get_rank()
-        told = gathered(mine, group, size, rank, "verify their communicators")
+        told = gathered(mine, group, "verify their communicators")
         fault = next((each for each in told if each is not None), None)
         if fault is None:
             return False

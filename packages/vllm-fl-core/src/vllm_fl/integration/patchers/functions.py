@@ -16,11 +16,10 @@ import torch
 from ...contracts.binding import FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.types import OpImpl
 from ...text import quote
 from .arguments import misfit
 from .lookups import lookup_of
-from .taking import Replacement, Taking, form_of, replacement_of
+from .taking import Replacement, Taking, replacement_of
 
 log = get_logger("engine")
 
@@ -117,9 +116,3 @@ class Functions(Taking):
 
     def install(self, target: FunctionTarget, device: torch.device) -> Replacement:
         return _Function(target)
-
-    def own_form(self, op: str, target: FunctionTarget, device: torch.device) -> OpImpl | None:
-        own = None
-        if not self.misfit(target, device) and replacement_of(target.name) is None:
-            own = lookup_of(target.name).function
-        return form_of(op, target, own)

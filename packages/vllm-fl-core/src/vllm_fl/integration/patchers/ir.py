@@ -77,30 +77,16 @@ def _provider(name: str, op: Any) -> Callable[..., Any]:
 
 
 def prioritise(default: Any, plan: Plan) -> Any:
-    """Return vLLM's default priorities with our provider first for the planned ops."""
+    """Return vLLM's default priorities with our provider first for the planned ops.
+
+    If verification disables all implementations of an op, the provider runs vLLM's native code.
+    """
     for op, of_op in ir_ops().items():
         if plan.mode == "compiled" and not plan.is_stock(op):
             for target in of_op:
                 others = [p for p in getattr(default, target.name) if p != PROVIDER]
                 setattr(default, target.name, [PROVIDER, *others])
     return default
-
-
-def reset_priorities(engine: Engine) -> None:
-    """Give vLLM the priorities of the sealed plan: its worker installed those of the first one."""
-    from vllm.platforms import current_platform
-
-    plan, vllm_config = engine.plan, engine.config
-    sealed = prioritise(current_platform.vllm_fl_stock_priority(vllm_config), plan)
-    config = vllm_config.kernel_config.ir_op_priority
-    for op, of_op in ir_ops().items():
-        if op not in plan.entries or plan.entries[op].note:
-            continue  # the user's own priority stays
-        for target in of_op:
-            first = getattr(sealed, target.name)
-            kept = [p for p in getattr(config, target.name) if p not in (PROVIDER, *first)]
-            setattr(config, target.name, [*first, *kept])
-    config.set_default()
 
 
 def bind_provider(engine: Engine, *, by_range: bool = False) -> None:
@@ -129,22 +115,18 @@ def bind_provider(engine: Engine, *, by_range: bool = False) -> None:
     engine.state[Ir] = planned
 
 
-def natives() -> dict[str, Callable[..., Any] | None]:
-    """Return op -> vLLM's implementation of it in its layers."""
-    layers = reversed(targets(installed_bindings(), LayerTarget))
-    return {op: target.native for op, target in layers}
-
-
-def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget]) -> Chain:
-    """Return the candidates of an op of vLLM's IR in compiled code.
+def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Chain:
+    """Return the candidates of an op in compiled code, the last one as vLLM's layers compute it.
 
     Args:
         plan: the plan.
         op: the op; it must not be stock.
-        of_op: its targets in the IR.
+        of_op: its targets.
     """
+    layers = targets(installed_bindings(), LayerTarget)
+    native = next((target.native for of, target in layers if of == op), None)
     grants = frozenset(name for target in of_op for name in target.grants)
-    return plan.chain(op, grants, last=stock_form(op, natives().get(op)))
+    return plan.chain(op, grants, last=stock_form(op, native))
 
 
 def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
@@ -203,4 +185,3 @@ class Ir(Patcher):
 
     def apply(self, engine: Engine) -> None:
         bind_provider(engine, by_range=engine.facts.by_range)
-        reset_priorities(engine)

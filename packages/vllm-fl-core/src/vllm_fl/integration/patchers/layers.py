@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from ...contracts import OpSpec
 from ...contracts.binding import LayerTarget
 from ...dispatch import dispatch_method
 from ...dispatch.chain import Chain
@@ -38,8 +36,8 @@ from ...settings.loading import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, stock_form, targets
-from .ir import ir_ops, natives
+from ..targets import installed_bindings, planned, stock_form, targets
+from .ir import chain_of, ir_ops
 from .lookups import named
 
 if TYPE_CHECKING:
@@ -253,28 +251,6 @@ def forget_shared_layers() -> None:
             table.clear()
 
 
-def layer_for(spec: OpSpec, provided: Mapping[str, Any]) -> object:
-    """A layer of vLLM's own class that provides what a contract takes from its layer.
-
-    For verifying an implementation that is handed the layer. Nothing of the class's constructor
-    runs, which would choose an implementation.
-
-    Args:
-        spec: the contract.
-        provided: the parameters of `spec.from_layer`, by name.
-    """
-    stand_in = spec.layer(**provided)
-    base = next((layer.base for layer in layer_table() if layer.op == spec.name), None)
-    if base is None:
-        return stand_in
-    layer: Any = object.__new__(base)
-    torch.nn.Module.__init__(layer)
-    for name, value in vars(stand_in).items():
-        is_weight = isinstance(value, Tensor)
-        setattr(layer, name, torch.nn.Parameter(value, False) if is_weight else value)
-    return layer
-
-
 def _dispatch_forward(base: type) -> Callable[..., Any]:
     """`dispatch_forward`, which vLLM calls when it builds a layer, with every forward bound there.
 
@@ -393,17 +369,16 @@ class Layers(Patcher):
 
     def by_range(self, plan: Plan) -> dict[str, Chain]:
         """Return the ops that are operators in compiled graphs, and write over no argument."""
-        found: dict[str, Chain] = {}
-        in_ir, own = ir_ops(), natives()
-        grants: dict[str, frozenset[str]] = {}
-        for op, target in targets(installed_bindings(), LayerTarget):
-            grants[op] = grants.get(op, frozenset()) | frozenset(target.grants)
-        for op, entry in plan.entries.items():
-            if entry.ceilings and plan.mode == "compiled" and op in grants and op not in in_ir:
-                chain = plan.chain(op, grants[op], last=stock_form(op, own.get(op)))
-                if not all(mutated(chain, variant) for variant in chain.spec.variants):
-                    found[op] = chain
-        return found
+        by_op: dict[str, list[LayerTarget]] = {}
+        for op, target in planned(plan, LayerTarget):
+            if plan.mode == "compiled" and plan.entries[op].ceilings and op not in ir_ops():
+                by_op.setdefault(op, []).append(target)
+        chains = {op: chain_of(plan, op, of_op) for op, of_op in by_op.items()}
+        return {
+            op: chain
+            for op, chain in chains.items()
+            if not all(mutated(chain, variant) for variant in chain.spec.variants)
+        }
 
     def contents(self, plan: Plan) -> dict[str, Any]:
         """Return the other plugins' classes that compute, also below ours, with their code."""

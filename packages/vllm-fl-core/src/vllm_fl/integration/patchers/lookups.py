@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from ...logs import get_logger
@@ -106,24 +107,13 @@ class Lookup:
 
 
 def lookup_of(path: str) -> Lookup:
-    """Where `path` is looked up.
+    """Return where `path` is looked up.
 
     Raises:
         Exception: this vLLM has no such thing, or importing it fails.
     """
-    parts = path.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        try:
-            owner: Any = import_module(".".join(parts[:count]))
-        except ModuleNotFoundError as error:
-            if not ".".join(parts[:count]).startswith(str(error.name)):
-                raise  # the module is there, and something that it imports is not
-            continue
-        for name in parts[count:-1]:
-            owner = getattr(owner, name)
-        attribute = parts[-1]
-        found = inspect.getattr_static(owner, attribute)
-        if isinstance(owner, type) and attribute not in vars(owner):
-            raise AttributeError(f"{owner.__name__} inherits {attribute}")
-        return Lookup(owner, attribute, found)
-    raise ModuleNotFoundError(f"there is no module {parts[0]}")
+    above, _, attribute = path.rpartition(".")
+    owner: Any = resolve_name(above)
+    if isinstance(owner, type) and attribute not in vars(owner):
+        raise AttributeError(f"{owner.__name__} has no {attribute} of its own")
+    return Lookup(owner, attribute, inspect.getattr_static(owner, attribute))

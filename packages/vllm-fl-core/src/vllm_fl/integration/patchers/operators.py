@@ -30,7 +30,7 @@ from ..engines import Engine
 from . import empty
 from .arguments import misfit
 from .layers import layer_table
-from .taking import Choice, Replacement, Taking, form_of, replacements_of
+from .taking import Choice, Replacement, Taking, replacements_of
 
 log = get_logger("engine")
 
@@ -63,23 +63,17 @@ def _dispatch_key(device: torch.device) -> str:
     return key
 
 
-def _operator(name: str) -> Any:
-    """Return the operator of this name, with its overload.
-
-    Raises:
-        AttributeError: no library has defined it.
-    """
+def operator(name: str) -> Any:
+    """Return the operator of this name, with its overload; None if no library has defined it."""
     namespace, _, rest = name.partition("::")
-    operator, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
+    short, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), short, None)
+    return getattr(packet, overload or "default", None)
 
 
 def _schema(name: str) -> Any:
     """Return the schema of an operator; None if no library has defined it."""
-    try:
-        return _operator(name)._schema
-    except AttributeError:
-        return None
+    return getattr(operator(name), "_schema", None)
 
 
 def _parameters(schema: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -258,11 +252,6 @@ class Operators(Taking):
                 )
 
     compiled = loaded
-
-    def own_form(self, op: str, target: OperatorTarget, device: torch.device) -> OpImpl | None:
-        is_vllms = _schema(target.name) is not None and not empty.has_ours(target.name)
-        fits = is_vllms and not self.misfit(target, device)
-        return form_of(op, target, _operator(target.name) if fits else None)
 
     def report(self, engine: Engine) -> dict[str, Any]:
         return {**super().report(engine), "defined": engine.state[Operators].defined}

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import Binding, Bound, FunctionTarget, OperatorTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
-from ...plugins.types import OpImpl
 from ..engines import Engine, now
 from ..patcher import Patcher
 from ..targets import installed_bindings, stock_form
@@ -274,16 +273,3 @@ def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | 
         return is_stock(tokens)
 
     return leaves
-
-
-def form_of(op: str, target: Taken, own: Callable[..., Any] | None) -> OpImpl | None:
-    """Return vLLM's implementation of an op, which no compiler traces.
-
-    Args:
-        op: the op.
-        target: its target.
-        own: vLLM's kernel or function, or None.
-    """
-    if own is None or target.within:
-        return None
-    return stock_form(op, target.native(own), frozenset(target.grants), traceable=False)

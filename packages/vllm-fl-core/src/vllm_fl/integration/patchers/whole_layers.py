@@ -57,18 +57,6 @@ def request_of(vllm_config: VllmConfig, *, compiled: bool) -> LayerRequest:
     )
 
 
-def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """Return (layer, impl id) -> why an installed class does not replace a layer here."""
-    if facts.layers is None:
-        return {}
-    ops = {layer.cls: layer.op for layer in layer_table()}
-    found: dict[tuple[str, str], str] = {}
-    for name in get_default_manager().registry.snapshot().layers:
-        ask = partial(_reached_by, ops[name]) if name in ops else classes.refusal_of
-        found |= classes.refusals(name, replace(facts.layers, layer=name), "this engine", ask)
-    return found
-
-
 def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -> str:
     return (
         f"vllm-fl reaches {layer} by the op {op}, whose implementations are verified: bring an "
@@ -104,7 +92,9 @@ class WholeLayers(Patcher):
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return why vLLM's own class, or another plugin's, stays, and what classes refuse."""
-        notes, vllms = {}, _vllms_classes()
+        notes: dict[str, str] = {}
+        refused: dict[tuple[str, str], str] = {}
+        vllms, ops = _vllms_classes(), {layer.cls: layer.op for layer in layer_table()}
         for name in get_default_manager().registry.snapshot().layers:
             cls = vllms.get(name)
             # A subclass has its parent's name. vLLM may not have imported the class yet.
@@ -114,7 +104,11 @@ class WholeLayers(Patcher):
                 why = facts.custom_op_note(registered)
             if why:
                 notes[name] = why
-        return WhyNot(notes, refusals(facts))
+            if facts.layers is not None:
+                request = replace(facts.layers, layer=name)
+                ask = partial(_reached_by, ops[name]) if name in ops else classes.refusal_of
+                refused |= classes.refusals(name, request, "this engine", ask)
+        return WhyNot(notes, refused)
 
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
@@ -230,17 +224,14 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
             "was undone: the policy decides. Leave it to the layers hook.",
             path,
         )
-    is_base = (
-        base
-        for base in cls.__mro__[1:]
-        if base.__name__ == impl.layer
-        and base.__module__.startswith("vllm.")
-        and issubclass(base, (CustomOp, PluggableLayer))
-        and base not in (CustomOp, PluggableLayer)
-    )
-    base = next(is_base, None)
-    if base is None:
-        return object, object, _why_not(impl)
+    base = _vllms_classes().get(impl.layer)
+    if base is None or not issubclass(cls, base):
+        known = {*_vllms_classes(), *_declared()}
+        if impl.layer in known:
+            return object, object, f"{path} is no subclass of vLLM's {impl.layer}"
+        hint = closest(impl.layer, known)
+        problem = f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{hint}"
+        return object, object, problem
     for method in ASKED_OF_THE_CLASS.get(impl.layer, ()):
         if getattr(cls, method).__func__ is not getattr(base, method).__func__:
             problem = (
@@ -248,11 +239,3 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
                 "at every step, where a plan's class stands only while the model is being built"
             )
     return cls, base, problem
-
-
-def _why_not(impl: LayerImpl) -> str:
-    """Return why a class that is made of no class of vLLM of that name cannot be used."""
-    vllms = {*_vllms_classes(), *_declared()}
-    if impl.layer in vllms:
-        return f"{impl.class_path} is no subclass of vLLM's {impl.layer}"
-    return f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{closest(impl.layer, vllms)}"

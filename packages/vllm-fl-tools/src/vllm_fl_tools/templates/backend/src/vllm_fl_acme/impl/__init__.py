@@ -1,4 +1,4 @@
-"""The operators, and what they share."""
+"""The operators and their shared code."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+"""Shared code of paged attention backends: refusals, and a cache of all keys, then all values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_fl import AttentionRequest
+
+__all__ = ["KV_CACHE_DTYPES", "InPlanes", "planes_of", "refused"]
+
+HALVES = ("float16", "bfloat16")
+KV_CACHE_DTYPES = (None, "auto", *HALVES)
+
+
+def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | None:
+    """Return why a kernel for decoders in half precision cannot compute a request, or None.
+
+    Unknown flags, such as those that a newer vLLM adds, are refused.
+
+    Args:
+        request: the request.
+        backend: what the reason begins with.
+        harmless: the flags that the kernel can serve.
+    """
+    extras, dtype = request.extras, str(request.dtype).removeprefix("torch.")
+    own = {name: getattr(request, name) for name in ("use_mla", "use_sparse", "has_sink")}
+    for name, value in {**own, **extras}.items():
+        if name.startswith(("use_", "has_")) and value and name not in harmless:
+            return f"{backend} has no {name}"
+    if dtype not in HALVES:
+        return f"{backend} has no kernel for {dtype}"
+    if request.kv_cache_dtype not in KV_CACHE_DTYPES:
+        return f"{backend} has no {request.kv_cache_dtype} KV cache"
+    if request.kv_cache_dtype in HALVES and request.kv_cache_dtype != dtype:
+        return f"the KV cache is {request.kv_cache_dtype} and the model {dtype}"
+    if (kind := extras.get("attn_type", "decoder")) != "decoder":
+        return f"{backend} is for decoders, not {kind}"
+    if extras.get("is_hybrid"):
+        return f"{backend} supports no split cache, which models with state layers use"
+    return None
+
+
+class InPlanes:
+    """The methods of vLLM's `AttentionBackend` for a cache of all keys, then all values."""
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The same memory for a vLLM that shapes the cache: one head of keys and one of values.
+
+        Up to vLLM 0.28 a backend shapes the cache itself, by `get_kv_cache_shape`.
+
+        Raises:
+            ValueError: values have another size than keys.
+        """
+        from vllm.v1.attention.backend import AttentionBackend
+
+        if hasattr(AttentionBackend, "get_kv_cache_shape"):
+            return spec
+        if spec.head_size != spec.head_size_v:
+            raise ValueError(
+                f"{cls.__name__} needs keys and values of one size, got {spec.head_size} and "
+                f"{spec.head_size_v}: set VLLM_FL_PER_OP='attention_backend=stock'"
+            )
+        size = spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+        return dataclasses.replace(spec, num_head_slots=2, state_content_bytes=size)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Layers, keys and values, blocks, tokens: each plane of a layer in one piece."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LHBNC,)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Connectors move blocks, and expect a block's keys and values in one piece."""
+        return False
+
+
+def planes_of(kv_cache: torch.Tensor, heads: int, size: int) -> list[torch.Tensor] | None:
+    """Return keys and values, each (blocks, block_size, heads, size) in one piece, or None.
+
+    Args:
+        kv_cache: (2, blocks, block_size, heads, size), or (blocks, 2, block_size, heads * size).
+        heads, size: of keys.
+    """
+    planes = kv_cache.transpose(0, 1) if kv_cache.ndim == 4 else kv_cache
+    is_whole = planes.shape[0] == 2 and planes.shape[3:].numel() == heads * size
+    if not is_whole or not all(plane.is_contiguous() for plane in planes):
+        return None
+    return [plane.view(*plane.shape[:2], heads, size) for plane in planes]
