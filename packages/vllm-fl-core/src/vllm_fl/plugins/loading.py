@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
-from itertools import chain
 from typing import Any, Protocol
 
 from ..contracts.binding import Binding, Contract
@@ -124,16 +123,14 @@ def _import(plugin: Plugin, registry: Registry, holders: dict[str, str]) -> None
             declare(plugin, plugin.load())
             hooks = plugin.hooks
         with contained(plugin, "the registration"):
-            older = _run_old_form(hooks[OLD_FORM], registry) if OLD_FORM in hooks else []
-            by_hook = (_results(hooks, hook, kind) for hook, kind in IMPLS.items())
-            plugin.impls = [*older, *chain.from_iterable(by_hook)]
+            impls = _run_old_form(hooks[OLD_FORM], registry) if OLD_FORM in hooks else []
+            for hook, kind in IMPLS.items():
+                impls += _results(hooks, hook, kind)
             specs = _results(hooks, "settings", SettingSpec)
             plugin.contracts = [(c, _binding(c)) for c in _results(hooks, "contracts", Contract)]
             check_settings(specs, plugin.owner, holders)
-            plugin.settings = tuple(specs)
-            plugin.status = "ok"
+            plugin.impls, plugin.settings, plugin.status = impls, tuple(specs), "ok"
     except PluginError as error:
-        plugin.impls = ()
         plugin.fail(error)
 
 
