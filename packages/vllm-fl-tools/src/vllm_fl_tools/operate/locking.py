@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = get_logger("engine")
 
-FREE = re.compile("config|platform_files|table|lock|lock_mode|log_level|debug|metrics|shadow")
+FREE = re.compile("config|platform_files|table|lock|log_level|debug|metrics|shadow")
 """Settings without effect on results, and those that name files, which are compared instead."""
 
 ALIASES = re.compile(
@@ -128,12 +128,12 @@ class Lock:
     def _end_or_warn(self, lines: Sequence[str]) -> None:
         if not lines:
             return
-        file, mode = self._locked.file, self.engine.facts.settings.lock_mode
+        file = self._locked.file
         each = "".join(f"\n  {line}" for line in lines)
-        if mode == "strict":
+        if not self._locked.warns:
             raise LockError(
                 f"vllm-fl ends the start: this engine differs from the lock {file}. Fix the "
-                f"difference, lock again, or set VLLM_FL_LOCK_MODE=warn{each}",
+                f"difference, lock again, or set VLLM_FL_LOCK=warn:{file}{each}",
                 file=file,
                 differences=lines,
             )
