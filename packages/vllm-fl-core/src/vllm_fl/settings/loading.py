@@ -61,16 +61,9 @@ __all__ = [
     "policy_from_config",
 ]
 
-STARTUP = {
-    spec.key: spec
-    for spec in (
-        Settings.enabled,
-        Settings.platform,
-        Settings.plugins,
-        Settings.plugin_modules,
-        Settings.log_level,
-        Settings.debug,
-    )
+STARTUP: Declared = {
+    key: ITEMS[key]
+    for key in ("enabled", "platform", "plugins", "plugin_modules", "log_level", "debug")
 }
 PREFIX = "VLLM_FL_"
 
