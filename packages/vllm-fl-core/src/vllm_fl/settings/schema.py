@@ -148,9 +148,8 @@ class Settings(Mapping[str, Setting]):
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
     """A file of `vllm-fl tune`: orders for the device that was measured, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
-    """A file of `vllm-fl plan --save`, from which an engine may not differ, or None."""
-    lock_mode = SettingSpec("lock_mode", "VLLM_FL_LOCK_MODE", "strict", choices=("strict", "warn"))
-    """Whether an engine that differs from the lock fails to start, or starts with a warning."""
+    """A file of `vllm-fl plan --save`, from which an engine may not differ, or None. After `warn:`
+    an engine that differs only warns."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](

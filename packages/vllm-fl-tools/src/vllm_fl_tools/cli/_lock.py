@@ -31,12 +31,10 @@ def save(arguments: argparse.Namespace) -> int:
         raise UsageError("--save needs --model DIR")
     check_model(arguments.model)
     planned()
-    lock, mode = Settings.lock.variable, Settings.lock_mode.variable
     with ReportFile(arguments.save, "--save") as file, tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "draft.lock"
         draft.write_text(text_of(DRAFT), encoding="utf-8")
-        environment = {name: text for name, text in os.environ.items() if name != mode}
-        environment[lock] = str(draft)
+        environment = {**os.environ, Settings.lock.variable: str(draft)}
         with running(
             "to be locked",
             arguments.model,
