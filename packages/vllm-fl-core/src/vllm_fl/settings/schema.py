@@ -49,11 +49,9 @@ class Setting:
         value: text, a boolean, None, a tuple of names, or an `OpOrder`.
         origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
             `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
-        overrides: (value, origin) of what it replaced, the nearest first. A variable that
-            VLLM_FL_CONFIG overrides is shown by its text, unread.
+        overrides: (value, origin) of what it replaced, or was merged from, the nearest first. A
+            variable that VLLM_FL_CONFIG overrides is shown by its text, unread.
         variable: the environment variable that sets it, or None.
-        merged: (value, origin) of each platform file that sets it, if several do.
-        disagreements: a sentence for each contradiction between those, with the value that is used.
     """
 
     key: str
@@ -61,8 +59,6 @@ class Setting:
     origin: str = "default"
     overrides: tuple[tuple[object, str], ...] = ()
     variable: str | None = None
-    merged: tuple[tuple[object, str], ...] = ()
-    disagreements: tuple[str, ...] = ()
 
     @property
     def names(self) -> Names:

@@ -78,19 +78,17 @@ def _united(settings: Sequence[Setting], spec: SettingSpec[object] | None) -> Se
     values = [setting.value for setting in settings]
     origin = _and(setting.origin for setting in settings)
     default = spec.default if spec else ()
-    value, differ = values[0], ""
+    value = values[0]
     if not (spec.names if spec else all(isinstance(value, tuple) for value in values)):
         if any(other != value for other in values):
             value, origin = default, f"default, since {origin} differ"
-            differ = "they set it differently; the default holds"
     elif default is not None:
         value = tuple(dict.fromkeys(name for setting in settings for name in setting.names))
     else:
-        common = set.intersection(*({*setting.names} for setting in settings))
-        if any(common != {*setting.names} for setting in settings):
-            value = tuple(sorted(common))
-            differ = "they list different names; only what each of them lists is used"
-    return _merged(settings, value, origin, differ)
+        every = [{*setting.names} for setting in settings]
+        if any(names != every[0] for names in every):
+            value = tuple(sorted(set.intersection(*every)))
+    return _merged(settings, value, origin)
 
 
 def _united_order(
@@ -140,15 +138,10 @@ def _narrowed(
             yield Token("impl", impl.impl_id)
 
 
-def _merged(settings: Sequence[Setting], value: object, origin: str, differ: str = "") -> Setting:
+def _merged(settings: Sequence[Setting], value: object, origin: str) -> Setting:
     """The setting that replaces these, which it remembers."""
-    return dataclasses.replace(
-        settings[0],
-        value=value,
-        origin=origin,
-        merged=tuple((setting.value, setting.origin) for setting in settings),
-        disagreements=(differ,) if differ else (),
-    )
+    overrides = tuple((setting.value, setting.origin) for setting in settings)
+    return dataclasses.replace(settings[0], value=value, origin=origin, overrides=overrides)
 
 
 def _origins(layer: Layer) -> list[str]:
