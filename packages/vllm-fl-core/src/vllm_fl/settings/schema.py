@@ -51,14 +51,12 @@ class Setting:
             `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
         overrides: (value, origin) of what it replaced, or was merged from, the nearest first. A
             variable that VLLM_FL_CONFIG overrides is shown by its text, unread.
-        variable: the environment variable that sets it, or None.
     """
 
     key: str
     value: object
     origin: str = "default"
     overrides: tuple[tuple[object, str], ...] = ()
-    variable: str | None = None
 
     @property
     def names(self) -> Names:
@@ -244,7 +242,7 @@ class Settings(Mapping[str, Setting]):
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
                 below = self.policy.per_op_order.get(op, OpOrder((), ()))
                 order = dataclasses.replace(below, pinned=found.order.pinned).with_rows(mode, rows)
-                new = Setting(key, order, found.why, variable=PER_OP)
+                new = Setting(key, order, found.why)
                 entries[key] = entries[key].replaced(order, found.why) if key in entries else new
         if entries == self._by_key:
             return self
