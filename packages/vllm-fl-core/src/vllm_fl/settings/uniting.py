@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import cast
 
 from ..plugins.types import Impl, SettingSpec
@@ -32,7 +33,7 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
         SettingsError: one file sets the whitelist and the blacklist of a pair.
     """
     several: dict[str, list[tuple[str, Setting]]] = {}
-    for distribution, layer in sorted(files, key=lambda file: (file[0], _origins(file[1]))):
+    for distribution, layer in sorted(files, key=itemgetter(0)):
         close_pairs(dict(layer), declared)
         for key, setting in layer.items():
             several.setdefault(key, []).append((distribution, setting))
@@ -142,10 +143,6 @@ def _merged(settings: Sequence[Setting], value: object, origin: str) -> Setting:
     """The setting that replaces these, which it remembers."""
     overrides = tuple((setting.value, setting.origin) for setting in settings)
     return dataclasses.replace(settings[0], value=value, origin=origin, overrides=overrides)
-
-
-def _origins(layer: Layer) -> list[str]:
-    return sorted(setting.origin for setting in layer.values())
 
 
 def _and(origins: Iterable[str]) -> str:
