@@ -49,7 +49,6 @@ from ._checks import (
     VLLMS,
     Problem,
     exported,
-    find_disagreements,
     find_idle,
     open_to_all,
     warned,
@@ -344,7 +343,6 @@ class _Examined:
         if self.settings is None:
             return
         yield from find_idle(self.settings, self.plugins)
-        yield from find_disagreements(self.settings)
 
     def find_table(self) -> Iterator[Finding | Problem]:
         """A table that does not hold on this machine."""
