@@ -21,7 +21,7 @@ from vllm_fl.text import quote
 
 from ..engine.tuned import Tuned
 from ..operate.state_file import EVERY
-from ._options import ReportFile
+from ._options import draft_of
 from ._show import SCHEMA, UsageError, answer, print_table, say
 
 MAX_BYTES = 16 * 2**20
@@ -84,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
         if each["kind"] not in MEASURED:
             raise UsageError(f"--html: {each['file']} is a {each['kind']}; there is no page of it")
     names = _names(files)
-    with ReportFile(arguments.html, "--html") as out:
+    with draft_of(arguments.html, "--html") as out:
         text = page(
             [Measured(n, f["kind"], f["content"]) for n, f in zip(names, files, strict=True)]
         )
-        out.write(text)
+        out.put(text.encode(), lasting=True)
     facts = {
         "files": [{"name": n, "kind": f["kind"]} for n, f in zip(names, files, strict=True)],
         "html": str(out.path),
