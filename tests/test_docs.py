@@ -48,6 +48,9 @@ from vllm_fl.settings.values import OP_CONFIG, PER_OP  # noqa: E402
 sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-flaggems" / "src"))
 from vllm_fl_flaggems.settings import BLACKLIST, SETTINGS  # noqa: E402
 
+sys.path.insert(0, str(HOMES["vllm_fl_tools"]))
+from vllm_fl_tools.cli._verbs import VERBS  # noqa: E402
+
 DECLARED = {**ITEMS, **{spec.key: spec for spec in SETTINGS}}
 VARIABLES = variables(DECLARED)
 load_settings = partial(loading.load_settings, plugins=SETTINGS)
@@ -305,30 +308,23 @@ def test_tokens_and_orders_are_the_codes() -> None:
     assert tokens == {*kinds, "foreign", "stock"}
 
 
-def verbs() -> set[str]:
-    """The verbs of the command."""
-    home = HOMES["vllm_fl_tools"] / "vllm_fl_tools"
-    return {*_strings_of(home / "cli" / "_verbs.py", "VERBS")}
-
-
 def test_every_verb_is_documented() -> None:
     told = headings(page("cli.md"))
-    assert {h.split()[1] for h in told} == verbs(), (
-        "docs/cli.md has a heading '### `vllm-fl VERB`' for each of VERBS in cli/_verbs.py"
+    assert {h.split()[1] for h in told} == {*VERBS}, (
+        "docs/cli.md has a heading '### `vllm-fl VERB`' for each verb"
     )
     readme = (ROOT / "README.md").read_text()
     for verb in re.findall(r"vllm-fl (\w+)", "\n".join(blocks(readme, "sh"))):
-        assert verb in verbs()
+        assert verb in VERBS
 
 
 def test_no_page_speaks_of_a_verb_or_variable_that_is_not_there() -> None:
-    there = verbs()
     for path in EVERY_PAGE:
         text = path.read_text()
         commands = re.findall(r"`vllm-fl ([a-z]+)[^`\n]*`", text)
         for block in (*blocks(text, "sh"), *blocks(text, "")):
             commands += re.findall(r"^vllm-fl ([a-z]+)", block, re.M)
-        assert set(commands) <= there, path
+        assert set(commands) <= {*VERBS}, path
         if path.name != "migration.md":  # it names variables of the other system, too
             named = set(re.findall(r"\bVLLM_FL_[A-Z_]*[A-Z]\b", text))
             assert {name for name in named if "VENDOR_" not in name} <= set(VARIABLES), path

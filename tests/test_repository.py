@@ -233,7 +233,7 @@ IN_A_MODE_TO_WRITE = re.compile(
 
 
 def test_every_file_is_written_in_one_way() -> None:
-    """`vllm_fl.files` follows no link, and writes whole files."""
+    """`vllm_fl_tools.files` follows no link, and writes whole files."""
     found = {
         path.name
         for folder in DISTRIBUTIONS.values()

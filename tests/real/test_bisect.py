@@ -61,4 +61,3 @@ def test_a_wrong_norm_is_named(bisect: Callable[..., dict[str, Any]]) -> None:
     (culprit,) = found["culprits"]
     assert culprit["what"] == ["rms_norm (vendor.ownepsilon)"] and found["status"] == "found"
     assert culprit["times"] > found["limit"] or culprit["far"] > culprit["far_allowed"]
-    assert culprit["layers"], "in which layers it is wrong"

@@ -48,7 +48,6 @@ def on_host(*seen: tuple[float, int, tuple[str, ...]], steps: int = 2) -> dict[s
     """A profile of the host's operators: (µs, calls, path) of all steps."""
     return {
         "steps": steps,
-        "step_us": 100.0,
         "problem": "",
         "paths": [list(path) for *_, path in seen],
         "host": [[number, us, calls] for number, (us, calls, _) in enumerate(seen)],
@@ -67,4 +66,4 @@ def on_device(
         [None if path is None else paths.index(path), name, us, calls]
         for us, calls, name, path in launches
     ]
-    return {**seen, "kernels": kernels, "busy": busy, "step_us": 0.0}
+    return {**seen, "kernels": kernels, "busy": busy}

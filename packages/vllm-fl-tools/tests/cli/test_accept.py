@@ -133,12 +133,6 @@ def test_where_graphs_are_captured_a_prompt_is_larger_than_any(
     assert figures[f"prefill, {prompt} tokens: ratio"] == pytest.approx(2.0)
 
 
-def test_a_model_of_short_sequences_gets_no_prompt_that_it_does_not_take(accept: Any) -> None:
-    _, done = accept("--json", length="256")
-    ratios = {name for name in done.json()["figures"] if name.endswith(": ratio")}
-    assert ratios == {f"{phase}: ratio" for phase in PHASES if phase != SLOWEST}
-
-
 def test_both_starts_are_asked_for_the_same(accept: Any, tmp_path: Path) -> None:
     """The second start's prefills beyond the graphs were single ones, of some milliseconds."""
     log = tmp_path / "visits"
@@ -163,14 +157,6 @@ def test_the_engines_take_turns_within_a_round(accept: Any, tmp_path: Path) -> N
         turns = [who for who, seed in visits if seed.startswith(f"{SLOWEST} {number} ")][:8]
         other = {"0": "1", "1": "0"}[first]
         assert turns == [first, other, other, first] * 2
-
-
-def test_a_slower_one_is_not_accepted(accept: Any) -> None:
-    path, done = accept("--json", tabled="0.011")
-    assert done.status == 1
-    answer = done.json()
-    assert answer["accepted"] is False and "slower" in answer["reason"]
-    assert path.read_text() == TABLE.text
 
 
 def test_what_differs_from_start_to_start_is_not_reproduced(accept: Any) -> None:

@@ -21,7 +21,8 @@ import yaml
 request = json.loads(sys.argv[-1])
 options, is_startup = request["options"], not request["options"]
 aside = os.environ.get("VLLM_FL_PREFER_ENABLED") == "0"
-exact, is_plan = options.get("dtype") == "float32", "worker_extension_cls" in options
+before = len(open(os.path.join("{folder}", "started")).readlines())
+exact, is_plan = options.get("dtype") == "float32", before >= 2 and not is_startup
 variables = {k: v for k, v in os.environ.items() if "_FL_" in k or "ACME" in k or "CUDA" in k}
 file = next((v for n in ("VLLM_FL_CONFIG", "VLLM_FL_OP_CONFIG") if (v := os.environ.get(n))), None)
 content = yaml.safe_load(open(file)) or {} if file else {}

@@ -44,11 +44,7 @@ def test_writes_the_common_skeleton(tmp_path: Path) -> None:
     assert project["entry-points"] == {"vllm_fl.plugin": {"foo": "vllm_fl_foo.plugin"}}
     orders = yaml.safe_load((folder / package / "foo.yaml").read_text())["op_backends"]
     assert set(orders) == set(OPS)
-
-
-def test_nothing_of_the_template_s_own_name_is_left(tmp_path: Path) -> None:
-    main(["new", "foo", "--dir", str(tmp_path)])
-    for path in (tmp_path / "vllm-fl-foo").rglob("*"):
+    for path in folder.rglob("*"):
         assert "acme" not in path.name
         assert path.is_dir() or "acme" not in path.read_text().lower(), path
 
@@ -86,12 +82,6 @@ def test_an_existing_folder_is_left_alone(
     assert main(["new", "foo", "--dir", str(tmp_path)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert list(tmp_path.rglob("*")) == [tmp_path / "vllm-fl-foo"]
-
-
-def test_a_missing_parent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "foo", "--dir", str(tmp_path / "no")]) == 2
-    assert f"{tmp_path / 'no'} is not a folder" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def new(tmp_path: Path, *args: str) -> Path:
@@ -178,7 +168,7 @@ def test_over_a_platform_that_we_know_needs_no_plugin(tmp_path: Path) -> None:
     assert '\n\nDEVICE = "npu"\n' in (package / "impl" / "__init__.py").read_text()
 
 
-@pytest.mark.parametrize("ops", [(op,) for op in OPS] + [OPS, OPS[::-1], OPS[1:]])
+@pytest.mark.parametrize("ops", [OPS[:1], OPS[1:], OPS[::-1]])
 @pytest.mark.parametrize(
     ("option", "platform"),
     [(None, None), ("--platform", "cpu"), ("--platform", "ascend"), ("--over", "ascend")],
@@ -240,13 +230,4 @@ def test_an_unknown_op_or_platform_is_one_error_and_nothing_is_written(
     assert told.out == ""
     assert told.err.startswith("vllm-fl: ") and told.err.count("\n") == 1
     assert said in told.err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_any_platform_plugin_the_error_says_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["new", "foo", "--over", "acme", "--dir", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert "'acme'" in told and "pip install --no-deps" in told and told.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

@@ -77,11 +77,11 @@ def test_the_table_stands_beside_the_step_s_time(profile: Any) -> None:
     assert "\ndecode, batch 1\n" in decode
     for phase in (decode, prefill):
         lines = [line.split() for line in phase.splitlines()]
-        assert ["rms_norm", "vendor.cpu", "25.0%", "20.0", "1.0", "yes", "-"] in lines
-        assert ["_C::onednn_mm", "stock", "75.0%", "60.0", "1.0", "no"] in [x[:6] for x in lines]
+        assert ["rms_norm", "vendor.cpu", "25.0%", "20.0", "1.0", "yes"] in lines
+        assert "_C::onednn_mm in QKVParallelLinear  stock" in phase
         assert "Reached by a contract, by time: yes 25.0%, no 75.0%." in phase
         assert "All operators: 80.0 µs a step in 2 calls." in phase
-        assert "The step without the profiler: 100.0 µs; under it 100.0 µs." in phase
+        assert "The step without the profiler: 100.0 µs." in phase
         assert "The remainder: 20.0 µs (20.0%): Python" in phase
 
 

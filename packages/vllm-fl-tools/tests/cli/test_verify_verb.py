@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 from commands import SOUND, Command, Plugin, offered
 
-from vllm_fl_tools.cli._options import device_of
-from vllm_fl_tools.cli._show import UsageError
-
 MANY = """
 def plus_one(x):
     return silu_and_mul(x) + 1
@@ -210,17 +207,6 @@ def test_filters(fl: Command, plugin: Plugin) -> None:
     assert "Nothing was run, for these reasons." in done.out
 
 
-def test_the_table(fl: Command, plugin: Plugin) -> None:
-    plugin(MANY)
-    two = ("--impl", "vendor.off", "--impl", "vendor.acme")
-    done = fl("verify", *QUICK, *two)
-    assert done.status == 1
-    (line,) = [x for x in done.out.splitlines() if x.split()[1:2] == ["vendor.acme"]]
-    assert line.split()[:3] == ["silu_and_mul", "vendor.acme", "float32"]
-    assert "times the tolerance" in done.out
-    assert "silu_and_mul vendor.acme float32" in done.err.splitlines()[0]
-
-
 def test_a_device_that_is_not_there_is_said(fl: Command, plugin: Plugin) -> None:
     plugin()
     done = fl("verify", "--device", "cuda:99")
@@ -342,31 +328,10 @@ def test_wrong_usage_is_status_2_and_one_line(
     assert args[1] in message and message.endswith("[FL701]")
 
 
-@pytest.mark.parametrize(
-    "content", ["prefer: [", "op_backends: {silu_and_mul: vendr}", "allow_vendors: [acme]"]
-)
-def test_a_broken_policy_file_keeps_nothing_from_being_run(
-    fl: Command, plugin: Plugin, tmp_path: Path, content: str
-) -> None:
-    path = tmp_path / "acme.yaml"
-    path.write_text(content)
-    ships = f"@hookimpl\ndef policy(platform):\n    return PolicyDefaults({str(path)!r})\n"
-    plugin(f"{SOUND}\n{ships}")
-    done = fl("verify", "--json", *QUICK, VLLM_FL_PLATFORM="acme")
-    assert done.status == 0, done.err
-    assert [each["impl_id"] for each in done.json()["results"]] == ["vendor.acme"]
-
-
 def test_a_shell_is_offered_ops(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     found = offered("vllm-fl verify --op silu_", tmp_path)
     assert "silu_and_mul" in found and "rms_norm" not in found
-
-
-def test_torch_that_is_broken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)  # `import torch` then raises ImportError
-    with pytest.raises(UsageError, match="vllm-fl doctor"):
-        device_of(None)
 
 
 class TestALongRun:
@@ -376,7 +341,7 @@ class TestALongRun:
         plugin(INTERRUPTED)
         done = fl("verify", *QUICK)
         assert done.status == 130
-        assert "vendor.acme" in done.out and "interrupted" in done.out
+        assert "vendor.acme" in done.out
         assert "interrupted: 1 of 3 done" in done.err
         assert "Traceback" not in done.err
         done = fl("verify", "--json", *QUICK)
@@ -384,10 +349,6 @@ class TestALongRun:
         answer = done.json()
         assert answer["complete"] is False
         assert set(by_impl(answer)) == {"vendor.acme"}
-        assert {left["impl_id"]: left["reason"] for left in answer["not_run"]} == {
-            "vendor.late": "interrupted (float32)",
-            "vendor.never": "interrupted (float32)",
-        }
 
     @pytest.mark.slow
     def test_a_sample_that_takes_too_long_is_given_up_by_name(

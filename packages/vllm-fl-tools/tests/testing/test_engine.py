@@ -122,24 +122,13 @@ def test_an_op_that_is_not_planned_is_named_by_the_one_engine(
     assert starts(pytester.path) == ["gelu_and_mul silu_and_mul"]
 
 
-def test_where_the_engine_fails_the_op_at_fault_is_named(
-    run: Run, pytester: pytest.Pytester
-) -> None:
+def test_where_the_engine_fails_its_log_is_shown(run: Run, pytester: pytest.Pytester) -> None:
     result = run(sick="'silu_and_mul' in ops")
-    assert result.parseoutcomes()["failed"] == 1
-    assert result.parseoutcomes()["passed"] == 1
-    result.stdout.fnmatch_lines(["FAILED *test_engine*silu_and_mul*"])
-    result.stdout.fnmatch_lines(["*the engine failed; *"])
-    result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line", "*no kernel image*"])
-    assert starts(pytester.path)[0] == "gelu_and_mul silu_and_mul"
-    assert sorted(starts(pytester.path)[1:]) == ["gelu_and_mul", "silu_and_mul"]
-    assert left_behind(pytester.path) == []
-
-
-def test_ops_that_fail_only_together_are_not_passed(run: Run) -> None:
-    result = run(sick="len(ops) == 2")
     assert result.parseoutcomes()["failed"] == 2
-    result.stdout.fnmatch_lines(["*each of gelu_and_mul, silu_and_mul is served alone*"])
+    result.stdout.fnmatch_lines(["*the engine failed; *bisect --startup*"])
+    result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line", "*no kernel image*"])
+    assert starts(pytester.path) == ["gelu_and_mul silu_and_mul"]
+    assert left_behind(pytester.path) == []
 
 
 @pytest.mark.slow
@@ -150,8 +139,8 @@ def test_a_deadline_is_said_and_leaves_no_process(
     noted = "with running('the import of toy'): time.sleep(600)"
     mishap = f"import time; from vllm_fl.plugins.breadcrumb import running\n            {noted}"
     result = run(sick="'silu_and_mul' in ops", mishap=mishap, deadline=2.0)
-    assert result.parseoutcomes()["failed"] == 1
-    result.stdout.fnmatch_lines(["*gave no answer within 2 s*`deadline`*test class*"])
+    assert result.parseoutcomes()["failed"] == 2
+    result.stdout.fnmatch_lines(["*gave no answer within 4 s*`deadline`*test class*"])
     result.stdout.fnmatch_lines(["*line one of the log", "*a 'quoted' line"])
     assert left_behind(pytester.path) == []
     assert list((pytester.path / "vllm-fl" / "running").iterdir()) == [], "no note of what it ran"

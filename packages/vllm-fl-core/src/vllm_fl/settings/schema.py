@@ -26,7 +26,6 @@ from .values import (
     PER_OP,
     read_platform,
     read_share,
-    wrong,
 )
 
 if TYPE_CHECKING:
@@ -112,17 +111,17 @@ class Settings(Mapping[str, Setting]):
         warnings: warnings for the user, one sentence each.
         unchecked: names that are unknown or were not checked yet, such as
             `oot_blacklist.fused_moe`; `check_names` shortens it.
-        declared: the declarations of core and of the loaded plugins.
         tuned: the table that `table` names.
         locked: the lock that `lock` names.
+        declared: the declarations of core and of the loaded plugins.
     """
 
     entries: tuple[Setting, ...]
     warnings: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
-    declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
     tuned: Table | None = None
     locked: Locked | None = field(default=None, hash=False)
+    declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
     """False: vLLM runs without vllm-fl."""
@@ -303,40 +302,13 @@ class Settings(Mapping[str, Setting]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Declarations of plugins do not travel, since their `read` may not be picklable.
-        fields = (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
-        return _carried, (FORM, *fields)
-
-
-def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
-    """Return the settings of another process of the engine.
-
-    Raises:
-        SettingsError: another release of vllm-fl-core has sent them.
-    """
-    if form != FORM:
-        raise wrong(
-            "settings",
-            "another process",
-            "not what this vllm-fl-core sends; install the same release of it wherever a worker of "
-            "one engine runs",
-        )
-    entries, warnings, unchecked, tuned, locked = fields
-    return Settings(entries, warnings, unchecked, tuned=tuned, locked=locked)
+        return Settings, (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
 
 
 ITEMS: Declared = MappingProxyType(
     {spec.key: spec for spec in vars(Settings).values() if isinstance(spec, SettingSpec)}
 )
 """Core's own settings."""
-
-FORM = (
-    *ITEMS,
-    *Setting.__dataclass_fields__,
-    *OpOrder.__dataclass_fields__,
-    *DeviceOrder.__dataclass_fields__,
-    *Table.__dataclass_fields__,
-)
-"""The fields of settings in this release, by which those of another release are refused."""
 
 
 def variables(declared: Declared) -> tuple[str, ...]:

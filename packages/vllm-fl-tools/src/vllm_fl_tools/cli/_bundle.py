@@ -16,9 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.files import Draft
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.text import HIDDEN, is_secret, scrub
+from vllm_fl_tools.files import Draft
 
 from ._options import draft_of
 from ._progress import doing

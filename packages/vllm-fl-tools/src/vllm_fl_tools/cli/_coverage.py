@@ -46,14 +46,12 @@ class Owner:
         impl: the implementation's id; `stock` for vLLM's own code.
         name: what the code is called where no contract names an op: an operator, a layer.
         reached: `yes` where a contract reaches it, `no`, `partly`, or `?` where it is not known.
-        why: why no implementation of the plan runs there.
     """
 
     op: str
     impl: str
     name: str
     reached: str
-    why: str = ""
 
 
 KERNELS = 5
@@ -99,11 +97,7 @@ class Whose:
 
     def _stock(self, op: str) -> Owner:
         """vLLM's code for an op with a contract."""
-        return Owner(op, STOCK, "", NO, self._why_stock(op))
-
-    def _why_stock(self, op: str) -> str:
-        impl = self._planned(op)
-        return "planned" if impl == STOCK else f"{impl} is planned: see `vllm-fl explain {op}`"
+        return Owner(op, STOCK, "", NO)
 
     def _planned(self, op: str) -> str:
         """The implementation that is planned for this many tokens."""
@@ -114,8 +108,7 @@ class Whose:
 
     def _attention(self) -> Owner:
         impl, backend = self._planned(ATTENTION), ", ".join(self.places["attention"])
-        reached, why = (NO, "planned") if impl == STOCK else (YES, "")
-        return Owner(ATTENTION, impl, backend, reached, why)
+        return Owner(ATTENTION, impl, backend, NO if impl == STOCK else YES)
 
     def _fused(self, kernel: str) -> Owner:
         """A kernel of the compiler: the ops whose code is in it, by implementation."""
@@ -133,15 +126,13 @@ class Whose:
                 others[part] = None
         if not impls:
             name = f"fused: {', '.join(others)}" if others else "fused by the compiler"
-            unknown = "" if parts else "; its layers are unknown"
-            return Owner("", STOCK, name, NO if parts else UNKNOWN, f"no contract{unknown}")
+            return Owner("", STOCK, name, NO if parts else UNKNOWN)
         stock = sorted(op for op, impl in impls.items() if impl == STOCK)
         reached = YES if not stock else NO if len(stock) == len(impls) else PARTLY
-        why = "; ".join(f"{op}: {self._why_stock(op)}" for op in stock)
         ops = sorted(impls)
         run_by = ", ".join(dict.fromkeys(impls[op] for op in ops))
         name = f"with {', '.join(others)}" if others else ""
-        return Owner(f"fused: {', '.join(ops)}", run_by, name, reached, why)
+        return Owner(f"fused: {', '.join(ops)}", run_by, name, reached)
 
     def _uncovered(self, path: Sequence[str]) -> Owner:
         """What no contract names: by the outermost operator of the innermost layer."""
@@ -149,10 +140,10 @@ class Whose:
         called = [name for name in path[last + 1 :] if OPERATOR.fullmatch(name)]
         where = f"in {_layer(path[last])}" if last >= 0 else "outside of layers"
         if called:
-            return Owner("", STOCK, called[0], NO, f"no contract ({where})")
+            return Owner("", STOCK, f"{called[0]} {where}", NO)
         if path and MOVES.match(path[-1]):
-            return Owner("", STOCK, path[-1].partition(" (")[0], NO, "no contract: a copy")
-        return Owner("", STOCK, f"kernels {where}", NO, "no contract")
+            return Owner("", STOCK, path[-1].partition(" (")[0], NO)
+        return Owner("", STOCK, f"kernels {where}", NO)
 
 
 def _layer(name: str) -> str:
@@ -171,9 +162,8 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
         `of`: operators or kernels; `steps`, how many were profiled; `rows`, the longest first, each
         the fields of an `Owner`, `us` and `calls` of a step, its `share` of all rows, and the
         longest `kernels` {name: µs of a step}; `total_us`, of a step in all rows; `busy_us`, in
-        which the device ran at least one kernel, on a CPU as `total_us`; `profiled_us`, of a step
-        under the profiler, 0 if a device has the time; `reached`, the share by whether a contract
-        reaches it; `problem`, why there is nothing.
+        which the device ran at least one kernel, on a CPU as `total_us`; `reached`, the share by
+        whether a contract reaches it; `problem`, why there is nothing.
     """
     problem = seen["problem"]
     steps = 0 if problem else seen["steps"]
@@ -204,7 +194,6 @@ def attribute(whose: Whose, seen: Mapping[str, Any], *, on_host: bool) -> dict[s
         "rows": told,
         "total_us": total,
         "busy_us": total if on_host or not steps else seen["busy"] / steps,
-        "profiled_us": seen["step_us"] if on_host and steps else 0.0,
         "reached": dict(reached),
         "problem": problem,
     }
@@ -255,7 +244,7 @@ def _by_name(whose: Whose, kernel: str) -> Owner:
     """The owner of a kernel whose caller is unknown."""
     if kernel in whose.places["kernels"] or INDUCTOR.match(kernel) or MOVES.match(kernel):
         return whose.of([kernel])
-    return Owner("", "", "unattributed", UNKNOWN, "the profiler knows no caller")
+    return Owner("", "", "unattributed", UNKNOWN)
 
 
 def named(row: Mapping[str, Any]) -> str:
@@ -277,8 +266,7 @@ def sums(phase: Mapping[str, Any]) -> list[str]:
     lines = [f"Reached by a contract, by time: {shares}."]
     overlap = f", of which {total - busy:.1f} beside others" if total - busy > 0.01 * total else ""
     lines.append(f"All {of}: {total:.1f} µs a step in {calls:.0f} calls{overlap}.")
-    under = f"; under it {phase['profiled_us']:.1f} µs" if phase["profiled_us"] else ""
-    lines.append(f"The step without the profiler: {step:.1f} µs{under}.")
+    lines.append(f"The step without the profiler: {step:.1f} µs.")
     left = phase["remainder_us"]
     if left >= 0:
         what = "Python, scheduling and sampling on the host"

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_fl.files import Draft
 from vllm_fl.text import closest
+from vllm_fl_tools.files import Draft
 
 from ._show import UsageError
 

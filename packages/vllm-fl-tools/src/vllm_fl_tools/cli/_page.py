@@ -29,7 +29,7 @@ class Measured:
     """One file.
 
     Args:
-        name: what the page calls it: the file's name, numbered where two have the same.
+        name: the file's name.
         kind: `table`, `verification` or `coverage`.
         content: a `Tuned`, or what `verify --json` or `coverage --json` printed.
     """

@@ -133,7 +133,7 @@ def show(facts: Mapping[str, Any]) -> None:
         if phase["problem"]:
             say(f"Nothing is known of it: {phase['problem']}.")
         if phase["rows"]:
-            headings = ("op", "implementation", "share", "µs/step", "calls", "reached", "why not")
+            headings = ("op", "implementation", "share", "µs/step", "calls", "reached")
             print_table(headings, _lines(phase["rows"]))
             for line in sums(phase):
                 say(line)
@@ -142,9 +142,10 @@ def show(facts: Mapping[str, Any]) -> None:
 def _lines(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     shown = [row for row in rows if row["share"] >= SHOWN]
     if rest := [row for row in rows if row["share"] < SHOWN]:
-        more = {"op": f"{len(rest)} more", "name": "", "impl": "", "reached": "-"}
-        summed = {key: sum(row[key] for row in rest) for key in ("share", "us", "calls")}
-        shown.append({**more, "why": "see --json", **summed})
+        more = {"op": f"{len(rest)} more", "name": "see --json", "impl": "", "reached": "-"}
+        shown.append(
+            more | {key: sum(row[key] for row in rest) for key in ("share", "us", "calls")}
+        )
     return [
         (
             named(row),
@@ -153,7 +154,6 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             f"{row['us']:.1f}",
             f"{row['calls']:.1f}",
             row["reached"],
-            row["why"] or "-",
         )
         for row in shown
     ]

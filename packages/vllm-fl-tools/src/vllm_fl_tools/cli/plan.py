@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.errors import LockError
 from vllm_fl.integration.targets import without_layers
 from vllm_fl.logs import quiet
 from vllm_fl.plugins.reserved import ops_missing
@@ -22,6 +21,7 @@ from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
 
 from ..operate.described import Described
+from ..operate.errors import LockError
 from ._engine import asked_of, takes_engine
 from ._lock import save
 from ._show import UsageError, answer, print_table, say

@@ -83,29 +83,16 @@ def run(arguments: argparse.Namespace) -> int:
     for each in files:
         if each["kind"] not in MEASURED:
             raise UsageError(f"--html: {each['file']} is a {each['kind']}; there is no page of it")
-    names = _names(files)
     with draft_of(arguments.html, "--html") as out:
-        text = page(
-            [Measured(n, f["kind"], f["content"]) for n, f in zip(names, files, strict=True)]
-        )
+        text = page([Measured(Path(f["file"]).name, f["kind"], f["content"]) for f in files])
         out.put(text.encode(), lasting=True)
     facts = {
-        "files": [{"name": n, "kind": f["kind"]} for n, f in zip(names, files, strict=True)],
+        "files": [{"name": Path(f["file"]).name, "kind": f["kind"]} for f in files],
         "html": str(out.path),
         "bytes": len(text.encode()),
     }
     answer(facts, _show_page, as_json=arguments.json)
     return 0
-
-
-def _names(files: list[dict[str, Any]]) -> list[str]:
-    """The names of files on a page, each once."""
-    names: list[str] = []
-    for each in files:
-        base = Path(each["file"]).name
-        number = sum(name.partition(" (")[0] == base for name in names)
-        names.append(f"{base} ({number + 1})" if number else base)
-    return names
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _subject(
     facts = engine.facts
     facts = replace(facts, settings=facts.settings.without_table("it is measured"))
     ordered = (*facts.ordered.settings.held_by_device,)
-    facts = replace(facts, device=None)
+    facts = replace(facts, device="")
     assert facts.sizes is not None and facts.dtype is not None  # it has a model
     captured = max(facts.captured, default=0) if facts.mode == "compiled" else 0
     tokens = asked or _sizes(facts.sizes.tokens[-1], captured)

@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from vllm_fl_ops.contracts.rules import typical_sizes
 from ..operate.identity import cpu_name, device_name
 from ._environment import distributions
 from ._options import check_known, device_of, positive_seconds
-from ._show import UsageError, answer, print_table, say
+from ._show import answer, print_table, say
 from ._watch import INTERRUPTED, TookTooLong, Watch
 
 if TYPE_CHECKING:
@@ -77,9 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
     manager.ensure_initialized(defer_errors=True)  # everything is run, whatever the policy says
     kernels = {name for each in manager.registry.plugins for name in each.owner.kernels}
     runnable, not_run = _choose(manager, arguments.op, arguments.impl)
-    _check_dtypes(arguments.dtype, manager.registry.snapshot().contracts.values())
+    specs = manager.registry.snapshot().contracts.values()
+    check_known("dtype", arguments.dtype, {dtype for spec in specs for dtype in spec.dtypes})
     device = device_of(arguments.device)
-    facts = _device_facts(device)  # a kernel may break the device
+    # Before anything runs: a kernel may break the device.
+    name = cpu_name() if device.type == "cpu" else device_name(device)
     work = _Work(manager, runnable, arguments.dtype, device)
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             "python": platform.python_version(),
             "system": platform.platform(),
             "distributions": distributions(kernels),
-            "device": facts,
+            "device": {"type": device.type, "name": name},
             "emulated": arguments.emulated,
         },
         "complete": True,
@@ -97,7 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     def end(why: str) -> None:
         """Print the results of an incomplete run."""
-        not_run.extend(work.left(why))
         found["complete"] = False
         answer(found, show, as_json=arguments.json)
         say(f"vllm-fl: {why}: {len(work.results)} of {len(work.units)} done", error=True)
@@ -115,12 +116,6 @@ def run(arguments: argparse.Namespace) -> int:
     answer(found, show, as_json=arguments.json)
     bad = sum(r["samples"]["wrong"] + r["samples"]["raised"] for r in work.results)
     return 1 if bad or not work.results else 0
-
-
-def _device_facts(device: torch.device) -> dict[str, str]:
-    """The device, for a report."""
-    name = cpu_name() if device.type == "cpu" else device_name(device)
-    return {"type": device.type, "name": name}
 
 
 def _choose(
@@ -147,13 +142,6 @@ def _choose(
             continue
         not_run.append({**_identity(manager, impl), "reason": reason})
     return runnable, not_run
-
-
-def _check_dtypes(asked: Sequence[str] | None, specs: Iterable[OpSpec]) -> None:
-    known = list(dict.fromkeys(dtype for spec in specs for dtype in spec.dtypes))
-    for name in asked or ():
-        if name not in known:
-            raise UsageError(f"--dtype {name}: no contract has it. Known: {', '.join(known)}.")
 
 
 def _identity(manager: OpManager, impl: Impl) -> dict[str, Any]:
@@ -221,16 +209,6 @@ class _Work:
                     "seconds": round(seconds, 3),
                 }
             )
-
-    def left(self, why: str) -> Iterator[dict[str, Any]]:
-        """What was not run to its end, after a run that was cut short."""
-        dtypes: dict[tuple[str, str], list[str]] = {}
-        for impl, dtype in self.units[len(self.results) :]:
-            dtypes.setdefault((impl.op_name, impl.impl_id), []).append(dtype)
-        for impl in dict.fromkeys(impl for impl, _ in self.units):
-            if names := dtypes.get((impl.op_name, impl.impl_id)):
-                reason = f"{why} ({', '.join(names)})"
-                yield {**_identity(self.manager, impl), "reason": reason}
 
     def _trials(self, spec: OpSpec, dtype: str) -> Trials:
         import torch
@@ -350,16 +328,14 @@ def _same(found: dict[str, Any] | None) -> str:
 def _details(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     """One line for each reason of each implementation: first what is wrong, then refusals."""
     for wanted in (("wrong", "raised"), ("refused",)):
-        reasons: dict[tuple[str, str, str, str], dict[str, list[str]]] = {}
+        reasons: dict[str, list[str]] = {}
         for r in results:
             for finding in r["findings"]:
                 if finding["status"] in wanted:
-                    key = (r["op"], r["impl_id"], finding["status"], finding["reason"])
-                    dtypes_of = reasons.setdefault(key, {})
-                    dtypes_of.setdefault(finding["sample"], []).append(r["dtype"])
-        for (op, impl_id, status, reason), samples in reasons.items():
-            dtypes = ", ".join(dict.fromkeys(d for found in samples.values() for d in found))
-            yield f"{op} {impl_id}: {status}: {reason} ({dtypes}: {'; '.join(samples)})"
+                    what = f"{r['op']} {r['impl_id']}: {finding['status']}: {finding['reason']}"
+                    reasons.setdefault(what, []).append(f"{r['dtype']} {finding['sample']}")
+        for what, samples in reasons.items():
+            yield f"{what} ({'; '.join(samples)})"
     for r in results:
         found = r["determinism"]
         if found and found["batches"] is not True:

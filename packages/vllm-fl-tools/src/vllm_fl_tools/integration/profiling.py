@@ -15,7 +15,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,9 +33,6 @@ __all__ = ["AMBIGUOUS", "Profiling", "device_times", "watch_compiler"]
 
 LABEL = "vllm-fl"
 """What labels begin with: `vllm-fl/op/rms_norm/vendor.cpu`, `vllm-fl/layer/RMSNorm`."""
-
-STEP = f"{LABEL}/step"
-"""Marks the beginning of a step."""
 
 AMBIGUOUS = frozenset({"aten::sum"})
 """Operators of PyTorch's that a binding names for one form of theirs alone, and that many call. So
@@ -207,9 +203,6 @@ class _Window:
                 if self.profile is None:
                     self._start()
                 self.seen += 1
-                if self.profile is not None:
-                    with _label(STEP):
-                        pass
         return self._run(scheduled, *args, **more)
 
     def close(self) -> dict[str, Any]:
@@ -230,15 +223,12 @@ class _Window:
 
     def _stop(self) -> None:
         _synchronize(self.worker.device)
-        if self.worker.device.type == "cpu":
-            with _label(STEP):
-                pass
         try:
             self.profile.stop()
         finally:
             self._stack.close()
         try:
-            seen = _seen(self.profile.events(), self.seen)
+            seen = _seen(self.profile.events())
         except Exception as error:  # what a profiler raises whose library is not the device's
             seen = {"problem": f"PyTorch's profiler failed: {quote(error)}"}
         self.result = {"steps": self.seen, "problem": "", **seen}
@@ -258,28 +248,21 @@ def _synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize()
 
 
-def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
+def _seen(events: Iterable[Any]) -> dict[str, Any]:
     """What a profile has, JSON-able.
 
     Returns:
         `paths`: lists of names, each of an operator or a label and what it is called from, the
         outermost first. `host` [[path, µs, calls]]: the time of the host in each, without what it
-        calls, in the middle half of the steps by how long they took; `steps`, how many these are;
-        `step_us`, their mean. `kernels` [[path, kernel, µs, calls]]: the time of the device in
-        kernels that were launched there; the path is None if the profiler does not know it. `busy`,
-        the µs in which at least one kernel ran. If there are kernels, all steps count.
+        calls. `kernels` [[path, kernel, µs, calls]]: the time of the device in kernels that were
+        launched there; the path is None if the profiler does not know it. `busy`, the µs in which
+        at least one kernel ran.
     """
     ordered = sorted(events, key=lambda event: event.time_range.start)
     times, busy = device_times(ordered)
-    if times or not any(event.name == STEP for event in ordered):
-        kept, counted, mean = None, steps, 0.0
-    else:
-        kept, mean = _middle([e.time_range.start for e in ordered if e.name == STEP])
-        counted = len(kept)
     paths: dict[tuple[str, ...], int] = {}
     host: dict[int, list[float]] = {}
     kernels: dict[tuple[int | None, str], list[float]] = {}
-    step = -1
 
     @functools.cache
     def path(event: Any) -> tuple[str, ...]:
@@ -289,12 +272,10 @@ def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
     for event in ordered:
         if _is_on_device(event) or event.is_async:
             continue
-        step += event.name == STEP
         number = paths.setdefault(path(event), len(paths))
-        if kept is None or step in kept:
-            figures = host.setdefault(number, [0.0, 0])
-            figures[0] += event.self_cpu_time_total
-            figures[1] += 1
+        figures = host.setdefault(number, [0.0, 0])
+        figures[0] += event.self_cpu_time_total
+        figures[1] += 1
         if not getattr(event, "is_user_annotation", False):  # shown as if it were a kernel, too
             for kernel in event.kernels:
                 figures = kernels.setdefault((number, kernel.name), [0.0, 0])
@@ -309,18 +290,7 @@ def _seen(events: Iterable[Any], steps: int) -> dict[str, Any]:
         "host": [[number, *figures] for number, figures in host.items()],
         "kernels": [[*key, *figures] for key, figures in kernels.items()],
         "busy": busy,
-        "steps": counted,
-        "step_us": mean,
     }
-
-
-def _middle(starts: list[float]) -> tuple[set[int], float]:
-    """Of steps that begin, and end, at these times: the middle half by length, and its mean."""
-    lengths = [after - before for before, after in pairwise(starts)]
-    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-    cut = len(lengths) // 4
-    kept = set(by_length[cut : len(lengths) - cut])
-    return kept, sum(lengths[n] for n in kept) / max(len(kept), 1)
 
 
 def _is_on_device(event: Any) -> bool:

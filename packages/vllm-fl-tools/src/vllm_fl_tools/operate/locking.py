@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import LockError
 from vllm_fl.integration.carried import entry_of
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.planning import plan_for
@@ -25,6 +24,7 @@ from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import HIDDEN, is_secret, scrub
 
+from .errors import LockError
 from .identity import identity
 
 if TYPE_CHECKING:

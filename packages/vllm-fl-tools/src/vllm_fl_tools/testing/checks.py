@@ -21,9 +21,8 @@ from vllm_fl.plugins.forms import nothing
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 from vllm_fl_verify import process_state
-from vllm_fl_verify.determinism import Determinism, determinism_of
 from vllm_fl_verify.launches import Launched, launched
-from vllm_fl_verify.trials import Request, Role, Trials
+from vllm_fl_verify.trials import Request, Role
 from vllm_fl_verify.verification import Comparison, compare, synchronise
 
 from .families import calls_of
@@ -38,7 +37,6 @@ __all__ = [
     "families",
     "preflight",
     "refusals",
-    "same_bits",
     "serving",
     "states_support",
     "values",
@@ -127,13 +125,6 @@ def determinism(subject: Subject, dtype: str, sample: str) -> None:
         if subject.accepts(each):
             first, second = (subject.bits(fresh(each)) for _ in range(2))
             expect(first == second, f"{each.name}: the same inputs gave other bits")
-
-
-def same_bits(subject: Subject, dtype: str) -> Determinism:
-    """Whether the calls of a served model give the same bits in another run and another batch."""
-    tokens = subject.sizes.tokens
-    trials = Trials(subject.spec, _torch(dtype), subject.device, subject.all_sizes, seed=0)
-    return determinism_of(subject.impl, trials, counts=tokens)
 
 
 def refusals(subject: Subject, dtype: str, sample: str) -> None:

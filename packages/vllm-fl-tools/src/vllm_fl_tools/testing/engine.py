@@ -1,8 +1,7 @@
 """The check on the engine: vLLM, in processes of its own, serves a tiny model with the backend.
 
 One engine serves with all ops of the backend at once, and its report tells which op is not planned
-as it should be. If that engine fails or gives no answer, one is started for each op, to find the op
-at fault.
+as it should be.
 """
 
 from __future__ import annotations
@@ -55,13 +54,6 @@ def engine(subject: Subject, dtype: str, sample: str) -> None:
     brought = installed_with(subject.impl)
     ops = tuple(impl.op_name for impl in brought if impl.availability() is True)
     served = _served(ops, impl_id, deadline)
-    if served.report is None and len(ops) > 1:
-        together, served = served, _served((op,), impl_id, deadline)
-        alone = (_served((each,), impl_id, deadline) for each in ops)
-        if served.report is not None and all(one.report is not None for one in alone):
-            raise AssertionError(
-                f"each of {', '.join(ops)} is served alone, but together {together.problem}"
-            )
     if served.report is None:
         raise AssertionError(served.problem)
     planned = served.report["ops"][op]
@@ -93,7 +85,10 @@ def _served(ops: tuple[str, ...], impl_id: str, deadline: float) -> _Served:
                 running_one.ask("visit", **vars(Visit("kit", 1, 3, 8)))
                 return _Served(running_one.report)
         except EngineError as error:
-            what = "the engine failed; `vllm-fl doctor` looks for its cause here"
+            what = (
+                "the engine failed; `vllm-fl doctor` looks for its cause here, and `vllm-fl bisect "
+                "--startup` for the op"
+            )
             if error.hung:
                 what = (
                     f"the engine gave no answer within {limit:.0f} s and was ended: that is "

@@ -13,11 +13,10 @@ import torch
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch.platforms import torch_device
 from vllm_fl.dispatch.startup import detect_platform
 
+from ..devices import torch_device
 from .cases import CHECKS, Case, cases_of
-from .checks import same_bits
 from .exceptions import read_xfails
 from .processes import installed
 from .subject import HIDDEN, SIZES, Refused, Subject, expect
@@ -58,28 +57,14 @@ class OpConformance:
         # Where the tools were installed before they had the option, pytest does not know it.
         suite.requires = metafunc.config.getoption("require_available", default=False)
         check = metafunc.definition.originalname.removeprefix("test_")
-        marks = [pytest.mark.engine] if check == "engine" else []
+        without = "engine" not in metafunc.config.option.markexpr
+        why = "starts vLLM, once for all ops, in minutes: python -m pytest -m engine"
+        marks = [pytest.mark.engine, pytest.mark.skipif(without, reason=why)]
+        marks = marks if check == "engine" else []
         metafunc.parametrize(
             "case",
             [pytest.param(case, id=str(case), marks=marks) for case in suite.cases[check]],
         )
-
-    def test_determinism(self, case: Case, record_property: Callable[[str, object], None]) -> None:
-        """The same inputs give the same bits. Whether a row does in any batch is recorded.
-
-        The property `batch_invariant` (in a report of `--junit-xml`) is True, False with the
-        first difference, or None with the reason for which it was not measured.
-        """
-        self._run(case)
-        found = same_bits(_suite(type(self)).subjects[case.op], case.dtype)
-        told = f"{found.batches}: {found.reason}" if found.reason else found.batches
-        record_property("batch_invariant", told)
-
-    def test_engine(self, case: Case, request: pytest.FixtureRequest) -> None:
-        """vLLM serves a tiny model with it."""
-        if "engine" not in request.config.option.markexpr:
-            pytest.skip("starts vLLM, once for all ops, in minutes: python -m pytest -m engine")
-        self._run(case)
 
     def test_exceptions(self) -> None:
         """Every entry of xfails.toml names a test."""
@@ -122,10 +107,7 @@ def _test(check: str) -> Callable[[OpConformance, Case], None]:
 
 
 for _check in CHECKS:  # each a test of its own, so that a name selects it
-    _own = vars(OpConformance).get(f"test_{_check}")
-    if _own is not None:
-        delattr(OpConformance, f"test_{_check}")  # pytest runs them in the order of definition
-    setattr(OpConformance, f"test_{_check}", _own or _test(_check))
+    setattr(OpConformance, f"test_{_check}", _test(_check))
 
 
 def _keep_out_of_traces() -> None:

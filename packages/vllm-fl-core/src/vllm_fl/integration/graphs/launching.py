@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class TracedForms(GraphPass):
     """The pass, for one engine."""
 
+    tasks: dict[str, tuple[OperatorTarget, Chain]]
+
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         super().__init__(engine, vllm_config)
         self.tasks = {

@@ -180,7 +180,6 @@ class Operators(Taking):
     """Overrides kernels of vLLM's torch operators."""
 
     kind = OperatorTarget
-    key = "operators"
 
     def note(self, plan: Plan, op: str) -> str:
         return operator_note(plan, op)
@@ -233,7 +232,8 @@ class Operators(Taking):
         return Choice(taken, left, dict(sorted(defined.items())))
 
     def choose(self, engine: Engine) -> dict[str, Any]:
-        return {**super().choose(engine), "defined": engine.state[Operators].defined}
+        chosen = self.decide(engine)
+        return {"operators": chosen.names, "defined": chosen.defined}
 
     def take(self, engine: Engine, chosen: Choice) -> None:
         empty.define(chosen.defined)
@@ -254,4 +254,5 @@ class Operators(Taking):
     compiled = loaded
 
     def report(self, engine: Engine) -> dict[str, Any]:
-        return {**super().report(engine), "defined": engine.state[Operators].defined}
+        chosen: Choice = engine.state[Operators]
+        return {"operators": self.told(engine, chosen), "defined": chosen.defined}
