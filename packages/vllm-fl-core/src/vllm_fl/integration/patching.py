@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 PATCHERS: tuple[Patcher, ...] = (
     Layers(),

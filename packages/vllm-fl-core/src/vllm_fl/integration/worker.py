@@ -191,7 +191,7 @@ class PlannedWorker:
         failed = engine.state.setdefault(sections, set())  # is logged once for each engine
         for plugin in asking(get_default_manager().registry.plugins, "worker_report"):
             try:
-                report |= sections(plugin, engine, report)
+                report.update(sections(plugin, engine, report))
             except PluginError as error:
                 if plugin.owner not in failed:
                     log.warning("%s", error)
