@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from importlib import import_module
@@ -47,7 +46,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
             plugin=entry.name,
             distribution=name,
             version=version,
-            path=os.fspath(dist.locate_file("")) if dist else None,
+            path=str(dist.locate_file("")) if dist else None,
         )
         load = partial(_fail, problem) if problem else entry.load
         found.append(Plugin(owner, entry.value, load, KINDS[entry.group]))

@@ -12,6 +12,7 @@ from copy import copy
 from importlib import import_module
 from typing import Any, Protocol
 
+from ..contracts import OPS
 from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
 from ..errors import DuplicateError, PluginError
@@ -22,7 +23,7 @@ from .declared import OLD_FORM, check_settings, declare
 from .discovery import refusal_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
-from .reserved import OPS, brings_ops, holder_of, reservation
+from .reserved import brings_ops, holder_of, reservation
 from .setting import SettingSpec
 from .snapshot import RegistrySnapshot
 from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
