@@ -151,6 +151,7 @@ def device() -> DeviceProfile | None:
             return DeviceProfile("acme", "acme.platform.AcmePlatform", "acme.worker.AcmeWorker",
                                  detect=lambda: os.path.exists("/dev/acme0") or "no /dev/acme0")
     """
+    return None
 
 
 @hookspec
@@ -169,6 +170,7 @@ def policy(platform: str) -> PolicyDefaults | None:
         def policy(platform):
             return PolicyDefaults(HERE / "acme.yaml") if platform == "acme" else None
     """
+    return None
 
 
 @hookspec
@@ -213,6 +215,7 @@ def rejections(
             if settings["acme_streams"].value == "one":
                 return {"vendor.acme": "ACME_STREAMS=one"}
     """
+    return None
 
 
 @hookspec
@@ -247,6 +250,7 @@ def worker_start(context: WorkerContext) -> WorkerReport | None:
             acme.warm_up(context.device)
             return WorkerReport(("acme: streams warmed up",), {"acme": acme.__version__})
     """
+    return None
 
 
 @hookspec
@@ -266,6 +270,7 @@ def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | No
                 faulty = Objection("FL410", f"{engine.device} is known to be faulty")
                 return {("silu_and_mul", "vendor.acme"): faulty}
     """
+    return None
 
 
 @hookspec
@@ -286,6 +291,7 @@ def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
             yield
             acme.stop_counting()
     """
+    return None
 
 
 @hookspec
@@ -301,6 +307,7 @@ def worker_report(engine: Engine) -> Mapping[str, object] | None:
         def worker_report(engine):
             return {"acme_streams": acme.streams_in_use()}
     """
+    return None
 
 
 @hookspec
