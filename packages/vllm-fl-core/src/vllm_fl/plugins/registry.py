@@ -163,10 +163,9 @@ class OpRegistry:
                 if (kept := tuple(i for i in found if (op, i.impl_id) in owners))
             }
             gone = {op for op, author in before.authors.items() if author == owner}
-            contracts, bindings, authors = (
-                {op: each for op, each in table.items() if op not in gone}
-                for table in (before.contracts, before.bindings, before.authors)
-            )
+            contracts = {op: spec for op, spec in before.contracts.items() if op not in gone}
+            bindings = {op: each for op, each in before.bindings.items() if op not in gone}
+            authors = {op: author for op, author in before.authors.items() if op not in gone}
             self._change(RegistrySnapshot(impls, owners, contracts, bindings, authors))
 
     def clear(self) -> None:
