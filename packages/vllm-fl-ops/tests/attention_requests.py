@@ -28,7 +28,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"extras": {"use_mm_prefix": True}}, "use_mm_prefix"),
     ({"extras": {"use_kv_connector": True}}, "use_kv_connector"),
     ({"extras": {"use_dcp": True}}, "use_dcp"),
-    ({"extras": {"is_hybrid": True}}, "keep states"),
+    ({"extras": {"is_hybrid": True}}, "state layers"),
     ({"extras": {"use_what_a_later_vllm_adds": True}}, "use_what_a_later_vllm_adds"),
 ]
 """What neither Ascend's nor FlagGems's kernels have, with a part of the reason."""
