@@ -59,8 +59,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
 
 
 def test_it_is_planned_where_nothing_speaks_against_it(entries: Entries) -> None:
-    rope = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase"
-    needs = ("vllm.config.model:ModelConfig.get_head_size", f"{rope}.head_size", rope)
+    needs = ("vllm.config.model:ModelConfig.get_head_size", "vllm.config:VllmConfig")
     found = entries(needs=needs, shared=("vllm.envs:environment_variables",))
     assert {entry.label for entry in found.values()} == {"vendor.acme"}
 

@@ -183,8 +183,8 @@ def test_what_is_found_out_through_the_object_is_the_vendors(
     assert Vendor.found == "two NPUs"
     del type(made).found
     assert not hasattr(Vendor, "found")
-    type(made).vllm_fl_stock_priority = None
-    assert not hasattr(Vendor, "vllm_fl_stock_priority"), "what is ours is not"
+    type(made).vllm_fl_device = None
+    assert not hasattr(Vendor, "vllm_fl_device"), "what is ours is not"
 
 
 def test_what_the_vendor_has_cached_is_not_made_anew(in_place: Callable[[Any], Any]) -> None:

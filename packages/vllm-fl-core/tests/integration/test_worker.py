@@ -32,9 +32,6 @@ from vllm_fl.integration.worker import PlannedWorker
 from vllm_fl.settings.loading import load_settings
 
 current_platform.get_default_ir_op_priority = lambda config: IrOpPriorityConfig()
-type(current_platform).vllm_fl_stock_priority = classmethod(
-    lambda cls, config: IrOpPriorityConfig.with_default(["native"])
-)
 
 
 class Worker:

@@ -84,24 +84,19 @@ class PlatformOverlay:
         from .patchers.ir import prioritise
         from .planning import facts_of, load_plugins, note_user_priority, plan_for
 
-        # A configuration that was made from a sealed engine's, as vLLM's drafters do.
-        if is_sealed(vllm_config):
-            return cls.vllm_fl_stock_priority(vllm_config)
-        load_plugins(vllm_config)
-        note_user_priority(vllm_config)
-        # Not every release imports the kernels before it hashes the priorities.
-        cls.import_ir_kernels()
-        default = cls.vllm_fl_stock_priority(vllm_config)
-        if vllm_config.model_config is None:
+        # vLLM's drafters make a configuration from a sealed engine's.
+        is_final = is_sealed(vllm_config)
+        if not is_final:
+            load_plugins(vllm_config)
+            note_user_priority(vllm_config)
+            # Not every release imports the kernels before it hashes the priorities.
+            cls.import_ir_kernels()
+        default = super().get_default_ir_op_priority(vllm_config)  # type: ignore[misc]
+        if is_final or vllm_config.model_config is None:
             return default
         if cls.vllm_fl_device is not None:
             leave_out_cuda_fusions(vllm_config)
         return prioritise(default, plan_for(facts_of(vllm_config)))
-
-    @classmethod
-    def vllm_fl_stock_priority(cls, vllm_config: VllmConfig) -> Any:
-        """The order that vLLM's own class gives."""
-        return super().get_default_ir_op_priority(vllm_config)  # type: ignore[misc]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
