@@ -250,23 +250,8 @@ def test_two_plugins_that_differ_end_nothing_and_both_are_named(
     setting = load_settings({}, platform_files=[("a 1", a), ("b 2", b)])[key]
     assert setting.value == value
     assert f"{a}:1 (a 1)" in setting.origin and f"{b}:2 (b 2)" in setting.origin
-    assert [origin for _, origin in setting.merged] == [f"{a}:1 (a 1)", f"{b}:2 (b 2)"]
-    assert setting.disagreements
+    assert [origin for _, origin in setting.overrides][:2] == [f"{a}:1 (a 1)", f"{b}:2 (b 2)"]
     assert load_settings({}, platform_files=[("b 2", b), ("a 1", a)])[key] == setting
-
-
-@pytest.mark.parametrize(
-    ("variable", "key"), [("VLLM_FL_PREFER", "prefer"), ("VLLM_FL_PER_OP", "op_backends.m")]
-)
-def test_any_setting_of_the_users_settles_it(write: Write, variable: str, key: str) -> None:
-    a = write("a.yaml", "prefer: vendor\nop_backends: {m: [vendor, flagos]}\n")
-    b = write("b.yaml", "prefer: flagos\nop_backends: {m: [flagos, vendor]}\n")
-    files = [("a 1", a), ("b 2", b)]
-    text = "reference" if key == "prefer" else "m=reference"
-    settings = load_settings({variable: text}, platform_files=files)
-    assert str(settings[key].value) == "reference" and settings[key].disagreements == ()
-    settings = load_settings({"VLLM_FL_CONFIG": write("mine.yaml", "")}, platform_files=files)
-    assert not any(setting.disagreements for setting in settings.values())
 
 
 def test_a_plugins_whitelist_goes_without_anothers_blacklist(write: Write) -> None:
@@ -635,7 +620,6 @@ def test_merged_settings_travel(write: Write) -> None:
     again = pickle.loads(pickle.dumps(settings))
     assert again == settings and again.policy == settings.policy
     assert again.warnings and again.unchecked
-    assert again["op_backends.m"].merged and again["strict"].disagreements
     assert str(again.policy.per_op_order["m"]) == "flagos|stock|impl:vendor.b"
     # Still the platform's list: a block's preference re-sorts it there as here.
     moved = again.policy.preferring("vendor").per_op_order["n"]

@@ -49,20 +49,14 @@ class Setting:
         value: text, a boolean, None, a tuple of names, or an `OpOrder`.
         origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
             `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
-        overrides: (value, origin) of what it replaced, the nearest first. A variable that
-            VLLM_FL_CONFIG overrides is shown by its text, unread.
-        variable: the environment variable that sets it, or None.
-        merged: (value, origin) of each platform file that sets it, if several do.
-        disagreements: a sentence for each contradiction between those, with the value that is used.
+        overrides: (value, origin) of what it replaced, or was merged from, the nearest first. A
+            variable that VLLM_FL_CONFIG overrides is shown by its text, unread.
     """
 
     key: str
     value: object
     origin: str = "default"
     overrides: tuple[tuple[object, str], ...] = ()
-    variable: str | None = None
-    merged: tuple[tuple[object, str], ...] = ()
-    disagreements: tuple[str, ...] = ()
 
     @property
     def names(self) -> Names:
@@ -248,7 +242,7 @@ class Settings(Mapping[str, Setting]):
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
                 below = self.policy.per_op_order.get(op, OpOrder((), ()))
                 order = dataclasses.replace(below, pinned=found.order.pinned).with_rows(mode, rows)
-                new = Setting(key, order, found.why, variable=PER_OP)
+                new = Setting(key, order, found.why)
                 entries[key] = entries[key].replaced(order, found.why) if key in entries else new
         if entries == self._by_key:
             return self

@@ -338,28 +338,9 @@ def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Problem]:
         yield warning, "This setting has no effect.", undo(warning)
 
 
-def find_disagreements(settings: Settings) -> Iterator[Problem]:
-    """Find settings that the policy files of several backends set differently."""
-    for setting in settings.values():
-        if setting.disagreements and setting.key not in settings.unowned:
-            files = "; ".join(f"{_shown(value)} ({origin})" for value, origin in setting.merged)
-            yield (
-                f"The installed backends disagree about {setting.key}.",
-                f"{'. '.join(setting.disagreements)}. They set: {files}. In force: "
-                f"{_shown(setting.value)}. You decide by setting it: this keeps what is in force.",
-                exported(str(setting.variable), _shown(setting.value)),
-            )
-
-
 def exported(variable: str, text: str) -> str:
     """The command that sets a variable, or takes it away where nothing is left of it."""
     return f"export {variable}={quote(text)}" if text else f"unset {variable}"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def open_to_all(paths: Sequence[str]) -> Iterator[Problem]:

@@ -49,7 +49,6 @@ from ._checks import (
     VLLMS,
     Problem,
     exported,
-    find_disagreements,
     find_idle,
     open_to_all,
     warned,
@@ -79,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. All checks run, however broken the environment is."""
     check_words(arguments)
     with ExitStack() as stack:
-        draft = arguments.bundle and stack.enter_context(_bundle.draft_of(arguments.bundle))
+        draft = arguments.bundle and stack.enter_context(_bundle.archive_of(arguments.bundle))
         found = _examine(arguments)
         if draft:
             with progress(arguments.verb):
@@ -344,7 +343,6 @@ class _Examined:
         if self.settings is None:
             return
         yield from find_idle(self.settings, self.plugins)
-        yield from find_disagreements(self.settings)
 
     def find_table(self) -> Iterator[Finding | Problem]:
         """A table that does not hold on this machine."""
