@@ -143,24 +143,6 @@ def test_what_is_not_the_op_is_vllms_and_counted(
         assert told(plan, chosen)["fl_home.gated"]["other_arguments"] == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "named", "error"),
-    [
-        ((), {"quantised": False}, "missing 1 required positional argument: 'input'"),
-        ((X,), {"quantized": False}, "unexpected keyword argument 'quantized'"),
-    ],
-    ids=["missing", "misspelt"],
-)
-def test_a_call_that_python_would_refuse_gets_pythons_error(
-    args: tuple[Any, ...], named: dict[str, Any], error: str
-) -> None:
-    with (
-        engine(plan_of(silu("vendor.a"))),
-        pytest.raises(TypeError, match=rf"gated\(\) (got )?(an )?{error}"),
-    ):
-        sys.modules["fl_home"].gated(*args, **named)
-
-
 def test_who_is_no_engine_of_ours_gets_vllms_function(home: ModuleType) -> None:
     with engine(plan_of(silu("vendor.a"))), calling(None):
         assert torch.equal(home.gated(X), STOCK)

@@ -400,25 +400,6 @@ def test_a_size_that_the_user_has_compiled_apart_is_no_end_of_a_range(planned: P
     assert (found.compile_ranges_endpoints, found.compile_sizes) == ([4, 64], [4, 1])
 
 
-def test_of_more_rows_that_of_the_largest_calls_is_split_off(planned: Planned) -> None:
-    order = {
-        "<=2": "reference",
-        "<=4": "vendor",
-        "<=8": "reference",
-        "<=16": "flagos",
-        "rest": "vendor",
-    }
-    plan = planned(order, *three())
-    found = split(plan, endpoints=[64], sizes=[])
-    assert found.compile_ranges_endpoints == [16, 64]
-    chosen = ranges.planned(by_range(plan), config([16, 64], []))[OP]
-    assert [(str(sizes), impl) for sizes, impl in chosen] == [
-        ("1-16", None),
-        ("17-64", "vendor.acme"),
-    ]
-    assert ranges.told(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
-
-
 def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(
     planned: Planned,
 ) -> None:
@@ -452,6 +433,8 @@ def test_what_is_reported_is_what_was_planned_and_what_became_of_it(planned: Pla
     bound = plan.bind(OP, object(), NOTHING)
     for sizes in ((1, 4), (5, 16)):
         lowered(plan, sizes, bound, torch.randn(8, 8))
+    chosen = ranges.planned(by_range(plan), config([16, 64], []))[OP]
+    assert ranges.told(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
     assert reported(plan, config([4, 16, 64])) == {
         OP: [
             {"first": 1, "last": 4, "impl": "vendor.acme", "places": 1, "operators": 0},

@@ -132,13 +132,6 @@ def test_a_call_by_name_reaches_the_plans_first_choice_and_shutdown_gives_it_bac
     assert torch._C._dispatch_dump("fl_test_operators::gated").count("CPU") == 1
 
 
-def test_an_op_that_is_stock_overrides_nothing() -> None:
-    plan = planning(managing())
-    with engine(plan) as chosen:
-        assert chosen.names == {} and PATCHER.told(engine_of(plan), chosen) == {}
-        assert torch.equal(call(), STOCK)
-
-
 def test_a_caller_without_engine_gets_the_replaced_kernel_and_is_counted() -> None:
     plan = plan_of(silu("vendor.a"))
     with engine(plan) as chosen:

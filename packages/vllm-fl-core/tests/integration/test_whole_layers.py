@@ -17,7 +17,6 @@ if find_spec("vllm") is None:
 
 import torch
 from builders import engine_of, managing, planning
-from configs import engine_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer, maybe_get_oot_by_class
 
@@ -221,17 +220,6 @@ def test_a_layer_of_an_op_is_the_ops(plan: Make) -> None:
     plan(impl("SiluAndMul"))
     (why,) = PATCHER.why_not(facts()).impls.values()
     assert "by the op silu_and_mul" in why and "bring an OpImpl" in why
-
-
-def test_the_request_is_what_the_configuration_says() -> None:
-    config = engine_config(tensor_parallel_size=4)
-    for name, value in (("data", 2), ("pipeline", 3)):
-        setattr(config.parallel_config, f"{name}_parallel_size", value)
-    config.parallel_config.enable_expert_parallel = True
-    config.model_config.quantization, config.lora_config = "fp8", object()
-    assert whole_layers.request_of(config, compiled=True) == LayerRequest(
-        "", torch.bfloat16, "fp8", 4, 3, 2, 8, True, True
-    )
 
 
 # What the user says.
