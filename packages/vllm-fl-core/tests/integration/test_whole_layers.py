@@ -139,7 +139,8 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
     ):
         made = plan(impl(), per_op_order={"Mixer": order}, foreign=foreign)
         assert made.entries["Mixer"].label == label
-        with patching.building(engine_of(made)):
+        engine = engine_of(made)
+        with patching.entered(lambda each, engine=engine: each.building(engine)):
             assert type(Mixer()) is cls
         assert TABLE["Mixer"] is theirs
 

@@ -367,7 +367,6 @@ class TestWhoDoesNotRun:
         found = op.measure(8)
         assert "no more" in found.rejected["vendor.fast"]
         assert found.winner == "default"
-        assert {*found.finals} == {"vendor.default"}
 
     def test_one_that_takes_too_long(self, machine: Machine) -> None:
         entered: list[str] = []
@@ -384,7 +383,6 @@ class TestWhoDoesNotRun:
         )
         found = op.measure(8)
         assert "given up after 5 s" in found.rejected["vendor.slow"]
-        assert {*found.finals} == {"vendor.default"}
         assert entered.count("vendor.slow") == 1
 
 

@@ -71,7 +71,7 @@ class PlannedWorker:
         """Open the device, and let the ranks agree on what they exchange tensors through."""
         engine = Engine(facts_of(self.vllm_config), self.rank, self)
         refuse_unverified(engine.facts)
-        with patching.opening(engine):
+        with patching.entered(lambda each: each.opening(engine)):
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
             engine.device = self.device
@@ -96,7 +96,8 @@ class PlannedWorker:
         for plugin in asking(get_default_manager().registry.plugins, "engine_session"):
             engine.on_exit(enter_session(plugin, engine))
         try:
-            with patching.building(engine), building(engine.plan), calling(engine):
+            built = patching.entered(lambda each: each.building(engine))
+            with built, building(engine.plan), calling(engine):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if not engine.joins:
                 with phases.during(LIVE):
@@ -190,7 +191,7 @@ class PlannedWorker:
         failed = engine.state.setdefault(sections, set())  # is logged once for each engine
         for plugin in asking(get_default_manager().registry.plugins, "worker_report"):
             try:
-                report |= sections(plugin, engine, report)
+                report.update(sections(plugin, engine, report))
             except PluginError as error:
                 if plugin.owner not in failed:
                     log.warning("%s", error)

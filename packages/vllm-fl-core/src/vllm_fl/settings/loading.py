@@ -252,7 +252,8 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
             wanted = ", ".join((*(held.value or ()), *lost))  # type: ignore[misc]
             problem = (
                 f"{where} takes its effect away, since what a file says or leaves out wins over "
-                f"variables. Write `{key}: {wanted}` into that file, or unset {SWITCHES[key].variable}"
+                f"variables. Write `{key}: {wanted}` into that file, or unset "
+                f"{SWITCHES[key].variable}"
             )
             raise wrong(key, asked.origin, problem, kind=IdleSwitchError)
 

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. All checks run, however broken the environment is."""
     check_words(arguments)
     with ExitStack() as stack:
-        draft = arguments.bundle and stack.enter_context(_bundle.draft_of(arguments.bundle))
+        draft = arguments.bundle and stack.enter_context(_bundle.archive_of(arguments.bundle))
         found = _examine(arguments)
         if draft:
             with progress(arguments.verb):

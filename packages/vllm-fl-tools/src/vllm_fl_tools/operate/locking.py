@@ -198,7 +198,7 @@ def _settings(settings: Settings) -> dict[str, Any]:
     }
     if settings.tuned is not None:
         found["table"] = {
-            op: [f"{each.devices}: {each.order}" for each in orders if each.of_table]
+            op: [f"{each.name}: {each.order}" for each in orders if each.of_table]
             for op, orders in settings.by_device.items()
         }
     return found

@@ -67,7 +67,8 @@ class TracedForms(GraphPass):
     def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
         """Replace an operator by the traced form, or log why it stays."""
         (node,) = match.nodes
-        operator, impl = node.args[0], self._impl(node)
+        operator: Any = node.args[0]
+        impl = self._impl(node)
         target, chain = self.tasks[operator.name()]
         assert impl is not None and impl.traced is not None and chain.spec is not None
         run = target.route(self.engine.plan.record.counting(impl.traced, chain.op, impl.impl_id))

@@ -227,8 +227,9 @@ class Operators(Taking):
         taken = {op: targets for op, targets in taken.items() if targets}
         # vLLM reads some operators that it does not call, when it compiles the model.
         defined = dict(empty.read_always()) if plan.mode == "compiled" else {}
-        names = [target.name for targets in taken.values() for target in targets]
-        defined |= {name: schema for name in names if (schema := empty.schema(name))}
+        for name in (target.name for targets in taken.values() for target in targets):
+            if schema := empty.schema(name):
+                defined[name] = schema
         return Choice(taken, left, dict(sorted(defined.items())))
 
     def choose(self, engine: Engine) -> dict[str, Any]:
