@@ -375,7 +375,7 @@ def isolation(session: nox.Session) -> None:
     with_vllm(session)  # made here, so that a first run's minutes do not count in a test
     tests = ["tests/isolation"]
     tests += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/test_*.py"))
-    env = over(session, envs.light(), CORE, OPS)  # what the tests of the documentation compare with
+    env = over(session, envs.light(), *KIT)  # what the tests of the documentation compare with
     # Those of one file share the environments that they make, and have one worker.
     tests_in_parallel(session, env, *tests, "--dist=loadfile", *MARKS)
 

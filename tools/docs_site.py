@@ -30,7 +30,6 @@ import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from html.parser import HTMLParser
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -361,7 +360,9 @@ def undocumented(name: str, target: Any) -> Iterator[str]:
 def options_page() -> str:
     """What each verb of our distributions says to `--help`."""
     text = "# Options of each verb\n\nWhat `vllm-fl VERB --help` prints.\n"
-    for verb in sorted(entry.name for entry in entry_points(group="vllm_fl_tools.cli")):
+    from vllm_fl_tools.cli._verbs import VERBS
+
+    for verb in VERBS:
         command = [sys.executable, "-m", "vllm_fl_tools.cli", verb, "--help"]
         told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
         text += f"\n## vllm-fl {verb}\n\n```text\n{told}```\n"

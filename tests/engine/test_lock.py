@@ -47,7 +47,10 @@ def test_an_engine_that_is_locked_starts_again_and_another_one_ends(
     line = "setting prefer is reference; the lock has nothing"
     assert "LockError" in ended.value.log and line in ended.value.log
     report = tmp_path / "warned.report.json"
-    named |= {"VLLM_FL_LOCK_MODE": "warn", "VLLM_FL_METRICS": str(tmp_path / "warned.prom")}
+    named = {
+        "VLLM_FL_LOCK": f"warn:{file}",
+        "VLLM_FL_METRICS": str(tmp_path / "warned.prom"),
+    }
     warned = run(job, VLLM_FL_PREFER="reference", **named)
     assert any(line in told for told in json.loads(report.read_text())["lock"])
     assert warned["log"].count(line) == 1 and "[FL505]" in warned["log"]

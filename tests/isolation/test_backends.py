@@ -7,7 +7,7 @@ import pytest
 import envs
 from installed import Install, Installed
 
-COMMON = {"vllm-fl-core", "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"}
+COMMON = {"vllm-fl", "vllm-fl-core", "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"}
 DISTRIBUTIONS = envs.distributions()
 BACKENDS = sorted(set(DISTRIBUTIONS) - COMMON)
 WITHOUT_OPS = {"vllm-fl-flagcx"}
@@ -23,7 +23,7 @@ ENTRY_POINTS = """
 import json
 from importlib.metadata import distributions
 loaded = []
-for dist in distributions():
+for dist in [*distributions()]:  # our import of importlib_metadata adds a finder
     if dist.name.startswith("vllm-fl-"):
         for entry in dist.entry_points:
             entry.load()

@@ -59,7 +59,7 @@ def findings(installed: Installed, check: str, **variables: str) -> list[dict[st
 @pytest.mark.parametrize(
     ("damage", "what", "todo"),
     [
-        (lose_module, "files are gone, among them fl_twin_a.py", "--force-reinstall"),
+        (lose_module, "files are missing, among them fl_twin_a.py", "--force-reinstall"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (

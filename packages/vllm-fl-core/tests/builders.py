@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -155,6 +156,22 @@ def engine_of(plan: Plan, worker: Any = None) -> Any:
     engine = Engine(EngineFacts(load_settings({}), plan.mode), 0, worker or SimpleNamespace())
     engine.plan, engine.device = plan, torch.device("cpu")
     return engine
+
+
+@contextmanager
+def taking(plan: Plan, bindings: Any, *patchers: Any, dtype: Any = torch.float32) -> Iterator[Any]:
+    """An engine that serves with this plan, in this thread; yields what each patcher has chosen."""
+    from vllm_fl.integration.engines import calling  # which imports vLLM
+
+    engine = engine_of(plan)
+    chosen = [patcher.choice(plan, bindings, engine.device, dtype) for patcher in patchers]
+    for patcher, each in zip(patchers, chosen, strict=True):
+        patcher.take(engine, each)
+    try:
+        with calling(engine):
+            yield chosen if len(chosen) > 1 else chosen[0]
+    finally:
+        engine.unbind()
 
 
 def extended(manager: OpManager) -> OpManager:

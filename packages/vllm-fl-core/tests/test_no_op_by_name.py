@@ -17,7 +17,6 @@ OPS = frozenset(contracts())
 EXAMPLE = "an example, in words for a reader"
 EXCEPTIONS = {
     ("plugins/types.py", "rms_norm"): EXAMPLE,
-    ("settings/values.py", "rms_norm"): EXAMPLE,
 }
 """(module, op) -> why its name may stand there. Docstrings and comments are not looked at."""
 

@@ -15,7 +15,7 @@ from vllm_fl import errors
 from vllm_fl.errors import InvalidSettingError, MissingFileError, PluginError, VllmFLError
 from vllm_fl.plugins.finding import Finding
 from vllm_fl_tools import cli
-from vllm_fl_tools.cli._installed import CHECKS
+from vllm_fl_tools.cli._checks import CHECKS
 from vllm_fl_tools.cli.doctor import BROKEN, CODES, code_of
 from vllm_fl_tools.cli.explain import codes, page, title
 

@@ -226,22 +226,6 @@ class StartError(VllmFLError):
         self.failures = tuple(failures)
 
 
-class LockError(StartError):
-    """An engine differs from what its lock has.
-
-    Attributes:
-        file: the lock.
-        differences: what differs, one sentence without a full stop each.
-    """
-
-    code = "FL505"
-
-    def __init__(self, message: str, *, file: str = "", differences: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.file = file
-        self.differences = tuple(differences)
-
-
 class TargetError(PluginError):
     """A place of vLLM's cannot be taken for an op: it is another op's, or somebody else's."""
 

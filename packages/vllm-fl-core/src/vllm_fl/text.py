@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 HIDDEN = "<redacted>"
 
@@ -117,12 +117,6 @@ def _secrets() -> Iterator[str]:
 def _tells(name: str, value: str) -> bool:
     """Whether this value is one to hide: not `1`, nor a path to where the secret lies."""
     return len(value) >= SHORTEST and not (value.startswith("/") and os.path.exists(value))
-
-
-def few(names: Collection[str], at_most: int = 3) -> str:
-    """The first of these names, sorted, and how many more there are."""
-    further = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return ", ".join(sorted(names)[:at_most]) + further
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,10 +89,3 @@ def test_a_binding_may_ask_sizes_of_its_own() -> None:
 def test_of_two_rules_with_one_name_the_first_is_asked() -> None:
     first, second = (Binding(sizes=(SizeRule("experts", lambda c, n=n: n, n),)) for n in (1, 2))
     assert sizes_of(engine_config(), first, second).more["experts"] == 1
-
-
-def test_a_size_that_nobody_asks_for_is_named() -> None:
-    sizes = replace(ModelSizes(more={"capped": None}), tokens=(1, 7))
-    assert sizes.more["capped"] is None and sizes.more.get("width") is None
-    with pytest.raises(KeyError, match=r"no binding that is installed has a SizeRule .* 'width'"):
-        sizes.more["width"]

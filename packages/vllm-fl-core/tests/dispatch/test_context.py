@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -142,32 +141,3 @@ LEAKS = [across_threads, across_tasks]
 def test_no_leak(run: Callable[[OpManager], None], installed: OpManager) -> None:
     run(installed)
     assert who_runs(installed) == -1
-
-
-def test_policies_change_while_others_call(installed: OpManager) -> None:
-    """A call runs under the old policy or the new one, never under neither."""
-    stop = threading.Event()
-    wrong: list[object] = []
-
-    def call() -> None:
-        while not stop.is_set():
-            try:
-                got = who_runs(installed)
-            except Exception as error:
-                wrong.append(error)
-                return
-            if got not in (-1.0, 0.0):
-                wrong.append(got)
-
-    threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    ends = time.monotonic() + 0.2
-    while time.monotonic() < ends:
-        installed.set_policy(only("v0"))
-        installed.set_policy(SelectionPolicy(prefer="reference"))
-        installed.clear_failed_impls()
-    stop.set()
-    for thread in threads:
-        thread.join(20)
-    assert not wrong, wrong[:3]

@@ -334,27 +334,6 @@ class TestOlderForm:
             manager.call("rms_norm", torch.ones(2, 4), None, None, 1e-6)
         assert [impl_id for impl_id, _ in caught.value.rejected] == ["vendor.acme"]
 
-    def test_a_function_of_obj_with_a_parameter_more(self) -> None:
-        def rotary_embedding(  # type: ignore[no-untyped-def]
-            obj, query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True
-        ):
-            return obj.name, query, rotary_interleaved, inplace
-
-        class Rope:
-            name = "rope"
-
-        kind = BackendImplKind.VENDOR
-        impl = OpImpl("rotary_embedding", "vendor.acme", kind, rotary_embedding, "acme")
-        manager = managing(impl)
-        query = torch.zeros(2)
-        call = (query, None, "c", "s", "p", True)
-        name, got, *flags = manager.call_as_method("rotary_embedding", Rope(), *call)
-        assert (name, flags) == ("rope", [True, True])
-        assert got is not query  # it overwrites what it gets: a layer's own, or a copy
-        grants = frozenset({"query", "key"})
-        _, got, *_ = manager.bind("rotary_embedding", Rope(), grants)(*call)
-        assert got is query
-
     def test_bound_backend_methods(self) -> None:
         class Backend:
             def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ from builders import kind_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Resolver, Trace, describe
+from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Resolver, Trace
 from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.snapshot import EMPTY
-from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import OpOrder, SelectionPolicy
 
 VENDORS = ["acme", "beta", "cuda"]
@@ -330,14 +330,3 @@ def test_a_negative_keeps_its_reason_and_is_asked_once(verdict: object, reason: 
         trace = resolve("silu_and_mul", [probed], SelectionPolicy())
         assert reason in dict(trace.rejected)["vendor.acme"]
     assert asked == [1]
-
-
-def test_describe_is_the_log_lines_tail() -> None:
-    assert describe(impl("vendor.acme")) == "'vendor.acme' (kind=vendor, vendor=acme)"
-    assert describe(impl("default.flagos")) == "'default.flagos' (kind=flagos, vendor=None)"
-    assert describe(STOCK) == "'stock.vllm' (kind=stock, vendor=None)"
-    assert describe(FOREIGN) == "'foreign.oot' (kind=foreign, vendor=None)"
-
-
-def test_kinds_are_spelled_as_the_tokens_are() -> None:
-    assert [kind.value for kind in BackendImplKind] == ["flagos", "vendor", "reference"]

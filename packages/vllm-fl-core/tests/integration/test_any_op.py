@@ -59,7 +59,8 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
 
 
 def test_it_is_planned_where_nothing_speaks_against_it(entries: Entries) -> None:
-    needs = ("vllm.config.model:ModelConfig.get_head_size", "vllm.config:VllmConfig")
+    rope = "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase"
+    needs = ("vllm.config.model:ModelConfig.get_head_size", f"{rope}.head_size", rope)
     found = entries(needs=needs, shared=("vllm.envs:environment_variables",))
     assert {entry.label for entry in found.values()} == {"vendor.acme"}
 

@@ -11,8 +11,7 @@ from typing import Any
 import forked
 import pytest
 
-from vllm_fl.contracts.binding import Binding
-from vllm_fl.integration.compat import lacks, leave_out_cuda_fusions, outside
+from vllm_fl.integration.compat import leave_out_cuda_fusions, outside
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -45,23 +44,8 @@ def run(code: str, *args: str, **variables: str) -> tuple[Any, str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@needs_vllm
-@pytest.mark.parametrize(
-    ("path", "is_missing"),
-    [
-        ("vllm.model_executor.custom_op:CustomOp.dispatch_forward", False),
-        ("vllm.model_executor.layers.rotary_embedding.base:RotaryEmbeddingBase.head_size", False),
-        ("vllm.model_executor.custom_op:CustomOp.gone", True),
-        ("vllm.gone:Layer", True),
-    ],
-)
-def test_a_binding_may_need_what_a_class_or_its_instances_have(path: str, is_missing: bool) -> None:
-    assert lacks(Binding(needs=(path,))) == (path if is_missing else "")
-
-
 FACTORS = """
 import json, os, sys
-from vllm_fl.contracts.binding import Binding
 from vllm_fl.integration.compat import hide_our_variables
 import vllm.envs
 hide_our_variables(*map(str.split, sys.argv[1:]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,7 @@ from builders import (
     silu,
     silu_kernel,
     silu_of_kernel,
+    taking,
 )
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -120,17 +121,9 @@ def plan_of(*impls: Any, **options: Any) -> Plan:
     return replace(planning(managing(*impls)), **options)
 
 
-@contextmanager
-def engine(plan: Plan, *found: OperatorTarget) -> Iterator[Choice]:
+def engine(plan: Plan, *found: OperatorTarget) -> AbstractContextManager[Choice]:
     """An engine that serves with this plan, in this thread."""
-    engine = engine_of(plan)
-    chosen = PATCHER.choice(plan, binding(*found), CPU, torch.float32)
-    PATCHER.take(engine, chosen)
-    try:
-        with calling(engine):
-            yield chosen
-    finally:
-        engine.unbind()
+    return taking(plan, binding(*found), operators.Operators())
 
 
 def test_an_operator_is_there_from_an_engine_on_that_has_an_implementation_of_it(
@@ -157,11 +150,6 @@ def test_an_operator_is_there_from_an_engine_on_that_has_an_implementation_of_it
         assert torch.equal(call(), FIRST + 2)
 
 
-def test_without_an_implementation_there_is_none_for_vllm_to_find(bare: None) -> None:
-    with engine(planning(managing())) as chosen:
-        assert names() == set() and chosen.defined == {}
-
-
 @pytest.mark.parametrize("reason", ["compiled", "brought", "release"])
 def test_only_an_empty_build_of_a_known_release_is_given_operators(
     reason: str, monkeypatch: pytest.MonkeyPatch
@@ -181,15 +169,6 @@ def test_only_an_empty_build_of_a_known_release_is_given_operators(
                 }
         finally:
             library._destroy()
-
-
-def test_a_schema_that_the_binding_does_not_know_is_not_defined(bare: None) -> None:
-    with engine(plan_of(silu("vendor.a", 1.0)), target("odd"), target("wider")) as chosen:
-        why = "its parameters are input, out; known are out, input"
-        assert chosen.left == {"silu_and_mul": {"fl_test_bare::odd": why}}
-        assert names() == {"wider"}
-        assert torch.equal(call("wider"), FIRST + 1)
-        assert torch.equal(call("wider", 1.0), FIRST + 1)
 
 
 def test_a_call_that_gives_what_the_binding_does_not_know_raises_by_name(bare: None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType
@@ -18,7 +18,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import engine_of, half, managing, planning, silu
+from builders import engine_of, half, managing, planning, silu, taking
 from torch import Tensor
 
 from vllm_fl.contracts.binding import Binding, FunctionTarget
@@ -91,17 +91,9 @@ def binding(*targets: FunctionTarget) -> dict[str, Binding]:
     return {"silu_and_mul": Binding(targets or (TARGET,))}
 
 
-@contextmanager
-def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
+def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> AbstractContextManager[Choice]:
     """An engine that serves with this plan, in this thread."""
-    engine = engine_of(plan)
-    chosen = PATCHER.choice(plan, bound or binding(), engine.device)
-    PATCHER.take(engine, chosen)
-    try:
-        with calling(engine):
-            yield chosen
-    finally:
-        engine.unbind()
+    return taking(plan, bound or binding(), PATCHER)
 
 
 def plan_of(*impls: Any, **options: Any) -> Plan:

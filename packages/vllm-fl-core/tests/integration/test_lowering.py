@@ -419,11 +419,6 @@ def test_of_more_rows_that_of_the_largest_calls_is_split_off(planned: Planned) -
     assert ranges.told(chosen) == "inlined in 1 of 2 ranges (17-64 tokens)"
 
 
-def whole() -> tuple[OpImpl, ...]:
-    """One whose code may be inlined, and one that a compiler takes whole."""
-    return three()[0], silu("default.flagos", 3, traceable=False)
-
-
 def test_the_users_own_ranges_stay_and_ours_go_with_the_plan_that_had_them(
     planned: Planned,
 ) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +31,7 @@ from builders import (
     silu,
     silu_kernel,
     silu_of_kernel,
+    taking,
 )
 from torch import Tensor
 
@@ -95,17 +96,9 @@ STOCK = X[..., 4:]
 FIRST = half(X)
 
 
-@contextmanager
-def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> Iterator[Choice]:
+def engine(plan: Plan, bound: dict[str, Binding] | None = None) -> AbstractContextManager[Choice]:
     """An engine that serves with this plan, in this thread."""
-    engine = engine_of(plan)
-    chosen = PATCHER.choice(plan, bound or binding(), CPU, torch.float32)
-    PATCHER.take(engine, chosen)
-    try:
-        with calling(engine):
-            yield chosen
-    finally:
-        engine.unbind()
+    return taking(plan, bound or binding(), PATCHER)
 
 
 @contextmanager

@@ -139,7 +139,8 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
     ):
         made = plan(impl(), per_op_order={"Mixer": order}, foreign=foreign)
         assert made.entries["Mixer"].label == label
-        with patching.building(engine_of(made)):
+        engine = engine_of(made)
+        with patching.entered(lambda each, engine=engine: each.building(engine)):
             assert type(Mixer()) is cls
         assert TABLE["Mixer"] is theirs
 
@@ -315,36 +316,15 @@ def test_a_layer_that_is_vllms_all_the_same_is_said(
         loaded(plan(impl(), strict=True), Mixer())
 
 
-def test_the_worker_says_what_serves(
+def test_rank_0_says_what_serves(
     plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm_fl")
-
-    class Worker:
-        model = model(OwnMixer())
-
-        def get_model(self) -> torch.nn.Module:
-            return self.model
-
-    class Hidden:
-        def get_model(self) -> torch.nn.Module:
-            raise NotImplementedError
-
     made = plan(impl(), impl("BigMixer", "OwnBig"))
-    said = []
-    for worker, rank in ((Worker(), 0), (Hidden(), 0), (Worker(), 1)):
-        caplog.clear()
-        engine = engine_of(made, worker)
-        engine.rank = rank
-        PATCHER.loaded(engine)
-        said.append((PATCHER.report(engine)["layers"], caplog.text))
-    counts, text = said[0]
-    assert counts == {"Mixer": 1, "BigMixer": 0}
-    assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in text
-    assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in text
-    assert said[2] == (counts, "")
-    assert said[1][0] == {} and "are not counted" in said[1][1]
-    nothing = engine_of(plan(), Hidden())
-    PATCHER.loaded(nothing)
-    assert PATCHER.report(nothing) == {"layers": {}}, "it is not asked"
+    assert loaded(made, OwnMixer()) == {"Mixer": 1, "BigMixer": 0}
+    assert "Layer Mixer: 1 in this model, by 'vendor.acme'" in caplog.text
+    assert "Layer BigMixer: this model has none, so that 'vendor.acme' does not run" in caplog.text
+    engine = engine_of(made, type("Hidden", (), {})())
+    PATCHER.loaded(engine)
+    assert PATCHER.report(engine) == {"layers": {}} and "are not counted" in caplog.text

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.errors import SettingsError
-from vllm_fl.plugins.types import BackendImplKind, OpImpl, SettingSpec
-from vllm_fl.settings import loading, schema
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
+from vllm_fl.settings import loading
 from vllm_fl.settings.loading import (
     Settings,
     check_names,
@@ -232,25 +232,6 @@ def test_append_adds_to_a_blacklist_and_never_to_a_whitelist(write: Write) -> No
     refused({append: "c d"}, **where)
 
 
-LISTS = (
-    SettingSpec("acme_skip", "ACME_SKIP", ("a",), names="op", append="ACME_SKIP_MORE"),
-    SettingSpec("acme_only", "ACME_ONLY", None, names="op", append="ACME_ONLY_MORE"),
-)
-"""Lists that have no whitelist and no blacklist beside them."""
-
-
-@pytest.mark.parametrize("config", [False, True])
-def test_append_needs_no_whitelist(write: Write, config: bool) -> None:
-    env = {"VLLM_FL_CONFIG": write("own.yaml", "strict: true\n")} if config else {}
-    env |= {"ACME_SKIP_MORE": "b, a", "ACME_ONLY_MORE": "c"}
-    settings = loading.load_settings(env, platform="cpu", plugins=LISTS)
-    assert settings["acme_skip"].value == ("a", "b")
-    assert settings["acme_skip"].origin == "default and environment ACME_SKIP_MORE"
-    assert settings["acme_only"].value == ("c",)
-    assert settings["acme_only"].origin == "environment ACME_ONLY_MORE"
-    assert {"acme_skip", "acme_only"} <= set(settings.chosen)
-
-
 # Several plugins' files.
 
 
@@ -269,23 +250,8 @@ def test_two_plugins_that_differ_end_nothing_and_both_are_named(
     setting = load_settings({}, platform_files=[("a 1", a), ("b 2", b)])[key]
     assert setting.value == value
     assert f"{a}:1 (a 1)" in setting.origin and f"{b}:2 (b 2)" in setting.origin
-    assert [origin for _, origin in setting.merged] == [f"{a}:1 (a 1)", f"{b}:2 (b 2)"]
-    assert setting.disagreements
+    assert [origin for _, origin in setting.overrides][:2] == [f"{a}:1 (a 1)", f"{b}:2 (b 2)"]
     assert load_settings({}, platform_files=[("b 2", b), ("a 1", a)])[key] == setting
-
-
-@pytest.mark.parametrize(
-    ("variable", "key"), [("VLLM_FL_PREFER", "prefer"), ("VLLM_FL_PER_OP", "op_backends.m")]
-)
-def test_any_setting_of_the_users_settles_it(write: Write, variable: str, key: str) -> None:
-    a = write("a.yaml", "prefer: vendor\nop_backends: {m: [vendor, flagos]}\n")
-    b = write("b.yaml", "prefer: flagos\nop_backends: {m: [flagos, vendor]}\n")
-    files = [("a 1", a), ("b 2", b)]
-    text = "reference" if key == "prefer" else "m=reference"
-    settings = load_settings({variable: text}, platform_files=files)
-    assert str(settings[key].value) == "reference" and settings[key].disagreements == ()
-    settings = load_settings({"VLLM_FL_CONFIG": write("mine.yaml", "")}, platform_files=files)
-    assert not any(setting.disagreements for setting in settings.values())
 
 
 def test_a_plugins_whitelist_goes_without_anothers_blacklist(write: Write) -> None:
@@ -303,18 +269,6 @@ BROUGHT = {
         ("c 3", OpImpl("m", "default.flagos", BackendImplKind.DEFAULT, print)),
     ]
 }
-
-
-def test_orders_of_several_plugins_merge_and_each_knows_its_own_best(write: Write) -> None:
-    a = write("a.yaml", "op_backends: {m: [vendor:a, stock, vendor:b, flagos]}\n")
-    b = write("b.yaml", "op_backends: {m: [vendor:b, flagos, stock]}\n")
-    files = [("a 1", a), ("b 2", b)]
-    setting = load_settings({}, platform_files=files, brought=BROUGHT)["op_backends.m"]
-    assert str(setting.value) == "vendor:a|vendor:b|flagos|stock"
-    assert setting.origin == f"{a}:1 (a 1) and {b}:1 (b 2)"
-    assert setting.value.pinned is False
-    swapped = load_settings({}, platform_files=files[::-1], brought=BROUGHT)["op_backends.m"]
-    assert swapped == setting
 
 
 def test_missing_platform_file_is_an_error(tmp_path: Path) -> None:
@@ -666,19 +620,10 @@ def test_merged_settings_travel(write: Write) -> None:
     again = pickle.loads(pickle.dumps(settings))
     assert again == settings and again.policy == settings.policy
     assert again.warnings and again.unchecked
-    assert again["op_backends.m"].merged and again["strict"].disagreements
     assert str(again.policy.per_op_order["m"]) == "flagos|stock|impl:vendor.b"
     # Still the platform's list: a block's preference re-sorts it there as here.
     moved = again.policy.preferring("vendor").per_op_order["n"]
     assert str(moved.eager[0][1][0]) == "vendor:acme"
-
-
-def test_settings_of_another_release_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = pickle.dumps(load_settings({}))
-    monkeypatch.setattr(schema, "FORM", (*schema.FORM, "another"))
-    with pytest.raises(SettingsError, match="same release") as caught:
-        pickle.loads(sent)
-    assert caught.value.key == "settings"
 
 
 def test_reading_no_file_imports_no_yaml() -> None:

@@ -29,9 +29,10 @@ def file(tmp_path: Path) -> Path:
 
 def test_it_is_read_with_the_settings_and_travels_with_them(file: Path) -> None:
     settings = load_settings({"VLLM_FL_LOCK": str(file)})
-    assert settings.locked is not None and settings.lock_mode == "strict"
     assert settings.locked == read_lock(str(file))
-    assert vars(settings.locked) == {"file": str(file), **CONTENTS}
+    assert vars(settings.locked) == {"file": str(file), **CONTENTS, "warns": False}
+    warned = load_settings({"VLLM_FL_LOCK": f"warn:{file}"}).locked
+    assert warned is not None and vars(warned) == {"file": str(file), **CONTENTS, "warns": True}
     assert pickle.loads(pickle.dumps(settings)).locked == settings.locked
     assert load_settings({}).locked is None
 
@@ -64,9 +65,3 @@ def test_one_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError) as raised:
         load_settings({"VLLM_FL_LOCK": str(tmp_path / "gone")})
     assert raised.value.origin == "environment VLLM_FL_LOCK"
-
-
-def test_the_mode_is_one_of_two() -> None:
-    assert load_settings({"VLLM_FL_LOCK_MODE": "warn"}).lock_mode == "warn"
-    with pytest.raises(InvalidSettingError):
-        load_settings({"VLLM_FL_LOCK_MODE": "wran"})

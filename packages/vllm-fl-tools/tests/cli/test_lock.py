@@ -34,7 +34,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_file_that_git_can_compare(lock: Path) -> None:
     text = lock.read_text()
     assert json.loads(text) == {MARK: VERSION, **CONTENTS} and text.endswith("}\n")
-    assert vars(read_lock(str(lock))) == {"file": str(lock), **CONTENTS}
+    assert vars(read_lock(str(lock))) == {"file": str(lock), **CONTENTS, "warns": False}
 
 
 def test_the_locked_plan_without_the_device(fl: Command) -> None:

@@ -14,9 +14,9 @@ import torch
 from commands import Command, Plugin
 
 from vllm_fl.contracts import ModelSizes
+from vllm_fl.files import Draft
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_tools.cli import _tuning, tune
-from vllm_fl_tools.cli._options import ReportFile
 from vllm_fl_tools.cli._tuning import Subject
 from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.tuned import Row, Tuned
@@ -308,10 +308,10 @@ def test_a_full_disk_keeps_the_former_table(
 ) -> None:
     (here / "t.yaml").write_text("the former one")
 
-    def full(self: object, text: str) -> None:
+    def full(self: object, data: bytes, *, lasting: bool) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ReportFile, "write", full)
+    monkeypatch.setattr(Draft, "put", full)
     done = fl("tune", *QUICK, "--tokens", "1,8", "--out", "t.yaml")
     assert (done.status, done.out) == (1, "")
     assert "t.yaml cannot be written: No space left on device" in done.err

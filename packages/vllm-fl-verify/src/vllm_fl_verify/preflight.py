@@ -10,7 +10,7 @@ vLLM will capture graphs it is captured in one, which is replayed with other val
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,7 +20,6 @@ from vllm_fl.engine.phases import Phases
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.inspection import FAILED, REJECTED, Key, Objection
-from vllm_fl.text import few
 
 from . import process_state
 from .checks import CHECKS
@@ -79,7 +78,7 @@ def find_faults(request: Request) -> Findings:
     if unknown:
         found.remarks.append(f"not verified at its sizes: {', '.join(unknown)}")
     for phrase, names in startup.left_out.items():
-        found.remarks.append(f"{phrase}: {few(names)}")
+        found.remarks.append(f"{phrase}: {_few(names)}")
     return found
 
 
@@ -150,3 +149,9 @@ def _check(run: Run) -> Objection | None:
         process_state.restore(run.before, run.trials.device)
         if others := run.before.others:
             run.startup.left_out["not watched, since other threads change it"] |= others
+
+
+def _few(names: Collection[str], at_most: int = 3) -> str:
+    """The first of these names, sorted, and how many more there are."""
+    further = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return ", ".join(sorted(names)[:at_most]) + further

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["FLOATING", "Argument", "Problem", "Tensor", "declared", "flag", "has_rows"]
-__all__ += ["integer", "integers", "like", "on_device_of", "scalar", "tensor", "word"]
+__all__ += ["integer", "integers", "like", "scalar", "tensor", "word"]
 
 Problem = tuple[str, str] | None
 """None, or (parameter, what is wrong with it)."""
@@ -132,8 +132,10 @@ class Tensor(Argument):
         if found != wanted or not found:
             sizes = "".join(f", {text} = {size}" for text, size in wanted)
             return name, f"must have the shape ({self.shape}){sizes}, got {shape}"
-        problem = on_device_of(name, value, *_first(call))
-        problem = problem or _broken(name, self.where, shape, call)
+        other_name, other = _first(call)
+        if value.device != other.device:
+            return name, f"must be on {other_name}'s device {other.device}, got {value.device}"
+        problem = _broken(name, self.where, shape, call)
         if problem or not self.values or value.is_meta or not value.numel():
             return problem
         low, high = (int(bound) for bound in value.aminmax())
@@ -148,13 +150,6 @@ class Tensor(Argument):
             shape += _value(text, call) if text == "..." else [_value(text, call)]
         x = _first(call)[1]
         return x.new_empty(shape, dtype=_dtype(self.dtypes[0], call) if self.dtypes else x.dtype)
-
-
-def on_device_of(name: str, value: Any, other_name: str, other: Any) -> Problem:
-    """The tensor `value` must be on the device of the tensor `other`."""
-    if value.device == other.device:
-        return None
-    return name, f"must be on {other_name}'s device {other.device}, got {value.device}"
 
 
 def _settled(argument: Any, arguments: Mapping[str, Any]) -> Any:

@@ -83,13 +83,6 @@ class BadInput:
     argument: str
 
 
-class _Told(dict[str, float | None]):
-    """Sizes by name; one that no rule asks for is the contract's mistake, and is named."""
-
-    def __missing__(self, name: str) -> float | None:
-        raise KeyError(f"no binding that is installed has a SizeRule of the name {name!r}")
-
-
 @dataclass(frozen=True)
 class ModelSizes:
     """The sizes of a served model, for samples of its own shapes (per rank).
@@ -119,10 +112,6 @@ class ModelSizes:
     max_position: int = 2048
     epsilon: float = 1e-6
     more: Mapping[str, float | None] = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        if type(self.more) is dict:
-            object.__setattr__(self, "more", _Told(self.more))
 
     @property
     def unknown(self) -> tuple[str, ...]:

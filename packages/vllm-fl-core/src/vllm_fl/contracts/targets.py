@@ -108,6 +108,14 @@ class _Routed(Target):
     parameters: tuple[str, ...]
     grants: tuple[str, ...]
     native: Callable[[Bound], Bound] | None = None
+    tokens: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tokens and self.tokens not in self.parameters:
+            raise ValueError(
+                f"{self.describe()}: tokens is {self.tokens!r}; expected one of its parameters, "
+                f"{', '.join(self.parameters)}"
+            )
 
     def routed(self, spec: OpSpec) -> Self:
         changed: dict[str, Any] = {}
@@ -207,9 +215,6 @@ class OperatorTarget(_Routed):
     on_cpu: bool = False
     within: bool = False
 
-    def __post_init__(self) -> None:
-        _check_tokens(self)
-
     @property
     def claims(self) -> tuple[str, ...]:
         return (f"operator {self.name}",)
@@ -255,9 +260,6 @@ class FunctionTarget(_Routed):
     tokens: str = ""
     within: bool = False
 
-    def __post_init__(self) -> None:
-        _check_tokens(self)
-
     @property
     def name(self) -> str:
         """The function, as the report and the digest name it."""
@@ -269,14 +271,6 @@ class FunctionTarget(_Routed):
 
     def describe(self) -> str:
         return f"function {self.name.removeprefix('vllm.')}"
-
-
-def _check_tokens(target: OperatorTarget | FunctionTarget) -> None:
-    if target.tokens and target.tokens not in target.parameters:
-        raise ValueError(
-            f"{type(target).__name__} {target.name}: tokens is {target.tokens!r}; expected one of "
-            f"its parameters, {', '.join(target.parameters)}"
-        )
 
 
 @dataclass(frozen=True)

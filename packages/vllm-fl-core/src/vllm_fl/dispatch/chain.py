@@ -18,10 +18,10 @@ from .resolver import NEEDS_LAYER
 
 
 class Left(Exception):
-    """A call that is left to the layer's own method, whose parameters are not the op's.
+    """Raised to leave a call to the layer's own method.
 
-    Only the bound op knows the call, and only the layer's own call has the arguments of the layer's
-    method. Between them is what `adapt` made, which an exception passes through unnoticed.
+    Only the bound op knows that, and only the caller of the method has its arguments. What `adapt`
+    made is between the two, and an exception passes through it.
     """
 
 

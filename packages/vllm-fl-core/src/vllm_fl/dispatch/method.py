@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-from ..plugins.types import BackendImplKind, OpImpl, parameters_of
+from ..plugins.types import BackendImplKind, OpImpl
 from .chain import Left
 from .context import Binder, current_binder
 from .default import get_default_manager
@@ -79,12 +79,13 @@ class dispatch_method:
             traced = not self.traces_own
             is_called = plan.mode == "eager" or not traced
             if is_called and (self.vllms is not None or plan.is_partly_stock(self.op)):
-                base = self._as_candidate(instance)
+                whose, kind = STOCK if self.vllms is None else FOREIGN, BackendImplKind.REFERENCE
+                base = OpImpl(self.op, whose.impl_id, kind, _leave, consumes=self.grants)
             last = self.last if self.vllms is None or base is None else base
             bound = plan.bind(self.op, provider, self.grants, last=last, own=base, traced=traced)
         if self.adapt:
             bound = self.adapt(instance, bound)
-        if base is not None and base.fn is _leave:
+        if base is not None:
             bound = partial(_unless_left, self.own(instance), bound)
         if plan is not None and plan.mode == "compiled" and self.traces_own:
             from torch.compiler import is_compiling
@@ -101,21 +102,6 @@ class dispatch_method:
         method: Bound = getattr(super(after, instance), self.name)
         return method
 
-    def _as_candidate(self, instance: Any) -> OpImpl | None:
-        """The base class's method as a candidate; None without one.
-
-        A layer whose parameters are not the op's, or whose attributes mean something else, has
-        `_leave` in its stead.
-        """
-        cls: type = type(instance)
-        forward = _with_layer(self.owner, cls, self.name) if self.owner is not None else None
-        if forward is None:
-            return None
-        forward = _leave if self.adapt or self.stand_in else forward
-        kind = BackendImplKind.REFERENCE
-        whose = STOCK if self.vllms is None else FOREIGN
-        return OpImpl(self.op, whose.impl_id, kind, forward, consumes=self.grants)
-
     def _is_kept(self, plan: Binder) -> bool:
         """Whether the user leaves this one layer class to vLLM."""
         base = self.owner.__base__ if self.owner else None
@@ -123,22 +109,6 @@ class dispatch_method:
 
     def __repr__(self) -> str:
         return f"dispatch_method({self.op!r})"
-
-
-@cache
-def _with_layer(owner: type, cls: type, name: str) -> Callable[..., Any] | None:
-    """The method that `owner` stands before in `cls`, with the layer first; always one object."""
-    forward: Callable[..., Any] | None = getattr(super(owner, cls), name, None)
-    if forward is None:
-        return None
-    parameters = parameters_of(forward)
-    if parameters and parameters[0].name == "self":
-        return forward
-
-    def with_layer(self: object, *args: Any) -> Any:
-        return forward(*args)  # a static method
-
-    return with_layer
 
 
 def _leave(*_: Any) -> Any:

@@ -95,17 +95,6 @@ def torchs_own() -> str | None:
     return "xpu" if torch.xpu.is_available() else None
 
 
-def torch_device(platform: str) -> str:
-    """torch's name of a platform's device: where another plugin brings it, what torch finds."""
-    foreign = foreign_platform()
-    if foreign is None or foreign.name != platform:
-        return {"ascend": "npu", "rocm": "cuda"}.get(platform, platform)
-    import torch
-
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and torch.accelerator.is_available() else "cpu"
-
-
 def _answers_here(detect: Callable[[], object]) -> bool:
     try:
         return detect() is not None

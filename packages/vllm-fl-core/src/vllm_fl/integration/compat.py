@@ -75,8 +75,9 @@ def outside(version: str) -> str | None:
 
 def lacks(binding: Binding) -> str:
     """Return the first of a binding's `needs` and `shared` that this vLLM lacks, or empty."""
-    missing = (path for path in (*binding.needs, *binding.shared) if not _has(path))
-    return next(missing, "")
+    missing = [path for path in binding.needs if not _has(path)]
+    missing += [path for path in binding.shared if shared_table(path) is None]
+    return missing[0] if missing else ""
 
 
 def _has(path: str) -> bool:

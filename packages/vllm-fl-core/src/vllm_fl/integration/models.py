@@ -124,7 +124,7 @@ def _noting(made: list[Any]) -> Iterator[None]:
         for base in {custom_op_of(layer.base) for layer in layer_table()}:
             own = base.__init__  # type: ignore[misc]
             back.callback(setattr, base, "__init__", own)
-            base.__init__ = noting(own)  # type: ignore[misc, union-attr]
+            base.__init__ = noting(own)  # type: ignore[misc]
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
-    from .engines import Engine
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 PATCHERS: tuple[Patcher, ...] = (
     Layers(),
@@ -62,19 +62,10 @@ def by_range(plan: Plan) -> dict[str, Chain]:
     return {op: found[op] for op in plan.entries if op in found}
 
 
-def opening(engine: Engine) -> AbstractContextManager[None]:
-    """While the block runs, vLLM opens the device with what the patchers replace there."""
-    return _all_of(patcher.opening(engine) for patcher in PATCHERS)
-
-
-def building(engine: Engine) -> AbstractContextManager[None]:
-    """While the block runs, vLLM builds the model with every patcher's classes."""
-    return _all_of(patcher.building(engine) for patcher in PATCHERS)
-
-
 @contextmanager
-def _all_of(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+def entered(asked: Callable[[Patcher], AbstractContextManager[object]]) -> Iterator[None]:
+    """While the block runs, the context of every patcher is entered."""
     with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
+        for each in PATCHERS:
+            stack.enter_context(asked(each))
         yield

@@ -28,7 +28,7 @@ from ..settings.loading import load_startup
 from ..settings.values import IN_TREE
 from ..text import quote
 from .compat import leave_out_cuda_fusions
-from .patchers.lookups import laid_over, named
+from .patchers.lookups import laid_over, log_refusal, named
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +73,6 @@ class PlatformOverlay:
     def import_ir_kernels(cls) -> None:
         """Register our provider of vLLM's IR ops."""
         super().import_ir_kernels()  # type: ignore[misc]
-        from ..dispatch import get_default_manager
         from .patchers.ir import register_provider
 
         get_default_manager().ensure_initialized(cls.vllm_fl_platform, defer_errors=True)
@@ -141,11 +140,8 @@ class PlatformOverlay:
         # A worker of Ray's may have got this platform before it was told that its engine is stock.
         if load_startup().enabled and (plan := active_plan() or plan_now()) is not None:
             path = choose(plan, selected_backend, *request, **more)
-        if path is None:
-            path = super().get_attn_backend_cls(  # type: ignore[misc]
-                selected_backend, *request, **more
-            )
-        return path
+        stock = super().get_attn_backend_cls  # type: ignore[misc]
+        return path or stock(selected_backend, *request, **more)
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
@@ -261,14 +257,7 @@ def lay_in_place(forced: str | None = None) -> None:
         made = _made_in_place(base, vllm_fl_platform=name)
         object.__setattr__(current_platform, "__class__", made)
     except Exception as error:  # its metaclass is anybody's code
-        log.log(
-            logging.ERROR if speaks_for_all() else logging.DEBUG,
-            "vllm-fl steps aside, vLLM runs as stock: the platform class %s.%s takes no overlay: "
-            "%s [FL513]",
-            base.__module__,
-            base.__qualname__,
-            quote(error),
-        )
+        log_refusal(base, error, logging.ERROR if speaks_for_all() else logging.DEBUG)
 
 
 def _device(forced: str | None) -> DeviceProfile | None:

@@ -11,19 +11,14 @@ from ..engine.digest import digest, fingerprint
 from ..engine.plan import leave_place, take_place
 from ..errors import StartError, VllmFLError
 from ..logs import get_logger
+from ..plugins.asking import asking, objections
 from ..plugins.inspection import FAILED, LACKED, REJECTED, Key, Moment, Objection
 from ..text import quote
 from . import patching
 from .carried import seal
 from .engines import Engine
-from .hooks import inspect_plan
 from .planning import apply, plan_for
-from .ranks import (
-    Disabled,
-    Opinion,
-    differences,
-    united,
-)
+from .ranks import Disabled, Opinion, differences, united
 from .targets import planned_for_nothing
 
 log = get_logger("engine")
@@ -148,6 +143,15 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
         settle(engine, Moment.PLANNED)
         bind(engine)
         bind_models(engine)
+
+
+def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
+    """Return the objections of verifiers on this rank, or of all other plugins."""
+    found: dict[Key, Objection] = {}
+    for plugin in asking(get_default_manager().registry.plugins, "inspect_plan"):
+        if plugin.verifies is verifies:
+            found = {**objections(plugin, engine, moment), **found}  # the first one counts
+    return found
 
 
 def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> list[Opinion]:

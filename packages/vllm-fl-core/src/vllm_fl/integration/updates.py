@@ -10,12 +10,13 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..dispatch import get_default_manager
 from ..errors import ServingError, StartError, VllmFLError
 from ..logs import get_logger
+from ..plugins.asking import asking
 from ..plugins.inspection import Key, Moment
 from ..text import quote
 from .engines import Engine
-from .hooks import has_inspectors
 from .settling import settle, without
 
 log = get_logger("engine")
@@ -115,9 +116,10 @@ def check(engine: Engine, occasion: str) -> str:
 
 def _is_checked(engine: Engine) -> bool:
     """Return whether anything is compared in this engine; the same on all ranks."""
-    entries = engine.plan.entries.values()
-    asks = engine.facts.settings.preflight == "verify" or has_inspectors()
-    return asks and any(each.impls for each in entries)
+    inspectors = asking(get_default_manager().registry.plugins, "inspect_plan")
+    asks = engine.facts.settings.preflight == "verify"
+    asks = asks or any(plugin.kind == "backend" for plugin in inspectors)
+    return asks and any(each.impls for each in engine.plan.entries.values())
 
 
 def _has_replicas(engine: Engine) -> bool:

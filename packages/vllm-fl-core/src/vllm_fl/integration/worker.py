@@ -12,7 +12,9 @@ from ..dispatch.context import building
 from ..engine import start_line
 from ..engine.digest import code_facts
 from ..engine.phases import phases_of
+from ..errors import PluginError
 from ..logs import get_logger
+from ..plugins.asking import asking, enter_session, sections
 from ..plugins.attention import ATTENTION
 from ..plugins.calling import start_in_worker
 from ..plugins.inspection import REJECTED, Moment
@@ -21,7 +23,6 @@ from ..text import quote
 from . import attending, patching, updates
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
-from .hooks import reports, start_sessions
 from .models import completed
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
@@ -70,7 +71,7 @@ class PlannedWorker:
         """Open the device, and let the ranks agree on what they exchange tensors through."""
         engine = Engine(facts_of(self.vllm_config), self.rank, self)
         refuse_unverified(engine.facts)
-        with patching.opening(engine):
+        with patching.entered(lambda each: each.opening(engine)):
             with phases_of(self).during("vLLM: the device"):
                 opened = super().init_device()  # type: ignore[misc]
             engine.device = self.device
@@ -92,9 +93,11 @@ class PlannedWorker:
         for line in lines if self.rank == 0 else ():
             log.info("%s", line)
         bind(engine)
-        start_sessions(engine)
+        for plugin in asking(get_default_manager().registry.plugins, "engine_session"):
+            engine.on_exit(enter_session(plugin, engine))
         try:
-            with patching.building(engine), building(engine.plan), calling(engine):
+            built = patching.entered(lambda each: each.building(engine))
+            with built, building(engine.plan), calling(engine):
                 loaded = super().load_model(*args, **kwargs)  # type: ignore[misc]
             if not engine.joins:
                 with phases.during(LIVE):
@@ -185,18 +188,25 @@ class PlannedWorker:
             },
             "wrong": _nested(engine.wrong),
         }
-        return reports(engine, report)
+        failed = engine.state.setdefault(sections, set())  # is logged once for each engine
+        for plugin in asking(get_default_manager().registry.plugins, "worker_report"):
+            try:
+                report.update(sections(plugin, engine, report))
+            except PluginError as error:
+                if plugin.owner not in failed:
+                    log.warning("%s", error)
+                failed.add(plugin.owner)
+        return report
 
     def shutdown(self) -> None:
         """Say what fell back while the engine ran, and shut vLLM's worker down."""
         engine = self.vllm_fl_engine
         if engine is not None:
             engine.end("ended")
-            if not engine.is_loaded:
-                return super().shutdown()  # type: ignore[misc,no-any-return]
+        if engine is not None and engine.is_loaded:
             plan = engine.plan
-            if plan.fallbacks or plan.counts_calls:
-                calls = f", calls {_nested(plan.calls) or 'none'}" if plan.counts_calls else ""
+            calls = f", calls {_nested(plan.calls) or 'none'}" if plan.counts_calls else ""
+            if plan.fallbacks or calls:
                 fallbacks = _nested(plan.fallbacks) or "none"
                 log.info("rank %d: fallbacks %s%s", self.rank, fallbacks, calls)
         super().shutdown()  # type: ignore[misc]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +57,7 @@ def discover(modules: Iterable[str] = ()) -> tuple[Found, ...]:
             plugin=entry.name,
             distribution=name,
             version=version,
-            path=os.fspath(dist.locate_file("")) if dist else None,
+            path=str(dist.locate_file("")) if dist else None,
         )
         load = partial(_fail, problem) if problem else entry.load
         found.append(Found(owner, entry.value, load, KINDS[entry.group]))

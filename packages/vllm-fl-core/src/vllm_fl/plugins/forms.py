@@ -55,9 +55,11 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None and not impl.needs_layer:
-        supports = supports_of(spec, impl.takes)
+        rules: Any = supports_of(spec, impl.takes)
         if impl.traceable and not impl.takes:  # with `supports` it would be opaque
-            fn, supports = checked(fn, supports), None
+            fn = checked(fn, rules)
+        else:
+            supports = rules
     consumes = impl.consumes or (spec.consumable if impl.needs_layer else frozenset())
     wanted: Parameters = tuple(spec.signature.parameters.values())
     own = parameters_of(fn)

@@ -217,7 +217,7 @@ def rejections(
 
     Called when an op is resolved, if one of the settings that this plugin declares is set.
     `settings` maps each key to its effective setting: `settings["acme_streams"].value`, with
-    `.origin` and `.variable`. `impls` are all that is installed for the op. A verifier
+    its `.origin`. `impls` are all that is installed for the op. A verifier
     (`VERIFIES = True`) is also called if the engine requires batch-invariant implementations:
     `facts` then describe the engine, and `contract` is the contract of the op. Otherwise both are
     None. List only the arguments that you use, without defaults. An exception ends the call or the

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from importlib_metadata import (
-    Distribution,
     EntryPoint,
     PackageNotFoundError,
     distribution,
@@ -67,7 +67,7 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def required_by(dist: Distribution) -> frozenset[str]:
+def required_by(dist: Any) -> frozenset[str]:
     """The names of the distributions that one requires, in any version and for any extra."""
     try:
         requirements = dist.requires or ()
@@ -100,7 +100,7 @@ def rivals() -> tuple[str, ...]:
     )
 
 
-def identity(dist: Distribution) -> tuple[str, str | None, str]:
+def identity(dist: Any) -> tuple[str, str | None, str]:
     """The name and version of a distribution, also without its METADATA.
 
     Returns:
@@ -118,7 +118,7 @@ def identity(dist: Distribution) -> tuple[str, str | None, str]:
     return canonical(name), version or None, f"{getattr(dist, '_path', name)} {fault}"
 
 
-def _of_folder(dist: Distribution) -> tuple[str, str]:
+def _of_folder(dist: Any) -> tuple[str, str]:
     """Name and version by the folder of the metadata, which has no public attribute."""
     folder = str(getattr(dist, "_path", "") or dist.name).rstrip("/")
     name, _, version = folder.rpartition("/")[2].rpartition(".")[0].partition("-")

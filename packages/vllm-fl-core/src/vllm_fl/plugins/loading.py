@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
+from ..contracts import OPS
 from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
 from ..errors import PluginError
@@ -28,8 +29,8 @@ from .declared import (
 )
 from .discovery import Found, module_of, remedy_for, select_allowed
 from .installed import CORE
-from .plugin import Owner, Plugin
-from .reserved import OPS, brings_ops, holder_of, reservation
+from .plugin import Owner, Plugin, Status
+from .reserved import brings_ops, holder_of, reservation
 from .snapshot import RegistrySnapshot
 from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl, SettingSpec
 
@@ -131,7 +132,7 @@ def load(
                 log.warning("%s, which are the user's. [FL214]", told)
         else:
             error = each.refusal
-            status = "disabled" if error is None else "failed"
+            status: Status = "disabled" if error is None else "failed"
             plugin = Plugin(each.owner, each.target, status, error=error, kind=each.kind)
             candidates.append(Candidate(plugin))
     claims: Claims = {}
@@ -176,8 +177,8 @@ def _import(found: Found, registry: Registry, todo: str, holders: dict[str, str]
             check_settings(specs, owner, holders)
     except PluginError as error:
         return Candidate(replace(plugin, error=error))
-    settings = {"settings": tuple(specs), "contracts": tuple(contracts)}
-    return Candidate(replace(plugin, owner=owner, status="ok", **settings), impls, todo)
+    plugin = replace(plugin, settings=tuple(specs), contracts=tuple(contracts))
+    return Candidate(replace(plugin, owner=owner, status="ok"), impls, todo)
 
 
 def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from .values import (
     EXTENDS,
     OP_CONFIG,
     ORDER_PREFIX,
-    PER_OP,
     checked,
     expected,
     is_ordered,
@@ -96,8 +95,7 @@ def read_orders(path: str) -> Layer:
     """
     origin = f"environment {OP_CONFIG}"
     file = _File(path, "op_config", f" ({origin})", True)
-    orders = file.orders(file.load(origin), "")
-    return {order.key: replace(order, variable=OP_CONFIG) for order in orders}
+    return {order.key: order for order in file.orders(file.load(origin), "")}
 
 
 def read_table(path: str, origin: str) -> tuple[Table, Layer]:
@@ -184,7 +182,7 @@ class _File:
                     read = _value(spec, value, origin)
                     if key == "table":  # relative to the file, wherever the process runs
                         read = os.path.join(os.path.dirname(os.path.abspath(self.path)), str(read))
-                    yield Setting(key, read, origin, variable=spec.variable)
+                    yield Setting(key, read, origin)
             elif is_absent(key, declared) and (value is None or _plain(value) is not None):
                 if value is not None:
                     yield Setting(key, _plain(value), origin)
@@ -212,7 +210,7 @@ class _File:
                 if op == DEFAULT:
                     problem = f"{DEFAULT} has no rows by size: it also orders attention and layers"
                     raise wrong(key, origin, problem)
-            yield Setting(key, order, origin, variable=PER_OP)
+            yield Setting(key, order, origin)
 
     def devices(self, value: object, origin: str, *, of_table: bool = False) -> Iterator[Setting]:
         """The orders of each op on the devices of each section."""

@@ -61,16 +61,9 @@ __all__ = [
     "policy_from_config",
 ]
 
-STARTUP = {
-    spec.key: spec
-    for spec in (
-        Settings.enabled,
-        Settings.platform,
-        Settings.plugins,
-        Settings.plugin_modules,
-        Settings.log_level,
-        Settings.debug,
-    )
+STARTUP: Declared = {
+    key: ITEMS[key]
+    for key in ("enabled", "platform", "plugins", "plugin_modules", "log_level", "debug")
 }
 PREFIX = "VLLM_FL_"
 
@@ -173,10 +166,10 @@ def load_settings(
     ]
     for name in absent:
         if text := _text(env, name, name):
-            entries[name] = Setting(name, text, f"environment {name}", variable=name)
+            entries[name] = Setting(name, text, f"environment {name}")
     warnings += _unknown_variables(env, (*variables(declared), *absent))
     forced, known = entries["platform"], {*PLATFORMS, *platforms}
-    is_forced = forced.origin == f"environment {forced.variable}"
+    is_forced = forced.origin.startswith("environment ")
     if is_forced and not platform_files and forced.value not in known:
         problem = "no installed plugin has settings for this platform."
         warnings.append(f"{forced.named}: {problem}{closest(str(forced.value), known)}")
@@ -259,7 +252,8 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
             wanted = ", ".join((*(held.value or ()), *lost))  # type: ignore[misc]
             problem = (
                 f"{where} takes its effect away, since what a file says or leaves out wins over "
-                f"variables. Write `{key}: {wanted}` into that file, or unset {asked.variable}"
+                f"variables. Write `{key}: {wanted}` into that file, or unset "
+                f"{SWITCHES[key].variable}"
             )
             raise wrong(key, asked.origin, problem, kind=IdleSwitchError)
 
@@ -301,7 +295,7 @@ def _environment(env: Mapping[str, str], declared: Declared) -> Layer:
             continue
         origin = f"environment {spec.variable}"
         value = checked(partial(value_of, spec), text, key, origin)
-        layer[key] = Setting(key, value, origin, variable=spec.variable)
+        layer[key] = Setting(key, value, origin)
     return layer
 
 
@@ -330,7 +324,7 @@ def _per_op(env: Mapping[str, str]) -> Layer:
         if key in layer:
             raise wrong(key, origin, "is set twice")
         order = checked(OpOrder.of, tokens, key, origin)
-        layer[key] = Setting(key, order, origin, variable=PER_OP)
+        layer[key] = Setting(key, order, origin)
     return layer
 
 
@@ -338,9 +332,7 @@ def _stacked(
     layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
 ) -> Layer:
     """Return the highest layer's setting for each key, or the default, with all it overrides."""
-    defaults = {
-        key: Setting(key, spec.default, variable=spec.variable) for key, spec in declared.items()
-    }
+    defaults = {key: Setting(key, spec.default) for key, spec in declared.items()}
     layers = [*layers, defaults]
     stacked: Layer = {}
     for key in dict.fromkeys(key for layer in layers for key in layer):
@@ -349,8 +341,7 @@ def _stacked(
         for other in (*([ignored[key]] if key in ignored else ()), *below):
             if other.value not in (None, ()) or (spec and other.value != spec.default):
                 overrides += [(other.value, other.origin), *other.overrides]
-        variable = top.variable or (spec.variable if spec else None)
-        stacked[key] = dataclasses.replace(top, overrides=tuple(overrides), variable=variable)
+        stacked[key] = dataclasses.replace(top, overrides=tuple(overrides))
     return stacked
 
 

@@ -14,6 +14,9 @@ MARK = "vllm_fl_lock"
 
 VERSION = 3
 
+WARN = "warn:"
+"""What VLLM_FL_LOCK has before the name of a file from which an engine may differ."""
+
 MAX_BYTES = 64 * 2**20
 
 
@@ -27,31 +30,34 @@ class Locked:
             `vllm-fl plan --save` starts an engine: such a startup is compared with nothing.
         result: the outcome: `ops`, the plan that served; its `digest`; `out`, what was disabled.
         seed: the seed of its verification, or None.
+        warns: whether an engine that differs only warns.
     """
 
     file: str
     facts: Mapping[str, Any]
     result: Mapping[str, Any]
     seed: int | None
+    warns: bool = False
 
 
 def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
     """Read a lock's file.
 
     Args:
-        path: the file.
+        path: the file; after `warn:` an engine that differs only warns.
         key: the setting, or option, that names it, for errors.
         origin: where that is.
 
     Raises:
         SettingsError: it cannot be read, is not a lock, or is another version's.
     """
-    text = read_text(path, key, origin or path, most=MAX_BYTES)
+    file = path.removeprefix(WARN)
+    text = read_text(file, key, origin or file, most=MAX_BYTES)
     try:
         data = json.loads(text)
         if data.pop(MARK) == VERSION:
-            return Locked(path, data["facts"], data["result"], data["seed"])
+            return Locked(file, data["facts"], data["result"], data["seed"], file != path)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         pass
     problem = f"is not a whole lock of version {VERSION}. `vllm-fl plan --save` writes another"
-    raise wrong(key, path, problem)
+    raise wrong(key, file, problem)

@@ -26,7 +26,6 @@ from .values import (
     PER_OP,
     read_platform,
     read_share,
-    wrong,
 )
 
 if TYPE_CHECKING:
@@ -50,20 +49,14 @@ class Setting:
         value: text, a boolean, None, a tuple of names, or an `OpOrder`.
         origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
             `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
-        overrides: (value, origin) of what it replaced, the nearest first. A variable that
-            VLLM_FL_CONFIG overrides is shown by its text, unread.
-        variable: the environment variable that sets it, or None.
-        merged: (value, origin) of each platform file that sets it, if several do.
-        disagreements: a sentence for each contradiction between those, with the value that is used.
+        overrides: (value, origin) of what it replaced, or was merged from, the nearest first. A
+            variable that VLLM_FL_CONFIG overrides is shown by its text, unread.
     """
 
     key: str
     value: object
     origin: str = "default"
     overrides: tuple[tuple[object, str], ...] = ()
-    variable: str | None = None
-    merged: tuple[tuple[object, str], ...] = ()
-    disagreements: tuple[str, ...] = ()
 
     @property
     def names(self) -> Names:
@@ -112,17 +105,17 @@ class Settings(Mapping[str, Setting]):
         warnings: warnings for the user, one sentence each.
         unchecked: names that are unknown or were not checked yet, such as
             `oot_blacklist.fused_moe`; `check_names` shortens it.
-        declared: the declarations of core and of the loaded plugins.
         tuned: the table that `table` names.
         locked: the lock that `lock` names.
+        declared: the declarations of core and of the loaded plugins.
     """
 
     entries: tuple[Setting, ...]
     warnings: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
-    declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
     tuned: Table | None = None
     locked: Locked | None = field(default=None, hash=False)
+    declared: Declared = field(default_factory=lambda: ITEMS, compare=False, repr=False)
 
     enabled = SettingSpec("enabled", "VLLM_FL_PREFER_ENABLED", True)
     """False: vLLM runs without vllm-fl."""
@@ -149,9 +142,8 @@ class Settings(Mapping[str, Setting]):
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
     """A file of `vllm-fl tune`: orders for the device that was measured, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
-    """A file of `vllm-fl plan --save`, from which an engine may not differ, or None."""
-    lock_mode = SettingSpec("lock_mode", "VLLM_FL_LOCK_MODE", "strict", choices=("strict", "warn"))
-    """Whether an engine that differs from the lock fails to start, or starts with a warning."""
+    """A file of `vllm-fl plan --save`, from which an engine may not differ, or None. After `warn:`
+    an engine that differs only warns."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -250,7 +242,7 @@ class Settings(Mapping[str, Setting]):
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
                 below = self.policy.per_op_order.get(op, OpOrder((), ()))
                 order = dataclasses.replace(below, pinned=found.order.pinned).with_rows(mode, rows)
-                new = Setting(key, order, found.why, variable=PER_OP)
+                new = Setting(key, order, found.why)
                 entries[key] = entries[key].replaced(order, found.why) if key in entries else new
         if entries == self._by_key:
             return self
@@ -304,40 +296,13 @@ class Settings(Mapping[str, Setting]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Declarations of plugins do not travel, since their `read` may not be picklable.
-        fields = (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
-        return _carried, (FORM, *fields)
-
-
-def _carried(form: tuple[str, ...], *fields: Any) -> Settings:
-    """Return the settings of another process of the engine.
-
-    Raises:
-        SettingsError: another release of vllm-fl-core has sent them.
-    """
-    if form != FORM:
-        raise wrong(
-            "settings",
-            "another process",
-            "not what this vllm-fl-core sends; install the same release of it wherever a worker of "
-            "one engine runs",
-        )
-    entries, warnings, unchecked, tuned, locked = fields
-    return Settings(entries, warnings, unchecked, tuned=tuned, locked=locked)
+        return Settings, (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
 
 
 ITEMS: Declared = MappingProxyType(
     {spec.key: spec for spec in vars(Settings).values() if isinstance(spec, SettingSpec)}
 )
 """Core's own settings."""
-
-FORM = (
-    *ITEMS,
-    *Setting.__dataclass_fields__,
-    *OpOrder.__dataclass_fields__,
-    *DeviceOrder.__dataclass_fields__,
-    *Table.__dataclass_fields__,
-)
-"""The fields of settings in this release, by which those of another release are refused."""
 
 
 def variables(declared: Declared) -> tuple[str, ...]:

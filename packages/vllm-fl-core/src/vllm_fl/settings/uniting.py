@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import cast
 
 from ..plugins.types import Impl, SettingSpec
@@ -32,7 +33,7 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
         SettingsError: one file sets the whitelist and the blacklist of a pair.
     """
     several: dict[str, list[tuple[str, Setting]]] = {}
-    for distribution, layer in sorted(files, key=lambda file: (file[0], _origins(file[1]))):
+    for distribution, layer in sorted(files, key=itemgetter(0)):
         close_pairs(dict(layer), declared)
         for key, setting in layer.items():
             several.setdefault(key, []).append((distribution, setting))
@@ -78,19 +79,17 @@ def _united(settings: Sequence[Setting], spec: SettingSpec[object] | None) -> Se
     values = [setting.value for setting in settings]
     origin = _and(setting.origin for setting in settings)
     default = spec.default if spec else ()
-    value, differ = values[0], ""
+    value = values[0]
     if not (spec.names if spec else all(isinstance(value, tuple) for value in values)):
         if any(other != value for other in values):
             value, origin = default, f"default, since {origin} differ"
-            differ = "they set it differently; the default holds"
     elif default is not None:
         value = tuple(dict.fromkeys(name for setting in settings for name in setting.names))
     else:
-        common = set.intersection(*({*setting.names} for setting in settings))
-        if any(common != {*setting.names} for setting in settings):
-            value = tuple(sorted(common))
-            differ = "they list different names; only what each of them lists is used"
-    return _merged(settings, value, origin, differ)
+        every = [{*setting.names} for setting in settings]
+        if any(names != every[0] for names in every):
+            value = tuple(sorted(set.intersection(*every)))
+    return _merged(settings, value, origin)
 
 
 def _united_order(
@@ -140,19 +139,10 @@ def _narrowed(
             yield Token("impl", impl.impl_id)
 
 
-def _merged(settings: Sequence[Setting], value: object, origin: str, differ: str = "") -> Setting:
+def _merged(settings: Sequence[Setting], value: object, origin: str) -> Setting:
     """The setting that replaces these, which it remembers."""
-    return dataclasses.replace(
-        settings[0],
-        value=value,
-        origin=origin,
-        merged=tuple((setting.value, setting.origin) for setting in settings),
-        disagreements=(differ,) if differ else (),
-    )
-
-
-def _origins(layer: Layer) -> list[str]:
-    return sorted(setting.origin for setting in layer.values())
+    overrides = tuple((setting.value, setting.origin) for setting in settings)
+    return dataclasses.replace(settings[0], value=value, origin=origin, overrides=overrides)
 
 
 def _and(origins: Iterable[str]) -> str:

@@ -28,10 +28,10 @@ class _Version(argparse.Action):
     """Print whose command this is: the distribution, its version, where it lies."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from ._environment import version_of
+        from vllm_fl.plugins.installed import installed_version
 
         where = str(__path__[0]).removesuffix("/cli")
-        say(f"vllm-fl: {TOOLS} {version_of(TOOLS) or '(not installed)'} from {where}")
+        say(f"vllm-fl: {TOOLS} {installed_version(TOOLS) or '(not installed)'} from {where}")
         parser.exit(GOOD)
 
 

@@ -16,10 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.files import Draft
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.text import HIDDEN, is_secret, scrub
+from vllm_fl_tools.files import Draft
 
+from ._options import draft_of
 from ._progress import doing
 from ._show import UsageError, say
 
@@ -36,7 +37,7 @@ VARIABLES = re.compile(
 """The variables that matter to an engine."""
 
 
-def draft_of(path: str) -> Draft:
+def archive_of(path: str) -> Draft:
     """The archive before it is written.
 
     Raises:
@@ -47,17 +48,14 @@ def draft_of(path: str) -> Draft:
         raise UsageError(f"--bundle {out}: the name of the archive must end with .tar.gz")
     if os.path.lexists(out):
         raise UsageError(f"--bundle {out}: it exists; choose another name, or remove it")
-    try:
-        return Draft(out)
-    except OSError as error:
-        raise UsageError(f"--bundle {out}: it cannot be written: {error.strerror}") from error
+    return draft_of(path, "--bundle")
 
 
 def write(draft: Draft, found: Mapping[str, Any], model: str | None, more: Sequence[str]) -> None:
     """Write the archive.
 
     Args:
-        draft: of `draft_of`.
+        draft: of `archive_of`.
         found: the doctor's answer.
         model, more: the engine whose plan it has, and vLLM's arguments.
     """

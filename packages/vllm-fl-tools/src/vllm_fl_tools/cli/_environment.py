@@ -60,23 +60,13 @@ print("\\n" + json.dumps(facts))
 """A broken torch may raise anything, hang, or end its process: it is imported in another one."""
 
 
-def version_of(name: str) -> str | None:
-    """The installed version, or None."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    try:
-        return identity(distribution(name))[1]
-    except PackageNotFoundError:
-        return None
-
-
 def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
     """Distribution -> version, of ours and of those that decide what works. Imports nothing.
 
     Args:
         kernels: the distributions whose code the loaded plugins run.
     """
-    from importlib.metadata import distributions
+    from importlib_metadata import distributions
 
     shown = {*SHOWN, *map(canonical, kernels)}
     found: dict[str, str] = {}

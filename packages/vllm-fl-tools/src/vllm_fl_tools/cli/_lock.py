@@ -18,7 +18,7 @@ from vllm_fl.settings.lock import MARK, VERSION, Locked
 from vllm_fl.settings.schema import Settings
 
 from ._engines import check_model, planned, running
-from ._options import ReportFile
+from ._options import draft_of
 from ._show import UsageError, answer, say
 
 DRAFT: dict[str, Any] = {"facts": {}, "result": {}, "seed": None}
@@ -31,12 +31,10 @@ def save(arguments: argparse.Namespace) -> int:
         raise UsageError("--save needs --model DIR")
     check_model(arguments.model)
     planned()
-    lock, mode = Settings.lock.variable, Settings.lock_mode.variable
-    with ReportFile(arguments.save, "--save") as file, tempfile.TemporaryDirectory() as folder:
+    with draft_of(arguments.save, "--save") as file, tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / "draft.lock"
         draft.write_text(text_of(DRAFT), encoding="utf-8")
-        environment = {name: text for name, text in os.environ.items() if name != mode}
-        environment[lock] = str(draft)
+        environment = {**os.environ, Settings.lock.variable: str(draft)}
         with running(
             "to be locked",
             arguments.model,
@@ -47,7 +45,7 @@ def save(arguments: argparse.Namespace) -> int:
         ) as engine:
             first, *others = engine.report["ranks"]
         _check_alike(first, others)
-        file.write(text_of(first))
+        file.put(text_of(first).encode(), lasting=True)
     facts = {"file": arguments.save, "ranks": 1 + len(others), **first["result"]}
     answer(facts, _show, as_json=arguments.json)
     return 0

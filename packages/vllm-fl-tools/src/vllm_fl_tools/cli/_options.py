@@ -9,15 +9,15 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_fl.files import Draft
 from vllm_fl.text import closest
+from vllm_fl_tools.files import Draft
 
 from ._show import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ReportFile", "check_known", "counts", "device_of", "positive_seconds"]
+__all__ = ["check_known", "counts", "device_of", "draft_of", "positive_seconds"]
 
 MOST = 2**20
 
@@ -47,43 +47,25 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-class ReportFile:
-    """A file that appears whole, or not at all.
-
-    The room for it is made at once, beside the final place. Use as a context: leaving it without
-    `write` leaves nothing behind.
+def draft_of(path: str, option: str) -> Draft:
+    """Return a draft of a file that an option names, before anything runs.
 
     Args:
-        path: where the report goes; an older one there is replaced.
-        option: the option that names it, for errors.
+        path: the file; an older one is replaced.
+        option: the option, for errors.
 
     Raises:
         UsageError: it cannot be written there.
     """
-
-    def __init__(self, path: str, option: str = "--report") -> None:
-        self.path = Path(os.path.realpath(path))  # a link's target is replaced, not the link
-        try:
-            if self.path.exists():
-                if not self.path.is_file():
-                    raise UsageError(f"{option} {path}: is not a regular file")
-                if not os.access(self.path, os.W_OK):
-                    raise UsageError(f"{option} {path}: may not be written")
-            self._draft = Draft(self.path)
-        except OSError as error:
-            raise UsageError(
-                f"{option} {path}: cannot be written: {error.strerror}; nothing was run"
-            ) from error
-
-    def __enter__(self) -> ReportFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._draft.__exit__()
-
-    def write(self, text: str) -> None:
-        """Put `text` there. Raises OSError, as for a disk that is full."""
-        self._draft.put(text.encode(), lasting=True)
+    target = Path(os.path.realpath(path))  # a link's target is replaced, not the link
+    try:
+        if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+            raise UsageError(f"{option} {path}: is not a regular file, or may not be written")
+        return Draft(target)
+    except OSError as error:
+        raise UsageError(
+            f"{option} {path}: cannot be written: {error.strerror}; nothing was run"
+        ) from error
 
 
 def check_known(what: str, asked: Sequence[str] | None, known: Collection[str]) -> None:

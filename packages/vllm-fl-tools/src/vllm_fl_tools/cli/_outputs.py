@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Protocol
@@ -146,7 +146,7 @@ class Outputs:
 
     def changes(self, ops: Iterable[str]) -> Changes:
         """The changes of settings that leave these ops to the baseline's implementations."""
-        orders = {}
+        orders: dict[str, Sequence[str]] = {}
         for op in ops:
             label = self._theirs.get(op, STOCK)
             if "|" in label:

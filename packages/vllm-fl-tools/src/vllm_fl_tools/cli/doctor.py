@@ -6,17 +6,17 @@ import argparse
 import logging
 import os
 import re
-import stat
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
-from importlib.metadata import distribution
 from shlex import quote as quoted
-from types import MappingProxyType
 from typing import Any
 
+from importlib_metadata import distribution
+
+from vllm_fl.contracts import OPS
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.platforms import foreign_platform
@@ -32,7 +32,7 @@ from vllm_fl.plugins.finding import Finding
 from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS, brings_ops
+from vllm_fl.plugins.reserved import brings_ops
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
@@ -42,43 +42,23 @@ from vllm_fl.text import clean, quote
 
 from ..operate.identity import device_name
 from . import _bundle
+from ._checks import (
+    BROKEN,
+    CHECKS,
+    CODES,
+    VLLMS,
+    Problem,
+    exported,
+    find_idle,
+    open_to_all,
+    warned,
+)
 from ._child import LoadingError, surviving
-from ._effects import exported, find_disagreements, find_idle, warned
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import describe
-from ._installed import CHECKS, VLLMS, Problem
 from ._options import device_of
 from ._progress import progress
 from ._show import answer, print_table, say
-
-CODES: Mapping[str, str] = MappingProxyType(
-    {
-        "settings": "FL110",
-        "entry-point": "FL210",
-        "half-installed": "FL211",
-        "owners": "FL212",
-        "platforms": "FL213",
-        "plugins": "FL214",
-        "device": "FL215",
-        "ended": "FL216",
-        "lock": "FL505",
-        "contracts": "FL217",
-        "ops": "FL310",
-        "vllm-range": "FL510",
-        "vllm-plugins": "FL511",
-        "vllm-target-device": "FL512",
-        "engine": "FL514",
-        "torch": "FL520",
-        "torch-build": "FL521",
-        "torch-companions": "FL522",
-        "driver": "FL523",
-        "table": "FL610",
-    }
-)
-"""Check -> the code of its findings. A plugin's own check has none, unless it has such a name."""
-
-BROKEN = "FL702"
-"""The code of a check that could not be made."""
 
 _CODE = re.compile(r"\[(FL\d{3})\]")
 
@@ -98,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 with findings. All checks run, however broken the environment is."""
     check_words(arguments)
     with ExitStack() as stack:
-        draft = arguments.bundle and stack.enter_context(_bundle.draft_of(arguments.bundle))
+        draft = arguments.bundle and stack.enter_context(_bundle.archive_of(arguments.bundle))
         found = _examine(arguments)
         if draft:
             with progress(arguments.verb):
@@ -256,6 +236,7 @@ class _Examined:
         self.found: tuple[Found, ...] = ()
         self.plugins: tuple[Plugin, ...] = ()
         self.settings: Settings | None = None
+        self.forced: str | None = None
         self.device: str | None = None
         self.failing: list[PluginError] = []
         self.absent: list[str] = []
@@ -274,11 +255,9 @@ class _Examined:
     def load_plugins(self) -> Iterator[Finding | Problem]:
         """Load every plugin; one that fails is a finding."""
         try:
-            # Another setting of the start may be wrong; these two say what may be imported.
-            names = ("VLLM_FL_PLUGINS", "VLLM_FL_PLUGIN_MODULES")
-            early = load_startup({k: v for k, v in os.environ.items() if k in names})
-            modules, only = early.plugin_modules, early.plugins
-        except SettingsError:  # the next check says it; until it is mended nothing is imported
+            early = load_startup(os.environ)
+            modules, only, self.forced = early.plugin_modules, early.plugins, early.platform
+        except SettingsError:  # a later check has it; until it is fixed nothing is imported
             modules, only = (), ()
         self.found = found = discover(modules)
         self.plugins = plugin_loader.load(self.registry, found, only=only, variables=TAKEN)
@@ -323,15 +302,11 @@ class _Examined:
 
     def find_device(self) -> Iterator[Finding | Problem]:
         """The hardware that a plugin brings for this machine; two that claim it are a finding."""
-        try:
-            forced = load_startup(os.environ).platform
-        except SettingsError:  # the next check says it
-            return
-        if forced in IN_TREE or (forced and is_foreign(forced)):
+        if self.forced in IN_TREE or (self.forced and is_foreign(self.forced)):
             return
         known, self.failing = devices(self.plugins)
         try:
-            profile = find_device(self.plugins, forced)
+            profile = find_device(self.plugins, self.forced)
         except PluginError as error:
             yield (
                 "The device that a plugin brings cannot be used.",
@@ -350,7 +325,7 @@ class _Examined:
             where = forced or detect_platform(self.plugins)
             files, errors = policy_files(self.plugins, where)
             paths = [os.environ.get(name) for name in (CONFIG, OP_CONFIG, Settings.table.variable)]
-            yield from _open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
+            yield from open_to_all([*filter(None, paths), *(str(path) for _, path in files)])
             for failure in errors:
                 yield _plugin_finding(str(failure.plugin), failure)
             self.settings = read_settings(self.registry, platform=where)
@@ -368,7 +343,6 @@ class _Examined:
         if self.settings is None:
             return
         yield from find_idle(self.settings, self.plugins)
-        yield from find_disagreements(self.settings)
 
     def find_table(self) -> Iterator[Finding | Problem]:
         """A table that does not hold on this machine."""
@@ -434,21 +408,6 @@ def _lost_finding(crumb: Crumb) -> Finding:
 def _modules() -> list[str]:
     """The modules that the user names as plugins."""
     return [*map(str.strip, os.environ.get(Settings.plugin_modules.variable, "").split(","))]
-
-
-def _open_to_all(paths: Sequence[str]) -> Iterator[Finding | Problem]:
-    """Files with settings that every user of this machine may write."""
-    for path in dict.fromkeys(paths):
-        try:
-            mode = os.stat(path).st_mode
-        except OSError:  # reading the settings says it
-            continue
-        if mode & stat.S_IWOTH:
-            yield (
-                f"{path} can be written by every user of this machine.",
-                "It says which code runs in your engine.",
-                f"chmod o-w {quoted(path)}",
-            )
 
 
 def _plugin_finding(name: str, error: PluginError) -> Finding:

@@ -28,7 +28,6 @@ from vllm_fl.settings.values import ORDER_PREFIX
 from ..operate.described import Described
 from ._engine import any_engines, asked_of, entry_of, takes_engine
 from ._show import UsageError, answer, print_table, say
-from .settings import merged_from, say_merged
 
 PAGES = files("vllm_fl") / "codes"
 """One file for each code, in Markdown: the documentation site has the same ones."""
@@ -92,7 +91,6 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
     rows = () if engines else manager.rows(op, without_layer=True)
     is_script = not engines and mode == "script"
     binding = Binding() if is_script else all_bindings(snapshot).get(op, Binding())
-    listed = settings.get(f"{ORDER_PREFIX}{op}")
     foreign = engines[0].facts.foreign.get(op, {}) if engines else {}
     return {
         "op": op,
@@ -100,7 +98,6 @@ def _facts(op: str, engines: Sequence[Described], mode: str | None) -> dict[str,
         "modes": [_engine_view(manager, op, engine) for engine in engines]
         or [{"mode": "script", "note": "", **_view(manager, op, rows, settings, "eager")}],
         "layers": dict(engines[0].layers.get(op, {})) if engines else {},
-        "merged": merged_from(listed) if listed and listed.merged else None,
         "unmatched": [said for of, said in unmatched(settings, snapshot.impls_by_op) if of == op],
         "places": targets_of(binding),
         "bypasses": list(binding.not_reached),
@@ -281,9 +278,6 @@ def _show(facts: Mapping[str, Any]) -> None:
         say(f"\nInside vLLM it runs in: {'; '.join(facts['places'])}.")
     if facts["bypasses"]:
         say("\n  - ".join(["This is not covered, whatever the policy says:", *facts["bypasses"]]))
-    if facts["merged"]:
-        say()
-        say_merged("The order", facts["merged"])
     for said in facts["unmatched"]:
         say(f"\nWarning: {said}")
     if error := facts["replaced"]["error"]:

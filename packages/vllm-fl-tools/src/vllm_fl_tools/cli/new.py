@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch.platforms import ForeignPlatform, torch_device
+from vllm_fl.dispatch.platforms import ForeignPlatform
 from vllm_fl.dispatch.startup import is_foreign, known_platforms
 from vllm_fl.plugins.installed import ENGINE_GROUPS, entry_points, identity
 from vllm_fl.settings.values import IN_TREE, PLATFORMS, normalise_platform
 from vllm_fl.text import closest
 
+from ..devices import torch_device
 from ._show import UsageError, answer, say
 
 __all__ = ["add_arguments", "run", "template_ops"]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.errors import LockError
 from vllm_fl.integration.targets import without_layers
 from vllm_fl.logs import quiet
 from vllm_fl.plugins.reserved import ops_missing
@@ -22,6 +21,7 @@ from vllm_fl.settings.lock import MARK, Locked, read_lock
 from vllm_fl.settings.schema import CONFIG, Settings
 
 from ..operate.described import Described
+from ..operate.errors import LockError
 from ._engine import asked_of, takes_engine
 from ._lock import save
 from ._show import UsageError, answer, print_table, say
@@ -94,7 +94,8 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
     manager = get_default_manager()
     snapshot = manager.registry.snapshot()
     missing = without_layers(engine.plan, engine.layers)
-    unmet = engine.differs if settings.lock_mode == "strict" else ()
+    locked = settings.locked
+    unmet = () if locked is None or locked.warns else engine.differs
     scheduler = engine.config.scheduler_config if engine.config and engine.has_model else None
     return {
         "model": arguments.model,
@@ -117,11 +118,11 @@ def _as_json(engine: Described, arguments: argparse.Namespace) -> dict[str, Any]
         },
         "ends": [*engine.ends, *(f"{line} [{LockError.code}]" for line in unmet)],
         "lock": {
-            "file": settings.locked.file,
-            "mode": settings.lock_mode,
+            "file": locked.file,
+            "mode": "warn" if locked.warns else "strict",
             "differs": list(engine.differs),
         }
-        if settings.locked is not None
+        if locked is not None
         else None,
         "table": {
             "file": settings.tuned.file,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
@@ -13,7 +13,7 @@ from vllm_fl.errors import PluginError
 from vllm_fl.logs import quiet
 from vllm_fl.settings.devices import DeviceOrder
 from vllm_fl.settings.policy import OpOrder
-from vllm_fl.settings.schema import Setting, Settings
+from vllm_fl.settings.schema import Settings
 from vllm_fl.text import HIDDEN, is_secret
 
 from ._engine import any_engines
@@ -74,9 +74,6 @@ def _show(facts: Mapping[str, Any]) -> None:
             if row["key"] != "platform_files"
         ],
     )
-    for row in rows:
-        if "merged" in row:
-            say_merged(row["key"], row)
     if facts["table"]:
         say(f"Table: {facts['table']}")
     for title, names in (
@@ -90,41 +87,19 @@ def _show(facts: Mapping[str, Any]) -> None:
 
 
 def as_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Every setting as JSON data, with what it replaced, the nearest first.
-
-    One that several platform files set has what each of them says, too, as `merged`.
-    """
+    """Return every setting as JSON data, with what it replaced or was merged from."""
     return [
         {
             "key": key,
             "value": _plain(key, setting.value),
             "origin": setting.origin,
-            "overrides": _each(key, setting.overrides),
-            **(merged_from(setting) if setting.merged else {}),
+            "overrides": [
+                {"value": _plain(key, value), "origin": origin}
+                for value, origin in setting.overrides
+            ],
         }
         for key, setting in settings.items()
     ]
-
-
-def merged_from(setting: Setting) -> dict[str, Any]:
-    """What each platform file says of a setting, and where they disagree, as JSON data."""
-    return {
-        "merged": _each(setting.key, setting.merged),
-        "disagreements": list(setting.disagreements),
-    }
-
-
-def say_merged(what: str, told: dict[str, Any]) -> None:
-    """The same for people."""
-    say(f"{what} is made of the policy files of several backends:")
-    for each in told["merged"]:
-        say(f"  {each['origin']}: {_text(each['value'])}")
-    for sentence in told["disagreements"]:
-        say(f"  They disagree: {sentence}.")
-
-
-def _each(key: str, values: Iterable[tuple[object, str]]) -> list[dict[str, Any]]:
-    return [{"value": _plain(key, value), "origin": origin} for value, origin in values]
 
 
 def _plain(key: str, value: object) -> Any:

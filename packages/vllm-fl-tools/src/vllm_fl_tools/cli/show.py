@@ -21,7 +21,7 @@ from vllm_fl.text import quote
 
 from ..engine.tuned import Tuned
 from ..operate.state_file import EVERY
-from ._options import ReportFile
+from ._options import draft_of
 from ._show import SCHEMA, UsageError, answer, print_table, say
 
 MAX_BYTES = 16 * 2**20
@@ -83,9 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
     for each in files:
         if each["kind"] not in MEASURED:
             raise UsageError(f"--html: {each['file']} is a {each['kind']}; there is no page of it")
-    with ReportFile(arguments.html, "--html") as out:
+    with draft_of(arguments.html, "--html") as out:
         text = page([Measured(Path(f["file"]).name, f["kind"], f["content"]) for f in files])
-        out.write(text)
+        out.put(text.encode(), lasting=True)
     facts = {
         "files": [{"name": Path(f["file"]).name, "kind": f["kind"]} for f in files],
         "html": str(out.path),

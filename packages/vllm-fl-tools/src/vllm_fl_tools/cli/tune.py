@@ -22,7 +22,7 @@ from ..engine.tuned import DEFAULT, STOCK, Figure, Tuned, TunedOp
 from ..integration.parts import without
 from . import _accept, _profile
 from ._engine import engine_of, takes_vllms
-from ._options import ReportFile, check_known, counts, device_of, positive_seconds
+from ._options import check_known, counts, device_of, draft_of, positive_seconds
 from ._show import UsageError, print_json, print_table, say
 from ._tuning import Subject, Work
 from ._watch import INTERRUPTED, ended_by_signal
@@ -111,8 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
             with redirect_stdout(sys.stderr):  # a kernel's own output is no result
                 work.run(arguments.timeout)
             table = work.table()
-            with ReportFile(str(out), "--out") as file:
-                file.write(table.text)
+            with draft_of(str(out), "--out") as file:
+                file.put(table.text.encode(), lasting=True)
         except KeyboardInterrupt:
             told = f"after {work.done} of {work.units} measurements; no table was written"
             say(f"vllm-fl: interrupted {told}", error=True)
@@ -141,7 +141,7 @@ def _out(path: str | None) -> Path:
             f"{DEFAULT_FILE} is there already; --out {DEFAULT_FILE} replaces it, and --out with "
             "another name leaves it"
         )
-    with ReportFile(path or DEFAULT_FILE, "--out") as file:
+    with draft_of(path or DEFAULT_FILE, "--out") as file:
         return file.path
 
 
@@ -164,7 +164,7 @@ def _subject(
     facts = engine.facts
     facts = replace(facts, settings=facts.settings.without_table("it is measured"))
     ordered = (*facts.ordered.settings.held_by_device,)
-    facts = replace(facts, device=None)
+    facts = replace(facts, device="")
     assert facts.sizes is not None and facts.dtype is not None  # it has a model
     captured = max(facts.captured, default=0) if facts.mode == "compiled" else 0
     tokens = asked or _sizes(facts.sizes.tokens[-1], captured)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
-from vllm_fl.errors import LockError
 from vllm_fl.integration.carried import entry_of
 from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.planning import plan_for
@@ -25,6 +24,7 @@ from vllm_fl.settings.policy import OpOrder
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import HIDDEN, is_secret, scrub
 
+from .errors import LockError
 from .identity import identity
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = get_logger("engine")
 
-FREE = re.compile("config|platform_files|table|lock|lock_mode|log_level|debug|metrics|shadow")
+FREE = re.compile("config|platform_files|table|lock|log_level|debug|metrics|shadow")
 """Settings without effect on results, and those that name files, which are compared instead."""
 
 ALIASES = re.compile(
@@ -128,12 +128,12 @@ class Lock:
     def _end_or_warn(self, lines: Sequence[str]) -> None:
         if not lines:
             return
-        file, mode = self._locked.file, self.engine.facts.settings.lock_mode
+        file = self._locked.file
         each = "".join(f"\n  {line}" for line in lines)
-        if mode == "strict":
+        if not self._locked.warns:
             raise LockError(
                 f"vllm-fl ends the start: this engine differs from the lock {file}. Fix the "
-                f"difference, lock again, or set VLLM_FL_LOCK_MODE=warn{each}",
+                f"difference, lock again, or set VLLM_FL_LOCK=warn:{file}{each}",
                 file=file,
                 differences=lines,
             )
@@ -198,7 +198,7 @@ def _settings(settings: Settings) -> dict[str, Any]:
     }
     if settings.tuned is not None:
         found["table"] = {
-            op: [f"{each.devices}: {each.order}" for each in orders if each.of_table]
+            op: [f"{each.name}: {each.order}" for each in orders if each.of_table]
             for op, orders in settings.by_device.items()
         }
     return found

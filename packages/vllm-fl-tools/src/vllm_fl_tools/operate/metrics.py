@@ -88,7 +88,8 @@ def exposition(
             family.add_sample(name, {**worker, **own}, value)
         families.append(family)
     only_these: Any = SimpleNamespace(collect=lambda: families)
-    return generate_latest(only_these).decode()
+    text: str = generate_latest(only_these).decode()
+    return text
 
 
 def metrics_file(

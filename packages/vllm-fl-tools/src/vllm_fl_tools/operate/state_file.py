@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_fl.files import Draft
 from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
+from vllm_fl_tools.files import Draft
 
 EVERY = 20.0
 """Seconds from one writing to the next: collectors read every 15 to 60."""

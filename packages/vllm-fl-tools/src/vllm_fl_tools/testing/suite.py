@@ -13,9 +13,9 @@ import torch
 
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch.platforms import torch_device
 from vllm_fl.dispatch.startup import detect_platform
 
+from ..devices import torch_device
 from .cases import CHECKS, Case, cases_of
 from .exceptions import read_xfails
 from .processes import installed

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class TracedForms(GraphPass):
     """The pass, for one engine."""
 
+    tasks: dict[str, tuple[OperatorTarget, Chain]]
+
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         super().__init__(engine, vllm_config)
         self.tasks = {
@@ -65,7 +67,8 @@ class TracedForms(GraphPass):
     def _replace(self, match: Match, *args: Any, **kwargs: Any) -> None:
         """Replace an operator by the traced form, or log why it stays."""
         (node,) = match.nodes
-        operator, impl = node.args[0], self._impl(node)
+        operator: Any = node.args[0]
+        impl = self._impl(node)
         target, chain = self.tasks[operator.name()]
         assert impl is not None and impl.traced is not None and chain.spec is not None
         run = target.route(self.engine.plan.record.counting(impl.traced, chain.op, impl.impl_id))

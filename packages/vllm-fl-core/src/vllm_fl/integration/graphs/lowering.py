@@ -39,6 +39,8 @@ log = get_logger("engine")
 class RangeLowering(GraphPass):
     """The pass, for one engine."""
 
+    tasks: dict[Any, Site]
+
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         super().__init__(engine, vllm_config)
         self.tasks = {**_in_graphs(engine.plan), **_in_ir(engine.plan)}

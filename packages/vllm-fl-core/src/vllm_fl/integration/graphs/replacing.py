@@ -39,6 +39,8 @@ log = get_logger("engine")
 class FusedOps(GraphPass):
     """Puts the operator where the op's binding finds all parts of the op."""
 
+    tasks: list[Sought]
+
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         super().__init__(engine, vllm_config)
         self.tasks = [each for each in self.done.sought if isinstance(each.target, FusionTarget)]
@@ -52,6 +54,8 @@ class FusedOps(GraphPass):
 
 class TorchOperators(GraphPass):
     """Puts the operator where the op's binding finds an operator."""
+
+    tasks: list[Sought]
 
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         super().__init__(engine, vllm_config)

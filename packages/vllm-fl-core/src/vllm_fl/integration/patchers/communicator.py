@@ -15,6 +15,7 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import PlanEntry
 from ...errors import StartError
 from ...logs import get_logger
+from ...plugins.asking import asking, checks
 from ...plugins.communicator import COMMUNICATOR
 from ...plugins.inspection import Check, GroupFacts, Key
 from ...plugins.types import CommunicatorImpl, CommunicatorRequest
@@ -22,7 +23,6 @@ from ...settings.loading import Settings
 from ...text import quote
 from ..engines import Engine
 from ..exchange import gathered
-from ..hooks import communicator_checks
 from ..patcher import Patcher, WhyNot
 from . import classes
 from .lookups import named
@@ -189,7 +189,7 @@ class Groups:
         facts = GroupFacts(name, group.rank(), group.size(), device, self.dtype)
         off = is_off(
             lambda: made.append(cls(**arguments)), f"its class cannot be made for group {name}: "
-        ) or is_off(lambda: checks.extend(communicator_checks(self.engine, made[0], facts)))
+        ) or is_off(lambda: checks.extend(self._checks(made[0], facts)))
         # Each check is one exchange: the ranks must have the same ones.
         names = tuple(check.what for check in checks)
         every = gathered(names, group, "verify their communicators")
@@ -199,6 +199,11 @@ class Groups:
                 _destroy(each)
             return None
         return made[0]
+
+    def _checks(self, communicator: Any, facts: GroupFacts) -> Iterator[Check]:
+        """Yield the checks of plugins, in the same order on all ranks of the group."""
+        for plugin in asking(get_default_manager().registry.plugins, "communicator_checks"):
+            yield from checks(plugin, self.engine, communicator, facts)
 
     def _is_off(self, impl: CommunicatorImpl, mine: Fault | None, group: Any) -> bool:
         """Whether it is off on any rank of the group: all of them ask at the same time.

@@ -17,6 +17,7 @@ from ...contracts.binding import FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
+from ..engines import Engine
 from .arguments import misfit
 from .lookups import lookup_of
 from .taking import Replacement, Taking, replacement_of
@@ -99,7 +100,6 @@ class Functions(Taking):
     """Replaces Python functions and methods of vLLM."""
 
     kind = FunctionTarget
-    key = "functions"
 
     def note(self, plan: Plan, op: str) -> str:
         why = "its implementations take the calling layer, and a function has none"
@@ -116,3 +116,9 @@ class Functions(Taking):
 
     def install(self, target: FunctionTarget, device: torch.device) -> Replacement:
         return _Function(target)
+
+    def choose(self, engine: Engine) -> dict[str, Any]:
+        return {"functions": self.decide(engine).names}
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        return {"functions": self.told(engine, engine.state[Functions])}

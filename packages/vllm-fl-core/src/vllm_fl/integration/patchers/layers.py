@@ -407,7 +407,8 @@ def custom_op_table() -> dict[str, Any]:
     """Return vLLM's table of replacements: class name -> the class that is built instead."""
     from vllm.model_executor import custom_op
 
-    return custom_op.op_registry_oot
+    table: dict[str, Any] = custom_op.op_registry_oot
+    return table
 
 
 def _foreign() -> dict[str, type]:

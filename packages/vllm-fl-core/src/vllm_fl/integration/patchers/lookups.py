@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,13 +47,14 @@ def over_class(module: str, prefix: str, name: str, mixin: type) -> type:
             raise TypeError(f"it has no {', '.join(lacks)}")
         return laid_over(module, name, mixin, base)
     except Exception as error:  # its metaclass is anybody's code
-        log.error(
-            "vllm-fl steps aside, vLLM runs as stock: %s.%s takes no overlay: %s [FL513]",
-            base.__module__,
-            base.__qualname__,
-            quote(error),
-        )
+        log_refusal(base, error)
         return base
+
+
+def log_refusal(base: type, error: Exception, level: int = logging.ERROR) -> None:
+    """Log that a class takes no overlay."""
+    text = "vllm-fl steps aside, vLLM runs as stock: %s.%s takes no overlay: %s [FL513]"
+    log.log(level, text, base.__module__, base.__qualname__, quote(error))
 
 
 def laid_over(module: str, name: str, mixin: type, base: type, **own: Any) -> type:

@@ -180,7 +180,6 @@ class Operators(Taking):
     """Overrides kernels of vLLM's torch operators."""
 
     kind = OperatorTarget
-    key = "operators"
 
     def note(self, plan: Plan, op: str) -> str:
         return operator_note(plan, op)
@@ -228,12 +227,14 @@ class Operators(Taking):
         taken = {op: targets for op, targets in taken.items() if targets}
         # vLLM reads some operators that it does not call, when it compiles the model.
         defined = dict(empty.read_always()) if plan.mode == "compiled" else {}
-        names = [target.name for targets in taken.values() for target in targets]
-        defined |= {name: schema for name in names if (schema := empty.schema(name))}
+        for name in (target.name for targets in taken.values() for target in targets):
+            if schema := empty.schema(name):
+                defined[name] = schema
         return Choice(taken, left, dict(sorted(defined.items())))
 
     def choose(self, engine: Engine) -> dict[str, Any]:
-        return {**super().choose(engine), "defined": engine.state[Operators].defined}
+        chosen = self.decide(engine)
+        return {"operators": chosen.names, "defined": chosen.defined}
 
     def take(self, engine: Engine, chosen: Choice) -> None:
         empty.define(chosen.defined)
@@ -254,4 +255,5 @@ class Operators(Taking):
     compiled = loaded
 
     def report(self, engine: Engine) -> dict[str, Any]:
-        return {**super().report(engine), "defined": engine.state[Operators].defined}
+        chosen: Choice = engine.state[Operators]
+        return {"operators": self.told(engine, chosen), "defined": chosen.defined}

