@@ -409,7 +409,8 @@ def test_every_shell_example_loads(number: int, tmp_path: Path) -> None:
     assert env
     assert set(env) <= set(VARIABLES)
     settings = load_settings(env, platform="cuda")
-    told = {s.variable for s in settings.values() if "environment" in s.origin}
+    declared = settings.declared.items()
+    told = {spec.variable for key, spec in declared if "environment" in settings[key].origin}
     if CONFIG not in env:
         assert set(env) <= told | {PER_OP, OP_CONFIG, BLACKLIST.append}
         assert settings.warnings == ()
