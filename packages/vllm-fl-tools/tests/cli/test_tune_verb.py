@@ -14,12 +14,12 @@ import torch
 from commands import Command, Plugin
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.files import Draft
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_tools.cli import _tuning, tune
 from vllm_fl_tools.cli._tuning import Subject
 from vllm_fl_tools.engine import bench, tuning
 from vllm_fl_tools.engine.tuned import Row, Tuned
+from vllm_fl_tools.files import Draft
 
 CLOCKED = """
 NOW, CALLS = [0.0], []
