@@ -112,8 +112,7 @@ class TestTable:
         assert {name: f.us for name, f in figures.items()} == pytest.approx(
             {"vendor.acme": 30, "vendor.fast": 10, "vendor.slow": 90}
         )
-        assert figures["vendor.fast"].n == tuning.FINALS
-        assert figures["vendor.slow"].n == tuning.SCREENING
+        assert {figure.n for figure in figures.values()} == {tuning.ROUNDS}
 
     def test_two_runs_agree(self, fl: Command, clocked: Any, here: Path) -> None:
         tables = []
@@ -211,15 +210,6 @@ class TestWithoutSizesOfTheUser:
         assert tuned.rows == (Row(64, "vendor.fast"), Row(512, "default"))
         assert ("fast", 64) in module.CALLS, "it is checked at the end of its row"
         assert answer["measurements"] == len(sizes)
-
-    def test_one_that_cannot_win_has_no_finals(self, run: Any) -> None:
-        _, tuned, _ = run("--tokens", "8")
-        counts = {figure.impl: figure.n for figure in tuned.figures}
-        assert counts == {
-            "vendor.acme": tuning.FINALS,
-            "vendor.fast": tuning.FINALS,
-            "vendor.slow": tuning.SCREENING,
-        }
 
 
 class TestBadArguments:

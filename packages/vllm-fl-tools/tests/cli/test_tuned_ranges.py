@@ -46,7 +46,7 @@ def rows(*ops: InGraphs) -> list[list[tuple[int, str]]]:
         default, measured = op.contenders[1].name, []
         for tokens in TOKENS:
             times = {default: [10.0] * 4, "vendor.fast": [5.0 if tokens <= 8 else 20.0] * 4}
-            measured.append(Measured(tokens, default, finals=times))
+            measured.append(Measured(tokens, default, times=times))
         found.append((op, measured))
     return [[(row.up_to, row.impl) for row in of_op] for of_op in rows_by_op(found)]
 
@@ -135,7 +135,7 @@ def measured(graph: InGraphs, *sizes: int, fast_up_to: int) -> list[Measured]:
     found = []
     for tokens in sizes:
         took = {default: [10.0] * 4, "vendor.fast": [5.0 if tokens <= fast_up_to else 20.0] * 4}
-        found.append(Measured(tokens, default, finals=took))
+        found.append(Measured(tokens, default, times=took))
     return found
 
 

@@ -15,11 +15,6 @@ def test_a_unit_that_takes_long_is_named_though_its_end_is_told_elsewhere(
 ) -> None:
     watch = Watch(7, 60.0, lambda: None)
     with _progress.progress("tune"):
-        watch.at("rms_norm, 64 tokens", 3)
+        watch.begin("rms_norm, 64 tokens", 3)
         assert told.wait(60)
     assert "vllm-fl tune: [3/7] rms_norm, 64 tokens (" in capsys.readouterr().err
-
-
-def test_a_unit_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    Watch(7, 60.0, lambda: None).begin("rms_norm")
-    assert "[1/7] rms_norm" in capsys.readouterr().err

@@ -8,9 +8,8 @@ from vllm_fl_tools.engine.timing import ROOM, Measured, best_edges, in_turn, qua
 from vllm_fl_tools.engine.tuned import Row
 
 
-def measured(tokens: int = 1, **finals: list[float]) -> Measured:
-    names = {name.replace("_", "."): times for name, times in finals.items()}
-    return Measured(tokens, "stock", screened=dict(names), finals=dict(names))
+def measured(tokens: int = 1, **times: list[float]) -> Measured:
+    return Measured(tokens, "stock", times={n.replace("_", "."): of for n, of in times.items()})
 
 
 def won(tokens: int, name: str) -> Measured:
@@ -176,17 +175,11 @@ class TestRowsByRange:
 
 
 class TestFigures:
-    def test_the_figures_of_the_finals(self) -> None:
+    def test_the_figures(self) -> None:
         winner, default = measured(stock=[4.0] * 11, vendor_a=[2.0] * 11).figures()
         assert (winner.impl, winner.us, winner.n) == ("vendor.a", 2.0, 11)
         assert (winner.ratio, winner.ratio_low) == (2.0, 2.0)
         assert (default.impl, default.us, default.n, default.ratio) == ("stock", 4.0, 11, None)
-
-    def test_who_missed_the_finals_has_the_first_rounds(self) -> None:
-        found = measured(stock=[4.0] * 11)
-        found.screened = {"stock": [4.0] * 5, "vendor.slow": [8.0] * 5}
-        slow = next(figure for figure in found.figures() if figure.impl == "vendor.slow")
-        assert (slow.us, slow.n, slow.ratio) == (8.0, 5, 0.5)
 
     def test_a_rejected_one_has_its_reason_and_no_time(self) -> None:
         found = measured(stock=[4.0] * 11, vendor_a=[1.0] * 11)

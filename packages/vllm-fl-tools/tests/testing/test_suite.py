@@ -164,9 +164,9 @@ def test_every_check_has_a_test_method_and_stands_in_the_guide() -> None:
     ("text", "problem"),
     [
         ('op = "x"', "expected [[xfail]] entries only, got op"),
-        ('[[xfail]]\nop = "x"', "reason is missing"),
-        ('[[xfail]]\nreason = "x"', "op is missing"),
-        (WRONG + 'sampel = "1 token"', "unknown key 'sampel'"),
+        ('[[xfail]]\nop = "x"', "missing 1 required positional argument: 'reason'"),
+        ('[[xfail]]\nreason = "x"', "missing 1 required positional argument: 'op'"),
+        (WRONG + 'sampel = "1 token"', "unexpected keyword argument 'sampel'"),
         (WRONG + 'check = "vales"', "no check 'vales'"),
         (WRONG + "run = 0", "run must be a bool, got 0"),
         (WRONG + "dtype = 16", "dtype must be a str, got 16"),

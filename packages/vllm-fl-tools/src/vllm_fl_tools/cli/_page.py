@@ -54,7 +54,7 @@ def page(measured: Sequence[Measured]) -> str:
     look = _plots.looks([impl for table in tables for impl in impls_of(table.ops.values())])
 
     def plot(key: str, op: TunedOp) -> Markup:
-        serving = {t: serves(op, t) for t in tokens_of(op)}
+        serving = {t: op.chosen(t) for t in tokens_of(op)}
         return Markup(_plots.drawing(key, op.figures, serving, look))
 
     def text(value: Any) -> Any:
@@ -69,7 +69,7 @@ def page(measured: Sequence[Measured]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    of_table = (impls_of, tokens_of, serves, figure_of, why, not_chosen, versions)
+    of_table = (impls_of, tokens_of, figure_of, why, not_chosen, versions)
     asked = (*of_table, cells, findings, named, sums, microseconds)
     environment.globals |= {each.__name__: each for each in asked}
     environment.globals |= {"looks": look, "plot": plot, "colours": _plots.COLOURS}
@@ -104,11 +104,6 @@ def tokens_of(op: TunedOp) -> list[int]:
     return sorted({f.tokens for f in op.figures} | {row.up_to for row in op.rows})
 
 
-def serves(op: TunedOp, tokens: int) -> str:
-    """The implementation of a call with so many tokens."""
-    return op.chosen(tokens)
-
-
 def figure_of(op: TunedOp, tokens: int, impl: str) -> Figure | None:
     """What one implementation gave there."""
     return next((f for f in op.figures if (f.tokens, f.impl) == (tokens, impl)), None)
@@ -116,7 +111,7 @@ def figure_of(op: TunedOp, tokens: int, impl: str) -> Figure | None:
 
 def why(op: TunedOp, tokens: int) -> str:
     """Why it serves who does, with the ratio that says so."""
-    impl = serves(op, tokens)
+    impl = op.chosen(tokens)
     if impl != op.default:
         figure = figure_of(op, tokens, impl)
         if figure is None or figure.ratio is None:

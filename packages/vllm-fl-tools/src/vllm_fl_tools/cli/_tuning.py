@@ -404,7 +404,7 @@ class Work:
 
         def measure(op: str, tokens: int) -> None:
             running[:2] = op, tokens
-            watch.at(f"{op}, {tokens} tokens", self.done + 1)
+            watch.begin(f"{op}, {tokens} tokens", self.done + 1)
             found = self._kept(op, partial(self._tunings[op].measure, tokens))
             where = f"[{100 * self.done // self.units:3} %] {op}, {tokens} tokens"
             say(f"{where}: {_outcome(found)}", error=True)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from ._progress import current
-from ._show import say
 
 __all__ = ["INTERRUPTED", "TookTooLong", "Watch", "ended_by_signal"]
 
@@ -40,18 +39,8 @@ class Watch:
         self.units, self.limit, self._stuck = units, limit, stuck
         self.running, self._unit, self._number = "", "", 0
 
-    def begin(self, unit: str) -> None:
-        """Begin a unit, and print it: if the process ends, the last line says what ran."""
-        self.at(unit, self._number + 1)
-        say(f"[{self._number}/{self.units}] {unit}", error=True)
-
-    def at(self, unit: str, number: int) -> None:
-        """Begin a unit that its caller prints.
-
-        Args:
-            unit: a description.
-            number: the number of units so far, this one included.
-        """
+    def begin(self, unit: str, number: int) -> None:
+        """Begin a unit, the `number`th."""
         self._unit, self._number = unit, number
         self._note(unit)
 

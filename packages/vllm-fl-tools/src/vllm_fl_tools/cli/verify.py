@@ -191,9 +191,12 @@ class _Work:
 
     def run(self, watch: Watch) -> None:
         """Run every unit, one after the other."""
-        for impl, dtype in self.units:
+        for number, (impl, dtype) in enumerate(self.units, 1):
             spec = self.specs[impl.op_name]
-            watch.begin(f"{impl.op_name} {impl.impl_id} {dtype}")
+            unit = f"{impl.op_name} {impl.impl_id} {dtype}"
+            watch.begin(unit, number)
+            # If a kernel ends the process, the last line says which.
+            say(f"[{number}/{len(self.units)}] {unit}", error=True)
             start = time.perf_counter()
             trials = self._trials(spec, dtype)
             comparisons = list(self._compare_all(impl, dtype, trials, watch))

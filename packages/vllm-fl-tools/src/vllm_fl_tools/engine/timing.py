@@ -84,8 +84,7 @@ class Measured:
         tokens: rows of the calls.
         default: what runs without a table: an implementation's id, or `stock`.
         rejected: who was not timed -> why.
-        screened: name -> the times of the first rounds, µs.
-        finals: name -> those of the finals; the default and the fastest of the first rounds.
+        times: name -> its time in each round, µs.
         slower: who is slower than the default in a form of the op -> in which, and the ratio; or to
             launch, where no graph serves -> by what.
     """
@@ -93,51 +92,47 @@ class Measured:
     tokens: int
     default: str
     rejected: dict[str, str] = field(default_factory=dict)
-    screened: dict[str, list[float]] = field(default_factory=dict)
-    finals: dict[str, list[float]] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
     slower: dict[str, str] = field(default_factory=dict)
 
     @property
     def winner(self) -> str:
-        """The fastest of those that beat the default in the finals; else `default`."""
-        winners = [name for name in self.finals if self._beats(name)]
-        return min(winners, key=lambda name: quartiles(self.finals[name])[1], default=DEFAULT)
+        """The fastest of those that beat the default; else `default`."""
+        winners = [name for name in self.times if self._beats(name)]
+        return min(winners, key=lambda name: quartiles(self.times[name])[1], default=DEFAULT)
 
     @property
     def fastest(self) -> float:
-        """The least median of the finals, µs; where there were none, of the first rounds; or 0."""
-        times = self.finals or self.screened
-        return min((quartiles(of)[1] for of in times.values()), default=0.0)
+        """The least median, µs; or 0."""
+        return min((quartiles(of)[1] for of in self.times.values()), default=0.0)
 
     def ratio(self, name: str) -> float | None:
         """The default's time by `name`'s, the median of pairs; None where it may not serve."""
-        found = self._ratios(name, self.finals if name in self.finals else self.screened)
+        found = self._ratios(name)
         return statistics.median(found) if found else None
 
     def _beats(self, name: str) -> bool:
-        found = self._ratios(name, self.finals)
+        found = self._ratios(name)
         if name == self.default or not found:
             return False
         low, median, _ = quartiles(found)
         return median >= ROOM and low > 1.0
 
-    def _ratios(self, name: str, times: Mapping[str, list[float]]) -> list[float]:
-        """None where it may not serve, or was not timed beside the default."""
-        if name in self.rejected or name in self.slower or name not in times:
+    def _ratios(self, name: str) -> list[float]:
+        """None if it may not serve, or was not timed."""
+        if name in self.rejected or name in self.slower or name not in self.times:
             return []
-        return ratios(times.get(self.default, ()), times[name])
+        return ratios(self.times.get(self.default, ()), self.times[name])
 
     def figures(self) -> Iterator[Figure]:
         """What a table says of everybody: first who was timed, the fastest before the others."""
-        timed = {**self.screened, **self.finals}
-        figures = [self._figure(name) for name in timed if name not in self.rejected]
+        figures = [self._figure(name) for name in self.times if name not in self.rejected]
         yield from sorted(figures, key=lambda figure: figure.us or 0.0)
         for name, why in self.rejected.items():
             yield Figure(self.tokens, name, rejected=why)
 
     def _figure(self, name: str) -> Figure:
-        series = self.finals if name in self.finals else self.screened
-        times, defaults = series[name], series.get(self.default, ())
+        times, defaults = self.times[name], self.times.get(self.default, ())
         low, median, high = quartiles(times)
         ratio = ratio_low = None
         if name != self.default and len(defaults) == len(times):

@@ -129,8 +129,6 @@ class Tuned:
         for op, told in data["ops"].items():
             rows = tuple(Row(**row) for row in told["rows"])
             figures = tuple(Figure(**figure) for figure in told["figures"])
-            if lost := [figure for figure in figures if figure.tokens < 1]:
-                raise ValueError(f"{op}: {lost[0].impl} was measured at {lost[0].tokens} tokens")
             ops[op] = TunedOp(told["default"], rows, figures)
         return cls(**{**data, "ops": ops})
 

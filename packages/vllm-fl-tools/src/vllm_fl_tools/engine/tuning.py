@@ -31,28 +31,23 @@ from vllm_fl.settings.policy import Mode
 from vllm_fl.text import quote
 from vllm_fl_verify.form import Form
 from vllm_fl_verify.guarded import Guarded, rows_of
+from vllm_fl_verify.oracle import each_part, parts
 from vllm_fl_verify.trials import Trials
 from vllm_fl_verify.verification import as_call, compare, refusal_of
-from vllm_fl_verify.wanted import Off
 
 from .bench import Bench, cold_bytes
-from .timing import ROOM, Measured, Timer, in_turn, quartiles, ratios
+from .timing import ROOM, Measured, in_turn, ratios
 
 __all__ = ["Contender", "OpTuning"]
 
-SCREENING, FINALS, FINALISTS = 5, 11, 3
-"""Rounds in which everybody is timed; those of the finals; how many come into these, the default
-apart."""
+ROUNDS = 11
+"""Rounds in which all are timed."""
 
 ROUND = 400e-6
 """Seconds that a round of one form lasts at least: a clock's own noise must not count."""
 
 MOST_CALLS, MOST_BYTES = 64, 512 * 2**20
 """Calls in one round, each with arguments of its own, and what these may occupy."""
-
-HOPELESS = 0.9
-"""What the default's time by another's is below, in the middle of the first rounds, of one that
-needs no finals to lose."""
 
 HOST_OF_A_LAYER = 2000.0
 """µs within which the host is through with a layer of a model: where the device works longer on
@@ -175,14 +170,7 @@ class OpTuning:
             if not sound:
                 return found
             bench = self._bench(tokens, sound, found)
-            found.screened, dropped = in_turn(bench.timers, SCREENING)
-            found.rejected |= dropped
-            finalists = self._finalists(found.screened)
-            if not finalists:
-                return found
-            timers: dict[str, Timer] = {name: bench.timers[name] for name in finalists}
-            bench.parts.clear()
-            found.finals, dropped = in_turn(timers, FINALS)
+            found.times, dropped = in_turn(bench.timers, ROUNDS)
             found.rejected |= dropped
             found.slower = {} if self.once else self._slower(bench.parts)
             by_host = self.between_graphs or self._beyond_graphs(tokens)
@@ -195,22 +183,6 @@ class OpTuning:
         self._functions.clear()
         self._wholes.clear()
         vars(self).pop("_trials", None)
-
-    def _finalists(self, screened: Mapping[str, list[float]]) -> list[str]:
-        """The default, and the fastest of the others; nobody where none of these can win."""
-        defaults = screened.get(self.default, ())
-
-        def is_hopeless(name: str) -> bool:
-            found = ratios(defaults, screened[name])
-            return bool(found) and statistics.median(found) < HOPELESS
-
-        others = sorted(
-            (name for name in screened if name != self.default and not is_hopeless(name)),
-            key=lambda name: quartiles(screened[name])[1],
-        )
-        if not others:
-            return []
-        return [name for name in screened if name in (self.default, *others[:FINALISTS])]
 
     def _slower(self, parts: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, str]:
         """Who is slower than the default in a form of the op -> in which, and by what.
@@ -251,7 +223,7 @@ class OpTuning:
         }
         plain = [bench.launch_of_pytorch()] * len(self.forms)
         hosts: dict[str, Sequence[float]] = {}
-        for name in found.finals:
+        for name in found.times:
             with self._rejecting(name, found.tokens, found, "was launched"):
                 hosts[name] = plain if name in inlined else bench.launches[name]()
         slower: dict[str, str] = {}
@@ -349,31 +321,28 @@ class OpTuning:
             laid = rows_of(form.pool(large), rows)
             name = f"{tokens} x {form.name}" + ", large values" * large
             sample = Sample(name, form.call(laid).args)
-            off = partial(self._off, form, large, rows)
+            off = partial(form.off, large, rows)
             found = compare(impl, self.spec, sample, self.dtype, off=off)
             if found.status != "ok":
                 form.switch(large=False)
                 return f"{found.status}: {found.reason} ({name})"
         return ""
 
-    def _off(self, form: Form, large: bool, rows: torch.Tensor, got: Any) -> Off:
-        return form.off(large, rows, got)
-
     def _poisoning(self, served: _Served) -> Callable[..., Any]:
         """Its call, with NaN where an allocator is likely to give it the memory of its results."""
 
         def poisoned(*args: Any) -> Any:
-            shapes = _parts(self.spec.fake(*args))
+            shapes = parts(self.spec.fake(*args))
             blocks = [part.new_full(part.shape, math.nan) for part in shapes if _is_float(part)]
             del shapes, blocks
             try:
-                result = _within(args, served.call(*args))
+                result = each_part(served.call(*args), partial(_within, args))
             except Exception as error:
                 refusal = refusal_of(error)
                 if refusal:
                     raise NotImplementedError(refusal) from None
                 raise
-            return _laid_out(args, result) if served.bare else result
+            return each_part(result, partial(_laid_out, args)) if served.bare else result
 
         return poisoned
 
@@ -624,12 +593,10 @@ def _put(args: Sequence[Any], others: Sequence[Any], places: Sequence[int]) -> t
 
 
 def _within(args: Sequence[Any], result: Any) -> Any:
-    """`result`, with those of its parts as views of arguments that lie in their memory.
+    """`result`, as a view of an argument if it lies in its memory.
 
     One that is a view of `OpTuning._whole` has the memory of an argument, and another storage.
     """
-    if isinstance(result, tuple):
-        return tuple(_within(args, part) for part in result)
     for arg in args:
         if not isinstance(arg, torch.Tensor) or not isinstance(result, torch.Tensor):
             continue
@@ -643,9 +610,7 @@ def _within(args: Sequence[Any], result: Any) -> Any:
 
 
 def _laid_out(args: Sequence[Any], result: Any) -> Any:
-    """`result`, contiguous where it is not memory of an argument."""
-    if isinstance(result, tuple):
-        return tuple(_laid_out(args, part) for part in result)
+    """`result`, contiguous if it is not memory of an argument."""
     aliases: Callable[[Any, Any], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
     if not isinstance(result, torch.Tensor):
         return result
@@ -656,10 +621,6 @@ def _laid_out(args: Sequence[Any], result: Any) -> Any:
 def _of_forms(rounds: Sequence[Sequence[float]]) -> list[float]:
     """The median time of each form, of rounds with a time for each."""
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-
-def _parts(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 def _is_float(part: Any) -> bool:

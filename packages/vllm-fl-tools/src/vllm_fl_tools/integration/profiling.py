@@ -29,6 +29,8 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.text import quote
 from vllm_fl_verify.replacing import replacing
 
+from ..operate.identity import device_name
+
 __all__ = ["AMBIGUOUS", "Profiling", "device_times", "watch_compiler"]
 
 LABEL = "vllm-fl"
@@ -152,18 +154,9 @@ class Profiling:
             "kernels": {kernel: list(parts) for kernel, parts in _kernels.items()},
             "attention": _attention(worker),
             "left": sorted({*foreign, *plan.kept_layers}),
-            "device": _device_name(worker.device),
+            "device": device_name(worker.device),
             "ranks": worker.vllm_config.parallel_config.world_size,
         }
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    try:
-        return str(torch.get_device_module(device).get_device_name(device))
-    except Exception:  # a plugin's device need not have names
-        return device.type
 
 
 def _attention(worker: Any) -> list[str]:
