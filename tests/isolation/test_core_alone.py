@@ -147,6 +147,7 @@ def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
     def run(installed: Installed, **variables: str) -> dict[str, Any]:
         tools = str(envs.ROOT / "tools")
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables}
         code = ENGINE.format(tools=tools, folder=str(tmp_path), variables=json.dumps(variables))
         found: dict[str, Any] = installed.script(code)
         return found
