@@ -134,7 +134,7 @@ from pathlib import Path
 from engine_run import EngineFailed, Job, run
 model = tiny_model.make(Path({folder!r}))
 try:
-    found = run(Job(str(model), [[[7, 11, 13]]]), **json.loads({variables!r}))
+    found = run(Job(str(model), [[[7, 11, 13, 17, 19, 23, 29, 31]]]), **json.loads({variables!r}))
     print(json.dumps({{"log": found["log"], "tokens": found["tokens"]}}))
 except EngineFailed as error:
     print(json.dumps({{"failed": str(error)}}))
@@ -147,7 +147,6 @@ def serve(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
     def run(installed: Installed, **variables: str) -> dict[str, Any]:
         tools = str(envs.ROOT / "tools")
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables}
         code = ENGINE.format(tools=tools, folder=str(tmp_path), variables=json.dumps(variables))
         found: dict[str, Any] = installed.script(code)
         return found
