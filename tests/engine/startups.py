@@ -36,7 +36,7 @@ DEVICE = PLUGINS.parents[1] / "plugins" / "fl-bare-cpu" / "src"
 OWN = {"RowParallelLinear": 3, "QKVParallelLinear": 2, "VocabParallelEmbedding": 1}
 """Layers of the model that the plugin `own_layers` has a class for."""
 
-FUSED = {"qk_norm_rope": 2, "linear": 6, "linear_silu_and_mul": 2}
+FUSED = {"linear": 6, "linear_silu_and_mul": 2}
 """Op that passes put into graphs -> how often those of the dense model have it."""
 
 NOT_STOCK_BIT_FOR_BIT = ("fused_experts", "moe_topk")
@@ -104,9 +104,7 @@ def startups(
                 **REFERENCE,
                 **modules("fl_bare_cpu", "one_kernel", "read_operators"),
                 **per_op(
-                    **dict.fromkeys(
-                        ("qk_norm_rope", "linear", "linear_silu_and_mul"), "vendor:one"
-                    ),
+                    **dict.fromkeys(("linear", "linear_silu_and_mul"), "vendor:one"),
                     silu_and_mul="stock",
                 ),
                 "VLLM_FL_PLATFORM": "bare_cpu",

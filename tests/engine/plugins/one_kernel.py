@@ -8,23 +8,6 @@ from vllm_fl import BackendImplKind, OpImpl, hookimpl
 from vllm_fl.contracts import contracts
 
 
-def qk_norm_rope(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos_sin_cache: Tensor,
-    position_ids: Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool = False,
-) -> Tensor:
-    oracle = contracts()["qk_norm_rope"].oracle
-    args = (q_weight, k_weight, cos_sin_cache, position_ids, heads, kv_heads, epsilon)
-    result: Tensor = oracle(qkv, *args, rotary_interleaved)
-    return result.to(qkv.dtype)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     result: Tensor = contracts()["linear"].oracle(x, weight, bias)
     return result.to(x.dtype)
@@ -45,5 +28,5 @@ def register_ops() -> list[OpImpl]:
     kind = BackendImplKind.VENDOR
     return [
         OpImpl(function.__name__, "vendor.one", kind, function, "one")
-        for function in (qk_norm_rope, linear, linear_silu_and_mul, linear_gelu_tanh_and_mul)
+        for function in (linear, linear_silu_and_mul, linear_gelu_tanh_and_mul)
     ]

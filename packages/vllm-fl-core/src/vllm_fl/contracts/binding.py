@@ -161,8 +161,7 @@ class Contract:
 
 
 def new_node(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
-    """A call of `target` in a graph, for `FusionTarget.own` and `GraphTarget.find`: it has what
-    later passes read of it."""
+    """Return a new call of `target` in a graph, with what later passes read of it."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.fx.node import map_arg

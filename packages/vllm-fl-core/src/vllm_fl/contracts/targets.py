@@ -332,10 +332,6 @@ class FusionTarget(Target):
         native: what vLLM computes where the pass is off, by the contract's parameters.
         apart: the same with the results as vLLM's graph has them, where the op's are more than that
             (put together in one tensor, say): what `vllm-fl tune` takes the time of.
-        own: (a graph, a node of it, the op's operator) -> whether the node was the last of the
-            op's parts, and the operator was put there: on a plugin's device, where vLLM lacks the
-            pass, one of ours asks it of every node. It finds `parts` as ops of vLLM's IR, or as
-            operators of ours. None where nothing does it.
         begins: (a layer of vLLM's, its VllmConfig) -> whether the op may begin with it. A model
             that makes no such layer does not have the op. None where that tells nothing.
     """
@@ -349,7 +345,6 @@ class FusionTarget(Target):
     layers: tuple[str, ...] = ()
     native: Bound | None = None
     apart: Bound | None = None
-    own: Callable[[Any, Any, Any], bool] | None = None
     begins: Callable[[Any, Any], bool] | None = None
 
     @property
@@ -357,8 +352,7 @@ class FusionTarget(Target):
         return f"pass {self.path}", f"pass_config.{self.flag}"
 
     def describe(self) -> str:
-        ours = ", or one of ours on a plugin's device" * (self.own is not None)
-        return f"where vLLM's pass {self.path.rpartition('.')[2]} finds it{ours}"
+        return f"where vLLM's pass {self.path.rpartition('.')[2]} finds it"
 
     @property
     def plain(self) -> Bound | None:

@@ -163,7 +163,6 @@ class Plan:
         counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
         record: counters, and what was disabled at startup.
         kept_layers: classes of vLLM that settings exclude, though their op is planned.
-        whole: ops that are operators in compiled graphs, since passes find them by that.
         contracts: every op's contract.
         place: its number among the plans of compiled engines in this process (`take_place`), by
             which the names of their operators differ: torch has one operator of a name.
@@ -175,7 +174,6 @@ class Plan:
     counts_calls: bool = False
     record: Record = field(default_factory=lambda: Record(log))
     kept_layers: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
     contracts: Mapping[str, OpSpec] = field(default_factory=dict)
     place: int = 1
     _bound: dict[Any, tuple[Callable[..., Any], bool]] = field(
@@ -327,10 +325,8 @@ class Plan:
 
         # A graph is traced once for all sizes: what differs by them must be looked up inside.
         by_size = self.entries[op].ceilings and not inlined
-        if by_size or is_opaque(first) or op in self.whole:
-            granted = frozenset() if op in self.whole else chain.grants
-            granting = dataclasses.replace(chain, grants=granted)
-            first = opaque_op(granting, self.place)
+        if by_size or is_opaque(first):
+            first = opaque_op(chain, self.place)
         else:
             counting = self.record.counting(first.fn, op, first.impl_id)
             first = dataclasses.replace(first, fn=counting)

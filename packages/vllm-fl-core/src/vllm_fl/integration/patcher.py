@@ -96,10 +96,6 @@ class Patcher:
         """Return planned op -> why vLLM keeps it all the same, given the other planned ops."""
         return {}
 
-    def takes_whole(self, plan: Plan) -> frozenset[str]:
-        """Return the ops that a compiler must take whole, as operators."""
-        return frozenset()
-
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> Iterable[str]:

@@ -211,9 +211,7 @@ def plan_for(
     )
     kept = merged(lambda each: each.keep_stock(plan))
     entries = {op: replace(plan.entries[op], note=why) for op, why in kept.items()}
-    plan = replace(plan, entries={**plan.entries, **entries})
-    whole = frozenset[str]().union(*(patcher.takes_whole(plan) for patcher in PATCHERS))
-    return replace(plan, whole=whole)
+    return replace(plan, entries={**plan.entries, **entries})
 
 
 def refuse_unverified(facts: EngineFacts) -> None:

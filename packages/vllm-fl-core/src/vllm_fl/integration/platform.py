@@ -142,12 +142,7 @@ class PlatformOverlay:
         """The platform's own pass manager, with passes of ours in it."""
         from .graphs.passes import manager_path
 
-        return manager_path(cls.vllm_fl_stock_pass_manager())
-
-    @classmethod
-    def vllm_fl_stock_pass_manager(cls) -> str:
-        """The manager of the platform class."""
-        return str(super().get_pass_manager_cls())  # type: ignore[misc]
+        return manager_path(str(super().get_pass_manager_cls()))  # type: ignore[misc]
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

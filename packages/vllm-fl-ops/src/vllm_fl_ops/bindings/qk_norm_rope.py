@@ -8,7 +8,6 @@ from vllm_fl.contracts.binding import Binding, FusionTarget, OperatorTarget, Rou
 
 from ..contracts.rules import EPSILON, HEAD_SIZE, HEADS, KV_HEADS, ROTARY
 from . import rms_norm
-from ._norms_with_ropes import put_operator
 from ._phrases import names
 from ._ropes import ROTATION
 
@@ -118,19 +117,16 @@ BINDING = Binding(
             layers=("rotary_embedding",),
             native=_native,
             apart=_apart,
-            own=put_operator,
             begins=_norms_heads,
         ),
     ),
     sizes=(HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON),
     not_reached=(
-        "eager mode, and platforms of vLLM's other than CUDA and ROCm: there no pass looks for a "
-        "norm with a rope behind it",
-        "a device of a plugin that runs another pass manager than vLLM's, or has another compiler; "
-        "implementations in PyTorch there, whose parts its compiler joins better",
+        "eager mode, and platforms other than CUDA and ROCm, devices of plugins among them: there "
+        "no pass looks for a norm with a rope behind it",
         "norms and ropes that the pass does not find: multimodal ropes, a gate between the "
-        "projections, models that norm heads all at once; on CUDA and ROCm heads of another size "
-        "than 64, 128 or 256, and an epsilon other than 1e-5 and 1e-6",
+        "projections, models that norm heads all at once, heads of another size than 64, 128 or "
+        "256, and an epsilon other than 1e-5 and 1e-6",
     ),
     batch_invariant="vLLM's own norms, which it replaces",
     needs=(ROTATION,),

@@ -2,8 +2,8 @@
 
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
 own, and adds those that the plan of the compiling engine needs, before vLLM lowers the ops of its
-IR: `replacing.py` finds planned ops, `launching.py` lets graphs launch kernels themselves,
-`lowering.py` inlines ops that are ordered by size.
+IR: `replacing.py` replaces operators by planned ops, `launching.py` lets graphs launch kernels
+themselves, `lowering.py` inlines ops that are ordered by size.
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
@@ -18,7 +18,7 @@ from ..patchers.lookups import over_class, path_over
 from . import ranges
 from .launching import TracedForms
 from .lowering import RangeLowering
-from .replacing import FusedOps, TorchOperators
+from .replacing import TorchOperators
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +37,7 @@ def manager_path(stock: str) -> str:
     return path_over(__name__, PREFIX, stock)
 
 
-PASSES = (FusedOps, TorchOperators, TracedForms, RangeLowering)
+PASSES = (TorchOperators, TracedForms, RangeLowering)
 
 
 class _WithOurPasses:

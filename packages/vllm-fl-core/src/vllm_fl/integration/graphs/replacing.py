@@ -1,11 +1,10 @@
-"""The passes of ours that find ops in graphs, and put operators of ours there.
+"""The pass of ours that replaces operators of PyTorch or vLLM in graphs by planned ops.
 
-`FusedOps` does on a plugin's device what passes of vLLM do on vLLM's platforms. `TorchOperators`
-replaces single operators of PyTorch or vLLM. In the graphs of a range of sizes that is left to the
-operator nothing changes; nor if every candidate refuses a call for its dtype or layout, which the
-graph shows. In strict mode a refusal is an error: our operator raises it.
+In the graphs of a range of sizes that is left to the operator nothing changes; nor if every
+candidate refuses a call for its dtype or layout, which the graph shows. In strict mode a refusal is
+an error: our operator raises it.
 
-Both run before ops of vLLM's IR are lowered: these are still single nodes.
+It runs before ops of vLLM's IR are lowered: these are still single nodes.
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from ...contracts.binding import FusionTarget, GraphTarget, new_node
+from ...contracts.binding import new_node
 from ...dispatch.chain import Chain, refusal
 from ...dispatch.resolver import STOCK
 from ...engine.ranges import choice
@@ -36,22 +35,6 @@ if TYPE_CHECKING:
 log = get_logger("engine")
 
 
-class FusedOps(GraphPass):
-    """Puts the operator where the op's binding finds all parts of the op."""
-
-    tasks: list[Sought]
-
-    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
-        super().__init__(engine, vllm_config)
-        self.tasks = [each for each in self.done.sought if isinstance(each.target, FusionTarget)]
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for each in self.tasks:
-            own, sites = each.target.own, self.done.sites[each.chain.op]
-            sites.graphs += 1
-            sites.found += sum(own(graph, node, each.operator) for node in [*graph.nodes])
-
-
 class TorchOperators(GraphPass):
     """Puts the operator where the op's binding finds an operator."""
 
@@ -59,7 +42,7 @@ class TorchOperators(GraphPass):
 
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         super().__init__(engine, vllm_config)
-        self.tasks = [each for each in self.done.sought if isinstance(each.target, GraphTarget)]
+        self.tasks = self.done.sought
         self._said: set[tuple[str, str]] = set()
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ...contracts.binding import GraphTarget
 from ...dispatch.chain import Chain
 from ...engine.ranges import Range
 
@@ -35,12 +36,12 @@ class Sought:
     """An op that a pass of ours finds in graphs.
 
     Args:
-        target: a `FusionTarget` or a `GraphTarget`.
+        target: where it is found.
         chain: its candidates, by rows.
         operator: the op's operator, of the contract's schema.
     """
 
-    target: Any
+    target: GraphTarget
     chain: Chain
     operator: Callable[..., Any]
 
@@ -61,7 +62,9 @@ class InGraphs:
     inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
     stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
 
-    def seek(self, op: str, target: Any, chain: Chain, operator: Callable[..., Any]) -> None:
+    def seek(
+        self, op: str, target: GraphTarget, chain: Chain, operator: Callable[..., Any]
+    ) -> None:
         """Let our passes find an op."""
         self.sites[op] = Sites()
         self.sought.append(Sought(target, chain, operator))

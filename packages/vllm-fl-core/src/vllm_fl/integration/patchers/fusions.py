@@ -4,9 +4,6 @@ No code of vLLM calls some operators: a pass finds their parts in a compiled gra
 operator there. While the plan has such an op, the pass is turned on and its parts are left to
 vLLM, so that it finds them; which implementation then runs is the operator's override
 (`operators.py`). A pass does not report that it finds nothing, so we count the operators in graphs.
-
-On a plugin's device, which has none of these passes, one of ours replaces them
-(`graphs/replacing.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from ...contracts.binding import FusionTarget, OperatorTarget
 from ...dispatch.chain import Chain
 from ...engine.facts import EngineFacts
-from ...engine.opaque import is_opaque, opaque_op
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ..engines import Engine
@@ -32,9 +28,6 @@ if TYPE_CHECKING:
 
 log = get_logger("engine")
 
-VLLMS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
-"""What runs vLLM's passes over a graph: one of ours finds what it leaves."""
-
 
 def _note(target: FusionTarget, facts: EngineFacts) -> str:
     if facts.mode == "eager":
@@ -42,7 +35,7 @@ def _note(target: FusionTarget, facts: EngineFacts) -> str:
     if target.flag in facts.passes_off:
         return f"pass_config.{target.flag} is false"
     if not has_vllms_pass(target):
-        return "" if _is_ours(target, facts) else "vLLM has no pass for it on this platform"
+        return "vLLM has no pass for it on this platform"
     off = [f"-{layer}" for layer in target.layers if f"-{layer}" in facts.custom_ops]
     return f"custom_ops has {off[0]}, without which vLLM's pass does not find it" if off else ""
 
@@ -56,42 +49,15 @@ def has_vllms_pass(target: FusionTarget) -> bool:
     return alike is not None and alike() and target.flag in PassConfig.__dataclass_fields__
 
 
-def _is_ours(target: FusionTarget, facts: EngineFacts) -> bool:
-    """Whether the pass of ours can run here: on a plugin's device with vLLM's own pass manager."""
-    from vllm.platforms import current_platform
-
-    device = getattr(current_platform, "vllm_fl_device", None)
-    return bool(
-        target.own is not None
-        and device is not None
-        and facts.by_range
-        and current_platform.vllm_fl_stock_pass_manager() == VLLMS_MANAGER
-    )
-
-
 def operators(plan: Plan) -> list[tuple[str, OperatorTarget, Chain]]:
     """(planned op, an operator that a pass of vLLM's puts into graphs for it, its candidates)."""
     known = targets(installed_bindings(), OperatorTarget)
     return [
         (op, operator, plan.chain(op, last=stock_form(op, target.native)))
         for op, target in planned(plan, FusionTarget)
-        if has_vllms_pass(target)
         for of_op, operator in known
         if of_op == op
     ]
-
-
-def operator_of(plan: Plan, chain: Chain) -> Any:
-    """The op of these candidates as one operator of torch, which leaves its arguments as they are.
-
-    Args:
-        plan: the plan.
-        chain: the candidates of an op of it that has one variant.
-    """
-    from torch.fx import symbolic_trace
-
-    calls = symbolic_trace(opaque_op(chain, plan.place).fn).graph.nodes
-    return next(call.target for call in calls if call.op == "call_function")
 
 
 def _say(label: str, op: str, sites: Sites) -> None:
@@ -131,38 +97,20 @@ class Fusions(Patcher):
         return WhyNot({op: why for op, why in found.items() if why})
 
     def keep_stock(self, plan: Plan) -> dict[str, str]:
-        """Return the parts that vLLM's passes look for, and ops that a pass of ours cannot find.
+        """Return the parts that vLLM's passes look for: they are left to vLLM.
 
-        The parts of a planned op that a pass of vLLM's finds are vLLM's own. An op of vLLM's IR is
-        not among them: a graph has it as such until the passes are through. A pass of ours looks
-        for a planned part that is an operator of ours, and puts only a kernel there: PyTorch code
-        that a compiler reads, it joins with what is around it better than any operator.
+        An op of vLLM's IR is not among them: a graph has it as such until the passes are through.
         """
         in_ir = ir_ops()
         found: dict[str, str] = {}
         for op, target in planned(plan, FusionTarget):
-            parts = [part for part in target.parts if part not in in_ir]
-            if has_vllms_pass(target) and plan.is_partly_stock(op):
+            if plan.is_partly_stock(op):
                 found[op] = "vLLM's pass puts it into the graphs of all sizes, and rows are stock"
-            elif has_vllms_pass(target):
-                why = f"vLLM's pass for {op} looks for vLLM's own"
-                found |= {part: why for part in parts if not plan.is_stock(part)}
-            elif stock := [part for part in parts if plan.is_stock(part)]:
-                found[op] = f"{stock[0]} is vLLM's own code, which no pass finds here"
-            elif not any(map(is_opaque, plan.entries[op].firsts)):
-                found[op] = "the compiler joins its parts, as its implementation is PyTorch code"
+                continue
+            why = f"vLLM's pass for {op} looks for vLLM's own"
+            parts = (part for part in target.parts if part not in in_ir)
+            found |= {part: why for part in parts if not plan.is_stock(part)}
         return found
-
-    def takes_whole(self, plan: Plan) -> frozenset[str]:
-        """Return the ops that a pass of ours finds as operators."""
-        in_ir = ir_ops()
-        parts = (
-            part
-            for _, target in planned(plan, FusionTarget)
-            if not has_vllms_pass(target)
-            for part in target.parts
-        )
-        return frozenset(part for part in parts if part not in in_ir)
 
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
@@ -173,30 +121,20 @@ class Fusions(Patcher):
             The layers that these passes look for.
         """
         passes, ours = vllm_config.compilation_config.pass_config, set(entry.get("passes", ()))
-        vllms = [target for _, target in planned(plan, FusionTarget) if has_vllms_pass(target)]
-        wanted = {target.flag for target in vllms}
+        found = [target for _, target in planned(plan, FusionTarget)]
+        wanted = {target.flag for target in found}
         for flag in ours - wanted:
             setattr(passes, flag, False)
         added = {flag for flag in wanted if not getattr(passes, flag, False)}
         for flag in added:
             setattr(passes, flag, True)
         entry["passes"] = sorted((ours & wanted) | added)
-        return [layer for target in vllms for layer in target.layers]
+        return [layer for target in found for layer in target.layers]
 
     def apply(self, engine: Engine) -> None:
-        """Count from now on what passes find of the plan's ops.
-
-        The operators of our passes are made here: graphs from vLLM's cache call them, too.
-        """
-        plan = engine.plan
-        engine.state[InGraphs] = graphs = InGraphs()
-        for op, target in planned(plan, FusionTarget):
-            if has_vllms_pass(target):
-                graphs.sites[op] = Sites()
-            else:
-                last = stock_form(op, target.native, plan.contracts[op].consumable)
-                chain = plan.chain(op, last=last)
-                graphs.seek(op, target, chain, operator_of(plan, chain))
+        """Count from now on what passes find of the plan's ops."""
+        ops = (op for op, _ in planned(engine.plan, FusionTarget))
+        engine.state[InGraphs] = InGraphs({op: Sites() for op in ops})
 
     def compiled(self, engine: Engine) -> None:
         """Log on rank 0 what the passes found.

@@ -11,18 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.fx import symbolic_trace
 
 from ...contracts.binding import GraphTarget
 from ...dispatch.chain import Chain
 from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
+from ...engine.opaque import opaque_op
 from ...engine.plan import Plan
 from ...plugins.types import BackendImplKind, OpImpl
 from ..engines import Engine
 from ..graphs.state import in_graphs
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, planned, stock_form, targets
-from .fusions import operator_of
 
 
 def operator(name: str) -> Any:
@@ -41,6 +42,17 @@ def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
         for n, impls in chain.rows
     )
     return replace(chain, rows=rows)
+
+
+def operator_of(plan: Plan, chain: Chain) -> Any:
+    """The op of these candidates as one operator of torch, which leaves its arguments as they are.
+
+    Args:
+        plan: the plan.
+        chain: the candidates of an op of it that has one variant.
+    """
+    calls = symbolic_trace(opaque_op(chain, plan.place).fn).graph.nodes
+    return next(call.target for call in calls if call.op == "call_function")
 
 
 def _opaque(impl: OpImpl) -> OpImpl:
