@@ -153,10 +153,11 @@ ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_S
 
 @timed("lint")
 def lint(session: nox.Session) -> None:
-    """Check the style of all Python files, and which room of core imports which."""
+    """Check the style and the size of all Python files, and which room of core imports which."""
     tools = envs.tools()
     python(session, tools, "-m", "ruff", "check", ".")
     python(session, tools, "-m", "ruff", "format", "--check", ".")
+    python(session, tools, "tools/lines.py", "--check")
     sources = [str(envs.distributions()[name] / "src") for name in (CORE, OPS, VERIFY)]
     python(session, tools, *envs.LINT_IMPORTS, PYTHONPATH=os.pathsep.join(sources))
 

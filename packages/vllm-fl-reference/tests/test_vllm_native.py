@@ -393,7 +393,8 @@ NORMS = {
 def test_norm_layers_are_bit_equal(
     plan: Plan, cls: Any, options: dict[str, Any], dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> None:
-    """Also where x is neither of the weight's dtype, nor the weight float32: vLLM serves that."""
+    """Also if the contract has no such weight: then vLLM's own code serves."""
+    before = plan.fallbacks.total()
     with building(plan):
         layer = cls(64, **options)
     assert type(layer) is not cls and plan.entries["rms_norm"].label == "reference.torch"
@@ -407,4 +408,6 @@ def test_norm_layers_are_bit_equal(
         pair = layer(x.clone(), residual.clone())
         want = cls.forward_native(layer, x.clone(), residual.clone())
         assert all(torch.equal(one, other) for one, other in zip(pair, want, strict=True))
-    assert plan.fallbacks == {}
+    has_weight = options.get("has_weight", True) and cls is RMSNorm  # Gemma's layer makes another
+    is_ours = weight_dtype in (dtype, torch.float32) or not has_weight
+    assert (plan.fallbacks.total() == before) is is_ours

@@ -505,7 +505,8 @@ def test_an_overridden_operator_of_vllms_computes_what_its_kernel_does(
     """By the contract's oracle, and by vLLM's own kernel behind a candidate that refuses."""
     from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
-    if not exists(name):
+    # Tests of empty builds define operators, which stay defined.
+    if not exists(name) or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
         pytest.skip(f"this build of vLLM has no {name}")
     spec = contracts()[op]
 

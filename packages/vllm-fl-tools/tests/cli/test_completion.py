@@ -17,7 +17,7 @@ pytest.importorskip("argcomplete")
     [
         ("vllm-fl ex", {"explain"}, {"plan"}),
         ("vllm-fl explain rms_", {"rms_norm", "rms_norm_gated"}, {"silu_and_mul"}),
-        ("vllm-fl plan --", {"--diff", "--from", "--json"}, {"--op"}),
+        ("vllm-fl plan --", {"--diff", "--save", "--json"}, {"--op"}),
     ],
 )
 def test_what_a_shell_is_offered(

@@ -246,40 +246,6 @@ def test_implementations_that_no_oracle_judges(fl: Command, plugin: Plugin) -> N
     assert reasons["RowParallelLinear"] == "it is a class for vLLM, not one computation"
 
 
-def test_a_contract_that_asks_for_a_size_without_a_rule_is_told_so(
-    fl: Command, plugin: Plugin
-) -> None:
-    plugin(
-        """
-        from dataclasses import replace
-
-        import torch
-        from vllm_fl import Contract
-        from vllm_fl.contracts import contracts as known
-
-        def half(x):
-            return x / 2
-
-        def served(sizes, *_):
-            yield sizes.more["capped"]
-
-        @hookimpl
-        def contracts():
-            spec = replace(known()["silu_and_mul"], oracle=half, fake=torch.empty_like,
-                           served=served, samples=lambda *_: ())
-            return [Contract(spec)]
-
-        @hookimpl
-        def register_ops():
-            return [OpImpl("half", "vendor.acme", BackendImplKind.VENDOR, half, "acme")]
-        """
-    )
-    done = fl("verify", "--op", "half", "--json", *QUICK)
-    assert done.status == 1, done.err
-    (result,) = done.json()["results"]
-    assert result["samples"]["raised"] == 1 and "has a SizeRule of the name" in str(result)
-
-
 @pytest.mark.parametrize(("mistake", "status"), [("", 0), (" + 1", 1)])
 def test_one_that_takes_a_layer_first_is_judged(
     fl: Command, plugin: Plugin, mistake: str, status: int

@@ -70,12 +70,12 @@ def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
 
 
 def checked(fn: Callable[..., Any], supports: Callable[..., object]) -> Callable[..., Any]:
-    """`fn`, raising ValueError for a call that `supports` refuses."""
+    """`fn`, raising NotImplementedError for a call that `supports` refuses."""
 
     @functools.wraps(fn)
     def check(*args: Any, **kwargs: Any) -> Any:
         if (reason := supports(*args, **kwargs)) is not True:
-            raise ValueError(reason)
+            raise NotImplementedError(reason)
         return fn(*args, **kwargs)
 
     return check

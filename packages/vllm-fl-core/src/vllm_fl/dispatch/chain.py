@@ -145,7 +145,8 @@ class Chain:
         if isinstance(outcome, Exception):
             if _poisons_the_device(outcome):
                 raise outcome
-            self._blame_caller(call, outcome)
+            if not isinstance(outcome, NotImplementedError):
+                self._blame_caller(call, outcome)
         if isinstance(outcome, str | NotImplementedError):
             self.record.refused(self.op, impl, _text(outcome))
             if self.strict:
