@@ -201,7 +201,7 @@ class TestPluginsThatEndTheProcess:
         done = fl("doctor", "--json")
         (row,) = [row for row in done.json()["plugins"] if row["status"] == "failed"]
         assert row["name"] == name and "did not come back within" in row["error"]
-        assert "vllm-fl doctor: at work" in done.err
+        assert done.err.startswith("vllm-fl doctor: ")  # a step, or that it is at work
 
     def test_an_earlier_process(self, fl: Command, plugin: Plugin) -> None:
         plugin(FOUR)
