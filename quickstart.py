@@ -69,7 +69,7 @@ def main() -> int:
         command = Path(sys.executable).parent / "vllm-fl"
         print(
             f"\nThe model stays in {arguments.model}. What you may want next:\n"
-            f"  {command} coverage --model {arguments.model} --enforce-eager\n"
+            f"  {command} tune --profile --model {arguments.model} --enforce-eager\n"
             f"  {command} tune --model {arguments.model}\n"
             f"  {command} bisect --model {arguments.model}"
         )

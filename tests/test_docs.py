@@ -314,7 +314,8 @@ def test_every_verb_is_documented() -> None:
         "docs/cli.md has a heading '### `vllm-fl VERB`' for each verb"
     )
     readme = (ROOT / "README.md").read_text()
-    for verb in re.findall(r"vllm-fl (\w+)", "\n".join(blocks(readme, "sh"))):
+    hints = re.findall(r"\{command\} (\w+)", (ROOT / "quickstart.py").read_text())
+    for verb in [*re.findall(r"vllm-fl (\w+)", "\n".join(blocks(readme, "sh"))), *hints]:
         assert verb in VERBS
 
 
