@@ -124,7 +124,7 @@ def oracle(spec: OpSpec) -> OpImpl:
 
 def test_one_scale_for_all_rows_can_never_be_batch_invariant() -> None:
     """By the contract itself: the largest number of a batch is in every row's bits."""
-    found = told(oracle(contracts()["quant_fp8"]), counts=(1, 7))
+    found = told(oracle(contracts()["quant_fp8"]))
     assert (found.runs, found.batches) == (True, False)
 
 

@@ -110,7 +110,6 @@ def determinism_of(
     *,
     call: Callable[..., Any] | None = None,
     layer_for: LayerFactory | None = None,
-    counts: Sequence[int] | None = None,
     budget: Budget | None = None,
 ) -> Determinism:
     """Call it with the same rows in many batches, and compare the bits of each row.
@@ -124,14 +123,12 @@ def determinism_of(
             least: a graph of its own, which one token would have, is not what serves. By default
             the implementation as it is.
         layer_for: as for `as_call`.
-        counts: the token counts to try; None takes those of verification at start.
         budget: of calls with further token counts; without one there are none.
     """
     spec = trials.spec
     if not trials.forms:
         return Determinism(None, None, STANDS if spec.stands else UNKNOWN)
-    known = trials.largest, trials.seed, trials.smallest
-    usual = (counts, ()) if counts is not None else token_counts(*known)
+    usual = token_counts(trials.largest, trials.seed, trials.smallest)
     least = 1 if call is None else 2
     always, further = ([count for count in some if count >= least] for some in usual)
     function = call or as_call(impl, spec, layer_for)
