@@ -119,9 +119,10 @@ class Machine(RuleBasedStateMachine):
                 return "result", impl_id
             if mood == "out of memory":
                 return "sticky", impl_id
-            if mistaken and mood != "refuses":
+            refuses = mood in ("refuses", "not implemented")
+            if mistaken and not refuses:
                 return "mistake", None
-            if mood in ("refuses", "not implemented"):
+            if refuses:
                 causes.append(impl_id)
                 if policy.strict:
                     return ("mistake", None) if mistaken else ("all failed", causes)
