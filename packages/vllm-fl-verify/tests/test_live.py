@@ -119,6 +119,23 @@ def test_a_fault_that_only_a_later_layer_brings_is_found() -> None:
     assert "in layer late" in why
 
 
+def test_a_call_of_memory_that_nothing_wrote_is_skipped_and_its_kind_is_compared_later() -> None:
+    plan = plan_of(acme(lambda x: right(x.abs()) if bool((x > 50).any()) else right(x)))
+    model = nn.ModuleList([Act(plan), Act(plan)])
+    live = Live(plan, {"": model}, CPU)
+    x = torch.randn(8, 32)
+    with live.watching():
+        for unwritten in (float("nan"), float("inf"), 1e38, 2e21):
+            model[0](x.index_fill(0, torch.tensor([3]), unwritten))
+        assert not live.objections and (live.skipped, live.compared) == (4, 0)
+        model[1](x * 100)
+    assert "off" in fault(live) and live.compared == 1
+
+
+def test_nan_of_finite_inputs_is_a_fault_of_the_kernel() -> None:
+    assert "nan" in fault(seen(plan_of(acme(lambda x: right(x) * float("nan")))))
+
+
 @pytest.mark.parametrize("row", [0, 1, 31, 32, 128, 255, 299])
 def test_rows_on_both_sides_of_the_edges_of_tiles_are_compared(row: int) -> None:
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

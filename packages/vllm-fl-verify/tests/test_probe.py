@@ -108,7 +108,7 @@ def left_clean(model: Model) -> bool:
 @pytest.mark.parametrize("runner", [Older, Newer])
 def test_tokens_and_positions_are_varied_and_nothing_is_left(runner: Any, config: Any) -> None:
     model = Model()
-    assert probe.forward(runner(model, config), model, config, 8) == ""
+    assert probe.forward(runner(model, config), {"": model}, config, 8) == ""
     ids, positions = model.given["input_ids"], model.given["positions"]
     assert ids.dtype == torch.int32 and len(set(ids.tolist())) > 4 and int(ids.max()) > 64
     assert positions.shape == (3, 64) and 0 <= int(positions.min()) <= int(positions.max()) < 64
@@ -118,7 +118,7 @@ def test_tokens_and_positions_are_varied_and_nothing_is_left(runner: Any, config
     assert model.skips and model.inference
     assert left_clean(model)
     again = Model()
-    probe.forward(runner(again, config), again, config, 8)
+    probe.forward(runner(again, config), {"": again}, config, 8)
     assert torch.equal(again.given["input_ids"], ids), "other ranks must have the same"
 
 
@@ -156,7 +156,7 @@ def test_positions_stay_within_every_table_of_the_model(
         model.add_module(name, layer)
     assert probe.positions_of(model, 512) == positions
     config.model_config.max_model_len = 512
-    assert probe.forward(Older(model, config), model, config, 8) == ""
+    assert probe.forward(Older(model, config), {"": model}, config, 8) == ""
     assert int(model.given["positions"].max()) < positions
 
 
@@ -175,7 +175,7 @@ def test_positions_behind_padding_and_those_of_an_encoder_of_images() -> None:
 
 def test_attention_gives_numbers_of_its_inputs_size(config: Any) -> None:
     model = Model()
-    probe.forward(Older(model, config), model, config, 8)
+    probe.forward(Older(model, config), {"": model}, config, 8)
     assert bool(model.attended.isfinite().all())
     assert 2.0 < float(model.attended.std()) < 40.0
 
@@ -183,7 +183,7 @@ def test_attention_gives_numbers_of_its_inputs_size(config: Any) -> None:
 def test_embeddings_are_those_of_random_tokens(config: Any) -> None:
     model = Model()
     older = Older(model, config, input_ids=None, inputs_embeds=torch.zeros(64, 4))  # type: ignore[arg-type]
-    probe.forward(older, model, config, 8)
+    probe.forward(older, {"": model}, config, 8)
     embeds = model.given["inputs_embeds"]
     assert model.given["input_ids"] is None and len(embeds[:, 0].unique()) > 4
     assert torch.equal(embeds[:, 0], embeds[:, 3])
@@ -194,7 +194,9 @@ def test_a_later_rank_of_a_pipeline_is_given_noise_for_what_the_rank_before_send
 ) -> None:
     sent = IntermediateTensors({"hidden_states": torch.zeros(8, 4), "residual": torch.zeros(8, 4)})
     model = Model()
-    assert probe.forward(Older(model, config, intermediate_tensors=sent), model, config, 8) == ""  # type: ignore[arg-type]
+    assert (
+        probe.forward(Older(model, config, intermediate_tensors=sent), {"": model}, config, 8) == ""
+    )  # type: ignore[arg-type]
     given = model.given["intermediate_tensors"]
     assert type(given) is IntermediateTensors and given.tensors.keys() == sent.tensors.keys()
     assert all(len(tensor.unique()) == 32 for tensor in given.tensors.values())
@@ -215,7 +217,9 @@ class Drafting(Older):
         super()._dummy_run(num_tokens, **options)
         if isinstance(self.draft, torch.nn.Module):
             with set_forward_context(None, self.config, num_tokens=num_tokens):
-                self.draft()
+                positions = torch.zeros(64, dtype=torch.int64)
+                hidden = torch.zeros(8, 4)
+                self.draft(positions=positions, hidden_states=hidden, **self.given)
 
 
 def engine_with(runner: Drafting, config: Any) -> Any:
@@ -255,10 +259,20 @@ def test_with_speculative_decoding_the_start_goes_on(
     assert left_clean(model) and (not isinstance(draft, Model) or left_clean(draft))
 
 
+def test_a_draft_model_has_the_same_stand_ins_as_its_target(config: Any) -> None:
+    model, draft = Model(), Model()
+    models = {"": model, "(draft model) ": draft}
+    assert probe.forward(Drafting(model, config, draft), models, config, 8) == ""
+    assert bool(draft.attended.isfinite().all()), "its attention has not run either"
+    assert int(draft.given["positions"].max()) > 0 and len(draft.given["input_ids"].unique()) > 4
+    assert len(draft.given["hidden_states"].unique()) == 32
+    assert left_clean(draft)
+
+
 def test_a_forward_that_fails_leaves_nothing_either(config: Any) -> None:
     model = Model(fails=True)
     with pytest.raises(ZeroDivisionError):
-        probe.forward(Older(model, config), model, config, 8)
+        probe.forward(Older(model, config), {"": model}, config, 8)
     assert left_clean(model)
 
 
@@ -278,6 +292,6 @@ def test_attention_is_run_once_uncompiled_where_vllm_would_not(config: Any) -> N
 
 def test_where_there_is_no_forward_the_reason_is_told(config: Any) -> None:
     model = Model()
-    assert probe.forward(object(), model, config, 8) == "the model runner has no dummy run"
+    assert probe.forward(object(), {"": model}, config, 8) == "the model runner has no dummy run"
     nothing = SimpleNamespace(_dummy_run=lambda tokens, **options: None)
-    assert probe.forward(nothing, model, config, 8) == "vLLM ran no forward"
+    assert probe.forward(nothing, {"": model}, config, 8) == "vLLM ran no forward"

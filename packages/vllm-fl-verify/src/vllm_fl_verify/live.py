@@ -55,6 +55,10 @@ in float64 on the CPU."""
 NO_MEMORY = "no memory was left for it"
 """Why a call was not compared that has run out of memory, or whose copies have."""
 
+REAL = 1e9
+"""The largest magnitude of an activation that a model computes, with room. What is above, NaN or
+infinite is memory that nothing wrote, and a call of it shows nothing."""
+
 LARGEST = 2**28
 """Bytes of the memory that a call's arguments lie in: of more no copies are made. Experts' weights
 are larger: whether a call writes into them is not seen, and of their values only those are read
@@ -100,6 +104,8 @@ class Live:
         objections: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
         compared: how many calls were compared.
+        drafted: how many of them were of another model than the first: of the draft model.
+        skipped: how many calls were not compared, since their activations are not a model's.
         refused: (op, impl id) -> why it took none of the calls of which it is the first candidate.
         served: (op, impl id) of those that computed a call.
         reached: the ops that were called, compared or not.
@@ -117,6 +123,8 @@ class Live:
     objections: dict[Key, Objection] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     compared: int = 0
+    drafted: int = 0
+    skipped: int = 0
     refused: dict[Key, str] = field(default_factory=dict, init=False)
     served: set[Key] = field(default_factory=set, init=False)
     reached: set[str] = field(default_factory=set, init=False)
@@ -217,15 +225,19 @@ class Live:
         if kind in self._seen:
             with self._watched(impl):
                 return impl.fn(*given)
-        self._seen.add(kind)
         try:
             before = self._before(spec, impl, args)
         except Exception as error:
             if not self._lacked_memory(error):
                 raise
             before = NO_MEMORY
-        if isinstance(before, str):
-            self.left_out.setdefault(spec.name, before)
+        if before is None:  # another call of this kind may show more
+            self.skipped += 1
+        else:
+            self._seen.add(kind)
+        if not isinstance(before, _Before):
+            if before:
+                self.left_out.setdefault(spec.name, before)
             with self._watched(impl):
                 return impl.fn(*given)
         result, failure = called(partial(self._run, impl, given), impl, spec, before.call)
@@ -242,6 +254,7 @@ class Live:
             self._short.add(key)
             return _zeros(spec.fake(*args))
         self.compared += 1
+        self.drafted += any(self._layer.startswith(prefix) for prefix in filter(None, self.models))
         if failure is None:
             return result
         where = f"in layer {self._layer or 'without a name'}, {_described(spec, args)}"
@@ -254,8 +267,9 @@ class Live:
         """The innermost module that is running."""
         return self._inside[-1] if self._inside else ""
 
-    def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str:
-        """Copy what is needed to compare a call later; or return why it is not compared."""
+    def _before(self, spec: OpSpec, impl: OpImpl, args: tuple[Any, ...]) -> _Before | str | None:
+        """Copy what is needed to compare a call later; or return why it is not compared, or None if
+        no model computes its activations."""
         if spec.check(*args) is not None:
             return "a layer's call is not the contract's"
         call = in_place(spec.named(args))
@@ -276,6 +290,8 @@ class Live:
         if not self._budget.takes(what, as_calls(copied, torch.device("cpu"))):
             return "the limit of compared calls was reached"
         on_host = tuple(_on_host(arg, None) for arg in of_rows)
+        if not _is_real(spec, on_host):
+            return None
         call.remember()
         sample = Sample("live", on_host, self._scale(spec, on_host))
         return _Before(call, rows, sample)
@@ -385,6 +401,18 @@ def _growth(spec: OpSpec) -> int:
 def _largest(spec: OpSpec, args: Sequence[Any]) -> float:
     """The largest magnitude of the finite numbers in a call's activations, at least 1."""
     return float(torch.as_tensor(magnitudes(spec, args)).max())
+
+
+def _is_real(spec: OpSpec, args: Sequence[Any]) -> bool:
+    """Return whether a model computes such activations. -inf masks, and is one of them."""
+    return all(
+        float(arg.float().nan_to_num(torch.inf, torch.inf, 0.0).abs().amax()) <= REAL
+        for name, arg in spec.named(args).items()
+        if name in spec.by_token
+        and isinstance(arg, torch.Tensor)
+        and arg.is_floating_point()
+        and arg.numel()
+    )
 
 
 def _kind_of(layer: str) -> str:

@@ -91,7 +91,8 @@ def compare(engine: Engine) -> dict[Key, Objection]:
         is_clear = any(target.reaches_compiler and target.seen_live for target in of_op)
         if entry.impls and not known and not is_clear:
             left_out[op] = f"{op} (not called)"
-    remarks.append(f"{live.compared} calls on live tensors in {time.monotonic() - began:.1f} s")
+    seconds = f"{time.monotonic() - began:.1f} s"
+    remarks.append(f"{live.compared} calls on live tensors in {seconds}{_models(engine, live)}")
     if left_out:
         remarks.append(f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}")
     return {}
@@ -108,7 +109,7 @@ def compare_with_cache(engine: Engine) -> dict[Key, Objection]:
     beside = "with the KV cache in memory"
     if not live.objections:
         told = f"not on live tensors {beside}: {not_run}"
-        told = told if not_run else _compared(live, began, f" {beside},")
+        told = told if not_run else _compared(engine, live, began, f" {beside},")
         engine.remarks[Moment.CACHED].append(told)
     return {
         key: replace(each, reason=f"{each.reason} ({beside})")
@@ -129,14 +130,28 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
         return {}
     began = time.monotonic()
     live, not_run = _seen_again(engine, frozenset((max(checks.live_counts),)), Valve())
-    remarks.append(f"nothing was verified: {not_run}" if not_run else _compared(live, began))
+    remarks.append(
+        f"nothing was verified: {not_run}" if not_run else _compared(engine, live, began)
+    )
     return dict(live.objections)
 
 
-def _compared(live: Live, began: float, where: str = "") -> str:
+def _models(engine: Engine, live: Live) -> str:
+    """The part of a remark about the draft model and calls of unwritten memory; mostly empty."""
+    drafting = engine.config.speculative_config if live.drafted else None
+    found = f", {live.drafted} of them in the draft model" if drafting else ""
+    if drafting and (config := drafting.draft_model_config):
+        found += f" (hidden size {config.get_hidden_size()}, head size {config.get_head_size()})"
+    if live.skipped:
+        found += f", {live.skipped} others skipped for NaN, infinite or huge inputs"
+    return found
+
+
+def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
     """What one line says of a look at the model.
 
     Args:
+        engine: the engine.
         live: what was seen.
         began: when, by `time.monotonic`.
         where: what stands between the calls and the seconds.
@@ -144,7 +159,7 @@ def _compared(live: Live, began: float, where: str = "") -> str:
     left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
     return (
         f"{live.compared} calls on live tensors{where} in {time.monotonic() - began:.1f} s"
-        f"{left and f'; not compared: {left}'}"
+        f"{_models(engine, live)}{left and f'; not compared: {left}'}"
     )
 
 
@@ -176,7 +191,7 @@ def _seen_live(engine: Engine, counts: frozenset[int], **limits: Any) -> tuple[L
     try:
         with engine.active(), live.watching(), host_threads(engine.device):
             for tokens in sorted(counts, reverse=True):
-                not_run = probe.forward(engine.runner, models[""], engine.config, tokens)
+                not_run = probe.forward(engine.runner, models, engine.config, tokens)
                 if not_run:
                     return live, not_run
     except Exception as error:  # vLLM's own, for a model that its dummy run does not fit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +78,14 @@ def _text_part(model: torch.nn.Module) -> torch.nn.Module:
     return part if isinstance(part, torch.nn.Module) else model
 
 
-def forward(runner: Any, model: torch.nn.Module, vllm_config: VllmConfig, tokens: int) -> str:
-    """Run the loaded model once, eagerly, without attention and without a cache.
+def forward(
+    runner: Any, models: Mapping[str, torch.nn.Module], vllm_config: VllmConfig, tokens: int
+) -> str:
+    """Run the loaded models once, eagerly, without attention and without a cache.
 
     Args:
         runner: vLLM's model runner, the newer or the older one.
-        model: what it runs.
+        models: `Engine.models`: the model, and its draft model, which the same dummy run calls.
         vllm_config: the engine's.
         tokens: how many; not more than the engine's largest batch.
 
@@ -98,28 +100,30 @@ def forward(runner: Any, model: torch.nn.Module, vllm_config: VllmConfig, tokens
     options = {"is_profile": True, "skip_eplb": True}
     if "skip_attn" in inspect.signature(run).parameters:
         options["skip_attn"] = True
-    inputs = _Inputs(model, vllm_config)
+    inputs = {prefix: _Inputs(model, vllm_config) for prefix, model in models.items()}
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(set_current_vllm_config(vllm_config))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(uncompiled())
-        stack.enter_context(inputs.given())
-        for module in model.modules():
-            if isinstance(module, AttentionLayerBase):
-                hook = module.register_forward_hook(inputs.attended)
-                stack.callback(hook.remove)
+        for prefix, model in models.items():
+            stack.enter_context(inputs[prefix].given())
+            for module in model.modules():
+                if isinstance(module, AttentionLayerBase):
+                    hook = module.register_forward_hook(inputs[prefix].attended)
+                    stack.callback(hook.remove)
         run(tokens, **options)
-    return "" if inputs.seen else "vLLM ran no forward"
+    return "" if inputs[""].seen else "vLLM ran no forward"
 
 
 class _Inputs:
-    """What the model is given in the place of zeros."""
+    """Inputs of one model, in the place of vLLM's zeros and of memory that nothing wrote."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: VllmConfig) -> None:
-        config = vllm_config.model_config
+        config, drafting = vllm_config.model_config, vllm_config.speculative_config
+        configs = [config, drafting.draft_model_config if drafting else None]
         self.model, self.seen = model, False
-        self.vocabulary = config.get_vocab_size()
+        self.vocabulary = min(each.get_vocab_size() for each in configs if each is not None)
         self.length = positions_of(model, config.max_model_len)
         self._generator = torch.Generator("cpu").manual_seed(SEED)
         self._noise: dict[tuple[int, ...], torch.Tensor] = {}
@@ -155,6 +159,8 @@ class _Inputs:
             varied["inputs_embeds"] = self._embedded(embeds)
         if positions is not None:
             varied["positions"] = self._positions(positions)
+        if (hidden := named.get("hidden_states")) is not None:  # of the target, for its draft model
+            varied["hidden_states"] = self._normal(hidden)
         between = named.get("intermediate_tensors")
         if between is not None:  # of the pipeline's rank before
             tensors = {name: self._normal(tensor) for name, tensor in between.tensors.items()}
