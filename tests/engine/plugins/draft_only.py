@@ -1,0 +1,28 @@
+"""Norms that are right for every width but 32, the head size of a draft model."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from cast_order import rms_norm as right
+from torch import Tensor
+
+from vllm_fl import BackendImplKind, OpImpl, hookimpl
+
+
+def rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Any:
+    """As `cast_order.rms_norm`, times the number in WRONG_BY at a width of 32."""
+    found = right(x, residual, weight, epsilon, variance_size)
+    return found * float(os.environ["WRONG_BY"]) if x.shape[-1] == 32 else found
+
+
+@hookimpl
+def register_ops() -> list[OpImpl]:
+    return [OpImpl("rms_norm", "vendor.drafts", BackendImplKind.VENDOR, rms_norm, "drafts")]
