@@ -18,6 +18,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_flaggems.plugin
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes, contracts
+    from vllm_fl.plugins.forms import fitted
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
     from vllm_fl_verify.preflight import find_faults
@@ -31,7 +32,8 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     served = replace(qwen3, tokens=(1, 16384), max_position=40960)
     sizes = replace(qwen3, tokens=(1, 16, 4096))
     plugins = (vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin, vllm_fl_reference.plugin)
-    for impl in (impl for plugin in plugins for impl in plugin.register_ops()):
+    for given in (impl for plugin in plugins for impl in plugin.register_ops()):
+        impl = fitted(given, contracts()[given.op_name])
         name = f"{impl.op_name} {impl.impl_id}"
         verdict = impl.availability()
         if verdict is not True:

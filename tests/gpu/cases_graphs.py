@@ -31,6 +31,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_reference.plugin
     from vllm_fl.contracts import ModelSizes
     from vllm_fl.contracts.binding import IrTarget, LayerTarget
+    from vllm_fl.plugins.forms import fitted
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
     from vllm_fl_verify import graphs
@@ -45,7 +46,9 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     served = ModelSizes(4096, 12288, 32, 8, 128, 128, tokens=(1, 16384), more=more)
     served = replace(served, max_position=40960)
     plugins = (vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin, vllm_fl_reference.plugin)
-    for impl in (impl for plugin in plugins for impl in plugin.register_ops()):
+    specs = known_contracts().contracts
+    for given in (impl for plugin in plugins for impl in plugin.register_ops()):
+        impl = fitted(given, specs[given.op_name]) if given.op_name in specs else given
         binding = known_contracts().bindings.get(impl.op_name)
         in_layers = binding and any(isinstance(p, LayerTarget | IrTarget) for p in binding.targets)
         if not in_layers or impl.availability() is not True:
