@@ -176,12 +176,12 @@ def test_actions_are_pinned_to_a_commit_of_a_release(workflow: Path) -> None:
 def test_a_plain_pytest_collects_and_says_what_it_leaves_out(install: Install) -> None:
     done = install(engine=True).env.run("-m", "pytest", "--collect-only", "-q", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in (TOOLS, *BACKENDS):
+    for name in BACKENDS:
         assert f": {name} is not installed" in done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [TOOLS, *BACKENDS])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_what_a_session_names_is_never_skipped(install: Install, name: str) -> None:
     tests = str(DISTRIBUTIONS[name] / "tests")
     done = install(engine=True).env.run("-m", "pytest", "-q", tests, check=False)

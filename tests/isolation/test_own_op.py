@@ -119,8 +119,6 @@ def test_its_op_is_listed_explained_and_verified_like_others(
     for (impl_id, _), result in found.items():
         assert bool(result["samples"]["wrong"]) is (impl_id == "vendor.wrong")
         assert not result["samples"]["raised"]
-        if impl_id != "vendor.wrong":
-            assert result["call"]["sample"] == "256 x 2*96"  # the binding's typical size
 
 
 def test_the_kit_judges_it(installed: Installed, folder: Path, wrong: dict[str, str]) -> None:

@@ -42,6 +42,7 @@ def test_writes_the_common_skeleton(tmp_path: Path) -> None:
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     assert project["name"] == "vllm-fl-foo"
     assert project["entry-points"] == {"vllm_fl.plugin": {"foo": "vllm_fl_foo.plugin"}}
+    exec((folder / "tests" / "test_conformance.py").read_text(), {"__name__": "kit"})
     orders = yaml.safe_load((folder / package / "foo.yaml").read_text())["op_backends"]
     assert set(orders) == set(OPS)
     for path in folder.rglob("*"):

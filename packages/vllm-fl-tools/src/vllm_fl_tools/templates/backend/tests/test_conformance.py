@@ -1,8 +1,8 @@
-"""The backend keeps every contract; what it knowingly does otherwise stands in xfails.toml."""
+"""The backend keeps every contract. Known exceptions are listed in xfails.toml."""
 
 from __future__ import annotations
 
-from ....testing import OpConformance
+from vllm_fl_tools.testing import OpConformance
 
 
 class TestAcme(OpConformance):
