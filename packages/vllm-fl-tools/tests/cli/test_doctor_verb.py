@@ -336,6 +336,16 @@ class TestInstalled:
         assert "'bolt' of vllm-bolt 1.0" in finding["what"]
         assert "VLLM_PLUGINS=fl," in finding["todo"]
 
+    @pytest.mark.parametrize("answer", ["1 / 0", "__import__('libacme')"])
+    def test_a_platform_plugin_that_fails(
+        self, fl: Command, other_platform: Callable[..., None], answer: str
+    ) -> None:
+        other_platform(answer)
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
+        assert "'acme' for vLLM's platform of vllm-acme 1.0 failed" in finding["what"]
+        assert "ZeroDivisionError" in finding["what"] or "No module named" in finding["what"]
+        assert finding["todo"] == "pip install --force-reinstall --no-deps vllm-acme"
+
     def test_a_platform_plugin_that_ends_the_process(
         self, fl: Command, other_platform: Callable[..., None]
     ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import importlib_metadata as metadata
 
-from vllm_fl.dispatch.platforms import foreign_platforms, targets_cpu, too_many
+from vllm_fl.dispatch.platforms import broken_platforms, foreign_platforms, targets_cpu, too_many
 from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.discovery import KINDS, unmatched
 from vllm_fl.plugins.installed import (
@@ -161,7 +161,7 @@ def owners() -> Iterator[Problem]:
 
 
 def platforms() -> Iterator[Problem]:
-    """Platform plugins of vLLM's that others bring: two that answer, a name, one that ends here."""
+    """Find platform plugins: broken ones, two active ones, ones with a platform's name."""
     others = foreign_platforms()
     if len(others) > 1:
         what, _, choose = too_many(others).message.partition(". ")
@@ -176,12 +176,11 @@ def platforms() -> Iterator[Problem]:
                 f"{each.distribution} for another entry point.",
                 f"export VLLM_FL_PLATFORM={each.name}",
             )
-    for whose, end in ENDED.items():
-        if VLLMS in whose:
-            why = "vLLM asks it at each start, in every process. VLLM_PLUGINS may leave it out."
-            name = whose.partition(VLLMS)[2].split()[0]
-            todo = f"pip install --force-reinstall --no-deps {name}"
-            yield f"The {whose}: {end}.", why, todo
+    ended = (f"The {whose}: {end}" for whose, end in ENDED.items() if VLLMS in whose)
+    for what in (*ended, *broken_platforms()):
+        why = "vLLM calls it in every process and hides its error. VLLM_PLUGINS can exclude it."
+        name = what.partition(VLLMS)[2].split()[0]
+        yield f"{what}.", why, f"pip install --force-reinstall --no-deps {name}"
 
 
 def vllm_range() -> Iterator[Problem]:
