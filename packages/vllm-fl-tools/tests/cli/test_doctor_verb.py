@@ -18,6 +18,7 @@ import pytest
 from commands import Command, Distribution, Done, Plugin, numbers
 
 from vllm_fl import Finding
+from vllm_fl.integration import compat
 from vllm_fl_tools.cli import _checks, _child, _environment, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
 from vllm_fl_tools.cli.doctor import contained
@@ -128,15 +129,19 @@ class TestPlugins:
         if check == "plugins":
             assert finding["todo"] == "unset VLLM_FL_PLUGIN_MODULES"
 
-    def test_an_op_that_nothing_can_run(self, fl: Command, plugin: Plugin) -> None:
+    def test_hardware_that_is_absent_is_a_note(self, fl: Command, plugin: Plugin) -> None:
         lacks = 'fn, available=lambda fn=fn: fn is rms_norm or "no card")'
-        plugin(FOUR.replace("fn) for fn in", lacks + " for fn in"))
-        findings = found(fl("doctor", "--json", VLLM_FL_PLATFORM="none"), "ops")
-        assert len(findings) == 3 and all("no card" in f["why"] for f in findings)
-        # An op that the user leaves to vLLM is none; the user's kernel cannot run.
+        name = plugin(FOUR.replace("fn) for fn in", lacks + " for fn in"))
+        done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
+        assert not found(done, "ops")
+        assert done.json()["facts"][name] == "some ops not used here: no card"
+        # An implementation that could run is a finding, unless the user leaves its op to vLLM.
+        denied = {"VLLM_FL_DENY_VENDORS": "acme"}
+        (finding,) = found(fl("doctor", "--json", **denied), "ops")
+        assert "rms_norm" in finding["what"] and "acme" in finding["why"]
+        assert not found(fl("doctor", "--json", **denied, VLLM_FL_PER_OP="rms_norm=stock"), "ops")
         done = fl("doctor", "--json", VLLM_FL_PER_OP="silu_and_mul=vendor:acme|stock")
-        assert len(found(done, "ops")) == 2
-        (finding,) = found(done, "settings")
+        (finding,) = found(done, "settings")  # the user's kernel cannot run
         assert "'vendor:acme' cannot run" in finding["what"] and "no card" in finding["what"]
 
     def test_a_backend_for_another_machine_is_no_finding(self, fl: Command, plugin: Plugin) -> None:
@@ -345,6 +350,18 @@ class TestInstalled:
         assert "'acme' for vLLM's platform of vllm-acme 1.0 failed" in finding["what"]
         assert "ZeroDivisionError" in finding["what"] or "No module named" in finding["what"]
         assert finding["todo"] == "pip install --force-reinstall --no-deps vllm-acme"
+
+    def test_a_variable_that_vllm_no_longer_reads(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(compat, "vllm_folders", lambda: [tmp_path])
+        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
+        monkeypatch.setenv("VLLM_USE_TRTLLM_ATTENTION", "1")
+        (tmp_path / "envs.py").write_text('"VLLM_USE_TRTLLM_ATTENTION": lambda: None')
+        ((what, why, todo),) = _checks.moved_variables()
+        assert what == "VLLM_ATTENTION_BACKEND=FLASH_ATTN has no effect."
+        assert "--attention-config.backend FLASH_ATTN" in why
+        assert todo == "unset VLLM_ATTENTION_BACKEND"
 
     def test_a_platform_plugin_that_ends_the_process(
         self, fl: Command, other_platform: Callable[..., None]

@@ -40,6 +40,15 @@ IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton")
 """The import names that one distribution each must own."""
 
 
+MOVED = {
+    "VLLM_ATTENTION_BACKEND": "backend",
+    "VLLM_FLASH_ATTN_VERSION": "flash_attn_version",
+    "VLLM_FLASH_ATTN_MAX_NUM_SPLITS_FOR_CUDA_GRAPH": "flash_attn_max_num_splits_for_cuda_graph",
+    "VLLM_USE_TRTLLM_ATTENTION": "use_trtllm_attention",
+    "VLLM_FLASHINFER_DISABLE_Q_QUANTIZATION": "disable_flashinfer_q_quantization",
+}
+"""A former variable of vLLM -> its successor, a field of the option `--attention-config`."""
+
 CODES: Mapping[str, str] = MappingProxyType(
     {
         "settings": "FL110",
@@ -211,6 +220,22 @@ def vllm_plugins() -> Iterator[Problem]:
         )
 
 
+def moved_variables() -> Iterator[Problem]:
+    """Find variables that vLLM no longer reads."""
+    from vllm_fl.integration.compat import vllm_folders
+
+    for name, field in MOVED.items():
+        value = os.environ.get(name)
+        folders = vllm_folders() if value else []
+        if any(f'"{name}"' not in (each / "envs.py").read_text("utf-8") for each in folders):
+            yield (
+                f"{name}={value} has no effect.",
+                f"The installed vLLM does not read it. Set --attention-config.{field} {value} "
+                f"for `vllm serve`, attention_config={{{field!r}: {value!r}}} for `vllm.LLM`.",
+                f"unset {name}",
+            )
+
+
 def target_device() -> Iterator[Problem]:
     """Find the variable that keeps vLLM from another platform."""
     for left in foreign_platforms() if targets_cpu() else ():
@@ -365,6 +390,7 @@ CHECKS: Sequence[tuple[str, Callable[[], Iterator[Problem]]]] = (
     ("platforms", platforms),
     ("vllm-range", vllm_range),
     ("vllm-plugins", vllm_plugins),
+    ("settings", moved_variables),
     ("vllm-target-device", target_device),
     ("torch-build", torch_builds),
     ("torch", torch_itself),

@@ -144,7 +144,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
     for owner, why in examined.unused.items():
         name = owner.distribution or owner.plugin
-        facts[name] = ", ".join([*filter(None, [facts.get(name)]), f"not used here: {why}"])
+        facts[name] = ", ".join([*filter(None, [facts.get(name)]), why])
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
     if (foreign := foreign_platform()) is not None:
@@ -358,8 +358,7 @@ class _Examined:
     def find_idle_ops(self) -> Iterator[Finding | Problem]:
         """Ops that backends bring and that nothing could run; a list may leave one to vLLM.
 
-        A backend of which nothing can run here is none of this machine: an image for many machines
-        has several.
+        Hardware that is absent is a note: an image for several machines has backends for each.
         """
         if self.settings is None or not any(p.status == "ok" for p in self.plugins):
             return
@@ -370,10 +369,11 @@ class _Examined:
         for op, impls in snapshot.impls_by_op.items():
             for impl in impls:
                 told[snapshot.owners[op, impl.impl_id]][impl.availability()] = None
-        self.unused = {owner: "; ".join(whys) for owner, whys in told.items() if True not in whys}
+        for owner, whys in told.items():
+            if lacks := "; ".join(why for why in whys if why is not True):
+                self.unused[owner] = f"{'some ops ' * (True in whys)}not used here: {lacks}"
         for op in snapshot.contracts:
-            owners = {snapshot.owners[op, i.impl_id] for i in snapshot.impls_by_op.get(op, ())}
-            if owners <= self.unused.keys():
+            if all(i.availability() is not True for i in snapshot.impls_by_op.get(op, ())):
                 continue
             trace = manager.trace(op, without_layer=True)
             leaves = any(token.kind in UNTOUCHED for token in trace.order)
