@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import forked
 import pytest
 
+from vllm_fl.dispatch import platforms
 from vllm_fl.dispatch.platforms import foreign_platform, foreign_platforms
 from vllm_fl.dispatch.startup import detect_platform, is_foreign
 from vllm_fl.errors import OwnerError
@@ -66,6 +67,17 @@ def test_one_that_answers_is_known_by_its_entry_point(
 def test_one_that_does_not_answer_is_none(install: Install, body: str) -> None:
     install(body)
     assert foreign_platform() is None
+
+
+def test_one_that_fails_is_named(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM hides the error, and serves on another device."""
+    install("raise OSError('libacme.so.3: no such file')")
+    install("return 'acme.platform.AcmePlatform'", "bolt")
+    (told,) = platforms.broken_platforms()
+    assert "'acme' for vLLM's platform of vllm-acme 1.0 failed: OSError: libacme.so.3" in told
+    assert foreign_platform() is not None
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    assert platforms.broken_platforms() == (), "vLLM does not ask it"
 
 
 @pytest.mark.parametrize("entry", ["cpu", "nvidia"])
@@ -332,3 +344,16 @@ def test_the_platform_of_a_process_of_vllms(
     done = forked.run(SCRIPT, env={**os.environ, "PYTHONPATH": path, **variables})
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == [told, "True True"]
+
+
+@needs_vllm
+def test_a_startup_warns_of_one_that_fails(install: Install, tmp_path: Path) -> None:
+    install("raise OSError('libacme.so.3: no such file')")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = forked.run(SCRIPT, env={**os.environ, "PYTHONPATH": path})
+    assert done.stdout.splitlines()[-2:] == [
+        "vllm_fl.integration.platform CpuPlatformFL cpu",
+        "True True",
+    ]
+    (warning,) = [line for line in done.stderr.splitlines() if line.endswith("[FL213]")]
+    assert "'acme' for vLLM's platform of vllm-acme 1.0 failed: OSError: libacme.so.3" in warning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def bisect(fl: Command, plugin: Plugin, tmp_path: Path, monkeypatch: pytest.Monk
     script, listing = tmp_path / "engine.py", tmp_path / "listing.py"
     monkeypatch.setattr(_engines, "COMMAND", (sys.executable, str(script)))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     listing.write_text(LISTING.replace("{plugin}", plugin(PLUGIN)))
 
     def run(
@@ -221,6 +222,23 @@ def test_what_ends_a_startup_is_found(bisect: Any, tmp_path: Path) -> None:
     assert all(each[2]["CUDA_LAUNCH_BLOCKING"] == "1" for each in engines)
     assert all(each[4] == ["--enforce-eager"] for each in engines)
     assert "mm" in [each[2].get("ACME_OFF") for each in engines]
+
+
+def test_a_neighbour_that_ends_stock_vllm_is_found(bisect: Any, tmp_path: Path) -> None:
+    info = tmp_path / "vllm_bolt-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-bolt\nVersion: 1.0\n")
+    entries = "bolt = bolt:register\nnut = bolt:nut\n"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entries}")
+    refuses = "raise RuntimeError('it refuses vLLM 0.32')"
+    start = f"if 'bolt' in os.environ.get('VLLM_PLUGINS', 'bolt').split(','): {refuses}"
+    done = bisect("--startup", start=start, real=True)
+    culprit = "vLLM's plugin 'bolt' of vllm-bolt 1.0: ends the startup, by itself: RuntimeError"
+    assert f"{culprit}: it refuses vLLM 0.32" in done.out
+    (line,) = [line for line in done.out.splitlines() if "VLLM_PLUGINS=" in line]
+    left = line.partition("=")[2].split(",")
+    assert {"fl", "nut"} <= {*left} and "bolt" not in left
+    assert all(each[2].get("VLLM_FL_PREFER_ENABLED") == "0" for each in started(tmp_path))
 
 
 @pytest.mark.parametrize(

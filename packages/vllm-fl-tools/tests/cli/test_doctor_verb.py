@@ -8,19 +8,27 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from commands import Command, Distribution, Done, Plugin, numbers
 
 from vllm_fl import Finding
-from vllm_fl_tools.cli import _checks, _child, _environment, _progress, doctor
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.engine.facts import EngineFacts
+from vllm_fl.engine.plan import Plan
+from vllm_fl.integration import compat
+from vllm_fl_tools.cli import _checks, _child, _engine, _environment, _progress, doctor
 from vllm_fl_tools.cli._environment import torch_build
 from vllm_fl_tools.cli.doctor import contained
+from vllm_fl_tools.operate.described import Described
 
 FOUR = """
 def gelu_and_mul(x, approximate="none"): ...
@@ -65,6 +73,23 @@ def pastes(todo: str) -> bool:
         env = {"HOME": folder, "PATH": os.environ["PATH"], "EDITOR": "true"}
         command = ["bash", "-ec", stubs + todo]
         return not subprocess.run(command, check=False, cwd=folder, env=env).returncode
+
+
+def as_vllm_loads_plugins(mode: str) -> Any:
+    """Call the general plugins like vLLM, which ignores those that cannot be imported."""
+    loaded = []
+    allowed = os.environ.get("VLLM_PLUGINS")
+    for entry in entry_points(group="vllm.general_plugins"):
+        if entry.dist is None or not entry.dist.name.startswith("vllm-bolt"):
+            continue
+        if allowed is None or entry.name in allowed.split(","):
+            with suppress(Exception):
+                loaded.append(entry.load())
+    for function in loaded:
+        function()
+    settings = get_default_manager().settings
+    assert settings is not None
+    return Described(EngineFacts(settings, "eager"), Plan("eager", {}))
 
 
 def text(findings: list[dict[str, Any]]) -> str:
@@ -128,15 +153,19 @@ class TestPlugins:
         if check == "plugins":
             assert finding["todo"] == "unset VLLM_FL_PLUGIN_MODULES"
 
-    def test_an_op_that_nothing_can_run(self, fl: Command, plugin: Plugin) -> None:
+    def test_hardware_that_is_absent_is_a_note(self, fl: Command, plugin: Plugin) -> None:
         lacks = 'fn, available=lambda fn=fn: fn is rms_norm or "no card")'
-        plugin(FOUR.replace("fn) for fn in", lacks + " for fn in"))
-        findings = found(fl("doctor", "--json", VLLM_FL_PLATFORM="none"), "ops")
-        assert len(findings) == 3 and all("no card" in f["why"] for f in findings)
-        # An op that the user leaves to vLLM is none; the user's kernel cannot run.
+        name = plugin(FOUR.replace("fn) for fn in", lacks + " for fn in"))
+        done = fl("doctor", "--json", VLLM_FL_PLATFORM="none")
+        assert not found(done, "ops")
+        assert done.json()["facts"][name] == "some ops not used here: no card"
+        # An implementation that could run is a finding, unless the user leaves its op to vLLM.
+        denied = {"VLLM_FL_DENY_VENDORS": "acme"}
+        (finding,) = found(fl("doctor", "--json", **denied), "ops")
+        assert "rms_norm" in finding["what"] and "acme" in finding["why"]
+        assert not found(fl("doctor", "--json", **denied, VLLM_FL_PER_OP="rms_norm=stock"), "ops")
         done = fl("doctor", "--json", VLLM_FL_PER_OP="silu_and_mul=vendor:acme|stock")
-        assert len(found(done, "ops")) == 2
-        (finding,) = found(done, "settings")
+        (finding,) = found(done, "settings")  # the user's kernel cannot run
         assert "'vendor:acme' cannot run" in finding["what"] and "no card" in finding["what"]
 
     def test_a_backend_for_another_machine_is_no_finding(self, fl: Command, plugin: Plugin) -> None:
@@ -335,6 +364,62 @@ class TestInstalled:
         (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
         assert "'bolt' of vllm-bolt 1.0" in finding["what"]
         assert "VLLM_PLUGINS=fl," in finding["todo"]
+
+    @pytest.mark.parametrize("answer", ["1 / 0", "__import__('libacme')"])
+    def test_a_platform_plugin_that_fails(
+        self, fl: Command, other_platform: Callable[..., None], answer: str
+    ) -> None:
+        other_platform(answer)
+        (finding,) = found(fl("doctor", "--json", VLLM_FL_PLUGINS=""), "platforms")
+        assert "'acme' for vLLM's platform of vllm-acme 1.0 failed" in finding["what"]
+        assert "ZeroDivisionError" in finding["what"] or "No module named" in finding["what"]
+        assert finding["todo"] == "pip install --force-reinstall --no-deps vllm-acme"
+
+    @pytest.mark.parametrize(
+        ("body", "why"),
+        [
+            ("raise ValueError('it refuses vLLM 0.32')", "ValueError: it refuses vLLM 0.32"),
+            ("import os; os._exit(4)", "ended the process with status 4"),
+        ],
+    )
+    def test_a_neighbour_that_ends_the_startup_of_vllm(
+        self,
+        fl: Command,
+        distribution: Distribution,
+        monkeypatch: pytest.MonkeyPatch,
+        body: str,
+        why: str,
+    ) -> None:
+        name = f"bolt_{next(numbers)}"
+        entries = f"{name} = {name}:register\nbroken = {name}_gone:register\n"
+        site = distribution("vllm-bolt", entry_points=f"[vllm.general_plugins]\n{entries}")
+        (site / f"{name}.py").write_text(f"def register():\n    {body}\n")
+        asking = SimpleNamespace(describe_any=as_vllm_loads_plugins)
+        monkeypatch.setitem(sys.modules, "vllm_fl_tools.operate.describing", asking)
+        monkeypatch.setattr(_engine, "find_spec", lambda name: True)
+        done = fl("doctor", "--json", VLLM_FL_PLUGINS="")
+        (finding,) = found(done, "engine")
+        assert (
+            f"vLLM's plugin {name!r} of vllm-bolt 1.0 failed" in finding["why"]
+            and why in finding["why"]
+        )
+        assert finding["todo"].startswith("export VLLM_PLUGINS=")
+        left = finding["todo"].partition("=")[2].split(",")
+        assert "fl" in left and "broken" in left and name not in left
+        variables = {"VLLM_PLUGINS": finding["todo"].partition("=")[2]}
+        assert not found(fl("doctor", "--json", VLLM_FL_PLUGINS="", **variables), "engine")
+
+    def test_a_variable_that_vllm_no_longer_reads(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(compat, "vllm_folders", lambda: [tmp_path])
+        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
+        monkeypatch.setenv("VLLM_USE_TRTLLM_ATTENTION", "1")
+        (tmp_path / "envs.py").write_text('"VLLM_USE_TRTLLM_ATTENTION": lambda: None')
+        ((what, why, todo),) = _checks.moved_variables()
+        assert what == "VLLM_ATTENTION_BACKEND=FLASH_ATTN has no effect."
+        assert "--attention-config.backend FLASH_ATTN" in why
+        assert todo == "unset VLLM_ATTENTION_BACKEND"
 
     def test_a_platform_plugin_that_ends_the_process(
         self, fl: Command, other_platform: Callable[..., None]

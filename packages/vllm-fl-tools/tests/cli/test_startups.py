@@ -12,7 +12,7 @@ import pytest
 
 from vllm_fl_tools.cli._engines import EngineError
 from vllm_fl_tools.cli._parts import Changes, Parts
-from vllm_fl_tools.cli._startups import Startups, fault
+from vllm_fl_tools.cli._startups import OURS, Startups, fault
 
 NAMES = [f"op{n}" for n in range(400)]
 LISTED = {
@@ -22,6 +22,8 @@ LISTED = {
     },
     "lists": {"acme_off": {"variable": "ACME_OFF", "names": ["mine"], "allows": False}},
     "parts": [
+        {"kind": "neighbour", "name": "bolt", "what": "b"},
+        {"kind": "neighbour", "name": "nut", "what": "n"},
         {"kind": "setting", "name": "strict", "what": "s", "variable": "VLLM_FL_STRICT"},
         {"kind": "op", "name": "rms_norm", "what": "n", "of": "acme", "order": ["stock"]},
         {"kind": "op", "name": "relu2", "what": "r", "of": "other", "order": ["stock"]},
@@ -44,20 +46,28 @@ class Engines:
         log: the log of one that ends.
         hung: whether it hangs instead.
         wrong: its score if it does not end.
+        stock: whether it is asked about stock vLLM, too.
     """
 
     def __init__(
-        self, fails: Fails, log: str = "", hung: bool = False, wrong: dict[str, Any] | None = None
+        self,
+        fails: Fails,
+        log: str = "",
+        hung: bool = False,
+        wrong: dict[str, Any] | None = None,
+        stock: bool = False,
     ) -> None:
         self._fails, self._log, self._hung, self._wrong = fails, log, hung, wrong
-        self.tried: list[Collection[str] | None] = []
+        self._stock = stock
+        self.tried: list[Collection[str]] = []
 
     def __call__(
-        self, name: str, off: Collection[str] | None, blocking: bool, limit: float | None
+        self, name: str, off: Collection[str], blocking: bool, limit: float | None
     ) -> dict[str, Any]:
+        is_stock = OURS in off
         self.tried.append(off)
-        assert (limit is None) == (off is None)
-        if off is None or not self._fails(off, blocking):
+        assert is_stock or limit is not None
+        if (is_stock and not self._stock) or not self._fails(off, blocking):
             return SCORE
         if self._wrong is None:
             raise EngineError("failed", log=self._log, hung=self._hung)
@@ -100,6 +110,17 @@ def test_each_kind_of_part_is_found(parts: Parts, key: str) -> None:
     assert culprit.parts == (key,)
 
 
+@pytest.mark.parametrize("stock", [True, False])
+def test_a_neighbour_is_found_with_vllm_fl_and_without(parts: Parts, stock: bool) -> None:
+    engines = Engines(lambda out, _: "neighbour bolt" not in out, stock=stock)
+    status, (culprit,) = Startups(parts, engines).search()
+    assert status == "found" and culprit.parts == ("neighbour bolt",)
+    assert all((OURS in out) is stock for out in engines.tried[1:])
+    engines = Engines(lambda out, _: True, stock=True)
+    status, (culprit,) = Startups(parts, engines).search()
+    assert status == "stock" and not culprit.parts and len(engines.tried) == 2
+
+
 @pytest.mark.parametrize("value", [math.nan, -9.0, None])
 def test_a_startup_that_is_wrong_or_hangs(parts: Parts, value: float | None) -> None:
     wrong = value and {"tokens": [[1]], "prefill": [[-1.0, value]], "decode": [[value]]}
@@ -132,8 +153,9 @@ def test_the_settings_without_some_parts(parts: Parts) -> None:
         "export ACME_OFF=mine,op3",
         "export VLLM_FL_PER_OP='relu2=vendor;rms_norm=stock'",
     ]
-    only = parts.changes(parts.without({"op relu2"}))
-    assert only.applied({}, "") == {"VLLM_FL_PLUGINS": "", "VLLM_FL_PER_OP": "rms_norm=stock"}
+    only = parts.changes(parts.without({"op relu2"})).applied({}, "")
+    assert not {"bolt", "nut"} & {*only.pop("VLLM_PLUGINS").split(",")}
+    assert only == {"VLLM_FL_PLUGINS": "", "VLLM_FL_PER_OP": "rms_norm=stock"}
 
 
 def test_the_users_file_is_changed_in_a_copy(parts: Parts, tmp_path: Path) -> None:

@@ -10,13 +10,12 @@ from functools import cache, lru_cache
 from typing import Any
 
 from ..errors import OwnerError
-from ..logs import get_logger, silence
+from ..logs import silence
 from ..plugins.breadcrumb import running
 from ..plugins.calling import ENDED
 from ..plugins.installed import ENGINE_GROUPS, canonical, entry_points, identity, vllm_release
 from ..settings.values import IN_TREE, normalise_platform
-
-log = get_logger("plugins")
+from ..text import quote
 
 
 @dataclass(frozen=True)
@@ -103,18 +102,24 @@ def _answers_here(detect: Callable[[], object]) -> bool:
 
 
 def foreign_platforms() -> tuple[ForeignPlatform, ...]:
-    """Other distributions' platform plugins that answer here; vLLM takes one, and no more.
+    """Other distributions' platform plugins that answer here; vLLM takes one, and no more."""
+    return tuple(each for each in _answers() if isinstance(each, ForeignPlatform))
 
-    They are asked as vLLM asks them, VLLM_PLUGINS included; one that fails is out for vLLM as well.
-    """
+
+def broken_platforms() -> tuple[str, ...]:
+    """One sentence for each platform plugin that fails: vLLM hides the error and ignores it."""
+    return () if targets_cpu() else tuple(each for each in _answers() if isinstance(each, str))
+
+
+def _answers() -> list[ForeignPlatform | str | None]:
+    """The answers of other distributions' plugins, asked as vLLM asks them."""
     named = os.environ.get("VLLM_PLUGINS")
     allowed = None if named is None else named.split(",")
-    found = (
+    return [
         _answer(entry)
         for entry in _installed(tuple(sys.path))
         if entry.name != "fl" and (allowed is None or entry.name in allowed)
-    )
-    return tuple(each for each in found if each is not None)
+    ]
 
 
 def too_many(others: Sequence[ForeignPlatform], device: str | None = None) -> OwnerError:
@@ -141,10 +146,13 @@ def _installed(path: tuple[str, ...]) -> list[Any]:
 
 
 @cache
-def _answer(entry: Any) -> ForeignPlatform | None:
+def _answer(entry: Any) -> ForeignPlatform | str | None:
     """Ask another platform plugin, once: vLLM asks us several times.
 
-    Its log lines are not shown, since vLLM asks it, too.
+    Its log lines are not shown: vLLM calls the plugin as well.
+
+    Returns:
+        A sentence if it failed; None if it declines, or ended an earlier process of this command.
     """
     name, version, _ = identity(entry.dist) if entry.dist else (entry.value, None, "")
     release = f"{name} {version}" if version else name
@@ -156,7 +164,6 @@ def _answer(entry: Any) -> ForeignPlatform | None:
             answer = entry.load()()
     except KeyboardInterrupt:
         raise
-    except BaseException:  # vLLM takes it for one that does not answer
-        log.debug("platform plugin %r of %s failed", entry.name, release, exc_info=True)
-        return None
+    except BaseException as error:
+        return f"The {whose} failed: {quote(error)}"
     return None if answer is None else ForeignPlatform(entry.name, name, release, str(answer))

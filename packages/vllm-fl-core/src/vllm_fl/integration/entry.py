@@ -74,8 +74,11 @@ def general_plugin() -> None:
         raise OwnerError(f"vllm-fl: {others[0]}", plugin="fl", distribution=others[0].split()[0])
     if obstacle():
         return
+    from ..dispatch.platforms import broken_platforms
     from .platform import lay_in_place
 
+    for broken in broken_platforms() if speaks_for_all() else ():
+        log.warning("%s. vLLM hides this error and runs without the plugin [FL213]", broken)
     lay_in_place(startup.platform)
     from ..dispatch.startup import begin_process
 

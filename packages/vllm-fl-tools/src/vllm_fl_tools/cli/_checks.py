@@ -13,7 +13,7 @@ from typing import Any
 
 import importlib_metadata as metadata
 
-from vllm_fl.dispatch.platforms import foreign_platforms, targets_cpu, too_many
+from vllm_fl.dispatch.platforms import broken_platforms, foreign_platforms, targets_cpu, too_many
 from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.discovery import KINDS, unmatched
 from vllm_fl.plugins.installed import (
@@ -39,6 +39,15 @@ Problem = tuple[str, str, str]
 IMPORTS = ("vllm_fl", "vllm", "torch", "torch_npu", "triton")
 """The import names that one distribution each must own."""
 
+
+MOVED = {
+    "VLLM_ATTENTION_BACKEND": "backend",
+    "VLLM_FLASH_ATTN_VERSION": "flash_attn_version",
+    "VLLM_FLASH_ATTN_MAX_NUM_SPLITS_FOR_CUDA_GRAPH": "flash_attn_max_num_splits_for_cuda_graph",
+    "VLLM_USE_TRTLLM_ATTENTION": "use_trtllm_attention",
+    "VLLM_FLASHINFER_DISABLE_Q_QUANTIZATION": "disable_flashinfer_q_quantization",
+}
+"""A former variable of vLLM -> its successor, a field of the option `--attention-config`."""
 
 CODES: Mapping[str, str] = MappingProxyType(
     {
@@ -161,7 +170,7 @@ def owners() -> Iterator[Problem]:
 
 
 def platforms() -> Iterator[Problem]:
-    """Platform plugins of vLLM's that others bring: two that answer, a name, one that ends here."""
+    """Find platform plugins: broken ones, two active ones, ones with a platform's name."""
     others = foreign_platforms()
     if len(others) > 1:
         what, _, choose = too_many(others).message.partition(". ")
@@ -176,12 +185,11 @@ def platforms() -> Iterator[Problem]:
                 f"{each.distribution} for another entry point.",
                 f"export VLLM_FL_PLATFORM={each.name}",
             )
-    for whose, end in ENDED.items():
-        if VLLMS in whose:
-            why = "vLLM asks it at each start, in every process. VLLM_PLUGINS may leave it out."
-            name = whose.partition(VLLMS)[2].split()[0]
-            todo = f"pip install --force-reinstall --no-deps {name}"
-            yield f"The {whose}: {end}.", why, todo
+    ended = (f"The {whose}: {end}" for whose, end in ENDED.items() if VLLMS in whose)
+    for what in (*ended, *broken_platforms()):
+        why = "vLLM calls it in every process and hides its error. VLLM_PLUGINS can exclude it."
+        name = what.partition(VLLMS)[2].split()[0]
+        yield f"{what}.", why, f"pip install --force-reinstall --no-deps {name}"
 
 
 def vllm_range() -> Iterator[Problem]:
@@ -210,6 +218,22 @@ def vllm_plugins() -> Iterator[Problem]:
             "stock.",
             f"export VLLM_PLUGINS={quote(','.join(names))}",
         )
+
+
+def moved_variables() -> Iterator[Problem]:
+    """Find variables that vLLM no longer reads."""
+    from vllm_fl.integration.compat import vllm_folders
+
+    for name, field in MOVED.items():
+        value = os.environ.get(name)
+        folders = vllm_folders() if value else []
+        if any(f'"{name}"' not in (each / "envs.py").read_text("utf-8") for each in folders):
+            yield (
+                f"{name}={value} has no effect.",
+                f"The installed vLLM does not read it. Set --attention-config.{field} {value} "
+                f"for `vllm serve`, attention_config={{{field!r}: {value!r}}} for `vllm.LLM`.",
+                f"unset {name}",
+            )
 
 
 def target_device() -> Iterator[Problem]:
@@ -366,6 +390,7 @@ CHECKS: Sequence[tuple[str, Callable[[], Iterator[Problem]]]] = (
     ("platforms", platforms),
     ("vllm-range", vllm_range),
     ("vllm-plugins", vllm_plugins),
+    ("settings", moved_variables),
     ("vllm-target-device", target_device),
     ("torch-build", torch_builds),
     ("torch", torch_itself),

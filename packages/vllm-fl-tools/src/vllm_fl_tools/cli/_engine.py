@@ -20,6 +20,7 @@ from vllm_fl.text import clean, quote
 
 from ..operate.described import Described
 from ._engine_args import WrongArguments, arguments_of
+from ._neighbours import attributed
 from ._progress import doing
 from ._show import UsageError
 
@@ -171,7 +172,7 @@ def _asking(what: str) -> Iterator[None]:
     os.environ.setdefault(level, "ERROR")
     gc.disable()
     try:
-        with doing(what), silence(ours=False):
+        with doing(what), silence(ours=False), attributed():
             yield
     finally:
         gc.enable()

@@ -24,6 +24,8 @@ from vllm_fl.settings.policy import MODES, OpOrder
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import quote
 
+from ._neighbours import neighbours
+
 __all__ = ["listing"]
 
 ORDERING = frozenset({"config", "platform", "prefer", "table"})
@@ -55,6 +57,8 @@ def listing() -> dict[str, Any]:
         owners |= {spec.key: plugin.owner.label for spec in plugin.settings}
     ops = manager.registry.snapshot().impls_by_op
     parts = [*_settings(settings, owners), *filter(None, (_op(manager, op) for op in ops))]
+    for name, release in neighbours().items():
+        parts.append(_part("neighbour", name, f"vLLM's plugin {name!r} of {release}", None))
     found: dict[str, Any] = {"enabled": settings.enabled, "remarks": []}
     found |= {"plugins": plugins, "lists": {}, "parts": parts}
     for plugin in loaded:

@@ -2,7 +2,8 @@
 
 A part is an op that an implementation of a plugin runs, an operator that a backend replaces outside
 the plan (as FlagGems replaces PyTorch's), a plugin, or a setting of the user. A plugin is loaded
-while it or any part of it is on: a trial of one of its ops is no trial of two parts.
+while it or any part of it is on: a trial of one of its ops is no trial of two parts. A neighbour,
+which is another distribution's general plugin of vLLM, is a part as well.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vllm_fl.plugins.breadcrumb import FOLDER, last
 from vllm_fl.settings.schema import CONFIG, Settings
 from vllm_fl.settings.values import OP_CONFIG, ORDER_PREFIX, PER_OP
 
+from ._neighbours import VARIABLE, loaded
 from ._progress import doing
 from ._show import UsageError, say
 
@@ -33,7 +35,7 @@ COMMAND = (sys.executable, "-P", "-m", "vllm_fl_tools.cli._listing")
 PATIENCE = 600.0
 """Seconds for the import of all plugins and of their libraries."""
 
-SETTING, PLUGIN, OP, NAME = "setting", "plugin", "op", "name"
+SETTING, PLUGIN, OP, NAME, NEIGHBOUR = "setting", "plugin", "op", "name", "neighbour"
 
 LIKELY = 4
 """The most parts of a log that are suspected first."""
@@ -51,8 +53,9 @@ class Part:
     """One part.
 
     Args:
-        kind: SETTING, PLUGIN, OP or NAME.
-        name: the setting's key, the plugin's distribution or module, the op, or the operator.
+        kind: SETTING, PLUGIN, OP, NAME or NEIGHBOUR.
+        name: the setting's key, the plugin's distribution or module, the op, the operator, or the
+            neighbour's entry point.
         what: a description.
         of: the plugin that it belongs to.
         order: of an OP, its order without plugins' implementations.
@@ -168,7 +171,7 @@ class Parts:
             Part(PLUGIN, name, f"plugin {about['release']}")
             for name, about in self._plugins.items()
         ]
-        ordered = [part for part in every if part.of is None and part.kind == SETTING]
+        ordered = [part for part in every if part.of is None and part.kind != OP]
         for plugin in plugins:
             ordered += [plugin, *(part for part in every if part.of == plugin.name)]
         ordered += [part for part in every if part.of is None and part.kind == OP]
@@ -193,6 +196,8 @@ class Parts:
         changes = Changes()
         parts = [part for key, part in self.by_key.items() if key in off]
         unloaded = {part.name for part in parts if part.kind == PLUGIN}
+        if gone := [part.name for part in parts if part.kind == NEIGHBOUR]:
+            changes.values[VARIABLE] = "", loaded(*gone)
         left_out: dict[str, set[str]] = {}
         for part in parts:
             if part.kind == OP:
@@ -208,8 +213,8 @@ class Parts:
         for setting, is_module in ((Settings.plugins, False), (Settings.plugin_modules, True)):
             of_kind = [name for name, of in self._plugins.items() if of["module"] is is_module]
             if unloaded & {*of_kind}:
-                loaded = [name for name in of_kind if name not in unloaded]
-                changes.values[setting.variable] = "", loaded
+                left = [name for name in of_kind if name not in unloaded]
+                changes.values[setting.variable] = "", left
         return changes
 
     def likely(self, text: str, names: Sequence[str] = ()) -> tuple[str, ...]:

@@ -15,11 +15,14 @@ from typing import Any
 
 from ._engines import EngineError
 from ._failures import read_log
-from ._parts import Changes, Parts
+from ._parts import NEIGHBOUR, Changes, Parts
 from ._search import Culprit, Verdict, search
 from ._show import UsageError
 
-__all__ = ["LEAST_LIMIT", "TIMES", "Start", "Startups", "fault"]
+__all__ = ["LEAST_LIMIT", "OURS", "TIMES", "Start", "Startups", "fault"]
+
+OURS = "vllm-fl"
+"""A part of every engine except stock vLLM: vllm-fl itself."""
 
 MEDIAN = 0.2
 """Nats: the median difference from the log-probabilities of stock vLLM from which a startup is
@@ -34,12 +37,18 @@ TIMES, LEAST_LIMIT = 5, 60.0
 REPEATS = 2
 """Startups with all parts that show whether a failure comes and goes."""
 
+Result = tuple[str, list[Culprit]]
+"""The status of a search and the culprits."""
+
+Tried = dict[frozenset[str], Verdict]
+"""The parts that a startup left out -> its verdict."""
+
 Score = Mapping[str, Any]
 """The result of `integration.workload`'s `score`."""
 
-Start = Callable[[str, Collection[str] | None, bool, float | None], Score]
+Start = Callable[[str, Collection[str], bool, float | None], Score]
 """(description, parts that are left out, whether launches block, time limit in seconds) -> score.
-Without vllm-fl if the parts are None. It raises EngineError or UsageError."""
+Without vllm-fl if OURS is one of the parts. It raises EngineError or UsageError."""
 
 
 class Startups:
@@ -66,44 +75,60 @@ class Startups:
         gone = {*off, *(below for key in off for below in self._parts.beneath.get(key, ()))}
         return self._parts.changes(gone)
 
-    def search(self) -> tuple[str, list[Culprit]]:
+    def search(self) -> Result:
         """Search for the parts at fault.
 
         Returns:
-            `right`; `stock`: vLLM fails without vllm-fl; `found`; `elsewhere`: it fails without any
-            part; `unsteady`: the failure comes and goes. And the culprits; a status other than
-            `right` and `found` has one without parts.
+            `right`; `stock`: vLLM fails without vllm-fl and neighbours; `found`; `elsewhere`:
+            vllm-fl fails without any part; `unsteady`: the failure comes and goes. And the
+            culprits, without parts unless the status is `found`.
 
         Raises:
             UsageError: vLLM does not accept the user's arguments.
         """
-        stock = self._try("stock", None)
+        by_key = self._parts.by_key
+        stock = bare = self._try("stock", {OURS})
         if stock.how:
-            return "stock", [Culprit((), stock)]
+            neighbours = frozenset(key for key, part in by_key.items() if part.kind == NEIGHBOUR)
+            if neighbours:
+                bare = self._try("stock, without neighbours", {OURS, *neighbours})
+            if bare.how:
+                return "stock", [Culprit((), bare)]
+            return self._among(neighbours, {frozenset(): stock, neighbours: bare}, {OURS})
         asked = self._try("as asked", ())
         if not asked.how:  # it may fail only if launches do not block
             self.blocking = False
             asked = self._try("as asked", ())
         if not asked.how:
             return "right", []
-        every, tried = len(self._parts.by_key), {frozenset[str](): asked}
-
-        def trial(on: tuple[str, ...]) -> Verdict:
-            off = self._parts.without(on)
-            if off not in tried:
-                tried[off] = self._try(f"{every - len(off)} of {every} parts", off)
-            return tried[off]
-
-        status, found = search(self._parts.by_key, trial, beneath=self._parts.beneath)
+        status, found = self._among(by_key, {frozenset(): asked})
         if status != "found" and not all(self._again() for _ in range(REPEATS)):
             status = "unsteady"
         return status, found
+
+    def _among(self, parts: Collection[str], tried: Tried, off: Collection[str] = ()) -> Result:
+        """Search among these parts.
+
+        Args:
+            parts: the parts.
+            tried: the earlier startups.
+            off: further parts that no startup has.
+        """
+
+        def trial(on: tuple[str, ...]) -> Verdict:
+            gone = self._parts.without(on) & {*parts}
+            if gone not in tried:
+                name = f"{len(parts) - len(gone)} of {len(parts)} parts"
+                tried[gone] = self._try(name, gone | {*off})
+            return tried[gone]
+
+        return search(parts, trial, beneath=self._parts.beneath)
 
     def _again(self) -> bool:
         """Whether the startup with all parts fails again."""
         return bool(self._try("as asked, again", ()).how)
 
-    def _try(self, name: str, off: Collection[str] | None) -> Verdict:
+    def _try(self, name: str, off: Collection[str]) -> Verdict:
         """Start an engine without some parts."""
         self.count += 1
         started = time.monotonic()

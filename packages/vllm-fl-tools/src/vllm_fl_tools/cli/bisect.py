@@ -40,7 +40,7 @@ from ._parts import Changes, listed
 from ._progress import doing
 from ._search import Culprit
 from ._show import UsageError, answer, print_table, say
-from ._startups import LEAST_LIMIT, TIMES, Startups
+from ._startups import LEAST_LIMIT, OURS, TIMES, Startups
 from ._watch import INTERRUPTED, ended_by_signal
 
 STOCK, REFERENCE = "stock", "reference"
@@ -176,13 +176,11 @@ def _startups(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | No
     parts = listed(os.environ)
 
     def start(
-        name: str, off: Collection[str] | None, blocking: bool, limit: float | None
+        name: str, off: Collection[str], blocking: bool, limit: float | None
     ) -> dict[str, Any]:
-        environment = dict(os.environ)
-        if off is None:
+        environment = parts.changes(off).applied(os.environ, folder)
+        if OURS in off:
             environment[Settings.enabled.variable] = "0"
-        elif off:
-            environment = parts.changes(off).applied(environment, folder)
         if blocking:
             environment |= BLOCKING
         with running(

@@ -47,7 +47,6 @@ from ._checks import (
     BROKEN,
     CHECKS,
     CODES,
-    VLLMS,
     Problem,
     exported,
     find_idle,
@@ -57,11 +56,15 @@ from ._checks import (
 from ._child import LoadingError, surviving
 from ._engine import NOT_INSTALLED, asked_of, check_words, takes_engine
 from ._environment import describe
+from ._neighbours import VARIABLE
 from ._options import device_of
 from ._progress import progress
 from ._show import answer, print_table, say
 
 _CODE = re.compile(r"\[(FL\d{3})\]")
+
+_WITHOUT = re.compile(rf"export {VARIABLE}=\S*[^\s.]")
+"""The command that excludes a plugin of vLLM, in an error of `_neighbours`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +147,7 @@ def _look(arguments: argparse.Namespace | None = None) -> dict[str, Any]:
     facts = describe({name for plugin in examined.plugins for name in plugin.owner.kernels})
     for owner, why in examined.unused.items():
         name = owner.distribution or owner.plugin
-        facts[name] = ", ".join([*filter(None, [facts.get(name)]), f"not used here: {why}"])
+        facts[name] = ", ".join([*filter(None, [facts.get(name)]), why])
     if examined.device is not None or examined.absent:
         facts["device of a plugin"] = examined.device or "; ".join(examined.absent)
     if (foreign := foreign_platform()) is not None:
@@ -199,7 +202,9 @@ def _of_engine(
 
 
 def _ending(why: str) -> Finding:
-    return Finding("engine", "An engine does not start here.", why, _page_of(why, "FL514"))
+    without = _WITHOUT.search(why)
+    todo = without[0] if without else _page_of(why, "FL514")
+    return Finding("engine", "An engine does not start here.", why, todo)
 
 
 def _page_of(error: str, code: str) -> str:
@@ -356,10 +361,9 @@ class _Examined:
             yield what, f"{why}. `vllm-fl tune` measures again.", todo
 
     def find_idle_ops(self) -> Iterator[Finding | Problem]:
-        """Ops that backends bring and that nothing could run; a list may leave one to vLLM.
+        """Find ops with an available implementation that the settings reject.
 
-        A backend of which nothing can run here is none of this machine: an image for many machines
-        has several.
+        Hardware that is absent is a note: an image for several machines has backends for each.
         """
         if self.settings is None or not any(p.status == "ok" for p in self.plugins):
             return
@@ -370,10 +374,11 @@ class _Examined:
         for op, impls in snapshot.impls_by_op.items():
             for impl in impls:
                 told[snapshot.owners[op, impl.impl_id]][impl.availability()] = None
-        self.unused = {owner: "; ".join(whys) for owner, whys in told.items() if True not in whys}
+        for owner, whys in told.items():
+            if lacks := "; ".join(why for why in whys if why is not True):
+                self.unused[owner] = f"{'some ops ' * (True in whys)}not used here: {lacks}"
         for op in snapshot.contracts:
-            owners = {snapshot.owners[op, i.impl_id] for i in snapshot.impls_by_op.get(op, ())}
-            if owners <= self.unused.keys():
+            if all(i.availability() is not True for i in snapshot.impls_by_op.get(op, ())):
                 continue
             trace = manager.trace(op, without_layer=True)
             leaves = any(token.kind in UNTOUCHED for token in trace.order)
@@ -400,7 +405,7 @@ def _lost_finding(crumb: Crumb) -> Finding:
         "(killed, out of memory); nothing else was left to say so."
     )
     again = "reinstall it, or leave it out with VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES"
-    if VLLMS in crumb.what:
+    if "vLLM" in crumb.what:  # it called the plugin
         again = "reinstall it, or leave it out with VLLM_PLUGINS"
     why = f"{why} If it comes again, {again}. This forgets it:"
     return Finding("ended", f"An earlier {crumb}.", why, f"rm {quoted(str(crumb.file))}")

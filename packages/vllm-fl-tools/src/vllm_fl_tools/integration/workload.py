@@ -26,6 +26,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..cli._engine_args import WrongArguments, arguments_of
+from ..cli._neighbours import attributed
 
 __all__ = ["FORCED", "Visit"]
 
@@ -269,4 +270,5 @@ def _main(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _main(json.loads(sys.argv[1]))
+    with attributed():
+        _main(json.loads(sys.argv[1]))

