@@ -96,5 +96,7 @@ def test_stepping_aside_is_vllm_without_us(told: Told, mode: str) -> None:
 def test_the_same_configuration_is_ours_where_we_do_not_step_aside(told: Told, mode: str) -> None:
     ours, without = told(OURS)[0][mode], told(WITHOUT)[0][mode]
     assert ours["enum"] == without["enum"]
-    for what in ("platform", "layers", "forwards", "providers", "priorities", "worker", "hash"):
+    for what in ("platform", "layers", "forwards", "providers", "worker", "hash"):
         assert ours[what] != without[what], what
+    # An eager engine leaves the order of vLLM's IR as it was configured.
+    assert (ours["priorities"] != without["priorities"]) is (mode == "compiled")
