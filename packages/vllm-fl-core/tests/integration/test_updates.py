@@ -107,7 +107,7 @@ def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
     if failure:
         raise StartError(
             "vllm-fl ends the start: " + "; ".join([f"rank 0: {failure}"]),
-            failures=[f"rank 0: {failure}"],
+            failures=(f"rank 0: {failure}",),
         )
     return [mine]
 
@@ -215,7 +215,7 @@ def test_what_fails_on_another_rank_stops_the_look_on_this_one(
     def told(*_: Any) -> Any:
         raise StartError(
             "vllm-fl ends the start: " + "; ".join(["rank 1: OSError: gone"]),
-            failures=["rank 1: OSError: gone"],
+            failures=("rank 1: OSError: gone",),
         )
 
     worker = engine(told=told)

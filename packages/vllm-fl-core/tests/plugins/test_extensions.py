@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError, SettingsError, StartError
@@ -21,7 +20,7 @@ from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Kind, Owner, Plugin
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -243,7 +242,7 @@ class Facts:
 
 
 ASKS, FREE = Facts("VLLM_BATCH_INVARIANT=1"), Facts("")
-SPEC = contracts()["silu_and_mul"]
+SPEC = known_contracts().contracts["silu_and_mul"]
 IMPL = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, lambda x: x, "acme")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import (
     AttentionTarget,
     Binding,
@@ -31,7 +30,7 @@ from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
 
-SPEC = contracts()["silu_and_mul"]
+SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def same(*args: Any) -> Any:
@@ -147,7 +146,7 @@ def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> No
 
 
 def test_our_own_ops_share_no_place() -> None:
-    known = known_contracts()
+    known = known_contracts().contracts
     registry = OpRegistry(EMPTY)
     for op, binding in known.bindings.items():
         registry.add_contract(Contract(known.contracts[op]), binding, known.authors[op])

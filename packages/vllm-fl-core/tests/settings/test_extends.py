@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.contracts import contracts
 from vllm_fl.errors import IdleSwitchError, SettingsError
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import Settings, check_names, load_settings, policy_from_config
 from vllm_fl.settings.policy import SelectionPolicy
@@ -139,7 +139,7 @@ def test_groups_stand_wherever_orders_do(write: Write) -> None:
 
 def test_the_ops_of_this_project_have_the_documented_groups() -> None:
     groups = "activations cache linear_attention moe norms quant rope"
-    assert {spec.group for spec in contracts().values()} == {"", *groups.split()}
+    assert {spec.group for spec in known_contracts().contracts.values()} == {"", *groups.split()}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from configs import engine_config
 from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FusionTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration.carried import Carried
@@ -43,7 +42,7 @@ def impl(op: str) -> OpImpl:
     def fn(*args: Any) -> Any:
         raise NotImplementedError
 
-    fn.__signature__ = contracts()[op].signature  # type: ignore[attr-defined]
+    fn.__signature__ = known_contracts().contracts[op].signature  # type: ignore[attr-defined]
     return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
 
 

@@ -11,12 +11,11 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import Any, Literal, cast
 
-from ..contracts import OPS
 from ..errors import NoImplementationError, PluginError, SettingsError, UnknownOpError
 from ..plugins.calling import rejections
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.registry import OpRegistry
-from ..plugins.reserved import ops_missing
+from ..plugins.reserved import OPS, ops_missing
 from ..plugins.types import Impl, OpImpl
 from ..settings.loading import Settings
 from ..settings.names import meant

@@ -12,7 +12,6 @@ from copy import copy
 from importlib import import_module
 from typing import Any, Protocol
 
-from ..contracts import OPS
 from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
 from ..errors import DuplicateError, PluginError
@@ -23,7 +22,7 @@ from .declared import OLD_FORM, check_settings, declare
 from .discovery import refusal_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
-from .reserved import brings_ops, holder_of, reservation
+from .reserved import OPS, brings_ops, holder_of, reservation
 from .setting import SettingSpec
 from .snapshot import RegistrySnapshot
 from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..contracts import OPS
 from .plugin import Owner, Plugin
 
 RESERVED = {
@@ -14,7 +13,7 @@ RESERVED = {
 }
 """Ids, or what they begin with, and the one distribution that may use them; None: nobody."""
 
-VERIFY, TOOLS = "vllm-fl-verify", "vllm-fl-tools"
+OPS, VERIFY, TOOLS = "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"
 EXTENDERS = frozenset((VERIFY, TOOLS))
 """The distributions that may have extensions."""
 

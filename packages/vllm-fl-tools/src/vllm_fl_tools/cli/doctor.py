@@ -16,7 +16,6 @@ from typing import Any
 
 from importlib_metadata import distribution
 
-from vllm_fl.contracts import OPS
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.platforms import foreign_platform
@@ -33,7 +32,7 @@ from vllm_fl.plugins.finding import Finding
 from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import brings_ops
+from vllm_fl.plugins.reserved import OPS, brings_ops
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
