@@ -22,7 +22,7 @@ from vllm_fl.integration import engines, settling
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.errors import StartError
 from vllm_fl.plugins.inspection import FAILED
-from vllm_fl.plugins.asking import objections
+from vllm_fl.plugins.calling import objections
 from vllm_fl.plugins.inspection import Objection
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker

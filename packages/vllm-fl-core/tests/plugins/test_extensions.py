@@ -13,8 +13,7 @@ import pytest
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError, SettingsError, StartError
-from vllm_fl.plugins.asking import asking, checks, enter_session, objections, sections
-from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.calling import asking, checks, enter_session, objections, rejections, sections
 from vllm_fl.plugins.discovery import EXTENSIONS
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection

@@ -12,8 +12,7 @@ from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb, discovery
 from ..plugins import loading as plugin_loader
-from ..plugins.asking import asking
-from ..plugins.calling import in_hook, policy_files, results_of
+from ..plugins.calling import asking, in_hook, policy_files, results_of
 from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.device import DeviceProfile, devices
 from ..plugins.installed import canonical

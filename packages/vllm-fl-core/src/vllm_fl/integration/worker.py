@@ -14,9 +14,8 @@ from ..engine.digest import code_facts
 from ..engine.phases import phases_of
 from ..errors import PluginError
 from ..logs import get_logger
-from ..plugins.asking import asking, enter_session, sections
 from ..plugins.attention import ATTENTION
-from ..plugins.calling import start_in_worker
+from ..plugins.calling import asking, enter_session, sections, start_in_worker
 from ..plugins.inspection import REJECTED, Moment, WorkerContext
 from ..plugins.types import AttentionImpl
 from ..text import quote

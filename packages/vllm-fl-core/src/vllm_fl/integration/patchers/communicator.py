@@ -15,7 +15,7 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import PlanEntry
 from ...errors import StartError
 from ...logs import get_logger
-from ...plugins.asking import asking, checks
+from ...plugins.calling import asking, checks
 from ...plugins.communicator import COMMUNICATOR
 from ...plugins.inspection import Check, GroupFacts, Key
 from ...plugins.types import CommunicatorImpl, CommunicatorRequest
