@@ -20,11 +20,11 @@ from .errors import SettingsError as SettingsError
 from .errors import VllmFLError as VllmFLError
 from .logs import get_logger as get_logger
 from .plugins.device import DeviceProfile as DeviceProfile
-from .plugins.finding import Finding as Finding
 from .plugins.hookspecs import HOOK_API as HOOK_API
 from .plugins.hookspecs import hookimpl as hookimpl
 from .plugins.inspection import Check as Check
 from .plugins.inspection import Engine as Engine
+from .plugins.inspection import Finding as Finding
 from .plugins.inspection import GroupFacts as GroupFacts
 from .plugins.inspection import Key as Key
 from .plugins.inspection import Moment as Moment

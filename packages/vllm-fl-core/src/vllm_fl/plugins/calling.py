@@ -16,10 +16,10 @@ from ..errors import PluginError, VllmFLError
 from ..logs import get_logger
 from ..text import clean, quote
 from .breadcrumb import running
-from .finding import Finding
 from .inspection import (
     Check,
     Engine,
+    Finding,
     GroupFacts,
     Key,
     Moment,

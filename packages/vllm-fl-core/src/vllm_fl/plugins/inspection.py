@@ -1,4 +1,4 @@
-"""The arguments and results of the hooks of an engine: `Engine`, and plain values."""
+"""The arguments and results of hooks: `Engine`, and plain values."""
 
 from __future__ import annotations
 
@@ -120,6 +120,23 @@ class WorkerReport:
 
     lines: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that `vllm-fl doctor` reports.
+
+    Args:
+        check: the check that found it, for programs (`vllm-plugins`).
+        what: what is wrong, one sentence.
+        why: what follows from it, or what caused it.
+        todo: what ends it: a command, which a shell takes as it stands.
+    """
+
+    check: str
+    what: str
+    why: str
+    todo: str
 
 
 class Engine(Protocol):

@@ -28,7 +28,7 @@ from vllm_fl.plugins.breadcrumb import Crumb
 from vllm_fl.plugins.calling import policy_files
 from vllm_fl.plugins.device import devices, find_device
 from vllm_fl.plugins.discovery import discover
-from vllm_fl.plugins.finding import Finding
+from vllm_fl.plugins.inspection import Finding
 from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
