@@ -35,9 +35,13 @@ from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers import communicator
 from vllm_fl.integration.patchers.classes import class_of
 from vllm_fl.integration.settling import settle
-from vllm_fl.plugins.communicator import COMMUNICATOR
 from vllm_fl.plugins.inspection import Moment
-from vllm_fl.plugins.types import BackendImplKind, CommunicatorImpl, CommunicatorRequest
+from vllm_fl.plugins.types import (
+    COMMUNICATOR,
+    BackendImplKind,
+    CommunicatorImpl,
+    CommunicatorRequest,
+)
 from vllm_fl.settings.loading import load_settings
 
 KEY = ("communicator", "vendor.acme")

@@ -13,10 +13,9 @@ from typing import Any, Literal, cast
 
 from ..errors import NoImplementationError, PluginError, SettingsError, UnknownOpError
 from ..plugins.calling import rejections
-from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.registry import OpRegistry
 from ..plugins.reserved import OPS, ops_missing
-from ..plugins.types import Impl, OpImpl
+from ..plugins.types import NAMED_CLASSES, Impl, OpImpl
 from ..settings.loading import Settings
 from ..settings.names import meant
 from ..settings.policy import Mode, Rows, SelectionPolicy, Token

@@ -13,12 +13,12 @@ from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb, discovery
 from ..plugins import loading as plugin_loader
 from ..plugins.calling import asking, in_hook, policy_files, results_of
-from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.device import DeviceProfile, devices
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
+from ..plugins.types import NAMED_CLASSES
 from ..settings.loading import Settings, check_names, load_settings, load_startup
 from ..settings.schema import TAKEN
 from ..settings.values import PLATFORMS

@@ -20,9 +20,7 @@ from ..dispatch.guard import call_guard, method_guard
 from ..dispatch.record import Record
 from ..dispatch.resolver import FOREIGN, STOCK, Stock, Trace
 from ..logs import get_logger
-from ..plugins.attention import ATTENTION
-from ..plugins.communicator import COMMUNICATOR
-from ..plugins.types import Impl, LayerImpl, OpImpl
+from ..plugins.types import ATTENTION, COMMUNICATOR, Impl, LayerImpl, OpImpl
 from ..settings.policy import Mode, Rows, joined
 
 if TYPE_CHECKING:

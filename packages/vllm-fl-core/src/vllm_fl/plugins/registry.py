@@ -15,16 +15,14 @@ from ..contracts.targets import ATTENTION_BACKEND
 from ..errors import DuplicateError, PluginError, TargetError
 from ..logs import get_logger
 from ..text import clean
-from .attention import ATTENTION, from_older_form
-from .communicator import NAMED_CLASSES
 from .discovery import discover
-from .forms import fitted, shape
+from .forms import fitted, from_older_form, shape
 from .installed import CORE
 from .loading import load
 from .plugin import Owner, Plugin
 from .reserved import reservation
 from .snapshot import EMPTY, RegistrySnapshot
-from .types import Impl, LayerImpl, OpImpl, parameters_of
+from .types import ATTENTION, NAMED_CLASSES, Impl, LayerImpl, OpImpl, parameters_of
 
 log = get_logger("plugins")
 

@@ -359,6 +359,12 @@ class LayerImpl(_Impl):
         self._check(who)
 
 
+ATTENTION, COMMUNICATOR = AttentionImpl.op_name, CommunicatorImpl.op_name
+"""The ops under which attention backends and communicators are registered, resolved and planned."""
+
+NAMED_CLASSES = (ATTENTION, COMMUNICATOR)
+"""The ops whose implementations name a class, and which have no contract."""
+
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 """What the policy decides between."""
 

@@ -16,9 +16,8 @@ from ...engine.plan import PlanEntry
 from ...errors import StartError
 from ...logs import get_logger
 from ...plugins.calling import asking, checks
-from ...plugins.communicator import COMMUNICATOR
 from ...plugins.inspection import Check, GroupFacts, Key
-from ...plugins.types import CommunicatorImpl, CommunicatorRequest
+from ...plugins.types import COMMUNICATOR, CommunicatorImpl, CommunicatorRequest
 from ...settings.loading import Settings
 from ...text import quote
 from ..engines import Engine
