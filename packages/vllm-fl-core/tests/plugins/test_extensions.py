@@ -20,10 +20,9 @@ from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Kind, Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry, known_contracts
-from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.reserved import OPS, unread, unverified
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.plugins.verifiers import unread, unverified
 from vllm_fl.settings.loading import load_settings
 
 VERIFY = "vllm-fl-verify"

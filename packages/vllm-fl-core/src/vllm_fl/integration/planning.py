@@ -14,8 +14,8 @@ from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
 from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
+from ..plugins.reserved import unread, unverified
 from ..plugins.types import NAMED_CLASSES
-from ..plugins.verifiers import unread, unverified
 from ..settings.loading import Settings, check_names
 from .carried import KEY, entry_of, is_sealed
 from .compat import hide_our_variables

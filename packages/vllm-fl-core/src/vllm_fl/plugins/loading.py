@@ -22,7 +22,7 @@ from .declared import OLD_FORM, check_settings, declare
 from .discovery import refusal_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
-from .reserved import OPS, brings_ops, holder_of, reservation
+from .reserved import OPS, holder_of, reservation
 from .setting import SettingSpec
 from .snapshot import RegistrySnapshot
 from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
@@ -99,7 +99,7 @@ def load(
     for plugin in plugins:
         for key in plugin.claims:
             claims.setdefault(key, []).append(plugin.owner)
-    by_turn = sorted(plugins, key=lambda each: not brings_ops(each.owner))
+    by_turn = sorted(plugins, key=lambda each: not each.owner.is_of(OPS))
     for plugin in [each for each in by_turn if each.is_loaded]:
         with _registering(registry, plugin):
             _add_contracts(registry, plugin, claims)
