@@ -109,7 +109,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *impls: CommunicatorImpl, **policy: Any
     """These are installed; the facts of an engine of two ranks."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
     manager = extended(managing(*impls, **policy))
-    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
     found = facts()
     vars(found.settings)["policy"] = manager.policy
     return found

@@ -121,7 +121,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         model_config = SimpleNamespace(get_vocab_size=lambda: 500, max_model_len=64)
         object.__setattr__(config, "model_config", model_config)
         manager = extended(managing(silu("vendor.acme", fn=lambda x: fn(x))))
-        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+        monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
         plan = planning(manager, mode)
         worker: Any = object.__new__(type("Planned", (PlannedWorker, Worker), {}))
         worker.vllm_config, worker.rank, worker.device = config, 0, torch.device("cpu")

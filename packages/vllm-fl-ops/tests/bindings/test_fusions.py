@@ -52,7 +52,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = OpRegistry()
     registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", OpManager(registry))
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", OpManager(registry))
     monkeypatch.setattr(layers, "foreign_ops", dict)
     on_platform(monkeypatch, is_cuda_alike=lambda: True)
 

@@ -428,3 +428,12 @@ os.register_at_fork(
     after_in_parent=lambda: _held.pop_all().close(),
     after_in_child=_start_clean_in_child,
 )
+
+
+manager = OpManager()
+"""The manager behind `call_op`, and behind an engine in this process."""
+
+
+def get_default_manager() -> OpManager:
+    """The manager behind `call_op`."""
+    return manager
