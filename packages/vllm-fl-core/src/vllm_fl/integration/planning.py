@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..contracts.binding import Binding
-from ..contracts.sizes import model_sizes
+from ..contracts.binding import Binding, model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
 from ..engine.facts import EngineFacts
