@@ -37,11 +37,6 @@ class Guard:
     def __init__(self, chain: Chain, scope: dict[str, Any]) -> None:
         self.chain, self._scope = chain, scope
 
-    @property
-    def op(self) -> str:
-        """The name of its op."""
-        return self.chain.op
-
     def switch(self) -> None:
         """Call the first candidate from now on, or the others if that is demoted."""
         self.run(self.chain)
@@ -241,7 +236,7 @@ def _compile(
             *recover,
             f"    return _chain.refuse(_verdict, {call})",
         ]
-    scope["_switch"] = guard = Guard(chain, scope)
+    scope["_switch"] = guard = Guard(chain, scope)  # the only reference that keeps it alive
     chain.record.watch(guard)
     return _executed(chain, heads, lines, scope)
 

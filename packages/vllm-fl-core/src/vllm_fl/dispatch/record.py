@@ -8,12 +8,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..logs import SAID_AT_MOST
 from ..plugins.types import OpImpl
 from ..text import quote
 from .resolver import describe
+
+if TYPE_CHECKING:
+    from .guard import Guard
 
 Key = tuple[str, str]
 """(op, impl id)."""
@@ -21,17 +24,6 @@ Key = tuple[str, str]
 
 class Skipped(Exception):
     """Stands for the first candidate's failure, where it is demoted."""
-
-
-class Switched(Protocol):
-    """A guard, as a record knows it."""
-
-    @property
-    def op(self) -> str:
-        """Return the name of its op."""
-
-    def switch(self) -> None:
-        """Call the first candidate from now on, or the others if that is demoted."""
 
 
 class Record:
@@ -64,7 +56,7 @@ class Record:
         """Calls that went to this implementation from another, less those that went from it."""
         self.demotions: dict[Key, str] = {}
         """Why an implementation was demoted."""
-        self.guards: weakref.WeakSet[Switched] = weakref.WeakSet()
+        self.guards: weakref.WeakSet[Guard] = weakref.WeakSet()
         """Every guard that was compiled for it, bare ones too, which a demotion does not switch."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
@@ -136,14 +128,14 @@ class Record:
         for table in (*counted, self.failures, self._announced, self._said):
             table.clear()
 
-    def watch(self, guard: Switched) -> None:
+    def watch(self, guard: Guard) -> None:
         """Keep `guard` to its first candidate for as long as that is not demoted."""
         self.guards.add(guard)
         guard.switch()
 
     def _switch(self, op: str) -> None:
         for guard in list(self.guards):
-            if guard.op == op:
+            if guard.chain.op == op:
                 guard.switch()
 
     # What happened.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
@@ -24,8 +24,10 @@ from .installed import CORE
 from .plugin import Owner, Plugin
 from .reserved import OPS, holder_of, reservation
 from .setting import SettingSpec
-from .snapshot import RegistrySnapshot
 from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
+
+if TYPE_CHECKING:
+    from .registry import OpRegistry
 
 IMPLS = {
     "register_ops": OpImpl,
@@ -41,24 +43,8 @@ Claims = dict[tuple[str, str], list[Owner]]
 log = get_logger("plugins")
 
 
-class Registry(Protocol):
-    """The registry that plugins are loaded into; `OpRegistry` describes each method."""
-
-    plugins: tuple[Plugin, ...]
-
-    def snapshot(self) -> RegistrySnapshot: ...
-
-    def collector(self) -> Any: ...
-
-    def register_many(self, impls: Iterable[Impl], owner: Owner) -> None: ...
-
-    def add_contract(self, contract: Contract, binding: Binding, owner: Owner) -> None: ...
-
-    def remove(self, owner: Owner) -> None: ...
-
-
 def load(
-    registry: Registry,
+    registry: OpRegistry,
     found: Sequence[Plugin],
     *,
     only: Collection[str] | None = None,
@@ -114,7 +100,7 @@ def _variables() -> set[tuple[str, str]]:
     return {item for item in os.environ.items() if item[0].startswith("VLLM_FL_")}
 
 
-def _import(plugin: Plugin, registry: Registry, holders: dict[str, str]) -> None:
+def _import(plugin: Plugin, registry: OpRegistry, holders: dict[str, str]) -> None:
     """Import a plugin, and collect its implementations, contracts and settings."""
     try:
         if (ended := ENDED.get(whose(plugin.owner))) is not None:
@@ -135,7 +121,7 @@ def _import(plugin: Plugin, registry: Registry, holders: dict[str, str]) -> None
 
 
 @contextmanager
-def _registering(registry: Registry, plugin: Plugin) -> Iterator[None]:
+def _registering(registry: OpRegistry, plugin: Plugin) -> Iterator[None]:
     """Register something of a plugin. If that fails, nothing of it stays in the registry."""
     try:
         with contained(plugin, "the registration"):
@@ -157,7 +143,7 @@ def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> 
     return found
 
 
-def _run_old_form(function: Callable[[Any], object], registry: Registry) -> list[Impl]:
+def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> list[Impl]:
     collector = registry.collector()
     function(collector)
     if not collector.impls:
@@ -192,7 +178,7 @@ def _binding(contract: object) -> Binding:
     return binding.routed(contract.spec)
 
 
-def _add_contracts(registry: Registry, plugin: Plugin, claims: Claims) -> None:
+def _add_contracts(registry: OpRegistry, plugin: Plugin, claims: Claims) -> None:
     """Register the contracts of one plugin, if nothing that it has is another plugin's.
 
     Raises:
