@@ -27,13 +27,11 @@ class ForeignPlatform:
         entry: its entry point's name, as VLLM_PLUGINS has it.
         distribution: who brings it.
         release: the distribution with its version.
-        answer: where its platform class is.
     """
 
     entry: str
     distribution: str
     release: str
-    answer: str
 
     @property
     def has_vllms_name(self) -> bool:
@@ -159,4 +157,4 @@ def _answer(entry: Any) -> ForeignPlatform | None:
     except BaseException:  # vLLM takes it for one that does not answer
         log.debug("platform plugin %r of %s failed", entry.name, release, exc_info=True)
         return None
-    return None if answer is None else ForeignPlatform(entry.name, name, release, str(answer))
+    return None if answer is None else ForeignPlatform(entry.name, name, release)

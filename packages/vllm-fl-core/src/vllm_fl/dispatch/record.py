@@ -11,15 +11,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..logs import SAID_AT_MOST
+from ..plugins.inspection import Key
 from ..plugins.types import OpImpl
 from ..text import quote
 from .resolver import describe
 
 if TYPE_CHECKING:
     from .guard import Guard
-
-Key = tuple[str, str]
-"""(op, impl id)."""
 
 
 class Skipped(Exception):
