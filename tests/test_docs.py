@@ -46,7 +46,7 @@ from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables  # noqa:
 from vllm_fl.settings.values import OP_CONFIG, PER_OP  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-flaggems" / "src"))
-from vllm_fl_flaggems.settings import BLACKLIST, SETTINGS  # noqa: E402
+from vllm_fl_flaggems.settings import SETTINGS  # noqa: E402
 
 sys.path.insert(0, str(HOMES["vllm_fl_tools"]))
 from vllm_fl_tools.cli._verbs import VERBS  # noqa: E402
@@ -260,7 +260,6 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
         assert table[variable] == (item.key, default, where), variable
     for variable in (PER_OP, OP_CONFIG):
         assert table[variable][0] == "op_backends"
-    assert table[BLACKLIST.append][0] == BLACKLIST.key
 
 
 def reported(function: ast.FunctionDef) -> set[str]:
@@ -413,7 +412,7 @@ def test_every_shell_example_loads(number: int, tmp_path: Path) -> None:
     origins = [setting.origin for setting in settings.values()]
     told = {each.split()[1] for each in origins if each.startswith("environment ")}
     if CONFIG not in env:
-        assert set(env) <= told | {PER_OP, OP_CONFIG, BLACKLIST.append}
+        assert set(env) <= told | {PER_OP, OP_CONFIG}
         assert settings.warnings == ()
 
 

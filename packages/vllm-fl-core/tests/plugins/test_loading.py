@@ -543,9 +543,8 @@ def test_a_setting_that_makes_no_sense_costs_its_plugin_only(write: Write, spec:
         "'acme', 'ACME', None",
         "'ACME', 'ACME', False",
         "'acme', 'ACME', None, choices=('a', 'b')",
-        "'acme', 'ACME', ('a',), names='op', append='ACME_MORE'",
-        "'acme', 'ACME', None, names='op', excludes='b'), "
-        "SettingSpec('b', 'B', (), names='op', append='B_MORE'",
+        "'acme', 'ACME', ('a',), names='op'",
+        "'acme', 'ACME', None, names='op', excludes='b'), SettingSpec('b', 'B', (), names='op'",
     ],
 )
 def test_a_setting_that_makes_sense_is_declared(write: Write, spec: str) -> None:

@@ -218,20 +218,6 @@ def test_a_whitelist_a_blacklist_or_an_error(write: Write, prefix: str) -> None:
     refused({}, ("acme", path), key=key, origin=f"{path}:2 (acme)")
 
 
-def test_append_adds_to_a_blacklist_and_never_to_a_whitelist(write: Write) -> None:
-    files = [("acme", write("p.yaml", "flagos_blacklist: [a, b]"))]
-    append = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
-    settings = load_settings({append: "c,a"}, platform_files=files)
-    assert settings["flagos_blacklist"].value == ("a", "b", "c")
-    assert settings["flagos_blacklist"].origin == f"{files[0][1]}:1 (acme) and environment {append}"
-    both = {append: "c", "VLLM_FL_FLAGOS_BLACKLIST": "d"}
-    assert load_settings(both, platform_files=files)["flagos_blacklist"].value == ("d", "c")
-    where = {"key": "flagos_blacklist", "origin": f"environment {append}"}
-    refused({append: "c", "VLLM_FL_FLAGOS_WHITELIST": "d"}, **where)
-    refused({append: "c"}, ("acme", write("w.yaml", "flagos_whitelist: [d]")), **where)
-    refused({append: "c d"}, **where)
-
-
 # Several plugins' files.
 
 

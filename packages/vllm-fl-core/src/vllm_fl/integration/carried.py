@@ -103,7 +103,7 @@ def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ)
     """
     if not parallel.use_ray:
         return
-    names = [variable for spec in STARTUP.values() for variable in spec.variables]
+    names = [spec.variable for spec in STARTUP.values()]
     carried = {name: env[name] for name in names if name in env}
     if not carried:
         return

@@ -143,7 +143,7 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
         current_platform.vllm_fl_platform, defer_errors=True, engine=settings
     )
     declared = [spec for plugin in manager.registry.plugins for spec in plugin.settings]
-    hide_our_variables(name for spec in declared for name in spec.variables)
+    hide_our_variables(spec.variable for spec in declared)
     if settings is not None:
         _check_loaded(settings)
     return settings

@@ -132,7 +132,7 @@ def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) 
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"
             )
-        for name in dict.fromkeys((spec.key, *spec.variables)):
+        for name in dict.fromkeys((spec.key, spec.variable)):
             if name in names or name in holders:
                 raise ValueError(f"its setting {name!r} is {(names | holders)[name]}'s, too")
             names[name] = str(owner)

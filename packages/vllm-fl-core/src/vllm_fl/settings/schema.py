@@ -283,14 +283,13 @@ class Settings(Mapping[str, Setting]):
     def chosen(self) -> dict[str, Setting]:
         """The settings that the user set, by variables or in a file."""
         paired = {key for pair in pairs(self.declared) for key in pair}
-        marks = (f"(environment {OP_CONFIG})", " and environment ")  # a file, a list's second part
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:
                 continue  # a list closes the other one of its pair, and then has its origin
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
             by_variable = setting.origin.startswith("environment ")
-            if in_file or by_variable or any(mark in setting.origin for mark in marks):
+            if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
                 chosen[key] = setting
         return chosen
 
@@ -307,7 +306,7 @@ ITEMS: Declared = MappingProxyType(
 
 def variables(declared: Declared) -> tuple[str, ...]:
     """Every environment variable that is a setting."""
-    return (*(name for s in declared.values() for name in s.variables), PER_OP, OP_CONFIG)
+    return (*(spec.variable for spec in declared.values()), PER_OP, OP_CONFIG)
 
 
 def overridden(declared: Declared) -> tuple[str, ...]:
@@ -329,7 +328,7 @@ def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
 def is_absent(name: str, declared: Declared) -> bool:
     """Return whether a key or variable belongs to a plugin that is not loaded."""
     found = re.fullmatch(PLUGIN_KEY, name)
-    known = (each for spec in declared.values() for each in (spec.key, *spec.variables))
+    known = (each for spec in declared.values() for each in (spec.key, spec.variable))
     return found is not None and not any(each.startswith(found[1]) for each in known)
 
 
