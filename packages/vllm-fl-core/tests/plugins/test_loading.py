@@ -519,12 +519,8 @@ def settings():
         "'acme', 'ACME', ('a',)",  # a list of what?
         "'acme', 'ACME', True, names='op'",
         "'acme', 'ACME', 'a', choices=('b', 'c')",
-        "'acme', 'ACME', None, names='op', excludes='nowhere'",
-        "'acme', 'ACME', None, names='op', excludes='oot_blacklist'",  # core's
         "'acme', 'ACME', True), SettingSpec('acme', 'ACME_2', False",
         "'acme', 'ACME', True), SettingSpec('acme_2', 'ACME', False",
-        "'acme', 'ACME', None, names='op', excludes='vendor_acme_b'), "
-        "SettingSpec('vendor_acme_b', 'B', (), names='op', in_file=True",
     ],
 )
 def test_a_setting_that_makes_no_sense_costs_its_plugin_only(write: Write, spec: str) -> None:

@@ -136,12 +136,4 @@ def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) 
             if name in names or name in holders:
                 raise ValueError(f"its setting {name!r} is {(names | holders)[name]}'s, too")
             names[name] = str(owner)
-    lists = {spec.key: spec for spec in specs if spec.names and spec.default is not None}
-    for spec in specs:
-        excluded = lists.get(spec.excludes)
-        if spec.excludes and (excluded is None or excluded.in_file is not spec.in_file):
-            raise ValueError(
-                f"its setting {spec.key!r} excludes {spec.excludes!r}, which is no list of its own "
-                "with a tuple as its default and the same in_file"
-            )
     holders |= names

@@ -49,11 +49,11 @@ class SettingSpec(Generic[T]):
     known: Callable[[], Iterable[str]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        names = (self.key, self.variable, self.excludes or "x")
+        names = (self.key, self.variable)
         lists, default = bool(self.names), self.default
         is_plain = _are_words(default) if lists else isinstance(default, bool | str)
         rules = {
-            "key, variable and excludes are identifiers": all(
+            "key and variable are identifiers": all(
                 isinstance(name, str) and name.isidentifier() for name in names
             ),
             "a default is a boolean, text or None; that of a list, which has names='<what they "
@@ -61,12 +61,6 @@ class SettingSpec(Generic[T]):
             "choices is a tuple of the words that a text takes, the default included": (
                 not self.choices
                 or (_are_words(self.choices) and default in (None, *self.choices) and not lists)
-            ),
-            "excludes is for a list of names whose default is None": (
-                not self.excludes or (lists and default is None)
-            ),
-            "known is for a list of names without excludes": (
-                not self.known or (lists and not self.excludes)
             ),
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
