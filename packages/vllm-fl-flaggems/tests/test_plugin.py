@@ -8,7 +8,8 @@ from plugin_checks import PluginChecks
 
 from vllm_fl import BackendImplKind
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.settings.loading import check_names, load_settings
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.names import check_names
 from vllm_fl_flaggems import plugin
 
 

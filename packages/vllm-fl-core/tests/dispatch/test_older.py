@@ -37,7 +37,8 @@ from vllm_fl.errors import PolicySealedError, SettingsError
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.settings.loading import check_names, load_settings
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.names import check_names
 
 X = torch.ones(2, 8)
 

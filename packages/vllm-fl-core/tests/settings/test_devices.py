@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from vllm_fl.errors import SettingsError
-from vllm_fl.settings.loading import Settings, check_names, load_settings
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import Mode
+from vllm_fl.settings.schema import Settings
 
 H100 = "NVIDIA H100 80GB HBM3"
 A100 = "NVIDIA A100-SXM4-80GB"

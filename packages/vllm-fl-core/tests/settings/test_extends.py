@@ -12,8 +12,10 @@ import pytest
 from vllm_fl.errors import IdleSwitchError, SettingsError
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.loading import Settings, check_names, load_settings, policy_from_config
+from vllm_fl.settings.loading import load_settings, policy_from_config
+from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import SelectionPolicy
+from vllm_fl.settings.schema import Settings
 
 Write = Callable[[str, str], str]
 

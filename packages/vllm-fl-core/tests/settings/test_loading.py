@@ -22,15 +22,11 @@ from vllm_fl.contracts.binding import Binding
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings import loading
-from vllm_fl.settings.loading import (
-    Settings,
-    check_names,
-    load_startup,
-    normalise_platform,
-    policy_from_config,
-)
+from vllm_fl.settings.loading import load_startup, policy_from_config
+from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import OpOrder
-from vllm_fl.settings.schema import ITEMS, file_keys, overridden, variables
+from vllm_fl.settings.schema import ITEMS, Settings, file_keys, overridden, variables
+from vllm_fl.settings.values import normalise_platform
 
 OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
 DECLARED = {**ITEMS, **{spec.key: spec for spec in PLUGIN_SETTINGS}}

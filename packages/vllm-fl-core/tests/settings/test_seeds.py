@@ -10,7 +10,8 @@ import pytest
 from builders import PLUGIN_SETTINGS
 
 from vllm_fl.settings import loading
-from vllm_fl.settings.loading import check_names, load_startup, policy_from_config
+from vllm_fl.settings.loading import load_startup, policy_from_config
+from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import OpOrder
 
 load_settings = partial(loading.load_settings, plugins=PLUGIN_SETTINGS)

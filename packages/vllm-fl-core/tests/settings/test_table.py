@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from vllm_fl.errors import InvalidSettingError
-from vllm_fl.settings.loading import Settings, load_settings
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.schema import Settings
 
 KEY = "op_backends.rms_norm"
 CPU = "cpu"

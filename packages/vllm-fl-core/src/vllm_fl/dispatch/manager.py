@@ -18,8 +18,8 @@ from ..logs import get_logger
 from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
 from ..plugins.types import BackendImplKind, OpImpl
-from ..settings.loading import Settings
 from ..settings.policy import Rows, SelectionPolicy
+from ..settings.schema import Settings
 from .chain import Chain
 from .context import chosen, override
 from .guard import call_guard, method_guard, uncontracted

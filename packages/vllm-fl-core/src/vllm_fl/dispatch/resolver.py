@@ -16,9 +16,9 @@ from ..plugins.calling import rejections
 from ..plugins.registry import OpRegistry
 from ..plugins.reserved import OPS, ops_missing
 from ..plugins.types import NAMED_CLASSES, Impl, OpImpl
-from ..settings.loading import Settings
 from ..settings.names import meant
 from ..settings.policy import Mode, Rows, SelectionPolicy, Token
+from ..settings.schema import Settings
 from ..settings.values import ORDER_PREFIX, wrong
 from ..text import closest
 

@@ -19,8 +19,9 @@ from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
 from ..plugins.types import NAMED_CLASSES
-from ..settings.loading import Settings, check_names, load_settings, load_startup
-from ..settings.schema import TAKEN
+from ..settings.loading import load_settings, load_startup
+from ..settings.names import check_names
+from ..settings.schema import TAKEN, Settings
 from ..settings.values import PLATFORMS
 from .platforms import foreign_platform, torchs_own, vllms_own
 

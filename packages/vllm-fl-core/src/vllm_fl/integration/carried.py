@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from ..settings.loading import STARTUP, Settings
+from ..settings.loading import STARTUP
+from ..settings.schema import Settings
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig

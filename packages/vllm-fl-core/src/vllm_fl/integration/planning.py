@@ -15,7 +15,8 @@ from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
 from ..plugins.reserved import unread, unverified
 from ..plugins.types import NAMED_CLASSES
-from ..settings.loading import Settings, check_names
+from ..settings.names import check_names
+from ..settings.schema import Settings
 from .carried import KEY, entry_of, is_sealed
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names

@@ -90,7 +90,7 @@ class WorkerContext:
     """What a plugin's `worker_start` may look at.
 
     Args:
-        settings: the engine's effective settings (`vllm_fl.settings.loading.Settings`).
+        settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
         device: the worker's `torch.device`.
         dtype: the model's `torch.dtype`.
         rank: this worker's rank, 0 for the first.

@@ -259,7 +259,7 @@ class CommunicatorRequest:
     """The ranks that a communicator would connect, for `CommunicatorImpl.supports`.
 
     Args:
-        settings: the engine's effective settings (`vllm_fl.settings.loading.Settings`).
+        settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
         device_type: as `torch.device` has it (`cuda`).
         world_size: how many ranks the engine has, replicas that share experts included.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as vLLM was told.

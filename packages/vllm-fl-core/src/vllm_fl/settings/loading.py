@@ -22,7 +22,7 @@ from ..text import closest, nearest
 from .devices import DeviceOrder, Table
 from .files import Layer, read_orders, read_settings_file, read_table
 from .lock import read_lock
-from .names import check_names, uses
+from .names import uses
 from .policy import GROUP, OpOrder, SelectionPolicy
 from .schema import (
     CONFIG,
@@ -49,16 +49,6 @@ from .values import (
     value_of,
     wrong,
 )
-
-__all__ = [
-    "Setting",
-    "Settings",
-    "check_names",
-    "load_settings",
-    "load_startup",
-    "normalise_platform",
-    "policy_from_config",
-]
 
 STARTUP: Declared = {
     key: ITEMS[key]

@@ -20,7 +20,7 @@ from ...logs import get_logger
 from ...plugins.calling import asking, checks
 from ...plugins.inspection import Check, GroupFacts, Key
 from ...plugins.types import COMMUNICATOR, CommunicatorImpl, CommunicatorRequest
-from ...settings.loading import Settings
+from ...settings.schema import Settings
 from ...text import quote
 from ..engines import Engine
 from ..exchange import gathered
