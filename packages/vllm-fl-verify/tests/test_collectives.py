@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.integration.patchers import communicator
-from vllm_fl.integration.patchers.communicator import fault_of
+from vllm_fl.engine import limited
+from vllm_fl.engine.limited import fault_of
 from vllm_fl_verify.collectives import steps
 
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def test_what_vllms_base_refuses_may_be_refused() -> None:
 
 
 def test_a_step_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicator, "LIMIT", 0.05)
+    monkeypatch.setattr(limited, "LIMIT", 0.05)
     never = threading.Event()
     try:
         assert fault_of(lambda: str(never.wait(20)), CPU) == ("it did not end within 0.05 s", True)

@@ -26,6 +26,7 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.platforms import current_platform
 
 import vllm_fl.dispatch
+from vllm_fl.engine import limited
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.engine.start_line import line
@@ -137,7 +138,7 @@ def _rank(rank: int, folder: Path, told: Any) -> None:
         2, rank, f"file://{folder}/store", local_rank=rank, backend="gloo"
     )
     for case, (impls, policy) in CASES.items():
-        monkeypatch.setattr(communicator, "LIMIT", 1.0 if case in ("late", "dies") else 120.0)
+        monkeypatch.setattr(limited, "LIMIT", 1.0 if case in ("late", "dies") else 120.0)
         engine = Engine(use(monkeypatch, *impls, **policy), rank)
         groups = engine.groups = communicator.Groups(engine)
         try:

@@ -6,8 +6,6 @@ class, makes the plan's, has all ranks of the group verify it, and agrees on the
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,8 +27,9 @@ from . import classes
 from .lookups import named
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
+
+    from ..engines import Engine
 
 FACTORY = f"{__name__}.make"
 """What vLLM is told to make a group's communicator with, in the place of a class."""
@@ -39,10 +38,6 @@ CAPTURED = ("CudaCommunicator", "XpuCommunicator")
 """The classes of vLLM's whose subclasses it captures graphs through."""
 
 ELASTIC = "elastic expert parallelism changes the ranks, and its groups are vLLM's own"
-
-LIMIT = 120.0
-"""Seconds for one step: making a group of many machines takes some; one that never ends is a
-fault, and must be told from it."""
 
 log = get_logger("engine")
 
@@ -169,6 +164,8 @@ class Groups:
     def _verified(self, impl: CommunicatorImpl, arguments: dict[str, Any]) -> Any:
         """Return the communicator; None if it is off on any rank of the group."""
         import torch.distributed as dist
+
+        from ...engine.limited import fault_of
 
         group, device = arguments["cpu_group"], arguments["device"]
         name, rank = arguments["unique_name"], dist.get_rank()
@@ -305,33 +302,3 @@ class Communicator(Patcher):
 
     def report(self, engine: Engine) -> dict[str, Any]:
         return {"groups": dict(engine.groups.served) if engine.groups else {}}
-
-
-def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str, bool]:
-    """What is wrong with one step, and whether it is still running.
-
-    It runs in a thread of its own, as one that waits for a lost rank may never end.
-
-    Args:
-        step: returns what is wrong, or nothing; what it raises is wrong, too.
-        device: what the step's thread uses.
-    """
-    told: list[str] = []
-
-    def run() -> None:
-        import torch
-
-        try:
-            if device.type != "cpu":
-                torch.get_device_module(device.type).set_device(device)
-            told.append(step() or "")
-        except BaseException as error:  # a library's wrapper may raise anything
-            told.append(quote(error))
-
-    context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(run,), daemon=True, name="vllm-fl groups")
-    thread.start()
-    thread.join(LIMIT)
-    if thread.is_alive():
-        return f"it did not end within {LIMIT:g} s", True
-    return told[0], False
