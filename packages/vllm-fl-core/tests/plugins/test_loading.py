@@ -478,29 +478,6 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
     assert not deep or find_device([plugin]) is None
 
 
-@pytest.mark.parametrize(
-    ("declared", "given"),
-    [
-        ("None", "7"),
-        ("True", "'true'"),
-        ("'a', choices=('a', 'b')", "'c'"),
-    ],
-)
-def test_what_reads_a_plugins_setting_must_give_what_the_setting_takes(
-    write: Write, declared: str, given: str
-) -> None:
-    hooks = f"""
-from vllm_fl import SettingSpec
-
-@hookimpl
-def settings():
-    return [SettingSpec("acme_mode", "ACME_MODE", {declared}, read=lambda text: {given})]
-"""
-    plugin, _ = one(write(hooks))
-    with pytest.raises(SettingsError, match=r"environment ACME_MODE: acme_mode: .*; expected "):
-        load_settings({"ACME_MODE": "1"}, platform="cpu", plugins=plugin.settings)
-
-
 SPEC = """
 from vllm_fl import SettingSpec
 
