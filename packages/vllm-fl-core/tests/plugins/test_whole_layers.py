@@ -47,14 +47,10 @@ def test_what_makes_no_sense_is_refused(arguments: Any, fields: Any, words: str)
 
 
 def test_a_name_is_an_op_or_a_layer() -> None:
-    registry = OpRegistry()
-    registry.register_impl(row())
-    with pytest.raises(PluginError, match="is a layer already, and cannot be an op"):
-        registry.register_impl(OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta"))
-    registry.clear()
-    registry.register_impl(OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta"))
-    with pytest.raises(PluginError, match="is an op already, and cannot be a layer"):
-        registry.register_impl(row())
+    with pytest.raises(ValueError, match="an identifier such as 'rms_norm'"):
+        OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta")
+    with pytest.raises(ValueError, match="a class name such as 'RowParallelLinear'"):
+        LayerImpl("rms_norm", "a.B", VENDOR, "acme")
 
 
 # The plan.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -22,7 +22,7 @@ from .loading import load
 from .plugin import Owner, Plugin
 from .reserved import reservation
 from .snapshot import EMPTY, RegistrySnapshot
-from .types import ATTENTION, NAMED_CLASSES, Impl, LayerImpl, OpImpl, parameters_of
+from .types import ATTENTION, NAMED_CLASSES, Impl, OpImpl, parameters_of
 
 log = get_logger("plugins")
 
@@ -116,7 +116,6 @@ class OpRegistry:
                         f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or name "
                         "the ones to load in VLLM_FL_PLUGINS",
                     )
-                _check_namesakes(impl, self._snapshot.contracts, by_op.get(impl.op_name, []), owner)
                 spec = self._snapshot.contracts.get(impl.op_name)
                 if isinstance(impl, OpImpl) and spec is None and impl.takes is not None:
                     raise _refusal(owner, impl, "takes is for an op with a contract")
@@ -200,24 +199,6 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
                 "load in VLLM_FL_PLUGINS"
             )
             raise _refusal(owner, None, why, kind=TargetError)
-
-
-def _check_namesakes(
-    impl: Impl, specs: Collection[str], siblings: list[Impl], owner: Owner
-) -> None:
-    """Check that a name is an op's or a layer's, not both."""
-    is_op = impl.op_name in NAMED_CLASSES or impl.op_name in specs
-    is_layer = isinstance(impl, LayerImpl)
-    if (is_layer and is_op) or any(
-        isinstance(each, LayerImpl) is not is_layer for each in siblings
-    ):
-        known, other = ("an op", "a layer") if is_layer else ("a layer", "an op")
-        raise _refusal(
-            owner,
-            impl,
-            f"{impl.op_name} is {known} already, and cannot be {other}, too. A layer has the name "
-            "of vLLM's class, such as RowParallelLinear; an op's implementation is an OpImpl",
-        )
 
 
 def _check_parameters(impl: OpImpl, spec: OpSpec, owner: Owner) -> None:

@@ -175,7 +175,7 @@ class OpImpl(_Impl):
             if getattr(self, name) is not None:
                 text = f"{who}: {name} has no effect; say it in {instead}"
                 warnings.warn(text, DeprecationWarning, stacklevel=3)
-        if not isinstance(self.op_name, str) or not _is_name(self.op_name):
+        if not isinstance(self.op_name, str) or not _is_name(self.op_name, op=True):
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
         if not callable(self.fn):
             raise TypeError(f"{who}: fn must be callable, got {self.fn!r}")
@@ -350,7 +350,7 @@ class LayerImpl(_Impl):
 
     def __post_init__(self) -> None:
         who = f"LayerImpl({self.layer!r})"
-        if not isinstance(self.layer, str) or not _is_name(self.layer):
+        if not isinstance(self.layer, str) or not _is_name(self.layer, op=False):
             raise ValueError(f"{who}: layer must be a class name such as 'RowParallelLinear'")
         check_path(who, "class_path", self.class_path)
         if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
@@ -380,8 +380,9 @@ class PolicyDefaults:
     path: str | os.PathLike[str]
 
 
-def _is_name(text: str) -> bool:
-    return text.isidentifier() and not keyword.iskeyword(text)
+def _is_name(text: str, *, op: bool) -> bool:
+    """Whether this can be the name of an op, or of a layer, which begins with a capital letter."""
+    return text.isidentifier() and not keyword.iskeyword(text) and text[0].isupper() is not op
 
 
 def check_path(who: str, which: str, path: object) -> None:
