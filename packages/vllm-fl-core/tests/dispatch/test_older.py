@@ -148,16 +148,15 @@ def test_a_kind_is_text() -> None:
 
 
 def test_fields_that_nobody_read() -> None:
-    with pytest.deprecated_call(match="supports"):
-        impl = OpImpl(
-            op_name="silu_and_mul",
-            impl_id="vendor.acme",
-            kind=BackendImplKind.VENDOR,
-            fn=lambda x: x,
-            vendor="acme",
-            priority=BackendPriority.VENDOR,
-            supported_dtypes={"bfloat16"},
-        )
+    impl = OpImpl(
+        op_name="silu_and_mul",
+        impl_id="vendor.acme",
+        kind=BackendImplKind.VENDOR,
+        fn=lambda x: x,
+        vendor="acme",
+        priority=BackendPriority.VENDOR,
+        supported_dtypes={"bfloat16"},
+    )
     assert impl.supported_dtypes == {"bfloat16"} and impl.min_arch is None
 
 

@@ -144,7 +144,7 @@ class OpImpl(_Impl):
             unknown; `len` makes it a number). Compiled graphs then launch the kernels themselves,
             where a pass of vLLM's compiler puts the op into them (`qk_norm_rope`); `fn` is called
             everywhere else.
-        supported_dtypes, min_arch: deprecated and without effect: say it in `supports` and
+        supported_dtypes, min_arch: accepted, and without effect: say it in `supports` and
             `available`.
 
     Raises:
@@ -171,10 +171,6 @@ class OpImpl(_Impl):
 
     def __post_init__(self) -> None:
         who = f"OpImpl({self.op_name!r}, {self.impl_id!r})"
-        for name, instead in (("supported_dtypes", "supports"), ("min_arch", "available")):
-            if getattr(self, name) is not None:
-                text = f"{who}: {name} has no effect; say it in {instead}"
-                warnings.warn(text, DeprecationWarning, stacklevel=3)
         if not isinstance(self.op_name, str) or not _is_name(self.op_name, op=True):
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
         if not callable(self.fn):
