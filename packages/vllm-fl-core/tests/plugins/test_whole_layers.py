@@ -8,8 +8,6 @@ import pytest
 from builders import managing, planning, silu
 
 from vllm_fl.engine.start_line import line, notes
-from vllm_fl.errors import PluginError
-from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, LayerImpl, OpImpl
 
 VENDOR = BackendImplKind.VENDOR
