@@ -8,16 +8,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..logs import SAID_AT_MOST
 from ..plugins.inspection import Key
 from ..plugins.types import OpImpl
 from ..text import quote
 from .resolver import describe
-
-if TYPE_CHECKING:
-    from .guard import Guard
 
 
 class Skipped(Exception):
@@ -54,8 +51,8 @@ class Record:
         """Calls that went to this implementation from another, less those that went from it."""
         self.demotions: dict[Key, str] = {}
         """Why an implementation was demoted."""
-        self.guards: weakref.WeakSet[Guard] = weakref.WeakSet()
-        """Every guard that was compiled for it, bare ones too, which a demotion does not switch."""
+        self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Every `Guard` that was compiled for it, bare ones too, which a demotion does not switch."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False
@@ -126,7 +123,7 @@ class Record:
         for table in (*counted, self.failures, self._announced, self._said):
             table.clear()
 
-    def watch(self, guard: Guard) -> None:
+    def watch(self, guard: Any) -> None:
         """Keep `guard` to its first candidate for as long as that is not demoted."""
         self.guards.add(guard)
         guard.switch()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
@@ -25,9 +25,6 @@ from .plugin import Owner, Plugin
 from .reserved import OPS, holder_of, reservation
 from .setting import SettingSpec
 from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
-
-if TYPE_CHECKING:
-    from .registry import OpRegistry
 
 IMPLS = {
     "register_ops": OpImpl,
@@ -44,7 +41,7 @@ log = get_logger("plugins")
 
 
 def load(
-    registry: OpRegistry,
+    registry: Any,
     found: Sequence[Plugin],
     *,
     only: Collection[str] | None = None,
@@ -57,7 +54,7 @@ def load(
     it.
 
     Args:
-        registry: the registry. A plugin that fails leaves nothing in it.
+        registry: an `OpRegistry`. A plugin that fails leaves nothing in it.
         found: the plugins, in the order in which they are loaded.
         only: the distributions to load (`select_allowed`); None loads all.
         variables: the variables and keys of core's own settings, which no plugin may declare.
@@ -100,7 +97,7 @@ def _variables() -> set[tuple[str, str]]:
     return {item for item in os.environ.items() if item[0].startswith("VLLM_FL_")}
 
 
-def _import(plugin: Plugin, registry: OpRegistry, holders: dict[str, str]) -> None:
+def _import(plugin: Plugin, registry: Any, holders: dict[str, str]) -> None:
     """Import a plugin, and collect its implementations, contracts and settings."""
     try:
         if (ended := ENDED.get(whose(plugin.owner))) is not None:
@@ -121,7 +118,7 @@ def _import(plugin: Plugin, registry: OpRegistry, holders: dict[str, str]) -> No
 
 
 @contextmanager
-def _registering(registry: OpRegistry, plugin: Plugin) -> Iterator[None]:
+def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
     """Register something of a plugin. If that fails, nothing of it stays in the registry."""
     try:
         with contained(plugin, "the registration"):
@@ -143,7 +140,7 @@ def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> 
     return found
 
 
-def _run_old_form(function: Callable[[Any], object], registry: OpRegistry) -> list[Impl]:
+def _run_old_form(function: Callable[[Any], object], registry: Any) -> list[Impl]:
     collector = registry.collector()
     function(collector)
     if not collector.impls:
@@ -178,7 +175,7 @@ def _binding(contract: object) -> Binding:
     return binding.routed(contract.spec)
 
 
-def _add_contracts(registry: OpRegistry, plugin: Plugin, claims: Claims) -> None:
+def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
     """Register the contracts of one plugin, if nothing that it has is another plugin's.
 
     Raises:
