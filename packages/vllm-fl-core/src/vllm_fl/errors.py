@@ -194,7 +194,7 @@ class StartError(VllmFLError):
 
 
 class TargetError(PluginError):
-    """A place of vLLM's cannot be taken for an op: it is another op's, or somebody else's."""
+    """A target in vLLM belongs to another op, or another plugin has replaced it."""
 
     code = "FL502"
 

@@ -765,5 +765,5 @@ def test_only_an_op_without_a_place_needs_no_calls_of_a_model(write: Write) -> N
     placed = 'BINDING = Binding((LayerTarget("acme.Double", double),))'
     bound = unserved.replace("Contract(spec())", "Contract(spec(), __name__)")
     plugin, registry = one(write(f"{bound}\n{placed}\n", "beta"))
-    assert "the op 'double' has places in vLLM, and its contract no `served`" in str(plugin.error)
+    assert "the op 'double' has targets in vLLM, and its contract no `served`" in str(plugin.error)
     assert "double" not in registry.snapshot().contracts

@@ -61,7 +61,7 @@ BLACKLIST = SettingSpec[tuple[str, ...]](
 APPEND = replace(
     BLACKLIST, key="flagos_blacklist_append", variable="VLLM_FL_FLAGOS_BLACKLIST_APPEND"
 )
-"""More of them, whatever sets the blacklist."""
+"""Further FlagGems ops that are not used."""
 
 OPLIST = SettingSpec(
     "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"

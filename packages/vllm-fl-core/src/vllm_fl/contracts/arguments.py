@@ -244,7 +244,7 @@ def declared(
         overwrites: as of `Variant`. These arguments are `consumable`.
         more: what else `OpSpec` takes; without `variants` there is one, of all parameters. Without
             `by_token`, tensors whose first dimension is `tokens` or `...` have a row per token. An
-            op that vLLM has no place for needs no `served`.
+            op without a target in vLLM needs no `served`.
 
     Raises:
         ValueError: a parameter is not declared; or as of `OpSpec`.

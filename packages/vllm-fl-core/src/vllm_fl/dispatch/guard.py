@@ -200,6 +200,17 @@ def _compile(
 ) -> Callable[..., Any]:
     """Write the guard for the first candidate out as source, as `dataclasses` does, and compile.
 
+    Of `silu_and_mul(x)`, for a candidate with `supports`::
+
+        def silu_and_mul(x):
+            try:
+                _verdict = _supports(x)
+                if _verdict is True:
+                    return _fn(x)
+            except Exception as _error:
+                return _chain.recover(_error, _Call(None, x))
+            return _chain.refuse(_verdict, _Call(None, x))
+
     Args:
         chain: the candidates, of one row.
         provided: what a layer provides, for the method form; None for the plain one.

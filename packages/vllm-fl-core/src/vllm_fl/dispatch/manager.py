@@ -431,9 +431,9 @@ os.register_at_fork(
 
 
 manager = OpManager()
-"""The manager behind `call_op`, and behind an engine in this process."""
+"""The default manager: of `call_op`, and of engines in this process."""
 
 
 def get_default_manager() -> OpManager:
-    """The manager behind `call_op`."""
+    """Return the default manager."""
     return manager

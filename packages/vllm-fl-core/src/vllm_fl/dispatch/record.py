@@ -26,6 +26,10 @@ class Record:
 
     A demotion switches the guards that were compiled before, so that a call has nothing to look up.
 
+    Example: A is the first candidate of an op, refuses one of two calls, and B computes that one.
+    Then `refusals` has A: 1, and `fallbacks` has B: 1. If calls are counted, `_asked` has A: 2,
+    `_moved` has A: -1 and B: 1, and `calls`, their sum, has A: 1 and B: 1.
+
     Args:
         log: where things are said.
         decide: (op, impl id, why) -> whether an implementation that failed is demoted; it calls
@@ -52,7 +56,7 @@ class Record:
         self.demotions: dict[Key, str] = {}
         """Why an implementation was demoted."""
         self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Every `Guard` that was compiled for it, bare ones too, which a demotion does not switch."""
+        """Every `Guard` that was compiled for it. A demotion does not switch bare ones."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False

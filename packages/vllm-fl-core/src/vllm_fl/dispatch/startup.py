@@ -67,8 +67,6 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
 
     Args:
         plugins: those that are asked for the device that they bring; one that fails is logged.
-
-    Raises:
     """
     foreign = foreign_platform()
     if foreign is not None:
@@ -91,10 +89,7 @@ def is_foreign(platform: str) -> bool:
 
 
 def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
-    """The platforms of settings files, those of plugins' devices included.
-
-    Arguments and errors as for `detect_platform`; no device is looked for.
-    """
+    """The platforms of settings files, with those of plugins' devices. No device is looked for."""
     brought = (profile.name for profile in _profiles(plugins))
     return tuple(dict.fromkeys((*PLATFORMS, *brought)))
 

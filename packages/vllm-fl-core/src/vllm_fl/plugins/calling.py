@@ -1,6 +1,7 @@
 """Call the plugins' hooks, and check the results. Every error has the plugin and its distribution.
 
-Where core's own errors (`VllmFLError`) pass unchanged, any other exception becomes a `PluginError`.
+With `passing`, errors of core (`VllmFLError`) pass unchanged. Any other exception becomes a
+`PluginError`.
 """
 
 from __future__ import annotations

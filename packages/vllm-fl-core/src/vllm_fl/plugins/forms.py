@@ -131,6 +131,13 @@ def _bridged(
 ) -> Callable[..., Any]:
     """`fn` as a function of `wanted`, or `fn` itself if nothing differs.
 
+    Of an implementation `fn(x, inplace=True)` whose contract is `(x, weight=None)`::
+
+        def bridge(x, weight=_default_weight):
+            if weight is not _default_weight:
+                raise NotImplementedError('takes no weight')
+            return _fn(x, inplace=False)
+
     Args:
         fn: the implementation, or its `supports`.
         wanted: the parameters of the contract.

@@ -19,7 +19,7 @@ from ..logs import get_logger
 from ..text import clean
 from .calling import ENDED, contained, whose
 from .declared import OLD_FORM, check_settings, declare
-from .discovery import refusal_of, remedy_for, select_allowed
+from .discovery import ban_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
 from .reserved import OPS, holder_of, reservation
@@ -74,7 +74,7 @@ def load(
             if changed := sorted({name for name, _ in before ^ _variables()}):
                 told = f"{plugin.owner.who} set {', '.join(map(clean, changed))}"
                 log.warning("%s, which are the user's. [FL214]", told)
-        elif (error := refusal_of(plugin)) is not None:
+        elif (error := ban_of(plugin)) is not None:
             plugin.fail(error)
         else:
             plugin.status = "disabled"
@@ -169,8 +169,8 @@ def _binding(contract: object) -> Binding:
         )
     if binding.targets and contract.spec.served is unserved:
         raise ValueError(
-            f"the op {contract.name!r} has places in vLLM, and its contract no `served`: a start "
-            "could not try a model's calls. Give it one"
+            f"the op {contract.name!r} has targets in vLLM, and its contract no `served`: a "
+            "startup could not verify a model's calls. Give it one"
         )
     return binding.routed(contract.spec)
 

@@ -134,7 +134,7 @@ class OpRegistry:
 
         Raises:
             DuplicateError: another plugin has a contract of this name, or core a meaning for it.
-            TargetError: its binding names a place in vLLM that is another op's.
+            TargetError: its binding has a target that is another op's.
         """
         with self._lock:
             before, name = self._snapshot, contract.name
@@ -193,9 +193,9 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
     for target in binding.claims:
         if (holder := taken.get(target, op)) != op:
             why = (
-                f"{what}: {target} is a place of op {holder!r}, of "
-                f"{clean(str(known.authors.get(holder, CORE)))}, which keeps it: a place is one "
-                "op's. Take it out of the binding, uninstall one of the two, or name the ones to "
+                f"{what}: {target} is a target of op {holder!r}, of "
+                f"{clean(str(known.authors.get(holder, CORE)))}, which keeps it: a target is one "
+                "op's. Remove it from the binding, uninstall one of the two, or name the ones to "
                 "load in VLLM_FL_PLUGINS"
             )
             raise _refusal(owner, None, why, kind=TargetError)

@@ -1,4 +1,4 @@
-"""Ids that only one distribution may use, and distributions without which no engine starts."""
+"""Ids that only one distribution may use, and what an engine needs of distributions of ours."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class OpImpl(_Impl):
         takes: instead of `supports`: the calls that keep the contract and these rules, each an
             expression such as `epsilon >= 0`, or a function of some arguments
             (`contracts/takes.py`). It is compiled when the implementation is registered. If it
-            is empty and `fn` is traceable, `fn` itself raises ValueError for other calls.
+            is empty and `fn` is traceable, `fn` itself raises NotImplementedError for other calls.
         consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
             there (`OpSpec.consumed`). Results are what it returns all the same.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.

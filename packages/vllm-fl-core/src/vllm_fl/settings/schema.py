@@ -46,7 +46,7 @@ class Setting:
 
     Args:
         key: `prefer`, `oot_blacklist`, …; an op's order is `op_backends.<op>`.
-        value: text, a boolean, None, a tuple of names, or an `OpOrder`.
+        value: text, a boolean, None, a tuple of names, an `OpOrder`, or a tuple of `DeviceOrder`.
         origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
             `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
         overrides: (value, origin) of what it replaced, or was merged from, the nearest first. A
@@ -96,6 +96,9 @@ def undo(origin: str) -> str:
 @dataclass(frozen=True)
 class Settings(Mapping[str, Setting]):
     """Every setting by its key, read-only.
+
+    The attributes are declarations: of an instance each is its effective value
+    (`SettingSpec.__get__`).
 
     `load_startup` gives only those that a process needs before its plugins are known; reading
     another one of those is a KeyError.
