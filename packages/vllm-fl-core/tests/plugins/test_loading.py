@@ -286,7 +286,7 @@ class TestOlderForm:
         source = source.replace("available = True", f"available = {op == 'rms_norm'}")
         source += "\n    rms_norm._is_available = lambda: False\n"
         _, registry = one(write(source))
-        impl = registry.snapshot().find(op, "vendor.acme")
+        impl = registry.get_implementation(op, "vendor.acme")
         assert impl is not None and not impl.is_available()
 
     def test_a_callable_that_cannot_take_the_registry_is_no_silent_nothing(
@@ -472,7 +472,7 @@ def test_whatever_its_other_hooks_raise_is_one_error_with_its_name(
     # Of a setting it is an error of that setting, where it is set, and of a probe a reason.
     with pytest.raises(SettingsError, match="environment ACME_READ: acme_read: "):
         load_settings({"ACME_READ": "1"}, platform="cpu", plugins=plugin.settings)
-    impl = registry.snapshot().find("silu_and_mul", "vendor.x")
+    impl = registry.get_implementation("silu_and_mul", "vendor.x")
     assert impl is not None and not impl.is_available()
     assert error.partition("(")[0].rpartition(".")[2] in str(impl.availability())
     assert not deep or find_device([plugin]) is None

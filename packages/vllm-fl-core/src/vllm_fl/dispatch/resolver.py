@@ -284,7 +284,8 @@ class Resolver:
         whose = f" of {owner.name}" if owner is not None else ""
         lost = f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be verified"
         for plugin in plugins:
-            if plugin.error is not None and plugin.lost_contracts:
+            may_have_had_it = not plugin.hooks or "contracts" in plugin.hooks
+            if plugin.error is not None and may_have_had_it:
                 told = f"{lost}, and a plugin failed that may have brought it."
                 raise _failed(told, plugin.error, op, first.impl_id)
         why = ops_missing(plugins)

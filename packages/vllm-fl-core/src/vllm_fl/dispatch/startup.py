@@ -235,9 +235,6 @@ def read_settings(
         foreign=foreign,
     )
 
-    def has_failed(name: str, op: str) -> bool:
-        return any(each.error is not None and each.may_bring(name, op) for each in plugins)
-
     return check_names(
         settings,
         ops={*snapshot.ops, *NAMED_CLASSES},
@@ -245,7 +242,7 @@ def read_settings(
         vendors={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
         impls=snapshot.impls_by_op if asks else None,
         bindings=snapshot.bindings,
-        has_failed=has_failed,
+        plugins=plugins,
     )
 
 

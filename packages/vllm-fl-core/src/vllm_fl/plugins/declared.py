@@ -15,16 +15,17 @@ from .discovery import CONTRACTS, GROUP
 from .hookspecs import HOOK_API, PROJECT
 from .plugin import Kind, Owner, Plugin
 from .setting import PLUGIN_KEY, SettingSpec
+from .types import AttentionImpl, CommunicatorImpl, LayerImpl, OpImpl
 
-PROVIDING = [
-    "attention_backend",
-    "communicator",
-    "contracts",
-    "device",
-    "layers",
-    "policy",
-    "register_ops",
-]
+IMPLS = {
+    "register_ops": OpImpl,
+    "attention_backend": AttentionImpl,
+    "communicator": CommunicatorImpl,
+    "layers": LayerImpl,
+}
+"""The hooks for implementations -> what each returns an iterable of."""
+
+PROVIDING = (*IMPLS, "contracts", "device", "policy")
 """The hooks by which a backend provides something to choose."""
 
 OLD_FORM = "register_builtins"

@@ -18,21 +18,13 @@ from ..errors import DuplicateError, PluginError
 from ..logs import get_logger
 from ..text import clean
 from .calling import ENDED, contained, whose
-from .declared import OLD_FORM, check_settings, declare
+from .declared import IMPLS, OLD_FORM, check_settings, declare
 from .discovery import ban_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
 from .reserved import OPS, holder_of, reservation
 from .setting import SettingSpec
-from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
-
-IMPLS = {
-    "register_ops": OpImpl,
-    "attention_backend": AttentionImpl,
-    "communicator": CommunicatorImpl,
-    "layers": LayerImpl,
-}
-"""The hooks for implementations -> what each returns an iterable of."""
+from .types import Impl
 
 Claims = dict[tuple[str, str], list[Owner]]
 """(op, impl id), or (op, "") for its contract -> the plugins that have it."""

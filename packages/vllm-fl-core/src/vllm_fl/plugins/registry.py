@@ -60,7 +60,7 @@ class OpRegistry:
 
     def get_implementation(self, op: str, impl_id: str) -> Impl | None:
         """The implementation of `op` with this id."""
-        return self._snapshot.find(op, impl_id)
+        return next((i for i in self.get_implementations(op) if i.impl_id == impl_id), None)
 
     def list_operators(self) -> list[str]:
         """The ops that have an implementation."""

@@ -72,7 +72,7 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
         return None
     plugins = [*plugins]
     for plugin in plugins:
-        if plugin.error is not None and plugin.status == "failed" and _is_verifier(plugin):
+        if plugin.error is not None and _is_verifier(plugin):
             return f"nothing here verifies kernels: {plugin.error.message} Or {OFF}"
     if any(plugin.verifies and plugin.is_loaded for plugin in plugins):
         return None

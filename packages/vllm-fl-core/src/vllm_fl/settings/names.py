@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from ..contracts.binding import Binding
+from ..plugins.plugin import Plugin
 from ..plugins.types import Impl
 from ..text import closest
 from .policy import DEFAULT, GROUP, KINDS, MODES, UNTOUCHED, OpOrder, Token
@@ -51,7 +52,7 @@ def check_names(
     layers: Collection[str] | None = None,
     impls: Mapping[str, Impls] | None = None,
     bindings: Mapping[str, Binding] = MappingProxyType({}),
-    has_failed: Callable[[str, str], bool] = lambda name, op: False,
+    plugins: Sequence[Plugin] = (),
 ) -> Settings:
     """Check names in settings. A kind of names that is None stays unchecked, for a later call.
 
@@ -66,7 +67,7 @@ def check_names(
         layers: vLLM's layers, or None if vLLM is not loaded.
         impls: op -> the installed implementations, for the tokens of the user's orders; or None.
         bindings: the bindings of the ops, with the names that vllm-plugin-FL had for them.
-        has_failed: as for `unmatched`.
+        plugins: as for `unmatched`.
 
     Raises:
         SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL is a warning.
@@ -107,7 +108,7 @@ def check_names(
         if problem:
             warnings.append(f"{use.setting.origin}: {use.setting.key}: {problem}")
     if impls is not None:
-        warnings += [said for _, said in unmatched(settings, impls, has_failed)]
+        warnings += [said for _, said in unmatched(settings, impls, plugins)]
     return dataclasses.replace(
         settings,
         warnings=tuple(dict.fromkeys((*settings.warnings, *warnings))),
@@ -142,7 +143,7 @@ def uses(settings: Settings) -> Iterator[_Use]:
 def unmatched(
     settings: Settings,
     impls_by_op: Mapping[str, Impls],
-    has_failed: Callable[[str, str], bool] = lambda name, op: False,
+    plugins: Sequence[Plugin] = (),
 ) -> Iterator[tuple[str, str]]:
     """(op, a sentence) for each of the user's orders with tokens that match nothing that can run.
 
@@ -153,8 +154,8 @@ def unmatched(
     Args:
         settings: the settings.
         impls_by_op: what is installed.
-        has_failed: whether the plugin that may have an id or vendor, for an op, has failed. Its
-            error is reported by the call of the op.
+        plugins: the installed plugins. An id or vendor that one of them may have had, which failed,
+            is not reported here: the call of the op reports the error of the plugin.
     """
     for key, setting in settings.items():
         op, order = key.removeprefix(ORDER_PREFIX), setting.value
@@ -165,7 +166,7 @@ def unmatched(
                 ops = [each for each in listed if listed[each].group == order.group]
                 op = f"{GROUP}{order.group}"
             impls = [impl for each in ops for impl in impls_by_op.get(each, ())]
-            if said := _said(op, order, setting, settings, impls, has_failed):
+            if said := _said(op, setting, settings, impls, plugins):
                 yield op, said
 
 
@@ -180,13 +181,9 @@ def meant(token: Token, impls: Impls) -> str:
 
 
 def _said(
-    op: str,
-    order: OpOrder,
-    setting: Setting,
-    settings: Settings,
-    impls: Impls,
-    has_failed: Callable[[str, str], bool],
+    op: str, setting: Setting, settings: Settings, impls: Impls, plugins: Sequence[Plugin]
 ) -> str:
+    order = cast("OpOrder", setting.value)
     problems: dict[Token, str] = {}
     failed = False
     for token in order.every:
@@ -197,7 +194,7 @@ def _said(
         if matched:
             each = (f"{impl.impl_id} ({why})" for impl, why in zip(matched, whys, strict=True))
             problems[token] = f"{str(token)!r} cannot run: {'; '.join(dict.fromkeys(each))}."
-        elif token.name and has_failed(token.name, op):
+        elif token.name and any(plugin.may_bring(token.name, op) for plugin in plugins):
             failed = True
         else:
             slip = meant(token, impls)

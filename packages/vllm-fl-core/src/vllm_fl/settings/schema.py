@@ -239,7 +239,7 @@ class Settings(Mapping[str, Setting]):
             found = next((o for o in used if o.holds(device) and o.order.rows(mode)), None)
             if found is None:
                 continue
-            yields = self.policy.names(op) if found.of_table else self.is_users(op)
+            yields = self.policy.names(op) or ("prefer" in self.chosen and not found.of_table)
             if found.order.pinned or not yields:
                 key = f"{ORDER_PREFIX}{op}"
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
@@ -250,10 +250,6 @@ class Settings(Mapping[str, Setting]):
         if entries == self._by_key:
             return self
         return dataclasses.replace(self, entries=tuple(entries.values()))
-
-    def is_users(self, op: str) -> bool:
-        """Return whether an order or `prefer` of the user orders an op, not a backend's file."""
-        return self.policy.names(op) or "prefer" in self.chosen
 
     @property
     def by_device(self) -> dict[str, tuple[DeviceOrder, ...]]:
