@@ -219,15 +219,15 @@ def test_layer_names_of_the_older_plugin_end_no_start(name: str, tmp_path: Path)
     path.write_text(f"prefer: flagos\noot_blacklist: [{name}]\n")
     settings = load_settings({}, platform="metax", platform_files=[("older 1.0", str(path))])
     layers = ("rms_norm", "fused_moe")
-    checked = check_names(settings, ops=(), layers=layers, bindings=known_contracts().bindings)
+    checked = check_names(settings, op=(), layer=layers, bindings=known_contracts().bindings)
     assert checked.unchecked == (f"oot_blacklist.{name}",)
     assert any(f"no layer '{name}'" in warning for warning in checked.warnings)
-    known = check_names(settings, ops=(), layers=("rms_norm", name))
+    known = check_names(settings, op=(), layer=("rms_norm", name))
     assert known.unchecked == () and known.warnings == settings.warnings
     path.write_text("oot_blacklist: [rms_nrom]\n")  # a slip is an error, as before
     slip = load_settings({}, platform="metax", platform_files=[("older 1.0", str(path))])
     with pytest.raises(SettingsError, match="rms_norm"):
-        check_names(slip, ops=(), layers=("rms_norm",))
+        check_names(slip, op=(), layer=("rms_norm",))
 
 
 # Managers.

@@ -150,6 +150,6 @@ def test_what_is_wrong_is_named_with_its_line(
 
 def test_an_op_that_nobody_brings_is_warned_of(read: Read) -> None:
     settings = read([{"name": "H*", "op_backends": {"linaer": ORDER}}])
-    checked = check_names(settings, ops=["linear"])
+    checked = check_names(settings, op=["linear"])
     assert "devices.linaer" in checked.unchecked
     assert any("'linear'" in warning for warning in checked.warnings)

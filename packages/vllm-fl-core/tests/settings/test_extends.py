@@ -195,9 +195,9 @@ def test_a_group_without_an_op_here_and_a_token_that_no_op_has_are_one_line(
 ) -> None:
     settings = check_names(
         load(f"{EXTENDS}op_backends: {orders}\n", ""),
-        ops=["rms_norm", "layer_norm", "rotary_embedding"],
-        groups=GROUPS,
-        vendors=["acme"],
+        op=["rms_norm", "layer_norm", "rotary_embedding"],
+        group=GROUPS,
+        vendor=["acme"],
         impls=IMPLS,
     )
     assert len(settings.warnings) == (said is not None)

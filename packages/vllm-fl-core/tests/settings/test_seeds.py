@@ -36,7 +36,7 @@ def test_user_file_sets_every_item() -> None:
 
 def test_op_that_no_contract_names_is_kept_and_unchecked() -> None:
     settings = load_settings({"VLLM_FL_CONFIG": str(SEEDS / "op_backends.yaml")})
-    settings = check_names(settings, ops=OPS, vendors=())
+    settings = check_names(settings, op=OPS, vendor=())
     assert settings.policy.per_op_order["mul"] == OpOrder.of("flagos")
     assert settings.unchecked == ("op_backends.mul",)
     assert settings.warnings == ()

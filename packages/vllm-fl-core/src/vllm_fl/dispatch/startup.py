@@ -237,9 +237,9 @@ def read_settings(
 
     return check_names(
         settings,
-        ops={*snapshot.ops, *NAMED_CLASSES},
-        groups=snapshot.groups,
-        vendors={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
+        op={*snapshot.ops, *NAMED_CLASSES},
+        group=snapshot.groups,
+        vendor={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
         impls=snapshot.impls_by_op if asks else None,
         bindings=snapshot.bindings,
         plugins=plugins,

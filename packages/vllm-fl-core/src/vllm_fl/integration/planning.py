@@ -183,8 +183,8 @@ def _read_settings(platform: str) -> Settings:
             layers |= patcher.layer_names()
     return check_names(
         settings,
-        ops={*registry.snapshot().ops, *NAMED_CLASSES},
-        layers=layers,
+        op={*registry.snapshot().ops, *NAMED_CLASSES},
+        layer=layers,
         bindings=installed_bindings(),
     )
 

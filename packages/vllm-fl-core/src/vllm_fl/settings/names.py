@@ -17,6 +17,9 @@ from .values import DEVICES, ORDER_PREFIX, PLATFORMS, wrong
 
 Impls = Collection[Impl]
 
+OURS = ("op", "group", "vendor", "layer", "setting")
+"""The kinds of names in core's own settings."""
+
 OLDER_LAYERS = frozenset(
     (
         "deepseek_v4_multi_head_latent_attention",
@@ -46,39 +49,27 @@ class _Use(NamedTuple):
 def check_names(
     settings: Settings,
     *,
-    ops: Collection[str],
-    groups: Collection[str] | None = None,
-    vendors: Collection[str] | None = None,
-    layers: Collection[str] | None = None,
     impls: Mapping[str, Impls] | None = None,
     bindings: Mapping[str, Binding] = MappingProxyType({}),
     plugins: Sequence[Plugin] = (),
+    **known: Collection[str],
 ) -> Settings:
-    """Check names in settings. A kind of names that is None stays unchecked, for a later call.
+    """Check names in settings. A kind of names that is not given stays unchecked, for a later call.
 
     An unknown op or vendor is kept, since a plugin for it may be installed later, and is a warning
     if a known name is near.
 
     Args:
         settings: the result of `load_settings`.
-        ops: the ops of contracts and plugins.
-        groups: their groups, or None.
-        vendors: the vendors of plugins, or None.
-        layers: vLLM's layers, or None if vLLM is not loaded.
         impls: op -> the installed implementations, for the tokens of the user's orders; or None.
         bindings: the bindings of the ops, with the names that vllm-plugin-FL had for them.
         plugins: as for `unmatched`.
+        known: the names of each kind: `op` and `group`, of contracts and plugins; `vendor`, of
+            plugins; `layer`, of vLLM. `op` is always given.
 
     Raises:
         SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL is a warning.
     """
-    known: dict[str, Collection[str] | None] = {
-        "op": ops,
-        "group": groups,
-        "vendor": vendors,
-        "layer": layers,
-        "setting": None,
-    }
     older_ops = {name: op for op, binding in bindings.items() for name in binding.formerly}
     older_layers = OLDER_LAYERS.union(*(binding.former_layers for binding in bindings.values()))
     checked = set()
@@ -102,7 +93,7 @@ def check_names(
                 f"no installed op belongs to the group {name!r}: it has no effect.{groups_here}"
             )
         elif not (use.space == "vendor" and use.is_users_order and impls is not None):
-            near = names if use.space in known else ops  # a plugin's lists may name ops
+            near = names if use.space in OURS else known["op"]  # a plugin's lists may name ops
             if near is not None and name not in near and (meant := closest(name, near, 0.8)):
                 problem = f"no {use.space} {name!r} is installed, so that it has no effect.{meant}"
         if problem:
