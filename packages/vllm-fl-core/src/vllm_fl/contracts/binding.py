@@ -12,43 +12,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from . import targets as _targets
 from .routes import Bound, Route, put
 from .spec import ModelSizes, OpSpec
-from .targets import (
-    AttentionTarget,
-    FunctionTarget,
-    FusionTarget,
-    GraphTarget,
-    IrTarget,
-    LayerTarget,
-    OperatorTarget,
-    Target,
-)
+from .targets import *  # noqa: F403
+from .targets import Target
 
 if TYPE_CHECKING:
     from torch.fx import Graph, Node
 
-__all__ = [
-    "AttentionTarget",
-    "Binding",
-    "Bound",
-    "Contract",
-    "FunctionTarget",
-    "FusionTarget",
-    "GraphTarget",
-    "IrTarget",
-    "LayerTarget",
-    "OperatorTarget",
-    "Target",
-    "Route",
-    "SizeRule",
-    "by_name",
-    "model_sizes",
-    "new_node",
-    "put",
-    "with_values",
-]
-
+__all__ = ["Binding", "Bound", "Contract", "Route", "SizeRule", "by_name", "model_sizes"]
+__all__ += ["new_node", "put", "with_values"]
+__all__ += _targets.__all__
 
 LONGEST = 2**18
 """Positions of a made table at most: 128 MiB in float32, of 128 features. vLLM takes any length
