@@ -178,6 +178,8 @@ def expected_signatures(module: Any) -> set[str]:
             wanted.add(f"{name}{signature(value)}")
         else:
             wanted.add(name)
+        if is_protocol(value):
+            wanted |= {f"{name}.{key}: {kind}" for key, kind in value.__annotations__.items()}
         if name in ("OpManager", "OpRegistry") or is_protocol(value):
             for method, member in public(value).items():
                 if isinstance(member, property):
