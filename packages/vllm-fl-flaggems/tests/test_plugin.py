@@ -23,7 +23,7 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
     assert policy is not None
     files = [("vllm-fl-flaggems", policy.path)]
     settings = load_settings({}, platform="cuda", platform_files=files)
-    assert not check_names(settings, ops=known_contracts().contracts).warnings
+    assert not check_names(settings, op=known_contracts().contracts).warnings
     orders = settings.by_device
     brought = {impl.op_name for impl in plugin.register_ops()}
     gated = {"linear_gelu_tanh_and_mul", "linear_silu_and_mul"}

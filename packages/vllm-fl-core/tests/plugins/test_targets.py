@@ -148,7 +148,7 @@ def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> No
 
 
 def test_our_own_ops_share_no_place() -> None:
-    known = known_contracts().contracts
+    known = known_contracts()
     registry = OpRegistry(EMPTY)
     for op, binding in known.bindings.items():
         registry.add_contract(Contract(known.contracts[op]), binding, known.authors[op])
