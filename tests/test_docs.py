@@ -37,16 +37,16 @@ sys.path.insert(0, str(SOURCES))  # core imports no torch, so that it can be rea
 
 import vllm_fl  # noqa: E402
 from vllm_fl import dispatch, errors  # noqa: E402
-from vllm_fl.contracts import contracts  # noqa: E402
 from vllm_fl.plugins import hookspecs  # noqa: E402
 from vllm_fl.plugins.discovery import EXTENSIONS, GROUP  # noqa: E402
+from vllm_fl.plugins.registry import known_contracts  # noqa: E402
 from vllm_fl.settings import loading  # noqa: E402
 from vllm_fl.settings.policy import DEFAULT_ORDERS  # noqa: E402
 from vllm_fl.settings.schema import CONFIG, ITEMS, file_keys, variables  # noqa: E402
 from vllm_fl.settings.values import OP_CONFIG, PER_OP  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-flaggems" / "src"))
-from vllm_fl_flaggems.settings import BLACKLIST, SETTINGS  # noqa: E402
+from vllm_fl_flaggems.settings import SETTINGS  # noqa: E402
 
 sys.path.insert(0, str(HOMES["vllm_fl_tools"]))
 from vllm_fl_tools.cli._verbs import VERBS  # noqa: E402
@@ -178,6 +178,8 @@ def expected_signatures(module: Any) -> set[str]:
             wanted.add(f"{name}{signature(value)}")
         else:
             wanted.add(name)
+        if is_protocol(value):
+            wanted |= {f"{name}.{key}: {kind}" for key, kind in value.__annotations__.items()}
         if name in ("OpManager", "OpRegistry") or is_protocol(value):
             for method, member in public(value).items():
                 if isinstance(member, property):
@@ -217,11 +219,11 @@ def test_contracts_are_documented_by_the_command_and_no_page_lists_them() -> Non
     text = section(page("dispatch.md"), "Contracts")
     assert set(headings(text)) == {"attention_backend", "communicator"}
     assert {"vllm-fl explain rms_norm --contract"} <= {b.strip() for b in blocks(text, "sh")}
-    assert contracts()
+    assert known_contracts().contracts
     listing = re.compile(r"\b(two|three|four|five|all \d+) (ops|operators)\b")
     for path in EVERY_PAGE:
         assert not listing.findall(path.read_text()), path
-        for op in contracts():
+        for op in known_contracts().contracts:
             assert f"### `{op}`" not in path.read_text(), path
 
 
@@ -260,7 +262,6 @@ def test_every_variable_is_documented_with_its_key_and_default() -> None:
         assert table[variable] == (item.key, default, where), variable
     for variable in (PER_OP, OP_CONFIG):
         assert table[variable][0] == "op_backends"
-    assert table[BLACKLIST.append][0] == BLACKLIST.key
 
 
 def reported(function: ast.FunctionDef) -> set[str]:
@@ -413,7 +414,7 @@ def test_every_shell_example_loads(number: int, tmp_path: Path) -> None:
     origins = [setting.origin for setting in settings.values()]
     told = {each.split()[1] for each in origins if each.startswith("environment ")}
     if CONFIG not in env:
-        assert set(env) <= told | {PER_OP, OP_CONFIG, BLACKLIST.append}
+        assert set(env) <= told | {PER_OP, OP_CONFIG}
         assert settings.warnings == ()
 
 

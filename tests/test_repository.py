@@ -232,6 +232,16 @@ IN_A_MODE_TO_WRITE = re.compile(
 )
 
 
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_the_files_that_a_page_names_exist(page: str) -> None:
+    files = [f"/{path.relative_to(envs.ROOT)}" for path in tracked_files()]
+    named = re.findall(
+        r"[\w./-]+\.(?:md|py|toml|yaml|yml)\b", (envs.ROOT / page).read_text("utf-8")
+    )
+    real = [name for name in named if not re.search(r"KIND|MODULE|NAME|/OP\.", name)]
+    assert not [name for name in real if not any(file.endswith(f"/{name}") for file in files)]
+
+
 def test_every_file_is_written_in_one_way() -> None:
     """`vllm_fl_tools.files` follows no link, and writes whole files."""
     found = {

@@ -12,12 +12,13 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_fl.contracts import OPS, OpSpec
+from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.plugins.discovery import discover
 from vllm_fl.plugins.installed import canonical
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl_tools.cli.explain import documentation_of, signature_of, targets_of
 

@@ -86,7 +86,6 @@ OWN = ("gelu_and_mul", "rms_norm", "rotary_embedding", "silu_and_mul")
 
 def others(tokens: int) -> Iterator[Shape]:
     """The ops that Qwen3-8B has no layer of, at its sizes."""
-    from vllm_fl.contracts import contracts
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
 
@@ -100,7 +99,7 @@ def others(tokens: int) -> Iterator[Shape]:
         rotary=HEAD_SIZE,
         tokens=(tokens,),
     )
-    for op, spec in contracts().items():
+    for op, spec in known_contracts().contracts.items():
         if op not in OWN:
             own = str(DTYPE)[6:]
             dtype = DTYPE if own in spec.dtypes else getattr(torch, spec.dtypes[0])
@@ -117,21 +116,23 @@ def implementations(op: str) -> dict[str, Callable[..., Any]]:
     That is: with the guard of a plan around each implementation, `supports` included, and leave to
     overwrite its arguments.
     """
-    from vllm_fl.contracts import contracts
     from vllm_fl.dispatch import SelectionPolicy, get_default_manager
     from vllm_fl.dispatch.guard import call_guard
     from vllm_fl.engine.plan import Plan, PlanEntry
+    from vllm_fl.plugins.registry import known_contracts
 
     found: dict[str, Callable[..., Any]] = {}
     for name in ("reference.torch", "vendor.cuda", "default.flagos"):
         policy = SelectionPolicy(per_op_order={op: (f"impl:{name}",)})
         trace = get_default_manager().trace(op, policy=policy)
-        plan = Plan("eager", {op: PlanEntry(op, trace)}, strict=True, contracts=contracts())
+        plan = Plan(
+            "eager", {op: PlanEntry(op, trace)}, strict=True, contracts=known_contracts().contracts
+        )
         impl = plan.entries[op].impl
         if impl is None:
             print(f"{op} {name}: {trace.rejected}", file=sys.stderr)
             continue
-        found[name] = call_guard(plan.chain(op, contracts()[op].consumable))
+        found[name] = call_guard(plan.chain(op, known_contracts().contracts[op].consumable))
         if name == "reference.torch":
             found["inductor"] = torch.compile(impl.fn, dynamic=False)
     return found
@@ -275,7 +276,7 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from host import facts
 
-    from vllm_fl.contracts import contracts
+    from vllm_fl.plugins.registry import known_contracts
 
     out = Path(os.environ.get("OUT", ".")) / "ops.json"
     found: list[Row] = []
@@ -284,7 +285,9 @@ def main() -> None:
     )
     with torch.inference_mode():
         for tokens in options.tokens:
-            for row in rows(tokens, options.ops or list(contracts()), options.rounds):
+            for row in rows(
+                tokens, options.ops or list(known_contracts().contracts), options.rounds
+            ):
                 found.append(row)
                 added = "" if row.over is None else f"{row.over:.1f}"
                 print(

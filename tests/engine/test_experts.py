@@ -17,13 +17,13 @@ from engines import (
     run,
 )
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 pytestmark = pytest.mark.slow
 
 LAYERS = 2
 
-OTHERS = ";".join(f"{op}=stock" for op in contracts() if op != "fused_experts")
+OTHERS = ";".join(f"{op}=stock" for op in known_contracts().contracts if op != "fused_experts")
 
 KERNEL, PACKING = "_C::cpu_fused_moe", "_C::prepack_moe_weight"
 
@@ -80,7 +80,7 @@ RULES = {"chunk_gated_delta_rule", "gdn_gating", "recurrent_gated_delta_rule"}
 def test_the_reference_serves_linear_attention_as_vllms_kernels_do(tmp_path: Path) -> None:
     """Every token takes all experts: none is chosen otherwise for a difference in rounding."""
     job = Job(str(tiny_model.make(tmp_path, "qwen3_next", num_experts_per_tok=8)), batches())
-    orders = {op: "reference" if op in RULES else "stock" for op in contracts()}
+    orders = {op: "reference" if op in RULES else "stock" for op in known_contracts().contracts}
     per_op = {"VLLM_FL_PER_OP": ";".join(f"{op}={order}" for op, order in orders.items())}
     variables = {**IN_ONE_PROCESS, "VLLM_FL_DISPATCH_DEBUG": "1"}
     stock, ours = run(job, **variables, **STOCK), run(job, **variables, **per_op)

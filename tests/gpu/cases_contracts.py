@@ -17,7 +17,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     import vllm_fl_cuda.plugin
     import vllm_fl_flaggems.plugin
     import vllm_fl_reference.plugin
-    from vllm_fl.contracts import ModelSizes, contracts
+    from vllm_fl.contracts import ModelSizes
     from vllm_fl.plugins.forms import fitted
     from vllm_fl.plugins.registry import known_contracts
     from vllm_fl_ops.contracts.rules import typical_sizes
@@ -33,13 +33,13 @@ def cases(folder: Path) -> Iterator[tuple[str, str]]:
     sizes = replace(qwen3, tokens=(1, 16, 4096))
     plugins = (vllm_fl_cuda.plugin, vllm_fl_flaggems.plugin, vllm_fl_reference.plugin)
     for given in (impl for plugin in plugins for impl in plugin.register_ops()):
-        impl = fitted(given, contracts()[given.op_name])
+        impl = fitted(given, known_contracts().contracts[given.op_name])
         name = f"{impl.op_name} {impl.impl_id}"
         verdict = impl.availability()
         if verdict is not True:
             yield name, f"not available: {verdict}"
             continue
-        spec = contracts()[impl.op_name]
+        spec = known_contracts().contracts[impl.op_name]
         kinds = [getattr(torch, kind) for kind in spec.dtypes]
         for dtype in kinds:
             results: list[Comparison] = []

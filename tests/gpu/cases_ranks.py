@@ -29,7 +29,7 @@ from cases_engines import VARIANTS, batches
 from engine_run import STOCK, EngineFailed, Job, largest_difference
 from hosts import Host, Kept
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 __all__ = ["cases"]
 
@@ -168,7 +168,7 @@ def _on_last(variables: Callable[..., dict[str, str]], how: str) -> dict[str, st
 
     All else is stock: vLLM gives the others some seconds to end once it has seen a rank die.
     """
-    others = ";".join(f"{op}=stock" for op in contracts() if op != OP)
+    others = ";".join(f"{op}=stock" for op in known_contracts().contracts if op != OP)
     order = f"{others};{OP}=vendor:rankone|reference"
     return variables("rank_one", RANK_ONE=how, VLLM_FL_PER_OP=order)
 

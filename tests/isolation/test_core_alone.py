@@ -47,7 +47,8 @@ def test_the_command_imports_without_torch_and_lists_what_is_installed(install: 
 def test_ops_lists_every_contract_without_a_candidate(install: Install) -> None:
     ops = install().ops()
     contracts = install().script(
-        "import json; from vllm_fl.contracts import contracts; print(json.dumps([*contracts()]))"
+        "import json; from vllm_fl.plugins.registry import known_contracts; "
+        "print(json.dumps([*known_contracts().contracts]))"
     )
     assert "rms_norm" in contracts and set(ops) >= set(contracts)
     for op in contracts:
@@ -91,7 +92,10 @@ MISSING = "vllm-fl-ops is not installed: pip install vllm-fl-ops"
 
 def test_without_the_ops_each_verb_says_what_to_install(install: Install) -> None:
     alone = install(without=(OPS,))
-    asked = "from vllm_fl.contracts import contracts; print(len(contracts()))"
+    asked = (
+        "from vllm_fl.plugins.registry import known_contracts; "
+        "print(len(known_contracts().contracts))"
+    )
     assert alone.script(asked) == 0
     listed = alone.command("plan")
     assert f"No op has a contract here: {MISSING}." in listed.stdout

@@ -89,7 +89,7 @@ def test_two_nodes_have_one_plan_and_all_settings_of_the_engine(
     ours = serve(job(model), *nodes, VLLM_CONFIG_ROOT=str(tmp_path), **variables)
     assert ours["tokens"] == stock["tokens"]
 
-    startup = {name for spec in STARTUP.values() for name in spec.variables}
+    startup = {spec.variable for spec in STARTUP.values()}
     seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert {worker["node"] for worker in seen} == {"0", "1"}
     for worker in seen:

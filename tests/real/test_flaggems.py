@@ -19,9 +19,9 @@ if not os.environ.get("TRITON_INTERPRET"):
 
 import torch
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.spec import Sample
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_flaggems.plugin import register_ops
 from vllm_fl_verify.verification import compare
 
@@ -91,7 +91,7 @@ def calls(decoder: Any, layer: Any, seen: Any) -> Iterator[tuple[str, str, tuple
 def test_a_layers_own_tensors(op: str, given: dict[str, list[Sample]]) -> None:
     get_default_manager().ensure_initialized()  # the interpreter comes as a plugin
     (impl,) = (impl for impl in register_ops() if impl.op_name == op)
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     for sample in given[op]:
         missing = len(spec.parameters) - len(sample.args)
         args = (*sample.args, *(None if op == "rms_norm" else False for _ in range(missing)))

@@ -11,7 +11,8 @@ import torch
 from anywhere import registered
 
 import vllm_fl_cpu.impl as shared
-from vllm_fl.contracts import Sample, contracts
+from vllm_fl.contracts import Sample
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_cpu.plugin import register_ops
 from vllm_fl_verify.verification import compare
 
@@ -33,7 +34,7 @@ def _as_where_kernels_round(monkeypatch: pytest.MonkeyPatch) -> None:
 def leans(op: str) -> float:
     """The median over the contract's samples in bfloat16, each of which is right; 0 where none
     tells."""
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     samples = spec.samples(torch.bfloat16, CPU)
     compared = [compare(IMPLS[op], spec, sample, torch.bfloat16) for sample in samples]
     assert {each.status for each in compared} <= {"ok", "refused"}
@@ -57,7 +58,7 @@ def test_experts_that_are_not_rounded_are_refused(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_cuts_bfloat16_off", lambda: True)
-    sample = next(contracts()["fused_experts"].samples(dtype, CPU))
+    sample = next(known_contracts().contracts["fused_experts"].samples(dtype, CPU))
     verdict = IMPLS["fused_experts"].supports(*sample.args)
     if dtype == torch.bfloat16:
         assert "cuts torch.bfloat16 off" in verdict
@@ -132,7 +133,7 @@ def test_any_layout_is_right(layout: str, dtype: torch.dtype) -> None:
         "rotary_embedding": (draw(3, 4, 64), draw(3, 2, 64), cos, sin, torch.tensor([5, 0, 9])),
     }
     for op, args in calls.items():
-        spec = contracts()[op]
+        spec = known_contracts().contracts[op]
         full = (*args, *(p.default for p in list(spec.signature.parameters.values())[len(args) :]))
         result = compare(IMPLS[op], spec, Sample(layout, full), dtype)
         assert result.status == "ok", f"{op}: {result.reason}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from anywhere import on_cpu
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_ascend.impl import activation, normalization, rotary
 from vllm_fl_ascend.plugin import register_ops
 from vllm_fl_verify.verification import compare
@@ -84,7 +84,7 @@ REFUSED_IN_FP32 = {"quant_int8": "x.dtype != torch.float32"}
 def mistakes(op: str, dtype: torch.dtype) -> list[str]:
     """The samples of an op that come out otherwise than they should."""
     found = []
-    for sample in contracts()[op].samples(dtype, CPU):
+    for sample in known_contracts().contracts[op].samples(dtype, CPU):
         reason = REFUSED.get(op, {}).get(sample.name)
         if dtype is torch.float32 and "fp32" in sample.name:
             reason = None  # no mixture of dtypes
@@ -92,7 +92,7 @@ def mistakes(op: str, dtype: torch.dtype) -> list[str]:
             reason = REFUSED_IN_FP32.get(op, reason)
         if op in BFLOAT16_ALONE and dtype is not torch.bfloat16:
             reason = "== torch.bfloat16"
-        result = compare(IMPLS[op], contracts()[op], sample, dtype)
+        result = compare(IMPLS[op], known_contracts().contracts[op], sample, dtype)
         as_wanted = result.status == ("refused" if reason else "ok")
         if not as_wanted or (reason and reason not in (result.reason or "")):
             found.append(f"{sample.name}: {result.status} {result.reason}")
@@ -157,7 +157,7 @@ def test_one_kernel_does_one_call() -> None:
 def test_no_kernel_is_launched_for_no_tokens() -> None:
     before = emulated.counted()
     for op, impl in IMPLS.items():
-        for sample in contracts()[op].samples(torch.bfloat16, CPU):
+        for sample in known_contracts().contracts[op].samples(torch.bfloat16, CPU):
             if sample.name.startswith("0 token"):
                 impl.fn(*sample.args)
     assert emulated.counted() == before

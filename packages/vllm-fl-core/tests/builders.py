@@ -43,7 +43,13 @@ PLUGIN_SETTINGS: tuple[SettingSpec[Any], ...] = (
         (),
         in_file=True,
         names="FlagGems op",
-        append="VLLM_FL_FLAGOS_BLACKLIST_APPEND",
+    ),
+    SettingSpec(
+        "flagos_blacklist_append",
+        "VLLM_FL_FLAGOS_BLACKLIST_APPEND",
+        (),
+        in_file=True,
+        names="FlagGems op",
     ),
     SettingSpec("oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"),
 )

@@ -16,13 +16,13 @@ general_plugin()
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.integration import engines, settling
 from vllm_fl.integration.ranks import Opinion
 from vllm_fl.errors import StartError
 from vllm_fl.plugins.inspection import FAILED
-from vllm_fl.plugins.asking import objections
+from vllm_fl.plugins.calling import objections
 from vllm_fl.plugins.inspection import Objection
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.worker import PlannedWorker
@@ -32,7 +32,7 @@ from vllm_fl.settings.loading import load_settings
 """
 
 MODEL = """
-contract, gelu = contracts()["silu_and_mul"], contracts()["gelu_and_mul"]
+contract, gelu = (known_contracts().contracts[op] for op in ("silu_and_mul", "gelu_and_mul"))
 
 
 def right(x):
@@ -43,7 +43,7 @@ calls = []
 
 
 def ranks_failed(why):
-    return StartError(f"vllm-fl ends the start: rank 0: {why}", failures=[f"rank 0: {why}"])
+    return StartError(f"vllm-fl ends the start: rank 0: {why}", failures=(f"rank 0: {why}",))
 
 
 class Model(torch.nn.Module):

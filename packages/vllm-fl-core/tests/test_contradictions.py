@@ -134,7 +134,7 @@ def test_07_a_module_with_the_documented_function_is_a_plugin(
     registry = OpRegistry()
     (plugin,) = load(registry, discover(names)[-1:])
     assert plugin.status == "ok", plugin.error
-    assert registry.snapshot().find(OP, "vendor.acme") is not None
+    assert registry.get_implementation(OP, "vendor.acme") is not None
 
 
 def test_08_a_platform_file_cannot_shut_third_parties_out(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import vllm_fl
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 ROOT = Path(vllm_fl.__file__).parent
-OPS = frozenset(contracts())
+OPS = frozenset(known_contracts().contracts)
 
 EXAMPLE = "an example, in words for a reader"
 EXCEPTIONS = {

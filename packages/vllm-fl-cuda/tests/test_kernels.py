@@ -12,7 +12,7 @@ import pytest
 import torch
 from anywhere import on_cpu
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_cuda.impl import linear, merging, normalization, paging, qk_norm_rope
 from vllm_fl_cuda.plugin import MODULES, register_ops
 
@@ -64,10 +64,10 @@ def test_what_the_kernels_have_no_form_for_is_refused_and_nothing_else(
 ) -> None:
     wanted = REFUSED.get(op, set())
     if op in ("linear_fp8", "qk_norm_rope") and dtype is torch.float32:
-        wanted = {sample.name for sample in contracts()[op].samples(dtype, CPU)}
+        wanted = {sample.name for sample in known_contracts().contracts[op].samples(dtype, CPU)}
     elif dtype is torch.float32:
         wanted = {name for name in wanted if "fp32 weight" not in name}
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     dtype = dtype if str(dtype).removeprefix("torch.") in spec.dtypes else torch.int32
     samples = list(spec.samples(dtype, CPU))
     if op == "linear_fp8":
@@ -114,7 +114,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @pytest.mark.parametrize("op", sorted(IMPLS))
 def test_no_kernel_is_launched_for_no_tokens(op: str, recorder: Recorder) -> None:
-    for sample in contracts()[op].samples(torch.bfloat16, CPU):
+    for sample in known_contracts().contracts[op].samples(torch.bfloat16, CPU):
         if sample.name.startswith("0 token"):
             IMPLS[op].fn(*sample.args)
     IMPLS["quant_fp8"].fn(torch.zeros(0, 64))  # no sample: vLLM's own form fails there

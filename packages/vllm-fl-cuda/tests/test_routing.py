@@ -16,7 +16,7 @@ import torch
 from anywhere import on_cpu
 
 import vllm_fl
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_cuda.impl import routing
 from vllm_fl_verify.verification import compare
 
@@ -144,7 +144,11 @@ def _align(given: Mapping[str, Any]) -> None:
     assert given.get("scatter_idx") is None
     if where is not None:
         assert where.dtype == torch.int32 and where.is_contiguous()
-    want = contracts()["moe_align_block_size"].oracle(ids, size, count, where, True, True)
+    want = (
+        known_contracts()
+        .contracts["moe_align_block_size"]
+        .oracle(ids, size, count, where, True, True)
+    )
     for out, result in zip(outs, want, strict=True):
         out.copy_(result[: out.numel()])
 
@@ -168,7 +172,7 @@ def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("op", IMPLS)
 def test_the_calls_give_what_the_contract_says(op: str, release: str) -> None:
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     for dtype in (getattr(torch, name) for name in spec.dtypes):
         taken = 0
         for sample in spec.samples(dtype, CPU):

@@ -18,9 +18,9 @@ import torch
 from anywhere import registered
 
 from vllm_fl import OpImpl
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.spec import Sample
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_flaggems import kernels, loading
 from vllm_fl_flaggems.impl import (
     activation,
@@ -64,7 +64,7 @@ def test_public_functions_keep_the_contract_too(
     """What another vendor's GPU runs, and every GPU under a release with other kernels."""
     for module in (activation, normalization, rotary):
         monkeypatch.setattr(module, "launchable", lambda name: None)
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     dtype = torch.bfloat16 if "bfloat16" in spec.dtypes else getattr(torch, spec.dtypes[0])
     found = [
         compare(implementation(op), spec, sample, dtype) for sample in spec.samples(dtype, device)
@@ -93,7 +93,7 @@ def test_layer_norms_of_every_length(
     x, weight, bias = (torch.randn(n, hidden, generator=source).to(device) for n in (2, 1, 1))
     names = {"weight": weight[0], "bias": bias[0]}
     args = [names[n] if n in given else None for n in ("weight", "bias")]
-    exact = contracts()["layer_norm"].oracle(x + 3, *args, 1e-5)
+    exact = known_contracts().contracts["layer_norm"].oracle(x + 3, *args, 1e-5)
     assert torch.allclose(normalization.layer_norm(x + 3, *args, 1e-5).double(), exact, 1e-5, 2e-5)
 
 
@@ -102,7 +102,9 @@ def test_caches_in_rows_are_written_by_flag_gems(
 ) -> None:
     monkeypatch.setattr(paging, "CUDA", ())  # where no kernel of this package's own is launched
     monkeypatch.setattr(paging, "_scatter", lambda *args: pytest.fail("the other kernel"))
-    sample = next(iter(contracts()["reshape_and_cache"].samples(torch.float16, device)))
+    sample = next(
+        iter(known_contracts().contracts["reshape_and_cache"].samples(torch.float16, device))
+    )
     key, value, key_cache, value_cache, slots = sample.args
     implementation("reshape_and_cache").fn(*sample.args)
     for row, cache in ((key, key_cache), (value, value_cache)):
@@ -119,7 +121,7 @@ def test_this_packages_own_kernels_serve_without_flag_gems(
     monkeypatch.setattr(loading, "loaded", [])
     monkeypatch.setattr(loading, "_load", lambda: pytest.fail("FlagGems is imported"))
     impl = implementation(op)
-    sample = next(iter(contracts()[op].samples(torch.float16, device)))
+    sample = next(iter(known_contracts().contracts[op].samples(torch.float16, device)))
     assert impl.supports is not None and impl.supports(*sample.args) is True
     impl.fn(*sample.args)
 
@@ -153,7 +155,7 @@ def test_products_are_right_on_tiles_of_every_size(
     bias = torch.randn(rows, dtype=dtype, device=device)
     for op, more in (("linear", (None,)), ("linear", (bias,)), *((op, ()) for op in GATED)):
         sample = Sample("tiles", (x, weight, *more))
-        found = compare(implementation(op), contracts()[op], sample, dtype)
+        found = compare(implementation(op), known_contracts().contracts[op], sample, dtype)
         assert found.status == "ok", (op, found)
 
 
@@ -168,7 +170,7 @@ def test_products_of_eight_bits_are_right_in_blocks_of_either_length(
         run(*args)
 
     monkeypatch.setattr(linear_fp8, "of_rows", of_rows)
-    spec, dtype = contracts()["linear_fp8"], torch.bfloat16
+    spec, dtype = known_contracts().contracts["linear_fp8"], torch.bfloat16
     (sample,) = (
         each for each in spec.samples(dtype, device) if each.name == "16 tokens, scales one and one"
     )
@@ -323,13 +325,13 @@ class Absent:
 
 driver.set_active(Absent())  # what a kernel writes to is read off its code for a device
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_verify.traced import trial
 from vllm_fl_flaggems.plugin import register_ops
 
 traced = [impl for impl in register_ops() if impl.traced is not None]
 for impl in traced:
-    spec = contracts()[impl.op_name]
+    spec = known_contracts().contracts[impl.op_name]
     for sample in spec.samples(torch.bfloat16, torch.device("cpu")):
         # Whether rows that lie apart are contiguous is asked of their number, too.
         if sample.args[0].shape[0] > 1 and sample.args[0].is_contiguous():

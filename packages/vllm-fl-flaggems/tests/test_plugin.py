@@ -7,8 +7,9 @@ from functools import partial
 from plugin_checks import PluginChecks
 
 from vllm_fl import BackendImplKind
-from vllm_fl.contracts import contracts
-from vllm_fl.settings.loading import check_names, load_settings
+from vllm_fl.plugins.registry import known_contracts
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.names import check_names
 from vllm_fl_flaggems import plugin
 
 
@@ -22,7 +23,7 @@ def test_what_it_orders_on_hopper_is_there_and_has_its_figure() -> None:
     assert policy is not None
     files = [("vllm-fl-flaggems", policy.path)]
     settings = load_settings({}, platform="cuda", platform_files=files)
-    assert not check_names(settings, ops=contracts()).warnings
+    assert not check_names(settings, op=known_contracts().contracts).warnings
     orders = settings.by_device
     brought = {impl.op_name for impl in plugin.register_ops()}
     gated = {"linear_gelu_tanh_and_mul", "linear_silu_and_mul"}

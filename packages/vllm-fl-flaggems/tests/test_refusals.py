@@ -9,7 +9,7 @@ import torch
 from anywhere import registered
 from torch._inductor import config as inductor
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_flaggems import loading
 from vllm_fl_flaggems.impl import gated_linear, linear, linear_fp8
 from vllm_fl_flaggems.plugin import register_ops
@@ -83,7 +83,7 @@ def test_what_has_no_kernel_is_refused_and_nothing_else(
 ) -> None:
     impl = IMPLS[op]
     monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="cpu")])
-    spec = contracts()[impl.op_name]
+    spec = known_contracts().contracts[impl.op_name]
     for dtype in spec.dtypes:
         samples = list(spec.samples(getattr(torch, dtype), torch.device("cpu")))
         refused = {s.name for s in samples if impl.supports(*s.args) is not True}
@@ -132,7 +132,11 @@ def test_caches_of_other_layouts_are_refused_where_cuda_launches_nothing(
 ) -> None:
     impl = IMPLS["reshape_and_cache"]
     monkeypatch.setattr(loading, "loaded", [SimpleNamespace(device="meta")])
-    samples = contracts()["reshape_and_cache"].samples(torch.float16, torch.device("meta"))
+    samples = (
+        known_contracts()
+        .contracts["reshape_and_cache"]
+        .samples(torch.float16, torch.device("meta"))
+    )
     verdicts = {sample.name: impl.supports(*sample.args) for sample in samples}
     assert verdicts["16 tokens"] is True
     assert "slots before heads" in str(verdicts["two layouts"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,24 @@ def test_a_list_of_flaggems_ops_leaves_communicators_of_its_kind_alone(variable:
     assert not settings.rejected(read(USE_FLAGGEMS="0"), "communicator", [flagcx])
 
 
+@pytest.mark.parametrize("shipped", ["flagos_blacklist: [a, b]", "flagos_whitelist: [d]"])
+def test_names_are_added_to_a_blacklist_and_never_to_a_whitelist(
+    tmp_path: Path, shipped: str
+) -> None:
+    (tmp_path / "p.yaml").write_text(shipped)
+    found = load_settings(
+        {"VLLM_FL_FLAGOS_BLACKLIST_APPEND": "c"},
+        plugins=settings.SETTINGS,
+        platform_files=[("acme", tmp_path / "p.yaml")],
+    )
+    if "black" in shipped:
+        assert settings.blacklist(found) == ("a", "b", "c")
+    else:
+        with pytest.raises(SettingsError, match="has no effect with flagos_whitelist=d") as caught:
+            settings.rejected(found, OP, IMPLS)
+        assert caught.value.key == "flagos_blacklist_append"
+
+
 def test_the_plugin_declares_them() -> None:
     registry = OpRegistry()
     (loaded,) = load(registry, [Plugin(Owner("flaggems"), "flaggems", lambda: plugin)])
@@ -56,7 +75,7 @@ def test_the_plugin_declares_them() -> None:
     assert {"settings", "rejections", "doctor"} <= set(loaded.hooks)
 
 
-@pytest.mark.parametrize("key", ["flagos_whitelist", "flagos_blacklist"])
+@pytest.mark.parametrize("key", ["flagos_whitelist", "flagos_blacklist", "flagos_blacklist_append"])
 def test_a_name_that_flaggems_lacks_is_an_error(key: str) -> None:
     found = read(**{f"VLLM_FL_{key.upper()}": "mm,add_"})
     with pytest.raises(

@@ -14,7 +14,7 @@ import torch
 from anywhere import registered
 
 from vllm_fl import OpImpl
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_flaggems.plugin import register_ops
@@ -62,7 +62,7 @@ def impls() -> dict[str, OpImpl]:
 
 def call(impl: OpImpl, counts: Iterable[int]) -> int:
     """Call it at these token counts; how often it was called."""
-    spec, called = contracts()[impl.op_name], 0
+    spec, called = known_contracts().contracts[impl.op_name], 0
     sizes = replace(NARROW, tokens=tuple(counts))
     dtype = "bfloat16" if "bfloat16" in spec.dtypes else spec.dtypes[0]
     for sample in spec.served(sizes, getattr(torch, dtype), torch.device("cpu")):

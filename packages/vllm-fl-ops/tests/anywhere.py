@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm_fl import OpImpl
-from vllm_fl.contracts import contracts
 from vllm_fl.plugins.forms import fitted
+from vllm_fl.plugins.registry import known_contracts
 
 __all__ = ["on_cpu", "registered"]
 
 
 def registered(impls: Iterable[OpImpl]) -> dict[str, Any]:
     """Return implementations by op, as registering makes them: with a compiled `supports`."""
-    return {impl.op_name: fitted(impl, contracts()[impl.op_name]) for impl in impls}
+    return {impl.op_name: fitted(impl, known_contracts().contracts[impl.op_name]) for impl in impls}
 
 
 def on_cpu(impls: Iterable[OpImpl]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import yaml
 
 from vllm_fl import BackendImplKind
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 CODE = """
 import sys, {module} as plugin
@@ -73,18 +73,18 @@ class PluginChecks:
         assert alone(CODE.format(module=self.plugin.__name__, asks=self.asks)) == "[]"
 
     def test_identity(self) -> None:
-        assert self.impls and set(self.impls) <= set(contracts())
+        assert self.impls and set(self.impls) <= set(known_contracts().contracts)
         for impl in (*self.impls.values(), *getattr(self.plugin, "attention_backend", list)()):
             assert (impl.impl_id, impl.vendor) == (self.impl_id, self.vendor)
             assert impl.kind is self.kind
 
     def test_functions_have_the_contracts_parameters(self) -> None:
         for op, impl in self.impls.items():
-            wanted = contracts()[op].signature.parameters.values()
+            wanted = known_contracts().contracts[op].signature.parameters.values()
             for fn in filter(None, (impl.fn, impl.supports)):
                 found = inspect.signature(fn).parameters.values()
                 assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in wanted]
-            assert impl.consumes <= contracts()[op].consumable
+            assert impl.consumes <= known_contracts().contracts[op].consumable
             assert not impl.traceable or self.kind is BackendImplKind.REFERENCE
 
     def test_a_policy_is_for_its_platforms_and_excludes_no_kind(self) -> None:
@@ -93,7 +93,7 @@ class PluginChecks:
         assert {name for name, defaults in found.items() if defaults} == set(self.platforms)
         for defaults in filter(None, found.values()):
             orders = yaml.safe_load(Path(defaults.path).read_text("utf-8")).get("op_backends", {})
-            assert set(orders) <= {*contracts(), "attention_backend"}
+            assert set(orders) <= {*known_contracts().contracts, "attention_backend"}
             for order in orders.values():
                 for selectors in [order] if isinstance(order, list) else order.values():
                     assert {"flagos", "vendor", "reference"} <= set(selectors)

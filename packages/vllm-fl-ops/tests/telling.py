@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import OpSpec, Sample, contracts
+from vllm_fl.contracts import OpSpec, Sample
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_verify.oracle import closed, wanted_of, worst
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def by_dtype(cases: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
             *case, *dtype.values, marks=dtype.marks, id="-".join([*map(str, case), str(dtype.id)])
         )
         for case in cases
-        for dtype in dtypes(contracts()[case[0]])
+        for dtype in dtypes(known_contracts().contracts[case[0]])
     ]
     names = ("op", "what", "dtype") if len(params[0].values) == 3 else ("op", "dtype")
     return pytest.mark.parametrize(names, params)
@@ -40,7 +41,7 @@ per_case = pytest.mark.parametrize(
     ("spec", "dtype"),
     [
         pytest.param(spec, *dtype.values, marks=dtype.marks, id=f"{spec.name}-{dtype.id}")
-        for spec in contracts().values()
+        for spec in known_contracts().contracts.values()
         for dtype in dtypes(spec)
     ],
 )
@@ -78,7 +79,7 @@ def told(
     def test(op: str, what: str, dtype: torch.dtype) -> None:
         if is_fine is not None and is_fine(op, what) and dtype is not torch.float32:
             pytest.skip("nearer to the op than a dtype of 16 bits is")
-        spec = contracts()[op]
+        spec = known_contracts().contracts[op]
         samples = [s for s in spec.samples(dtype, CPU) if not s.name.startswith(without)]
         assert any(problem(spec, known[op, what], sample) for sample in samples)
 

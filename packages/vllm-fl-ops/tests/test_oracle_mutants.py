@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from oracle_mutants import oracle_impl, oracle_mutants
 
-from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts import OpSpec
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl_tools.testing import CHECKS, failures
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.slow
 BUT_VALUES = CHECKS.keys() - {"values"}
 
 
-@pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
 def test_the_oracle_itself_passes(spec: OpSpec) -> None:
     assert list(failures(oracle_impl(spec), without=BUT_VALUES)) == []
 
@@ -23,7 +24,7 @@ def test_the_oracle_itself_passes(spec: OpSpec) -> None:
     "mutant",
     [
         pytest.param(mutant, id=f"{spec.name}: {what}")
-        for spec in contracts().values()
+        for spec in known_contracts().contracts.values()
         for what, mutant in oracle_mutants(spec)
     ],
 )

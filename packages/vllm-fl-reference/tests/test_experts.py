@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_reference.impl import experts
 from vllm_fl_verify.verification import compare
 
-SPEC = contracts()["fused_experts"]
+SPEC = known_contracts().contracts["fused_experts"]
 (IMPL,) = experts.OPS
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import OpSpec, Sample, contracts
+from vllm_fl.contracts import OpSpec, Sample
 from vllm_fl.contracts.binding import LayerTarget
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.context import building
@@ -141,7 +141,7 @@ def multimodal_rotary_embedding(
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
 ) -> Any:
-    spec = contracts()["layer_norm"]
+    spec = known_contracts().contracts["layer_norm"]
     layer: Any = layer_for(spec, {"weight": weight, "bias": bias, "epsilon": epsilon})
     layer.normalized_shape = x.shape[-1:]
     return layer.forward_native(x)
@@ -235,7 +235,9 @@ OWN = (
     rms_norm,
     rotary_embedding,
 )
-NATIVE = {op: of_layer(contracts()[op]) for op in LAYERS} | {op.__name__: op for op in OWN}
+NATIVE = {op: of_layer(known_contracts().contracts[op]) for op in LAYERS} | {
+    op.__name__: op for op in OWN
+}
 
 KERNELS_ONLY = {
     "causal_conv1d",
@@ -264,7 +266,7 @@ CASES = [
     for impl in plugin.register_ops()
     if impl.op_name not in KERNELS_ONLY
     for dtype in DTYPES
-    for sample in contracts()[impl.op_name].samples(dtype, CPU)
+    for sample in known_contracts().contracts[impl.op_name].samples(dtype, CPU)
     if not sample.kit_only  # vLLM's own is wrong there
 ]
 
@@ -289,7 +291,7 @@ def test_what_runs_when_every_candidate_refused_is_bit_equal_too(
         if isinstance(p, LayerTarget) and p.native
     ]
     assert natives
-    for sample in contracts()[op].samples(dtype, CPU):
+    for sample in known_contracts().contracts[op].samples(dtype, CPU):
         if sample.name.startswith("0 tokens"):  # vLLM's own view of a rope fails there
             continue
         want = NATIVE[op](*sample.args)
@@ -302,12 +304,12 @@ def test_convolutions_are_bit_equal_to_those_of_vllms_cpu_build(dtype: torch.dty
     from vllm.model_executor.layers.mamba.ops.cpu import causal_conv1d as native
 
     own = {impl.op_name: impl.fn for impl in plugin.register_ops()}
-    for sample in contracts()["causal_conv1d"].samples(dtype, CPU):
+    for sample in known_contracts().contracts["causal_conv1d"].samples(dtype, CPU):
         x, weight, bias, states, *rest = sample.args
         cache = states.clone()
         out = native.causal_conv1d_fn_cpu(x.T, weight, bias, cache, *rest)
         assert_same_bits(own["causal_conv1d"](x, weight, bias, states, *rest), (out.T, cache))
-    for sample in contracts()["causal_conv1d_update"].samples(dtype, CPU):
+    for sample in known_contracts().contracts["causal_conv1d_update"].samples(dtype, CPU):
         x, states, weight, bias, activation, slots = sample.args
         rows, taps = slots[slots != 0].long(), weight.shape[1] - 1
         if len(rows) != len(x) or not len(x):

@@ -13,7 +13,7 @@ import pytest
 import vllm_fl
 from vllm_fl import errors
 from vllm_fl.errors import InvalidSettingError, MissingFileError, PluginError, VllmFLError
-from vllm_fl.plugins.finding import Finding
+from vllm_fl.plugins.inspection import Finding
 from vllm_fl_tools import cli
 from vllm_fl_tools.cli._checks import CHECKS
 from vllm_fl_tools.cli.doctor import BROKEN, CODES, code_of

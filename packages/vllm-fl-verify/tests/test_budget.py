@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from builders import silu
 from torch import Tensor
 
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_verify.budget import Budget, Valve
 from vllm_fl_verify.preflight import Findings, find_faults
 from vllm_fl_verify.trials import Request, Role, Trials
@@ -54,7 +55,7 @@ def test_a_seed_decides_what_is_tried_until_the_valve_closes(
 
 
 def test_calls_of_many_bytes_count_as_several() -> None:
-    spec = contracts()["silu_and_mul"]
+    spec = known_contracts().contracts["silu_and_mul"]
     large = ModelSizes(intermediate=2**14, tokens=(1, 700))
     for device, at_700 in (("cpu", 43), ("meta", 1)):
         few, many = (

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from builders import extended, managing, planning, silu
 from torch import Tensor
 
-from vllm_fl.contracts import ModelSizes, OpSpec, contracts
+from vllm_fl.contracts import ModelSizes, OpSpec
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import AttentionImpl, BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify.batches import POOL
@@ -66,7 +67,7 @@ def of(fn: Callable[..., Any], op: str = "silu_and_mul", **fields: Any) -> OpImp
 
 
 def told(impl: OpImpl, sizes: ModelSizes | None = SIZES, **options: Any) -> Determinism:
-    trials = Trials(contracts()[impl.op_name], torch.float32, CPU, sizes, 0)
+    trials = Trials(known_contracts().contracts[impl.op_name], torch.float32, CPU, sizes, 0)
     return determinism_of(impl, trials, **options)
 
 
@@ -108,7 +109,7 @@ def test_a_batch_that_alone_is_refused_is_another_implementations() -> None:
 
 
 def test_what_stands_is_not_measured_whatever_sizes_are_known() -> None:
-    spec = contracts()["causal_conv1d"]
+    spec = known_contracts().contracts["causal_conv1d"]
     assert told(oracle(spec)) == Determinism(None, None, STANDS)
 
 
@@ -124,12 +125,12 @@ def oracle(spec: OpSpec) -> OpImpl:
 
 def test_one_scale_for_all_rows_can_never_be_batch_invariant() -> None:
     """By the contract itself: the largest number of a batch is in every row's bits."""
-    found = told(oracle(contracts()["quant_fp8"]))
+    found = told(oracle(known_contracts().contracts["quant_fp8"]))
     assert (found.runs, found.batches) == (True, False)
 
 
 def test_where_rows_depend_on_each_other_only_runs_are_compared() -> None:
-    spec = contracts()["moe_align_block_size"]
+    spec = known_contracts().contracts["moe_align_block_size"]
     sizes = ModelSizes(tokens=(1, 40), more={"experts": 8, "experts_per_token": 2})
     trials = Trials(spec, torch.int32, CPU, sizes, 0)
     assert determinism_of(oracle(spec), trials) == Determinism(True, None, NO_ROWS)
@@ -193,8 +194,10 @@ def test_what_nothing_measures_is_rejected_where_it_is_asked_for(
     env: dict[str, str], fields: dict[str, Any], asks: str
 ) -> None:
     attention = AttentionImpl("vendor.acme", "acme.Attention", BackendImplKind.VENDOR, "acme")
-    aligning = of(contracts()["moe_align_block_size"].oracle, "moe_align_block_size")
-    told, specs = facts(env, **fields), contracts()
+    aligning = of(
+        known_contracts().contracts["moe_align_block_size"].oracle, "moe_align_block_size"
+    )
+    told, specs = facts(env, **fields), known_contracts().contracts
     assert told.wants_invariance == asks
     impls = silu("vendor.acme"), aligning, attention
     found = [unmeasured(told, [impl], specs.get(impl.op_name)) for impl in impls]

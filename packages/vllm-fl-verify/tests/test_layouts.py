@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts import OpSpec
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify.layouts import relaid
 from vllm_fl_verify.preflight import find_faults
@@ -27,7 +28,7 @@ def faults(one: OpImpl) -> str:
     return "".join(each.reason for each in found.values())
 
 
-@pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
 def test_each_activation_of_each_op_is_laid_out_otherwise(spec: OpSpec) -> None:
     dtype = getattr(torch, spec.dtypes[-1])
     own = {sample.name: sample for sample in spec.samples(dtype, CPU)}
@@ -63,6 +64,6 @@ def test_a_start_leaves_right_numbers_alone_though_they_are_not_packed() -> None
 
 
 def test_a_start_leaves_out_what_the_kit_alone_asks() -> None:
-    spec = contracts()["merge_attn_states"]
+    spec = known_contracts().contracts["merge_attn_states"]
     alone = {sample.name for sample in spec.samples(BF16, CPU) if sample.kit_only}
     assert alone and not alone & {sample.name for sample in tried(spec, BF16, CPU)}

@@ -14,9 +14,9 @@ from builders import managing, planning, refusing, silu
 from torch import nn
 from torch.nn import functional as F
 
-from vllm_fl.contracts import contracts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import live as module
 from vllm_fl_verify.live import Live
@@ -290,7 +290,7 @@ class Experts(nn.Module):
 
 
 def of_experts(change: Callable[..., None]) -> OpImpl:
-    oracle = contracts()["fused_experts"].oracle
+    oracle = known_contracts().contracts["fused_experts"].oracle
 
     def fused_experts(*args: Any) -> torch.Tensor:
         out: torch.Tensor = oracle(*args).to(args[0].dtype)

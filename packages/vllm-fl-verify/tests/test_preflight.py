@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from builders import silu
 from torch import Tensor
 
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.dispatch.resolver import Candidate, Trace
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.plugins import breadcrumb
 from vllm_fl.plugins.inspection import Objection
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import graphs, preflight, trials
 from vllm_fl_verify.preflight import find_faults
@@ -268,7 +269,12 @@ def test_right_ones_pass(op: str, fn: Callable[..., Any]) -> None:
 
 def planned_alone(op: str, impl: OpImpl, **fields: Any) -> Plan:
     trace = Trace(op, "compiled", (), (Candidate(impl, "selected", "asked for"),))
-    return Plan("compiled", {op: PlanEntry(op, ((None, trace),))}, contracts=contracts(), **fields)
+    return Plan(
+        "compiled",
+        {op: PlanEntry(op, ((None, trace),))},
+        contracts=known_contracts().contracts,
+        **fields,
+    )
 
 
 def test_one_that_turns_heads_of_one_projection_in_place_can_be_compiled() -> None:
@@ -375,7 +381,7 @@ def test_one_that_takes_the_layer_is_given_plain_layers_only() -> None:
 
     assert fault("rms_norm", fn) is None
     impl = OpImpl("rms_norm", "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
-    spec = contracts()["rms_norm"]
+    spec = known_contracts().contracts["rms_norm"]
     said = {
         sample.name: compare(impl, spec, sample, torch.bfloat16).reason
         for sample in spec.samples(torch.bfloat16, CPU)

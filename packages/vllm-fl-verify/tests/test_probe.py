@@ -19,9 +19,9 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sequence import IntermediateTensors
 
-from vllm_fl.contracts import contracts
 from vllm_fl.integration import attending, engines
 from vllm_fl.plugins.inspection import Moment
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import loaded, probe
 from vllm_fl_verify.made_inputs import checks_of
@@ -223,7 +223,7 @@ class Drafting(Older):
 
 
 def engine_with(runner: Drafting, config: Any) -> Any:
-    oracle = contracts()["merge_attn_states"].oracle
+    oracle = known_contracts().contracts["merge_attn_states"].oracle
     behind = OpImpl("merge_attn_states", "vendor.acme", BackendImplKind.VENDOR, oracle, "acme")
     plan = planning(managing(silu("vendor.acme"), behind))
     worker = SimpleNamespace(

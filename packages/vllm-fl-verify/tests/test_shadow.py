@@ -15,8 +15,8 @@ import torch
 from builders import managing, planning, silu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_fl.contracts import contracts
 from vllm_fl.engine.plan import Plan
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import shadow as module
 from vllm_fl_verify.shadow import Shadow
@@ -39,7 +39,7 @@ def plan_of(*impls: OpImpl, mode: Any = "eager") -> Plan:
 
 
 def bound_of(plan: Plan, op: str = OP, layer: object = None) -> Callable[..., Any]:
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     return plan.bind(op, layer or SimpleNamespace(), spec.consumable)
 
 
@@ -381,7 +381,7 @@ def test_what_an_implementation_raises_is_raised_and_refusals_still_fall_back() 
     ("op", "why"), [("moe_topk", "Routing"), ("reshape_and_cache", "on other rows, or on a cache")]
 )
 def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, spec.oracle, "acme")
     assert why in Shadow(plan_of(impl), 1.0).report()["left"][op]
 
@@ -389,7 +389,7 @@ def test_what_cannot_be_compared_is_named(op: str, why: str) -> None:
 @pytest.mark.parametrize("op", ["silu_and_mul", "rms_norm", "linear", "rotary_embedding"])
 def test_right_results_are_within_the_tolerance_and_no_comparison_waits(op: str) -> None:
     """The oracle's own results, rounded to their dtype, on every sample."""
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     impl = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, rounded(spec), "acme")
     plan = planning(managing(impl, per_op_order={op: ["vendor"]}), "eager")
     shadow = Shadow(plan, 1.0)

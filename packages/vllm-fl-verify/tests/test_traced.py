@@ -10,9 +10,10 @@ import pytest
 import torch
 from builders import silu
 
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.traced import refused
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify.made_inputs import lowering
@@ -20,7 +21,7 @@ from vllm_fl_verify.preflight import find_faults
 from vllm_fl_verify.traced import trial
 from vllm_fl_verify.trials import Request, Role
 
-SPEC = contracts()["silu_and_mul"]
+SPEC = known_contracts().contracts["silu_and_mul"]
 X = torch.randn(33, 8)
 
 

@@ -24,7 +24,6 @@ from vllm_fl.contracts import (
     Tolerance,
     Variant,
     Within,
-    contracts,
 )
 from vllm_fl.contracts.outputs import Output
 from vllm_fl.plugins.registry import known_contracts
@@ -368,7 +367,7 @@ def form_of(spec: OpSpec, tokens: int) -> Form:
 
 def test_the_oracle_is_asked_about_the_smaller_call() -> None:
     """Of weights that repeat their rows, whatever layers provide of them."""
-    spec, columns = contracts()["linear"], torch.tensor([2, 0, 0, 1])
+    spec, columns = known_contracts().contracts["linear"], torch.tensor([2, 0, 0, 1])
     x, weight, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(3)
     args = (x, weight[columns], bias[columns])
     call = Sample("rows that repeat", args, repeats=((x, weight, bias), columns))

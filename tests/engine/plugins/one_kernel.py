@@ -5,21 +5,21 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_fl import BackendImplKind, OpImpl, hookimpl
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = contracts()["linear"].oracle(x, weight, bias)
+    result: Tensor = known_contracts().contracts["linear"].oracle(x, weight, bias)
     return result.to(x.dtype)
 
 
 def linear_silu_and_mul(x: Tensor, weight: Tensor) -> Tensor:
-    result: Tensor = contracts()["linear_silu_and_mul"].oracle(x, weight)
+    result: Tensor = known_contracts().contracts["linear_silu_and_mul"].oracle(x, weight)
     return result.to(x.dtype)
 
 
 def linear_gelu_tanh_and_mul(x: Tensor, weight: Tensor) -> Tensor:
-    result: Tensor = contracts()["linear_gelu_tanh_and_mul"].oracle(x, weight)
+    result: Tensor = known_contracts().contracts["linear_gelu_tanh_and_mul"].oracle(x, weight)
     return result.to(x.dtype)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from vllm_fl import Availability, BackendImplKind, OpImpl, hookimpl
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    result: Tensor = contracts()["silu_and_mul"].oracle(x)
+    result: Tensor = known_contracts().contracts["silu_and_mul"].oracle(x)
     return result.to(x.dtype)
 
 

@@ -3,17 +3,7 @@
 # ruff: noqa: PLC0414 (an alias of its own says that a name is handed on)
 from __future__ import annotations
 
-from .contracts import BadInput as BadInput
-from .contracts import Exact as Exact
-from .contracts import ExpertBlocks as ExpertBlocks
-from .contracts import ModelSizes as ModelSizes
-from .contracts import OpSpec as OpSpec
-from .contracts import QuantisedPair as QuantisedPair
-from .contracts import Routing as Routing
-from .contracts import Sample as Sample
-from .contracts import Tolerance as Tolerance
-from .contracts import Variant as Variant
-from .contracts import Within as Within
+from .contracts import *  # noqa: F403
 from .contracts.binding import AttentionTarget as AttentionTarget
 from .contracts.binding import Binding as Binding
 from .contracts.binding import Contract as Contract
@@ -30,11 +20,11 @@ from .errors import SettingsError as SettingsError
 from .errors import VllmFLError as VllmFLError
 from .logs import get_logger as get_logger
 from .plugins.device import DeviceProfile as DeviceProfile
-from .plugins.finding import Finding as Finding
 from .plugins.hookspecs import HOOK_API as HOOK_API
 from .plugins.hookspecs import hookimpl as hookimpl
 from .plugins.inspection import Check as Check
 from .plugins.inspection import Engine as Engine
+from .plugins.inspection import Finding as Finding
 from .plugins.inspection import GroupFacts as GroupFacts
 from .plugins.inspection import Key as Key
 from .plugins.inspection import Moment as Moment

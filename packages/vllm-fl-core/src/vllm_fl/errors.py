@@ -10,6 +10,7 @@ engines and ranks, FL6xx measuring and tables, FL7xx the command line.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class VllmFLError(RuntimeError):
@@ -26,29 +27,18 @@ class VllmFLError(RuntimeError):
     """
 
     code: str = "FL000"
+    op: str | None = None
+    impl: str | None = None
+    plugin: str | None = None
+    distribution: str | None = None
+    cause: BaseException | None = None
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: str | None = None,
-        op: str | None = None,
-        impl: str | None = None,
-        plugin: str | None = None,
-        distribution: str | None = None,
-        cause: BaseException | None = None,
-    ) -> None:
+    def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.message = message
-        if code is not None:  # of an error that another process has told
-            self.code = code
-        self.op = op
-        self.impl = impl
-        self.plugin = plugin
-        self.distribution = distribution
-        self.cause = cause
-        if cause is not None:
-            self.__cause__ = cause
+        vars(self).update(fields)  # `code` too, of an error of another process
+        if self.cause is not None:
+            self.__cause__ = self.cause
         self.add_note(self.more)
 
     def __str__(self) -> str:
@@ -95,18 +85,8 @@ class SettingsError(VllmFLError):
 
     code = "FL101"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        key: str,
-        origin: str,
-        op: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message, op=op, code=code)
-        self.key = key
-        self.origin = origin
+    key: str
+    origin: str
 
 
 class InvalidSettingError(SettingsError, ValueError):
@@ -145,9 +125,7 @@ class NoImplementationError(VllmFLError):
 
     code = "FL302"
 
-    def __init__(self, message: str, *, op: str, rejected: Sequence[tuple[str, str]] = ()) -> None:
-        super().__init__(message, op=op)
-        self.rejected = tuple(rejected)
+    rejected: tuple[tuple[str, str], ...] = ()
 
 
 class NoKernelError(VllmFLError, NotImplementedError):
@@ -159,9 +137,7 @@ class NoKernelError(VllmFLError, NotImplementedError):
 
     code = "FL403"
 
-    def __init__(self, message: str, *, operator: str, op: str | None = None) -> None:
-        super().__init__(message, op=op)
-        self.operator = operator
+    operator: str
 
 
 class AllFailedError(VllmFLError):
@@ -214,20 +190,11 @@ class StartError(VllmFLError):
 
     code = "FL501"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        failures: Sequence[str] = (),
-        op: str | None = None,
-        impl: str | None = None,
-    ) -> None:
-        super().__init__(message, op=op, impl=impl)
-        self.failures = tuple(failures)
+    failures: tuple[str, ...] = ()
 
 
 class TargetError(PluginError):
-    """A place of vLLM's cannot be taken for an op: it is another op's, or somebody else's."""
+    """A target in vLLM belongs to another op, or another plugin has replaced it."""
 
     code = "FL502"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_fl.contracts.batches import positions
+from vllm_fl.contracts.sampling import positions
 
 
 def drawing() -> torch.Generator:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from vllm_fl import Binding, FunctionTarget, IrTarget, OperatorTarget, Route
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
-NORM = contracts()["rms_norm"]
+NORM = known_contracts().contracts["rms_norm"]
 X, WEIGHT = torch.randn(3, 8), torch.ones(8)
 
 

@@ -8,9 +8,7 @@ import pytest
 from configs import engine_config
 
 from vllm_fl.contracts import ModelSizes
-from vllm_fl.contracts import sizes as sizes_module
-from vllm_fl.contracts.binding import Binding, SizeRule
-from vllm_fl.contracts.sizes import model_sizes
+from vllm_fl.contracts.binding import LONGEST, Binding, SizeRule, model_sizes
 from vllm_fl_ops.contracts.rules import RULES, typical_sizes
 
 ALL = Binding(sizes=RULES)
@@ -32,7 +30,7 @@ def test_an_ordinary_model() -> None:
 def test_a_length_beyond_any_table_is_bounded() -> None:
     config = engine_config(intermediate_size=1536)
     config.model_config.max_model_len = 2_000_000
-    assert sizes_of(config).max_position == sizes_module.LONGEST
+    assert sizes_of(config).max_position == LONGEST
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,14 @@ from vllm_fl.contracts import (
     Tolerance,
     Variant,
     Within,
-    contracts,
 )
 from vllm_fl.contracts.arguments import declared, tensor, word
 from vllm_fl.contracts.outputs import Output
+from vllm_fl.plugins.registry import known_contracts
 
-VARIANTS = [(spec, variant) for spec in contracts().values() for variant in spec.variants]
+VARIANTS = [
+    (spec, variant) for spec in known_contracts().contracts.values() for variant in spec.variants
+]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_parameters_of_awkward_schemas() -> None:
 
 # Dtypes and outputs.
 
-SILU = contracts()["silu_and_mul"]
+SILU = known_contracts().contracts["silu_and_mul"]
 TIGHT = {"float32": Tolerance(1e-6, 0.0, "one rounding")}
 
 

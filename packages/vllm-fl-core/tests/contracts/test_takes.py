@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from vllm_fl import BackendImplKind, OpImpl
-from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.takes import BROKEN, supports_of
 from vllm_fl.plugins.forms import fitted
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_tools.testing.mistakes import bad_inputs
 
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ def on_meta(argument: Any) -> Any:
     return argument.to("meta") if isinstance(argument, torch.Tensor) else argument
 
 
-@pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
 def test_it_takes_each_call_that_keeps_the_contract_and_no_other(spec: OpSpec) -> None:
     supports = supports_of(spec, ())
     dtype = getattr(torch, spec.dtypes[-1])
@@ -42,7 +43,7 @@ def test_rules_are_expressions_or_functions_of_arguments_and_sizes() -> None:
 
     takes = ("variance_size is None", "weight is None or weight.is_contiguous()", even)
     impl = OpImpl("rms_norm", "default.acme", BackendImplKind.DEFAULT, norm, takes=takes)
-    supports: Any = fitted(impl, contracts()["rms_norm"]).supports
+    supports: Any = fitted(impl, known_contracts().contracts["rms_norm"]).supports
     x = torch.ones(2, 4)
     assert supports(x, None, None, 1e-6) is True
     assert supports(x, None, None, 1e-6, 2) == "needs variance_size is None, got variance_size=2"
@@ -55,7 +56,7 @@ def test_a_traceable_function_checks_the_contract_itself() -> None:
     impl = OpImpl(
         "rms_norm", "default.acme", BackendImplKind.DEFAULT, norm, takes=(), traceable=True
     )
-    made, x = fitted(impl, contracts()["rms_norm"]), torch.ones(2, 4)
+    made, x = fitted(impl, known_contracts().contracts["rms_norm"]), torch.ones(2, 4)
     assert made.supports is None
     assert made.fn(x, None, None, 1e-6) is x
     with pytest.raises(NotImplementedError, match=BROKEN):
@@ -64,6 +65,6 @@ def test_a_traceable_function_checks_the_contract_itself() -> None:
 
 def test_a_rule_of_another_name_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("rms_norm: 'size > 1' uses size")):
-        supports_of(contracts()["rms_norm"], ["size > 1"])
+        supports_of(known_contracts().contracts["rms_norm"], ["size > 1"])
     with pytest.raises(ValueError, match="takes is instead of supports"):
         OpImpl("rms_norm", "default.acme", BackendImplKind.DEFAULT, norm, takes=(), supports=norm)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from builders import failing, managing, silu
 
-from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch.chain import Chain
 from vllm_fl.dispatch.guard import call_guard, method_guard
 from vllm_fl.dispatch.record import Record
 from vllm_fl.errors import NoImplementationError, SettingsError
 from vllm_fl.logs import get_logger
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
 
@@ -41,10 +42,14 @@ def saying(text: str, op: str = OP) -> OpImpl:
 
 def chain(op: str, rest: str, *rows: tuple[int, str]) -> Chain:
     by_size = tuple((n, (saying(text, op),)) for n, text in (*rows, (None, rest)))
-    return Chain(op, by_size, contracts()[op], False, Record(get_logger("dispatch")))
+    return Chain(
+        op, by_size, known_contracts().contracts[op], False, Record(get_logger("dispatch"))
+    )
 
 
-@pytest.mark.parametrize("spec", contracts().values(), ids=list(contracts()))
+@pytest.mark.parametrize(
+    "spec", known_contracts().contracts.values(), ids=list(known_contracts().contracts)
+)
 def test_a_calls_size_is_that_of_the_first_argument_with_a_row_per_token(spec: OpSpec) -> None:
     """Whatever the call leaves out."""
     for sample in spec.samples(getattr(torch, spec.dtypes[0]), torch.device("cpu")):

@@ -10,14 +10,13 @@ import pytest
 import torch
 from builders import X, failing, norm, silu
 
-from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.chain import Chain
 from vllm_fl.dispatch.guard import call_guard, method_guard
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.record import Record
 from vllm_fl.errors import AllFailedError
 from vllm_fl.logs import get_logger
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 OP = "silu_and_mul"
@@ -30,12 +29,12 @@ def record() -> Record:
 def chain(*impls: OpImpl, **fields: Any) -> Chain:
     op = impls[0].op_name
     fields = {"strict": False, "record": record(), **fields}
-    return Chain(op, ((None, impls),), contracts()[op], **fields)
+    return Chain(op, ((None, impls),), known_contracts().contracts[op], **fields)
 
 
 @pytest.mark.parametrize("op", ["silu_and_mul", "rms_norm", "fused_experts", "moe_topk"])
 def test_a_call_guard_has_the_contracts_signature_and_docstring(op: str) -> None:
-    oracle = contracts()[op].oracle
+    oracle = known_contracts().contracts[op].oracle
     guard = call_guard(chain(OpImpl(op, "reference.torch", BackendImplKind.REFERENCE, oracle)))
     wanted = inspect.signature(oracle)
     assert [(p.name, p.default) for p in inspect.signature(guard).parameters.values()] == [

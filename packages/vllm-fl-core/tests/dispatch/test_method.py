@@ -38,7 +38,7 @@ class Norm:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, manager: OpManager) -> OpManager:
-    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
     return manager
 
 

@@ -37,7 +37,8 @@ from vllm_fl.errors import PolicySealedError, SettingsError
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import known_contracts
-from vllm_fl.settings.loading import check_names, load_settings
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.names import check_names
 
 X = torch.ones(2, 8)
 
@@ -147,16 +148,15 @@ def test_a_kind_is_text() -> None:
 
 
 def test_fields_that_nobody_read() -> None:
-    with pytest.deprecated_call(match="supports"):
-        impl = OpImpl(
-            op_name="silu_and_mul",
-            impl_id="vendor.acme",
-            kind=BackendImplKind.VENDOR,
-            fn=lambda x: x,
-            vendor="acme",
-            priority=BackendPriority.VENDOR,
-            supported_dtypes={"bfloat16"},
-        )
+    impl = OpImpl(
+        op_name="silu_and_mul",
+        impl_id="vendor.acme",
+        kind=BackendImplKind.VENDOR,
+        fn=lambda x: x,
+        vendor="acme",
+        priority=BackendPriority.VENDOR,
+        supported_dtypes={"bfloat16"},
+    )
     assert impl.supported_dtypes == {"bfloat16"} and impl.min_arch is None
 
 
@@ -179,7 +179,7 @@ def test_a_class_with_a_classmethod_register_is_a_plugin() -> None:
             registry.register_impl(silu("vendor.acme"))
             assert registry.list_operators() == ["silu_and_mul"]
             (impl,) = registry.get_implementations("silu_and_mul")
-            assert registry.snapshot().find("silu_and_mul", "vendor.acme") is impl
+            assert registry.get_implementation("silu_and_mul", "vendor.acme") is impl
 
     class Unbound:
         def register(self, registry: Any) -> None:
@@ -219,15 +219,15 @@ def test_layer_names_of_the_older_plugin_end_no_start(name: str, tmp_path: Path)
     path.write_text(f"prefer: flagos\noot_blacklist: [{name}]\n")
     settings = load_settings({}, platform="metax", platform_files=[("older 1.0", str(path))])
     layers = ("rms_norm", "fused_moe")
-    checked = check_names(settings, ops=(), layers=layers, bindings=known_contracts().bindings)
+    checked = check_names(settings, op=(), layer=layers, bindings=known_contracts().bindings)
     assert checked.unchecked == (f"oot_blacklist.{name}",)
     assert any(f"no layer '{name}'" in warning for warning in checked.warnings)
-    known = check_names(settings, ops=(), layers=("rms_norm", name))
+    known = check_names(settings, op=(), layer=("rms_norm", name))
     assert known.unchecked == () and known.warnings == settings.warnings
     path.write_text("oot_blacklist: [rms_nrom]\n")  # a slip is an error, as before
     slip = load_settings({}, platform="metax", platform_files=[("older 1.0", str(path))])
     with pytest.raises(SettingsError, match="rms_norm"):
-        check_names(slip, ops=(), layers=("rms_norm",))
+        check_names(slip, op=(), layer=("rms_norm",))
 
 
 # Managers.

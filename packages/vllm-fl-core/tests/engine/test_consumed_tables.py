@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.chain import Chain
 from vllm_fl.dispatch.guard import call_guard
 from vllm_fl.dispatch.record import Record
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_ops.contracts.rules import typical_sizes
 from vllm_fl_verify.preflight import find_faults
 from vllm_fl_verify.trials import Request, Role
 
 CPU = torch.device("cpu")
-SPEC = contracts()["reshape_and_cache"]
+SPEC = known_contracts().contracts["reshape_and_cache"]
 BOTH = frozenset({"key_cache", "value_cache"})
 SIZES = dataclasses.replace(typical_sizes(), kv_heads=2, head_size=8, tokens=(1, 40))
 

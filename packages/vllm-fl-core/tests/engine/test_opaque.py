@@ -10,10 +10,11 @@ import pytest
 import torch
 from builders import X, failing, half, managing, planning, refusing, silu
 
-from vllm_fl.contracts import OpSpec, Sample, contracts
+from vllm_fl.contracts import OpSpec, Sample
 from vllm_fl.engine.opaque import opaque_op, unique_name
 from vllm_fl.engine.plan import Plan, leave_place, take_place
 from vllm_fl.errors import CallError
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def as_in(like: Any, result: Any) -> Any:
 
 
 def planned(*impls: OpImpl, **policy: Any) -> Plan:
-    orders = {op: ["flagos", "vendor", "reference"] for op in contracts()}
+    orders = {op: ["flagos", "vendor", "reference"] for op in known_contracts().contracts}
     return planning(managing(*impls, **{"per_op_order": orders, **policy}), "compiled")
 
 
@@ -60,7 +61,7 @@ def kinds(spec: OpSpec) -> list[Sample]:
 def each(ops: Callable[[OpSpec], Iterable[Sample]]) -> Any:
     samples = [
         pytest.param(spec, sample, id=f"{spec.name}: {sample.name}")
-        for spec in contracts().values()
+        for spec in known_contracts().contracts.values()
         for sample in ops(spec)
     ]
     return pytest.mark.parametrize(("spec", "sample"), samples)

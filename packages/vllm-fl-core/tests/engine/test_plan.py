@@ -12,12 +12,12 @@ import torch
 from builders import X, failing, half, managing, norm, planning, refusing, silu
 
 from vllm_fl import BackendImplKind, OpImpl
-from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN, STOCK, Candidate, Trace
 from vllm_fl.engine.plan import Plan, PlanEntry, active_plan, leave_place, take_place
 from vllm_fl.engine.start_line import line, notes
 from vllm_fl.errors import CallError
+from vllm_fl.plugins.registry import known_contracts
 
 MODES = ["eager", "compiled"]
 THEN_REFERENCE = {"silu_and_mul": ["vendor", "reference"]}
@@ -26,7 +26,7 @@ THEN_REFERENCE = {"silu_and_mul": ["vendor", "reference"]}
 @pytest.mark.parametrize("mode", MODES)
 def test_every_contract_has_an_entry_and_what_nobody_brings_is_stock(mode: Any) -> None:
     plan = planning(managing(silu("vendor.acme")), mode)
-    assert set(plan.entries) == {*contracts(), "attention_backend"}
+    assert set(plan.entries) == {*known_contracts().contracts, "attention_backend"}
     labels = {op: entry.label for op, entry in plan.entries.items()}
     assert labels.pop("silu_and_mul") == "vendor.acme"
     assert set(labels.values()) == {"stock"}

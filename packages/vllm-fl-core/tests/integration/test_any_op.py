@@ -51,7 +51,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Entries:
         vendor = BackendImplKind.VENDOR
         mine = OpImpl(OP, "vendor.acme", vendor, greedy_token, "acme")
         registry.register_many([mine, silu("vendor.acme")])
-        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", OpManager(registry))
+        monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", OpManager(registry))
         found = plan_for(facts_of(engine_config() if config is None else config)).entries
         return {op: found[op] for op in (OP, "silu_and_mul")}
 

@@ -75,7 +75,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
     def make(path: Any = PATH, strict: bool = False, **fields: Any) -> Plan:
         impl = AttentionImpl("vendor.acme", path, BackendImplKind.VENDOR, "acme", **fields)
         manager = managing(impl, strict=strict)
-        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+        monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
         return planning(manager)
 
     return make

@@ -35,9 +35,13 @@ from vllm_fl.integration.engines import Engine
 from vllm_fl.integration.patchers import communicator
 from vllm_fl.integration.patchers.classes import class_of
 from vllm_fl.integration.settling import settle
-from vllm_fl.plugins.communicator import COMMUNICATOR
 from vllm_fl.plugins.inspection import Moment
-from vllm_fl.plugins.types import BackendImplKind, CommunicatorImpl, CommunicatorRequest
+from vllm_fl.plugins.types import (
+    COMMUNICATOR,
+    BackendImplKind,
+    CommunicatorImpl,
+    CommunicatorRequest,
+)
 from vllm_fl.settings.loading import load_settings
 
 KEY = ("communicator", "vendor.acme")
@@ -105,7 +109,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *impls: CommunicatorImpl, **policy: Any
     """These are installed; the facts of an engine of two ranks."""
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(**globals()))
     manager = extended(managing(*impls, **policy))
-    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
     found = facts()
     vars(found.settings)["policy"] = manager.policy
     return found

@@ -14,7 +14,7 @@ def parallel(runtime_env: Any = None, *, ray: bool = True) -> Any:
 
 
 def test_every_variable_that_is_read_before_the_configuration_is_carried() -> None:
-    env = {name: "1" for spec in STARTUP.values() for name in spec.variables}
+    env = {spec.variable: "1" for spec in STARTUP.values()}
     config = parallel()
     carry_startup(config, {**env, "VLLM_FL_PREFER": "vendor", "HOME": "/"})
     assert config.ray_runtime_env == {"env_vars": env}

@@ -35,7 +35,6 @@ from builders import (
 )
 from torch import Tensor
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Binding, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import calling
@@ -483,7 +482,7 @@ def sampled(op: str, name: str) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]
     )
     target, calls = next(kinds), list[tuple[Any, ...]]()
     dtype = torch.bfloat16 if name.endswith("_mla_cpu") else torch.float32  # it takes no other
-    for sample in contracts()[op].samples(dtype, torch.device("cpu")):
+    for sample in known_contracts().contracts[op].samples(dtype, torch.device("cpu")):
         if sample.name.startswith(("0 token", "16 token")):
             target.native(lambda *args: calls.append(args))(*sample.args)
     return [
@@ -508,7 +507,7 @@ def test_an_overridden_operator_of_vllms_computes_what_its_kernel_does(
     # Tests of empty builds define operators, which stay defined.
     if not exists(name) or not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
         pytest.skip(f"this build of vLLM has no {name}")
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
 
     def in_the_dtype(*args: Any) -> Any:
         result = spec.oracle(*args)

@@ -52,7 +52,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[OpManager]:
     registry = OpRegistry()
     registry.register_impl(silu("vendor.acme"))
     manager = OpManager(registry)
-    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
     monkeypatch.setattr(layers, "foreign_ops", dict)
     monkeypatch.setattr(
         vllm.platforms,
@@ -154,7 +154,7 @@ def test_a_sealed_configuration_is_given_what_the_process_has(
 def test_a_plugins_setting_leaves_vllms_compile_key_alone(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", OpManager(registry_with_settings()))
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", OpManager(registry_with_settings()))
     plain = dict(vllm.envs.environment_variables)
 
     def factors() -> dict[str, object]:

@@ -32,7 +32,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             found.append(failure)
             raise StartError(
                 "vllm-fl ends the start: " + "; ".join([f"rank 0: {failure}"]),
-                failures=[f"rank 0: {failure}"],
+                failures=(f"rank 0: {failure}",),
             )
         return [mine]
 
@@ -79,7 +79,7 @@ def test_a_failure_that_all_ranks_know_is_not_sent_again(
     sent: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = StartError(
-        "vllm-fl ends the start: " + "; ".join(["rank 1: gone"]), failures=["rank 1: gone"]
+        "vllm-fl ends the start: " + "; ".join(["rank 1: gone"]), failures=("rank 1: gone",)
     )
     with pytest.raises(StartError, match="rank 1: gone"):
         settling.settle(inspecting(monkeypatch, known), Moment.LOADED)

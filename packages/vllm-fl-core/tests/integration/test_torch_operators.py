@@ -27,7 +27,6 @@ from vllm.compilation.passes.inductor_pass import pass_context
 from vllm.config import CompilationMode
 from vllm.config.utils import Range as VllmRange
 
-from vllm_fl.contracts import contracts
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import AllFailedError
@@ -370,7 +369,7 @@ def of_fp8(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
         x: Any, weight: Any, x_scale: Any, weight_scale: Any, out_dtype: str, bias: Any = None
     ) -> Any:
         args = x, weight, x_scale, weight_scale, out_dtype, bias
-        return (contracts()[FP8].oracle(*args) + 1).to(getattr(torch, out_dtype))
+        return (known_contracts().contracts[FP8].oracle(*args) + 1).to(getattr(torch, out_dtype))
 
     return OpImpl(FP8, impl_id, kind_of(impl_id)[0], fn, kind_of(impl_id)[1], **fields)
 

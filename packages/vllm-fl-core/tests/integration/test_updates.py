@@ -107,7 +107,7 @@ def alone(what: str, mine: Any, failure: str = "") -> list[Any]:
     if failure:
         raise StartError(
             "vllm-fl ends the start: " + "; ".join([f"rank 0: {failure}"]),
-            failures=[f"rank 0: {failure}"],
+            failures=(f"rank 0: {failure}",),
         )
     return [mine]
 
@@ -121,7 +121,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         model_config = SimpleNamespace(get_vocab_size=lambda: 500, max_model_len=64)
         object.__setattr__(config, "model_config", model_config)
         manager = extended(managing(silu("vendor.acme", fn=lambda x: fn(x))))
-        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+        monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
         plan = planning(manager, mode)
         worker: Any = object.__new__(type("Planned", (PlannedWorker, Worker), {}))
         worker.vllm_config, worker.rank, worker.device = config, 0, torch.device("cpu")
@@ -215,7 +215,7 @@ def test_what_fails_on_another_rank_stops_the_look_on_this_one(
     def told(*_: Any) -> Any:
         raise StartError(
             "vllm-fl ends the start: " + "; ".join(["rank 1: OSError: gone"]),
-            failures=["rank 1: OSError: gone"],
+            failures=("rank 1: OSError: gone",),
         )
 
     worker = engine(told=told)

@@ -89,7 +89,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def make(*impls: Impl, notes: Any = None, foreign: Any = NOTHING, **policy: Any) -> Plan:
         manager = managing(*impls, **policy)
-        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+        monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
         return planning(manager, notes=notes or {}, foreign=foreign)
 
     yield make

@@ -8,8 +8,15 @@ import pytest
 from builders import managing, planning
 
 from vllm_fl.engine.start_line import line
-from vllm_fl.plugins.attention import class_path_for, from_older_form, refusal
-from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, BackendImplKind, OpImpl
+from vllm_fl.integration.patchers.classes import class_of, refusal_of
+from vllm_fl.plugins.forms import from_older_form
+from vllm_fl.plugins.types import (
+    ATTENTION,
+    AttentionImpl,
+    AttentionRequest,
+    BackendImplKind,
+    OpImpl,
+)
 
 VENDOR = BackendImplKind.VENDOR
 PLAIN = AttentionRequest(head_size=64, dtype="bfloat16")
@@ -22,6 +29,10 @@ def acme(class_path: Any = "json.JSONDecoder", **fields: Any) -> AttentionImpl:
 
 def older(fn: Any, **fields: Any) -> AttentionImpl:
     return from_older_form(OpImpl("attention_backend", "vendor.acme", VENDOR, fn, "acme", **fields))
+
+
+def path_of(impl: AttentionImpl, request: AttentionRequest) -> str:
+    return class_of(impl, ATTENTION, request, lambda path, cls: "")[0]
 
 
 def raising(request: AttentionRequest) -> bool:
@@ -44,14 +55,14 @@ def exiting(request: AttentionRequest) -> bool:
     ],
 )
 def test_what_a_backend_says_to_a_request(supports: Any, expected: str | None) -> None:
-    assert refusal(acme(supports=supports), PLAIN) == expected
+    assert refusal_of(acme(supports=supports), ATTENTION, PLAIN) == expected
 
 
 def test_the_class_may_depend_on_the_request() -> None:
     impl = acme(lambda request: "acme.Mla" if request.use_mla else "acme.Plain")
-    assert class_path_for(impl, PLAIN) == "acme.Plain"
-    assert class_path_for(impl, MLA) == "acme.Mla"
-    assert class_path_for(acme("acme.Plain"), MLA) == "acme.Plain"
+    assert path_of(impl, PLAIN) == "acme.Plain"
+    assert path_of(impl, MLA) == "acme.Mla"
+    assert path_of(acme("acme.Plain"), MLA) == "acme.Plain"
 
 
 def both(use_mla: bool = False, use_sparse: bool = False) -> str:
@@ -69,8 +80,8 @@ def every(**asked: bool) -> str:
 @pytest.mark.parametrize("fn", [both, one, every])
 def test_the_older_form_is_asked_what_it_takes(fn: Any) -> None:
     impl = older(fn, priority=7, available=lambda: "no such chip")
-    assert class_path_for(impl, MLA) == "acme.Mla"
-    assert class_path_for(impl, PLAIN) == "acme.Plain"
+    assert path_of(impl, MLA) == "acme.Mla"
+    assert path_of(impl, PLAIN) == "acme.Plain"
     assert (impl.impl_id, impl.vendor, impl.priority) == ("vendor.acme", "acme", 7)
     assert impl.availability() == "no such chip"
 

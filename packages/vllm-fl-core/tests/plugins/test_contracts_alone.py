@@ -12,7 +12,6 @@ import pytest
 import torch
 from builders import planning
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import Contract
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
@@ -22,13 +21,13 @@ from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.installed import required_by
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Owner, Plugin
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 
-SPEC = contracts()["silu_and_mul"]
+SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def contract(name: str) -> Contract:

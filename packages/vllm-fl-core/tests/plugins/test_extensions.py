@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
 from vllm_fl.errors import PluginError, SettingsError, StartError
-from vllm_fl.plugins.asking import asking, checks, enter_session, objections, sections
-from vllm_fl.plugins.calling import rejections
+from vllm_fl.plugins.calling import asking, checks, enter_session, objections, rejections, sections
 from vllm_fl.plugins.discovery import EXTENSIONS
 from vllm_fl.plugins.hookspecs import hookimpl
 from vllm_fl.plugins.inspection import Check, GroupFacts, Moment, Objection
 from vllm_fl.plugins.loading import load
 from vllm_fl.plugins.plugin import Kind, Owner, Plugin
-from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import OPS
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
+from vllm_fl.plugins.reserved import OPS, unread, unverified
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.plugins.verifiers import unread, unverified
 from vllm_fl.settings.loading import load_settings
 
 VERIFY = "vllm-fl-verify"
@@ -243,7 +240,7 @@ class Facts:
 
 
 ASKS, FREE = Facts("VLLM_BATCH_INVARIANT=1"), Facts("")
-SPEC = contracts()["silu_and_mul"]
+SPEC = known_contracts().contracts["silu_and_mul"]
 IMPL = OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR, lambda x: x, "acme")
 
 

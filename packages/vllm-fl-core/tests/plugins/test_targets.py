@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import (
     AttentionTarget,
     Binding,
@@ -31,7 +30,7 @@ from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
 
-SPEC = contracts()["silu_and_mul"]
+SPEC = known_contracts().contracts["silu_and_mul"]
 
 
 def same(*args: Any) -> Any:
@@ -107,7 +106,7 @@ def test_a_place_of_any_kind_is_the_first_plugins(plugin: Any, target: str) -> N
     assert isinstance(error, TargetError)
     assert (error.plugin, error.distribution) == ("fl-zenith", "fl-zenith 1.0")
     assert (
-        f"the contract of op 'zenith_norm': {target} is a place of op 'acme_norm', of fl-acme 1.0"
+        f"the contract of op 'zenith_norm': {target} is a target of op 'acme_norm', of fl-acme 1.0"
         in str(error)
     )
 
@@ -119,14 +118,14 @@ def test_places_of_our_ops_are_ours_whoever_is_loaded_first(plugin: Any) -> None
     mine, ops = load(registry, [stranger, ours])
     assert (mine.status, ops.status) == ("failed", "ok")
     assert isinstance(mine.error, TargetError)
-    assert "IR op rms_norm is a place of op 'rms_norm'" in str(mine.error)
+    assert "IR op rms_norm is a target of op 'rms_norm'" in str(mine.error)
     assert "acme_norm" not in registry.snapshot().bindings
 
 
 def test_the_attention_backends_are_no_ops_place(plugin: Any) -> None:
     (mine,) = load(OpRegistry(EMPTY), [plugin("fl-acme", {"acme_rows": [AttentionTarget()]})])
     assert isinstance(mine.error, TargetError)
-    assert "the attention backend is a place of op 'attention_backend', of vllm-fl-core" in str(
+    assert "the attention backend is a target of op 'attention_backend', of vllm-fl-core" in str(
         mine.error
     )
 
@@ -142,7 +141,9 @@ def test_of_one_plugin_and_in_a_script_a_place_is_one_ops_too(plugin: Any) -> No
         return SPEC.oracle(x)
 
     contract = Contract(dataclasses.replace(SPEC, oracle=acme_c))
-    with pytest.raises(TargetError, match=r"'acme_c': operator _C::norm is a place of op 'acme_a'"):
+    with pytest.raises(
+        TargetError, match=r"'acme_c': operator _C::norm is a target of op 'acme_a'"
+    ):
         registry.add_contract(contract, Binding((target,)), Owner("late"))
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import contracts
 from vllm_fl.dispatch import OpManager, OpRegistry, SelectionPolicy, discover_plugins
 from vllm_fl.errors import AllFailedError, NoImplementationError
 from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import AttentionImpl, AttentionRequest, OpImpl
 
 PLUGINS = Path(__file__).parents[4] / "tests" / "plugins"
@@ -86,20 +86,20 @@ def test_with_a_layer_it_computes_and_leaves_a_scripts_tensors(
     norm: Any = Norm()
     x, residual = torch.randn(3, 16), torch.randn(3, 16)
     kept = (x.clone(), residual.clone())
-    wanted = contracts()["rms_norm"].oracle(x, residual, norm.weight, 1e-5)
+    wanted = known_contracts().contracts["rms_norm"].oracle(x, residual, norm.weight, 1e-5)
     got = manager.call_as_method("rms_norm", norm, x, residual)
     for mine, exact in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)
     assert x.equal(kept[0]) and residual.equal(kept[1])
 
     silu = manager.call_as_method("silu_and_mul", SimpleNamespace(), x)
-    exact = contracts()["silu_and_mul"].oracle(x)
+    exact = known_contracts().contracts["silu_and_mul"].oracle(x)
     torch.testing.assert_close(silu.double(), exact, rtol=1e-5, atol=1e-5)
 
     query, key = torch.randn(3, 2, 8), torch.randn(3, 1, 8)
     call = (query, key, torch.rand(5, 3), torch.rand(5, 3), torch.tensor([4, 0, 2]))
     kept = (query.clone(), key.clone())
-    wanted = contracts()["rotary_embedding"].oracle(*call)
+    wanted = known_contracts().contracts["rotary_embedding"].oracle(*call)
     got = manager.call_as_method("rotary_embedding", SimpleNamespace(), *call)
     for mine, exact in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5)

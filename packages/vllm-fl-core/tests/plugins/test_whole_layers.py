@@ -8,8 +8,6 @@ import pytest
 from builders import managing, planning, silu
 
 from vllm_fl.engine.start_line import line, notes
-from vllm_fl.errors import PluginError
-from vllm_fl.plugins.registry import OpRegistry
 from vllm_fl.plugins.types import BackendImplKind, LayerImpl, OpImpl
 
 VENDOR = BackendImplKind.VENDOR
@@ -47,14 +45,10 @@ def test_what_makes_no_sense_is_refused(arguments: Any, fields: Any, words: str)
 
 
 def test_a_name_is_an_op_or_a_layer() -> None:
-    registry = OpRegistry()
-    registry.register_impl(row())
-    with pytest.raises(PluginError, match="is a layer already, and cannot be an op"):
-        registry.register_impl(OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta"))
-    registry.clear()
-    registry.register_impl(OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta"))
-    with pytest.raises(PluginError, match="is an op already, and cannot be a layer"):
-        registry.register_impl(row())
+    with pytest.raises(ValueError, match="an identifier such as 'rms_norm'"):
+        OpImpl(ROW, "vendor.zeta", VENDOR, print, "zeta")
+    with pytest.raises(ValueError, match="a class name such as 'RowParallelLinear'"):
+        LayerImpl("rms_norm", "a.B", VENDOR, "acme")
 
 
 # The plan.

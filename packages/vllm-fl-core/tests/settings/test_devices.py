@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from vllm_fl.errors import SettingsError
-from vllm_fl.settings.loading import Settings, check_names, load_settings
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import Mode
+from vllm_fl.settings.schema import Settings
 
 H100 = "NVIDIA H100 80GB HBM3"
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -148,6 +150,6 @@ def test_what_is_wrong_is_named_with_its_line(
 
 def test_an_op_that_nobody_brings_is_warned_of(read: Read) -> None:
     settings = read([{"name": "H*", "op_backends": {"linaer": ORDER}}])
-    checked = check_names(settings, ops=["linear"])
+    checked = check_names(settings, op=["linear"])
     assert "devices.linaer" in checked.unchecked
     assert any("'linear'" in warning for warning in checked.warnings)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.contracts import contracts
 from vllm_fl.errors import IdleSwitchError, SettingsError
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl.settings.loading import Settings, check_names, load_settings, policy_from_config
+from vllm_fl.settings.loading import load_settings, policy_from_config
+from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import SelectionPolicy
+from vllm_fl.settings.schema import Settings
 
 Write = Callable[[str, str], str]
 
@@ -139,7 +141,7 @@ def test_groups_stand_wherever_orders_do(write: Write) -> None:
 
 def test_the_ops_of_this_project_have_the_documented_groups() -> None:
     groups = "activations cache linear_attention moe norms quant rope"
-    assert {spec.group for spec in contracts().values()} == {"", *groups.split()}
+    assert {spec.group for spec in known_contracts().contracts.values()} == {"", *groups.split()}
 
 
 @pytest.mark.parametrize(
@@ -193,9 +195,9 @@ def test_a_group_without_an_op_here_and_a_token_that_no_op_has_are_one_line(
 ) -> None:
     settings = check_names(
         load(f"{EXTENDS}op_backends: {orders}\n", ""),
-        ops=["rms_norm", "layer_norm", "rotary_embedding"],
-        groups=GROUPS,
-        vendors=["acme"],
+        op=["rms_norm", "layer_norm", "rotary_embedding"],
+        group=GROUPS,
+        vendor=["acme"],
         impls=IMPLS,
     )
     assert len(settings.warnings) == (said is not None)

@@ -22,15 +22,11 @@ from vllm_fl.contracts.binding import Binding
 from vllm_fl.errors import SettingsError
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings import loading
-from vllm_fl.settings.loading import (
-    Settings,
-    check_names,
-    load_startup,
-    normalise_platform,
-    policy_from_config,
-)
+from vllm_fl.settings.loading import load_startup, policy_from_config
+from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import OpOrder
-from vllm_fl.settings.schema import ITEMS, file_keys, overridden, variables
+from vllm_fl.settings.schema import ITEMS, Settings, file_keys, overridden, variables
+from vllm_fl.settings.values import normalise_platform
 
 OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "rotary_embedding", "attention_backend")
 DECLARED = {**ITEMS, **{spec.key: spec for spec in PLUGIN_SETTINGS}}
@@ -216,20 +212,6 @@ def test_a_whitelist_a_blacklist_or_an_error(write: Write, prefix: str) -> None:
     path = write("c.yaml", f"{prefix}_blacklist: [a]\n{prefix}_whitelist: [b]\n")
     refused({"VLLM_FL_CONFIG": path}, key=key, origin=f"{path}:2")
     refused({}, ("acme", path), key=key, origin=f"{path}:2 (acme)")
-
-
-def test_append_adds_to_a_blacklist_and_never_to_a_whitelist(write: Write) -> None:
-    files = [("acme", write("p.yaml", "flagos_blacklist: [a, b]"))]
-    append = "VLLM_FL_FLAGOS_BLACKLIST_APPEND"
-    settings = load_settings({append: "c,a"}, platform_files=files)
-    assert settings["flagos_blacklist"].value == ("a", "b", "c")
-    assert settings["flagos_blacklist"].origin == f"{files[0][1]}:1 (acme) and environment {append}"
-    both = {append: "c", "VLLM_FL_FLAGOS_BLACKLIST": "d"}
-    assert load_settings(both, platform_files=files)["flagos_blacklist"].value == ("d", "c")
-    where = {"key": "flagos_blacklist", "origin": f"environment {append}"}
-    refused({append: "c", "VLLM_FL_FLAGOS_WHITELIST": "d"}, **where)
-    refused({append: "c"}, ("acme", write("w.yaml", "flagos_whitelist: [d]")), **where)
-    refused({append: "c d"}, **where)
 
 
 # Several plugins' files.
@@ -552,14 +534,14 @@ def test_each_owner_checks_its_names(write: Write) -> None:
         "deny_vendors.ascned",
         "oot_blacklist.RMSNorm",
     }
-    scripted = check_names(settings, ops=OPS, vendors={"cuda", "ascend"})
+    scripted = check_names(settings, op=OPS, vendor={"cuda", "ascend"})
     known = {"op_backends.rms_norm", "op_backends.rms_norm.vendor:cuda"}
     assert set(scripted.unchecked) == set(settings.unchecked) - known
     near = [warning.rpartition("mean ")[2] for warning in scripted.warnings]
     assert near == ["'ascend'?", "'silu_and_mul'?", "'rms_norm'?"]
-    assert check_names(scripted, ops=OPS, vendors={"cuda", "ascend"}) == scripted
+    assert check_names(scripted, op=OPS, vendor={"cuda", "ascend"}) == scripted
 
-    engine = check_names(scripted, ops=OPS, layers={"RMSNorm", "rms_norm"})
+    engine = check_names(scripted, op=OPS, layer={"RMSNorm", "rms_norm"})
     assert set(scripted.unchecked) - set(engine.unchecked) == {"oot_blacklist.RMSNorm"}
     assert engine.policy == settings.policy
 
@@ -570,11 +552,11 @@ def test_each_owner_checks_its_names(write: Write) -> None:
 def test_an_order_for_an_op_of_vllm_plugin_fl_says_what_has_its_place() -> None:
     settings = load_settings({"VLLM_FL_PER_OP": "topk_softmax=vendor;rms_norm=vendor"})
     bindings = {"acme_topk": Binding(formerly=("topk_softmax",))}  # whoever's op it is
-    (warning,) = check_names(settings, ops=OPS, bindings=bindings).warnings
+    (warning,) = check_names(settings, op=OPS, bindings=bindings).warnings
     assert warning.startswith("environment VLLM_FL_PER_OP: op_backends.topk_softmax: ")
     assert "'acme_topk'" in warning and "has no effect" in warning
     brought = (*OPS, "topk_softmax")
-    assert check_names(settings, ops=brought, bindings=bindings).warnings == ()
+    assert check_names(settings, op=brought, bindings=bindings).warnings == ()
 
 
 def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -> None:
@@ -588,7 +570,7 @@ def test_an_absent_plugins_settings_are_kept_shown_and_unchecked(write: Write) -
     assert settings["flagos_whitelist"].value == ("rms_nrom", "mm", "add")
     assert settings["vendor_acme_streams"].value is True
     assert settings["USE_FLAGGEMS"].named == "USE_FLAGGEMS=maybe"
-    assert settings.warnings == check_names(settings, ops=OPS, vendors=()).warnings == ()
+    assert settings.warnings == check_names(settings, op=OPS, vendor=()).warnings == ()
     assert pickle.loads(pickle.dumps(settings)) == settings
     mine = loading.load_settings({"VLLM_FL_CONFIG": a})
     assert set(mine.chosen) == {"config", "platform_files", "flagos_whitelist", "flagos_mode"}
@@ -670,7 +652,7 @@ def settings_or_one_error(
         assert error.key and error.origin and str(error).startswith(f"{error.origin}: ")
         return None
     assert pickle.loads(pickle.dumps(settings)) == settings
-    assert check_names(settings, ops=OPS).policy is not None
+    assert check_names(settings, op=OPS).policy is not None
     return settings
 
 

@@ -10,7 +10,8 @@ import pytest
 from builders import PLUGIN_SETTINGS
 
 from vllm_fl.settings import loading
-from vllm_fl.settings.loading import check_names, load_startup, policy_from_config
+from vllm_fl.settings.loading import load_startup, policy_from_config
+from vllm_fl.settings.names import check_names
 from vllm_fl.settings.policy import OpOrder
 
 load_settings = partial(loading.load_settings, plugins=PLUGIN_SETTINGS)
@@ -35,7 +36,7 @@ def test_user_file_sets_every_item() -> None:
 
 def test_op_that_no_contract_names_is_kept_and_unchecked() -> None:
     settings = load_settings({"VLLM_FL_CONFIG": str(SEEDS / "op_backends.yaml")})
-    settings = check_names(settings, ops=OPS, vendors=())
+    settings = check_names(settings, op=OPS, vendor=())
     assert settings.policy.per_op_order["mul"] == OpOrder.of("flagos")
     assert settings.unchecked == ("op_backends.mul",)
     assert settings.warnings == ()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vllm_fl.errors import InvalidSettingError
-from vllm_fl.settings.loading import Settings, load_settings
+from vllm_fl.settings.loading import load_settings
+from vllm_fl.settings.schema import Settings
 
 KEY = "op_backends.rms_norm"
 CPU = "cpu"
@@ -36,7 +38,7 @@ def path(tmp_path: Path) -> Path:
 
 def order(settings: Settings) -> str:
     listed = settings.with_devices(CPU, "eager").policy.per_op_order.get("rms_norm")
-    return str(listed and listed.with_rows("compiled", listed.eager))
+    return str(listed and replace(listed, compiled=listed.eager))
 
 
 def test_it_orders_on_its_device_wherever_it_was_read(path: Path) -> None:

@@ -13,7 +13,7 @@ from vllm_fl import WorkerContext, WorkerReport
 from vllm_fl.dispatch import get_default_manager
 
 from .loading import available, flag_gems, problem
-from .settings import BLACKLIST, OPLIST, USE, WHITELIST, check_names, value
+from .settings import BLACKLIST, OPLIST, USE, WHITELIST, blacklist, check_names, value
 
 __all__ = ["known_names", "replaceable", "start", "write_list"]
 
@@ -80,7 +80,7 @@ def _wanted(settings: Any) -> tuple[str, ...] | None:
     planned, listed = _ops_of_the_plan(), value(settings, WHITELIST)
     if listed is not None:
         return tuple(name for name in listed if name not in planned)
-    return None if {*value(settings, BLACKLIST)} - planned else ()
+    return None if {*blacklist(settings)} - planned else ()
 
 
 def _ops_of_the_plan() -> frozenset[str]:
@@ -132,7 +132,7 @@ def _by_function(gems: Any) -> Collection[str]:
 def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Any) -> tuple[str, ...]:
     """Register FlagGems's kernels with PyTorch; the operators that have one now."""
     if wanted is None:
-        gems.enable(unused=list(value(settings, BLACKLIST)))
+        gems.enable(unused=list(blacklist(settings)))
     else:
         known = _by_function(gems)
         names = [name for name in wanted if name in known]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
@@ -18,12 +19,14 @@ from vllm_fl import (
 )
 
 __all__ = [
+    "APPEND",
     "BLACKLIST",
     "INSTALL",
     "OPLIST",
     "SETTINGS",
     "USE",
     "WHITELIST",
+    "blacklist",
     "check_names",
     "findings",
     "rejected",
@@ -52,16 +55,20 @@ BLACKLIST = SettingSpec[tuple[str, ...]](
     (),
     in_file=True,
     names="FlagGems op",
-    append="VLLM_FL_FLAGOS_BLACKLIST_APPEND",
 )
 """FlagGems ops that are not used."""
+
+APPEND = replace(
+    BLACKLIST, key="flagos_blacklist_append", variable="VLLM_FL_FLAGOS_BLACKLIST_APPEND"
+)
+"""Further FlagGems ops that are not used."""
 
 OPLIST = SettingSpec(
     "oplist_path", "FLAGGEMS_ENABLE_OPLIST_PATH", "/tmp/flaggems_enable_oplist.txt"
 )
 """Where rank 0 lists the operators of PyTorch's that were replaced."""
 
-SETTINGS: tuple[SettingSpec[Any], ...] = (USE, WHITELIST, BLACKLIST, OPLIST)
+SETTINGS: tuple[SettingSpec[Any], ...] = (USE, WHITELIST, BLACKLIST, APPEND, OPLIST)
 
 
 def value(settings: Any, spec: SettingSpec[Any]) -> Any:
@@ -69,16 +76,30 @@ def value(settings: Any, spec: SettingSpec[Any]) -> Any:
     return settings[spec.key].value if spec.key in settings else spec.default
 
 
+def blacklist(settings: Any) -> tuple[str, ...]:
+    """The FlagGems ops that are not used.
+
+    Raises:
+        SettingsError: names are added to the blacklist, and a whitelist excludes it.
+    """
+    more, white = value(settings, APPEND), value(settings, WHITELIST)
+    if more and white is not None:
+        origin, other = settings[APPEND.key].origin, settings[WHITELIST.key].named
+        problem = f"has no effect with {other}; unset one of the two"
+        raise SettingsError(f"{origin}: {APPEND.key}: {problem}", key=APPEND.key, origin=origin)
+    return (*value(settings, BLACKLIST), *more)
+
+
 def rejected(
     settings: Any, op: str, impls: Sequence[OpImpl | AttentionImpl | CommunicatorImpl]
 ) -> dict[str, str] | None:
     """impl id -> the setting that keeps FlagGems out of `op`."""
-    listed = value(settings, WHITELIST)
+    listed, out = value(settings, WHITELIST), blacklist(settings)
     if not value(settings, USE):
         reason = "USE_FLAGGEMS=false"
     elif listed is not None and op not in listed:
         reason = WHITELIST.key
-    elif op in value(settings, BLACKLIST):
+    elif op in out:
         reason = BLACKLIST.key
     else:
         return None
@@ -91,12 +112,12 @@ def rejected(
 
 
 def check_names(settings: Any, known: Collection[str]) -> None:
-    """Check the names in the two lists.
+    """Check the names in the lists.
 
     Raises:
         SettingsError: FlagGems does not know one; what was likely meant is said.
     """
-    for spec in (WHITELIST, BLACKLIST):
+    for spec in (WHITELIST, BLACKLIST, APPEND):
         for name in value(settings, spec) or ():
             if name in known:
                 continue
@@ -140,7 +161,7 @@ def findings(settings: Any) -> Iterator[Finding]:
         )
     if not value(settings, USE):
         why = f"{settings[USE.key].named} leaves FlagGems out."
-        yield from _idle(settings, (WHITELIST, BLACKLIST, OPLIST), why)
+        yield from _idle(settings, SETTINGS[1:], why)
     elif gems is None:
         yield from _idle(settings, SETTINGS, "flag-gems is not installed.")
 

@@ -19,14 +19,13 @@ from torch._guards import detect_fake_mode
 from torch._inductor.virtualized import V
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from vllm_fl.contracts import contracts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
 HEADS, KV_HEADS, SIZE, TOKENS = 4, 2, 64, 5
-FUSED = contracts()["qk_norm_rope"]
+FUSED = known_contracts().contracts["qk_norm_rope"]
 QUANTISED = (
     "rms_norm_static_fp8_quant",
     "fused_add_rms_norm_static_fp8_quant",

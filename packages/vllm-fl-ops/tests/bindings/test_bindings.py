@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionTarget, LayerTarget, OperatorTarget
 from vllm_fl.integration.compat import vllm_folders
 from vllm_fl.integration.targets import ATTENTION_LAYERS, targets
@@ -21,7 +20,7 @@ from vllm_fl_ops.contracts.rules import RULES
 
 
 def test_every_op_has_a_binding_and_says_what_runs_past_it() -> None:
-    assert set(known_contracts().bindings) == {*contracts()}
+    assert set(known_contracts().bindings) == {*known_contracts().contracts}
     for binding in (*known_contracts().bindings.values(), ATTENTION_LAYERS):
         told = binding.not_reached
         assert told and len(set(told)) == len(told)
@@ -88,7 +87,7 @@ def test_the_tokens_of_a_place_are_the_ops(op: str, target: Any) -> None:
         given.update(zip(target.parameters, args, strict=False), **named)
         raise Called
 
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     first = next(name for name in spec.parameters if name in spec.by_token)
     for sample in spec.samples(getattr(torch, spec.dtypes[0]), torch.device("cpu")):
         with pytest.raises(Called):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.plugins.registry import known_contracts
 
@@ -85,7 +84,7 @@ def test_quantised_caches_are_left_to_vllm(kind: str) -> None:
 
 
 def test_a_latent_is_written_wherever_vllm_does_it() -> None:
-    oracle = contracts()["concat_and_cache_mla"].oracle
+    oracle = known_contracts().contracts["concat_and_cache_mla"].oracle
     kv_c, k_pe = torch.randn(5, 16), torch.randn(5, 8)
     slots = torch.tensor([9, -1, 31])
     want = oracle(kv_c[:3], k_pe[:3], torch.zeros(4, 8, 24), slots)
@@ -111,7 +110,7 @@ def test_stock_is_what_attention_on_cpus_without_amx_writes() -> None:
     assert isinstance(target, FunctionTarget)
     latent = torch.randn(3, 16), torch.randn(3, 8), torch.zeros(4, 8, 24)
     slots = torch.tensor([9, -1, 31])
-    want = contracts()["concat_and_cache_mla"].oracle(*latent, slots)
+    want = known_contracts().contracts["concat_and_cache_mla"].oracle(*latent, slots)
     got = target.native(CPUMLAImpl.do_kv_cache_update)(*latent, slots)
     assert got is latent[2] and torch.equal(got, want)
 
@@ -122,7 +121,7 @@ def halves(tokens: int = 5) -> list[torch.Tensor]:
 
 
 def merged(*args: Any) -> Any:
-    output, lse = contracts()["merge_attn_states"].oracle(*args)
+    output, lse = known_contracts().contracts["merge_attn_states"].oracle(*args)
     return output.float(), lse.float()
 
 

@@ -17,7 +17,6 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import override_forward_context
 from vllm.platforms import current_platform
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration.engines import calling
@@ -26,7 +25,7 @@ from vllm_fl.integration.patchers.taking import Choice
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 
-SPEC = contracts()["fused_experts"]
+SPEC = known_contracts().contracts["fused_experts"]
 BINDING = known_contracts().bindings["fused_experts"]
 
 TRITON, CHOICE = (target for target in BINDING.targets if isinstance(target, FunctionTarget))

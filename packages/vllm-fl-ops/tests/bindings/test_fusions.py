@@ -24,7 +24,6 @@ from configs import engine_config
 from vllm.config import CompilationMode
 
 import vllm_fl.dispatch
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FusionTarget, OperatorTarget
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.integration.carried import Carried
@@ -43,7 +42,7 @@ def impl(op: str) -> OpImpl:
     def fn(*args: Any) -> Any:
         raise NotImplementedError
 
-    fn.__signature__ = contracts()[op].signature  # type: ignore[attr-defined]
+    fn.__signature__ = known_contracts().contracts[op].signature  # type: ignore[attr-defined]
     return OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, fn, "acme")
 
 
@@ -53,7 +52,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = OpRegistry()
     registry.register_many([impl(op) for op in (OP, "rms_norm", "rotary_embedding")])
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
-    monkeypatch.setattr(vllm_fl.dispatch.default, "manager", OpManager(registry))
+    monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", OpManager(registry))
     monkeypatch.setattr(layers, "foreign_ops", dict)
     on_platform(monkeypatch, is_cuda_alike=lambda: True)
 

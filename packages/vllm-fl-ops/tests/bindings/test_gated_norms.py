@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import contracts
 from vllm_fl.plugins.registry import known_contracts
 
 pytest.importorskip("vllm", reason="the layers are vLLM's own")
@@ -16,7 +15,7 @@ from vllm.model_executor.layers.layernorm import RMSNormGated
 from vllm.model_executor.layers.mamba.mamba_mixer2 import Mixer2RMSNormGated
 from vllm.third_party.flash_linear_attention.ops.kda import FusedRMSNormGated
 
-SPEC = contracts()["rms_norm_gated"]
+SPEC = known_contracts().contracts["rms_norm_gated"]
 TARGETS = {target.cls: target for target in known_contracts().bindings["rms_norm_gated"].targets}
 
 

@@ -13,7 +13,7 @@ import torch
 from builders import managing, planning, taking
 from torch import Tensor
 
-from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts import OpSpec
 from vllm_fl.contracts.binding import FunctionTarget, LayerTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.plugins.registry import known_contracts
@@ -77,7 +77,7 @@ def copied(args: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("op", "target"), TARGETS)
 def test_what_a_place_calls_and_what_calls_it_are_each_others_inverse(op: str, target: Any) -> None:
-    spec, tried = contracts()[op], 0
+    spec, tried = known_contracts().contracts[op], 0
     through = target.native(called_as(target, target.route(rounded(spec))))
     for sample in spec.samples(torch.bfloat16, CPU):
         if "epsilon" in spec.parameters and sample.args[-1] != FLA_EPSILON:
@@ -158,7 +158,7 @@ def test_states_per_block_and_other_dtypes_are_left_to_vllm() -> None:
 
 
 def test_the_layer_adds_a_dimension_and_takes_flags() -> None:
-    spec = contracts()["chunk_gated_delta_rule"]
+    spec = known_contracts().contracts["chunk_gated_delta_rule"]
     (target,) = (
         p for p in known_contracts().bindings[spec.name].targets if isinstance(p, LayerTarget)
     )
@@ -237,7 +237,7 @@ def test_an_overridden_operator_gives_and_writes_what_its_kernel_does(
     operator = getattr(torch.ops._C, name)
     stock = copied(args)
     wanted = operator(*stock)
-    plan, given = serving_plan(contracts()[op], refused), copied(args)
+    plan, given = serving_plan(known_contracts().contracts[op], refused), copied(args)
     with overridden(plan, op) as taken:
         assert f"_C::{name}" in taken[op]
         got = operator(*given)
@@ -276,7 +276,7 @@ def test_the_cpu_builds_convolution_is_answered_where_linear_attention_calls_it(
         )
         return out, cache
 
-    stock, plan = call(), serving_plan(contracts()["causal_conv1d"], refused)
+    stock, plan = call(), serving_plan(known_contracts().contracts["causal_conv1d"], refused)
     with overridden(plan, "causal_conv1d") as taken:
         assert len(taken["causal_conv1d"]) == 1
         got = call()

@@ -50,7 +50,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OpManager]:
         # Where nobody orders an op, vLLM's own form stands before the references.
         policy.setdefault("per_op_order", {"rms_norm": ["flagos", "vendor", "reference"]})
         manager = managing(*impls, **policy)
-        monkeypatch.setattr(vllm_fl.dispatch.default, "manager", manager)
+        monkeypatch.setattr(vllm_fl.dispatch.manager, "manager", manager)
         norms.register_provider()
         return manager
 

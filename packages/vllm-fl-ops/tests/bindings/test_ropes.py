@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import LayerTarget
 from vllm_fl.plugins.registry import known_contracts
 
@@ -116,7 +115,7 @@ def ours(layer: Any, *, native: bool = False) -> Any:
         for target in known_contracts().bindings[op].targets
         if isinstance(target, LayerTarget) and target.cls == type(layer).__name__
     )
-    spec = contracts()[target[0]]
+    spec = known_contracts().contracts[target[0]]
 
     def op(*args: Any) -> Any:
         assert spec.check(*args) is None

@@ -21,7 +21,6 @@ import torch
 from builders import managing, planning, taking
 from torch import Tensor
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.patchers import functions
@@ -36,7 +35,7 @@ LOGITS, BIAS = torch.randn(7, 32), torch.randn(32)
 
 def by_oracle(op: str, refuses: bool) -> OpImpl:
     """An implementation in the contract's dtypes, its experts in another order than vLLM's."""
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
 
     def fn(*args: Any) -> Any:
         weights, ids = spec.oracle(*args)
@@ -129,7 +128,7 @@ def targets(op: str, kind: type) -> list[Any]:
 def test_operators_leave_weights_and_ids_and_no_experts_for_padding(
     target: OperatorTarget, indices: torch.dtype
 ) -> None:
-    spec = contracts()["moe_topk"]
+    spec = known_contracts().contracts["moe_topk"]
     how = target.name.removeprefix("_moe_C::topk_")
     kernel = target.route(by_oracle("moe_topk", False).fn)
     weights, rows = torch.zeros(7, 4), torch.zeros(7, 4, dtype=torch.int32)
@@ -149,7 +148,7 @@ def test_operators_leave_weights_and_ids_and_no_experts_for_padding(
 
 def test_the_sum_is_left_where_the_operator_leaves_it() -> None:
     (target,) = targets("moe_sum", OperatorTarget)
-    op = contracts()["moe_sum"].oracle
+    op = known_contracts().contracts["moe_sum"].oracle
     kernel, out = target.route(op), torch.zeros(7, 8)
     x, ids = torch.randn(7, 2, 8), torch.tensor([[0, -1]] * 7)
     assert kernel(x, out, ids, None) is None
@@ -168,7 +167,7 @@ ALIGN = "moe_align_block_size"
 @contextmanager
 def aligning(refuses: bool = False) -> Iterator[Plan]:
     """An engine whose plan has the op, its rows as the oracle's."""
-    spec = contracts()[ALIGN]
+    spec = known_contracts().contracts[ALIGN]
     supports: Any = lambda *args: "never" if refuses else True  # noqa: E731
     supports.__signature__ = spec.signature
     impl = OpImpl(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_ops.contracts.paging import slots
 from vllm_fl_verify.verification import misplaced
 
@@ -30,7 +30,7 @@ def test_both_caches_come_back_as_they_are_laid_out() -> None:
     """What an implementation has written in place is its result, whatever the layout."""
     from vllm_fl_verify.guarded import guarded
 
-    spec = contracts()["reshape_and_cache"]
+    spec = known_contracts().contracts["reshape_and_cache"]
     for sample in spec.samples(torch.float32, CPU):
         call = guarded(dict(zip(spec.parameters, sample.args, strict=True)))
         result = (call.arguments["key_cache"], call.arguments["value_cache"])

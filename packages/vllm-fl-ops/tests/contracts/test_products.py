@@ -12,7 +12,8 @@ from telling import by_dtype
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from vllm_fl.contracts import ModelSizes, Sample, contracts
+from vllm_fl.contracts import ModelSizes, Sample
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify.oracle import magnitudes
 from vllm_fl_verify.verification import compare
@@ -40,7 +41,7 @@ by_tanh = partial(gelu, approximate="tanh")
 
 def found(op: str, samples: Iterable[Sample], dtype: torch.dtype, form: Form) -> dict[str, str]:
     """Sample -> what is wrong with a form's result."""
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
 
     def fn(*args: Any) -> Tensor:
         return form(*args).to(getattr(torch, args[4]) if op == FP8 else args[0].dtype)
@@ -52,7 +53,7 @@ def found(op: str, samples: Iterable[Sample], dtype: torch.dtype, form: Form) ->
 
 
 def served(op: str, dtype: torch.dtype, large: bool, sizes: ModelSizes = SERVED) -> list[Sample]:
-    return list(contracts()[op].served(sizes, dtype, CPU, large))
+    return list(known_contracts().contracts[op].served(sizes, dtype, CPU, large))
 
 
 def product(
@@ -156,7 +157,7 @@ WRONG: dict[tuple[str, str], Form] = {
 
 @by_dtype((op, what) for op, what in WRONG)
 def test_samples_tell_a_wrong_kernel(op: str, what: str, dtype: torch.dtype) -> None:
-    wrong = found(op, contracts()[op].samples(dtype, CPU), dtype, WRONG[op, what])
+    wrong = found(op, known_contracts().contracts[op].samples(dtype, CPU), dtype, WRONG[op, what])
     is_right = what == "right" or (what, dtype) == ("0 for gates below -5", torch.bfloat16)
     assert bool(wrong) != is_right, wrong
 
@@ -183,7 +184,7 @@ def test_large_values_tell_who_computes_in_float16(large: bool) -> None:
 def test_float32_tells_gelu_by_the_error_function() -> None:
     """Halves do not: they differ by 5e-4 at most."""
     for dtype in (torch.float32, torch.bfloat16):
-        samples = contracts()[GELU].samples(dtype, CPU)
+        samples = known_contracts().contracts[GELU].samples(dtype, CPU)
         wrong = found(GELU, samples, dtype, partial(product, act=gelu))
         assert bool(wrong) is (dtype == torch.float32)
 
@@ -227,7 +228,7 @@ ALLOWED: dict[str, tuple[str, Form]] = {
 def test_roundings_that_libraries_have_are_right(op: str, what: str, dtype: torch.dtype) -> None:
     sizes = SERVED if op == GELU else LARGER
     every = [served(op, dtype, large, sizes) for large in (False, True)]
-    samples = [*contracts()[op].samples(dtype, CPU), *every[0], *every[1]]
+    samples = [*known_contracts().contracts[op].samples(dtype, CPU), *every[0], *every[1]]
     assert not found(op, samples, dtype, ALLOWED[what][1])
 
 
@@ -252,7 +253,7 @@ def in_tf32(x: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
 def test_too_few_digits_are_seen(op: str, dtype: torch.dtype) -> None:
     few = in_tf32 if dtype == torch.float32 else rounded_at_each_step
     form = few if op == "linear" else lambda x, weight: silu_of(few(x, weight))
-    assert found(op, contracts()[op].samples(dtype, CPU), dtype, form)
+    assert found(op, known_contracts().contracts[op].samples(dtype, CPU), dtype, form)
     assert found(op, served(op, dtype, True), dtype, form)
 
 
@@ -291,7 +292,7 @@ def test_large_values_stay_within_the_dtype(op: str, dtype: torch.dtype) -> None
     more = {"dense_intermediate": 11008, "router_experts": 64}
     sizes = ModelSizes(hidden=4096, heads=8, kv_heads=2, head_size=128, tokens=(300,), more=more)
     for sample in served(op, dtype, True, sizes):
-        result = contracts()[op].oracle(*sample.args)
+        result = known_contracts().contracts[op].oracle(*sample.args)
         assert 2 * sample.scale < result.abs().max() < torch.finfo(dtype).max / 2, sample.name
         if op == SILU and dtype != torch.float16:
             assert result.abs().max() > torch.finfo(torch.float16).max
@@ -328,14 +329,14 @@ def test_projections_of_a_served_model(large: bool) -> None:
 def test_sizes_beyond_whole_tiles_are_tried_at_every_number_of_tokens(
     op: str, tokens: range
 ) -> None:
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     calls = [s.args for s in spec.samples(torch.bfloat16, CPU) if len(s.args[0]) in tokens]
     assert any(x.shape[1] % 16 for x, *_ in calls)
     assert any(spec.oracle(*args).shape[1] % 32 for args in calls)
 
 
 def test_a_scale_is_a_row_for_each_token_or_one_number() -> None:
-    spec = contracts()[FP8]
+    spec = known_contracts().contracts[FP8]
     sample = next(s for s in spec.samples(torch.float16, CPU) if s.args[2].ndim == 1)
     given = spec.named(sample.args)
     assert [*spec.with_rows(sample.args)] == ["x"]
@@ -352,5 +353,7 @@ def test_the_room_of_a_served_call_goes_by_its_scaled_numbers(largest: float) ->
     values = torch.linspace(-largest, largest, 64).repeat(2, 1)
     for scale in (torch.full((2, 1), largest / 448), torch.tensor(largest / 448)):
         x, weight = ((of / of.max() * 448).to(torch.float8_e4m3fn) for of in (values, values))
-        found = magnitudes(contracts()[FP8], (x, weight, scale, torch.ones(1), "bfloat16", None))
+        found = magnitudes(
+            known_contracts().contracts[FP8], (x, weight, scale, torch.ones(1), "bfloat16", None)
+        )
         assert torch.equal(torch.as_tensor(found).round(), torch.full((2,), largest).double())

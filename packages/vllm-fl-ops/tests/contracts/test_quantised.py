@@ -11,7 +11,6 @@ import torch
 from telling import by_dtype
 from torch import Tensor
 
-from vllm_fl.contracts import contracts
 from vllm_fl.contracts.binding import FunctionTarget, OperatorTarget
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
@@ -150,7 +149,7 @@ FORMS: dict[str, Callable[..., Any]] = {
 
 @by_dtype((op, what) for op, table in WRONG.items() for what in table)
 def test_samples_tell_a_wrong_kernel(op: str, what: str, dtype: torch.dtype) -> None:
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
 
     def fn(*args: Any) -> Any:
         return FORMS[op](*args, **WRONG[op][what])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from oracle_mutants import oracle_impl
 
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl_tools.testing.families import families_of
 from vllm_fl_verify.preflight import find_faults
@@ -47,7 +48,7 @@ Change = Callable[[dict[str, Any], tuple[torch.Tensor, ...]], object]
 
 def wrong(op: str, change: Change) -> OpImpl:
     """The oracle, with a change of its results that the arguments decide."""
-    spec, right = contracts()[op], oracle_impl(contracts()[op])
+    spec, right = known_contracts().contracts[op], oracle_impl(known_contracts().contracts[op])
 
     def fn(*args: Any) -> Any:
         got = right.fn(*args)
@@ -162,7 +163,7 @@ def test_a_kernel_that_is_wrong_at_a_served_size_is_taken_out_at_start(name: str
 
 
 def test_of_experts_all_are_tried_and_all_features() -> None:
-    spec = contracts()["fused_experts"]
+    spec = known_contracts().contracts["fused_experts"]
     model = replace(
         SIZES,
         hidden=2048,
@@ -181,7 +182,7 @@ def test_of_experts_all_are_tried_and_all_features() -> None:
 
 def test_a_start_says_what_it_tried_in_a_smaller_size() -> None:
     model = replace(SIZES, more={**SIZES.more, "experts": 100})
-    impl = oracle_impl(contracts()["fused_experts"])
+    impl = oracle_impl(known_contracts().contracts["fused_experts"])
     found = find_faults(
         Request([Role(impl)], torch.bfloat16, CPU, model, compares=False, seed=1, calls=0)
     )
@@ -190,14 +191,14 @@ def test_a_start_says_what_it_tried_in_a_smaller_size() -> None:
 
 
 def test_a_start_names_an_op_without_a_call_of_the_model() -> None:
-    impl = oracle_impl(contracts()["causal_conv1d"])
+    impl = oracle_impl(known_contracts().contracts["causal_conv1d"])
     found = find_faults(
         Request([Role(impl)], torch.bfloat16, CPU, ModelSizes(hidden=64), seed=1, calls=0)
     )
     assert "not verified at its sizes: causal_conv1d" in found.remarks and not found.objections
 
 
-@pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
 def test_what_stands_is_tried_as_it_stands(spec: Any) -> None:
     kind = dtypes_of(spec, torch.bfloat16)[0]
     trials = Trials(spec, kind, CPU, SIZES, seed=0)
@@ -206,7 +207,7 @@ def test_what_stands_is_tried_as_it_stands(spec: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", contracts().values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", known_contracts().contracts.values(), ids=lambda spec: spec.name)
 def test_the_kit_has_public_models_for_each_op(spec: Any) -> None:
     """Six families or, of an op of linear attention, latent attention and groups, all that are."""
     few = {
@@ -228,7 +229,7 @@ def test_a_smaller_call_tells_what_weights_give_that_repeat_their_rows(
     op: str, large: bool
 ) -> None:
     sizes = replace(SIZES, tokens=(3,), more={**SIZES.more, "dense_intermediate": 320})
-    spec, repeated = contracts()[op], 0
+    spec, repeated = known_contracts().contracts[op], 0
     for sample in spec.served(sizes, torch.bfloat16, CPU, large):
         assert sample.repeats is not None
         args, columns = sample.repeats

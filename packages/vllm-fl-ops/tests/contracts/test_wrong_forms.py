@@ -14,18 +14,17 @@ import torch
 import torch.nn.functional as F
 from telling import CPU, Form, problem, told
 
-from vllm_fl.contracts import contracts
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_ops.contracts import fused_experts
 from vllm_fl_ops.contracts.rules import typical_sizes
 
 SIZES = typical_sizes(known_contracts().bindings.values())
-ORACLES = {name: spec.oracle for name, spec in contracts().items()}
+ORACLES = {name: spec.oracle for name, spec in known_contracts().contracts.items()}
 
 
 def other(op: str, **others: Any) -> Form:
     """The op on other arguments: parameter -> what it gets, or what is made of the call's."""
-    parameters = contracts()[op].parameters
+    parameters = known_contracts().contracts[op].parameters
 
     def form(*args: Any) -> Any:
         call = dict(zip(parameters, args, strict=True))
@@ -178,7 +177,7 @@ def paging() -> Iterator[tuple[str, str, Form]]:
 
 
 def routing() -> Iterator[tuple[str, str, Form]]:
-    topk, grouped = ORACLES["moe_topk"], contracts()["grouped_topk"]
+    topk, grouped = ORACLES["moe_topk"], known_contracts().contracts["grouped_topk"]
 
     def scaled_first(x: Any, k: int, renormalize: bool, how: str, factor: float, bias: Any) -> Any:
         weights, ids = topk(x, k, False, how, factor, bias)
@@ -226,7 +225,7 @@ def routing() -> Iterator[tuple[str, str, Form]]:
 
 
 def experts() -> Iterator[tuple[str, str, Form]]:
-    op, right = "fused_experts", contracts()["fused_experts"]
+    op, right = "fused_experts", known_contracts().contracts["fused_experts"]
 
     def for_other(name: str, instead: str) -> Form:
         of = lambda call: instead if call["activation"] == name else call["activation"]  # noqa: E731
@@ -280,7 +279,7 @@ test_samples_tell_a_wrong_op = told(
 
 @pytest.mark.parametrize("op", ["moe_topk", "grouped_topk", "moe_sum", "moe_align_block_size"])
 def test_samples_take_the_right_op(op: str) -> None:
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     for dtype in (getattr(torch, name) for name in spec.dtypes):
         served = [s for big in (False, True) for s in spec.served(SIZES, dtype, CPU, big)]
         for sample in (*spec.samples(dtype, CPU), *served):
@@ -291,7 +290,7 @@ def test_samples_take_the_right_op(op: str) -> None:
 def test_other_numbers_of_swigluoai_are_told(
     monkeypatch: pytest.MonkeyPatch, number: str, wrong: float
 ) -> None:
-    spec = contracts()["fused_experts"]
+    spec = known_contracts().contracts["fused_experts"]
 
     def form(*args: Any) -> torch.Tensor:
         with monkeypatch.context() as patch:
@@ -302,7 +301,7 @@ def test_other_numbers_of_swigluoai_are_told(
 
 
 def test_the_rows_of_an_expert_come_in_any_order_over_its_blocks() -> None:
-    spec = contracts()["moe_align_block_size"]
+    spec = known_contracts().contracts["moe_align_block_size"]
 
     def last_rows_first(ids: torch.Tensor, *rest: Any) -> Any:
         rows, experts, used = spec.oracle(ids, *rest)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_tools.engine.tuned import DEFAULT, Figure, Row, Tuned, TunedOp
 
 TOKENS = tuple(2**n for n in range(14))
@@ -57,7 +57,7 @@ def table(
 ) -> Tuned:
     """A table of these ops, made up where they are names alone; of all that have a contract."""
     source = random.Random(seed)
-    names = contracts() if ops is None else ops
+    names = known_contracts().contracts if ops is None else ops
     whole = Tuned(
         holds=HOLDS,
         mode="compiled",

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from commands import Command, Plugin
 
-from vllm_fl.contracts import contracts
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_tools.cli.explain import documentation_of, signature_of, targets_of
 
@@ -54,9 +53,9 @@ def test_all_three_modes_with_order_origin_and_reasons(fl: Command, plugin: Plug
     assert "stock.vllm" not in [c["impl_id"] for c in script["candidates"]]
 
 
-@pytest.mark.parametrize("op", sorted(contracts()))
+@pytest.mark.parametrize("op", sorted(known_contracts().contracts))
 def test_the_documentation_of_an_op_is_whole(op: str) -> None:
-    spec, binding = contracts()[op], known_contracts().bindings[op]
+    spec, binding = known_contracts().contracts[op], known_contracts().bindings[op]
     head = signature_of(spec, width=1) or ""
     assert "'torch" not in head and '"' not in head and head.startswith(f"{op}(\n")
     for name, parameter in spec.signature.parameters.items():
@@ -70,7 +69,7 @@ def test_the_documentation_of_an_op_is_whole(op: str) -> None:
 
 def test_the_pages_of_an_op(fl: Command, plugin: Plugin) -> None:
     plugin()
-    spec = contracts()["rms_norm"]
+    spec = known_contracts().contracts["rms_norm"]
     page, told = fl("explain", "rms_norm").out, fl("explain", "rms_norm", "--json").json()
     assert told["signature"].startswith("rms_norm(") and told["bypasses"]
     assert all(bypass in page for bypass in told["bypasses"])

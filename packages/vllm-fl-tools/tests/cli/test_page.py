@@ -15,7 +15,7 @@ import pytest
 import tables
 from commands import Command
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_tools.engine.tuned import Figure, Row, Tuned, TunedOp
 
 EVIL = "<script>alert('1')</script>&\"x=\x1b[2J"
@@ -205,7 +205,9 @@ def test_nothing_is_fetched_and_nothing_runs(fl: Command, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "ops", [["rms_norm", "relu2"], pytest.param(contracts(), marks=pytest.mark.slow)], ids=len
+    "ops",
+    [["rms_norm", "relu2"], pytest.param(known_contracts().contracts, marks=pytest.mark.slow)],
+    ids=len,
 )
 def test_ids_and_looks_over_a_whole_page(fl: Command, tmp_path: Path, ops: Any) -> None:
     """Every op, 14 token counts, 4 implementations: of a size that a mail takes."""

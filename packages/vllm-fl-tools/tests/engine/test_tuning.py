@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.policy import Mode
 from vllm_fl_tools.engine import bench, tuning
@@ -53,7 +54,7 @@ class Machine:
         supports: Callable[..., Any] | None = None,
         consumes: frozenset[str] = frozenset(),
     ) -> Contender:
-        plain = fn or contracts()[op].oracle
+        plain = fn or known_contracts().contracts[op].oracle
 
         def run(*args: Any) -> Any:
             self.now += us * 1e-6
@@ -63,7 +64,7 @@ class Machine:
         return Contender(name, (impl_of(op, name, run, supports=supports, consumes=consumes),))
 
     def tuning(self, *contenders: Contender, mode: Mode = "eager", **more: Any) -> OpTuning:
-        spec = contracts()[contenders[0].impls[0].op_name]
+        spec = known_contracts().contracts[contenders[0].impls[0].op_name]
         device = torch.device("cpu")
         return OpTuning(
             spec,
@@ -100,7 +101,7 @@ def machine() -> Machine:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    return contracts()["silu_and_mul"].oracle(x)
+    return known_contracts().contracts["silu_and_mul"].oracle(x)
 
 
 def wrong_at(*counts: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -152,7 +153,7 @@ class TestChoosing:
         assert fast.us == pytest.approx(10 * len(op.forms))
 
     def test_who_is_slower_in_one_form_does_not_win_by_the_others(self, machine: Machine) -> None:
-        oracle = contracts()["rms_norm"].oracle
+        oracle = known_contracts().contracts["rms_norm"].oracle
 
         def slow_with_a_residual(x: Any, residual: Any, *rest: Any) -> Any:
             machine.now += 0 if residual is None else 25e-6
@@ -170,7 +171,7 @@ class TestChoosing:
         assert found.winner == "default"
 
     def test_of_calls_that_a_layer_makes_once_each_the_sum_decides(self, machine: Machine) -> None:
-        oracle = contracts()["linear"].oracle
+        oracle = known_contracts().contracts["linear"].oracle
 
         def slow_with_one_weight(x: Any, weight: Any, *rest: Any) -> Any:
             machine.now += 25e-6 if len(weight) == first else 0
@@ -409,7 +410,9 @@ def test_what_is_consumed_is_fresh_at_every_call(machine: Machine) -> None:
     seen: list[float] = []
 
     def in_place(x: Any, residual: Any, *rest: Any) -> Any:
-        result = rounded(contracts()["rms_norm"].oracle(x, residual, *rest), x.dtype)
+        result = rounded(
+            known_contracts().contracts["rms_norm"].oracle(x, residual, *rest), x.dtype
+        )
         if residual is None:
             return result
         seen.append(float(x.abs().sum()))
@@ -434,7 +437,7 @@ def test_what_is_consumed_is_fresh_at_every_call(machine: Machine) -> None:
 
 class TestSeveralFunctionsOfVllm:
     def test_the_first_that_gets_a_form_right_is_timed_for_it(self, machine: Machine) -> None:
-        oracle = contracts()["rms_norm"].oracle
+        oracle = known_contracts().contracts["rms_norm"].oracle
 
         def plain(x: Any, residual: Any, *rest: Any) -> Any:
             return oracle(x, None, *rest)
@@ -493,7 +496,7 @@ class TestCompiled:
 
     def test_heads_of_one_projection_at_many_sizes_in_one_graph(self, machine: Machine) -> None:
         """Each form has a graph of its own, though its guards are gone."""
-        spec = contracts()["rotary_embedding"]
+        spec = known_contracts().contracts["rotary_embedding"]
         native = spec.second_form
         assert native is not None
 

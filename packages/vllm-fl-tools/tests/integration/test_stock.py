@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm", reason="the forms are vLLM's own")
 
-from vllm_fl.contracts import ModelSizes, contracts
+from vllm_fl.contracts import ModelSizes
 from vllm_fl.contracts.binding import Binding
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.policy import Mode
@@ -44,7 +44,7 @@ SIZES = ModelSizes(
     ],
 )
 def test_each_call_has_a_form_that_is_right(op: str, mode: Mode) -> None:
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
     forms = stock_forms(op, known_contracts().bindings[op], mode, CPU)
     assert len({form.impl_id for form in forms}) == len(forms), "operators are named after ids"
     samples = list(spec.served(SIZES, torch.float32, CPU))
@@ -77,7 +77,7 @@ def test_what_vllms_graph_has_of_heads_is_query_and_key() -> None:
     assert not others and impl_id == forms[0].impl_id
     other = known_contracts().bindings["rms_norm"]
     assert apart(other, stock_forms("rms_norm", other, "compiled", CPU)) == {}
-    for sample in contracts()["qk_norm_rope"].served(SIZES, torch.float32, CPU):
+    for sample in known_contracts().contracts["qk_norm_rope"].served(SIZES, torch.float32, CPU):
         parts = [part.flatten(1) for part in less(*sample.args)]
         whole = forms[0].fn(*sample.args)
         assert torch.equal(whole[:, : sum(part.shape[1] for part in parts)], torch.cat(parts, 1))

@@ -17,7 +17,8 @@ import torch
 from oracle_mutants import oracle_impl
 from wrong_kernels import right
 
-from vllm_fl.contracts import ModelSizes, Sample, contracts
+from vllm_fl.contracts import ModelSizes, Sample
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_tools import testing
 from vllm_fl_tools.testing import CHECKS, Failure, failures, processes
@@ -149,7 +150,9 @@ def test_a_kernel_that_ends_or_hangs_in_a_child_fails(in_child: Any) -> None:
 
     wrong = dataclasses.replace(sound("silu_and_mul"), fn=kernel)
     told = failures(wrong, without=CHECKS.keys() - {"fork"}, deadline=0.5)
-    assert [each.case.check for each in told] == ["fork"] * len(contracts()["silu_and_mul"].dtypes)
+    assert [each.case.check for each in told] == ["fork"] * len(
+        known_contracts().contracts["silu_and_mul"].dtypes
+    )
 
 
 def norm(self: Any, x: torch.Tensor, residual: Any = None) -> Any:
@@ -218,7 +221,7 @@ def test_what_has_no_layer_to_give_is_skipped_with_that_reason(check: str) -> No
 
 
 def test_rows_of_an_expert_in_another_order_each_time_are_the_same_result() -> None:
-    spec = contracts()["moe_align_block_size"]
+    spec = known_contracts().contracts["moe_align_block_size"]
     turns = itertools.count()
 
     def other_rows_first(results: Any, args: Any) -> Any:
@@ -275,9 +278,9 @@ def test_an_op_that_asks_for_what_no_public_model_has_is_of_none() -> None:
     def served(sizes: Any, *_: Any) -> Any:
         yield Sample("its own", (torch.zeros(1, int(sizes.more["capped"])),))
 
-    own = dataclasses.replace(contracts()["silu_and_mul"], served=served)
+    own = dataclasses.replace(known_contracts().contracts["silu_and_mul"], served=served)
     assert families_of(own) == []
-    assert len(families_of(contracts()["silu_and_mul"])) >= 6
+    assert len(families_of(known_contracts().contracts["silu_and_mul"])) >= 6
 
 
 def test_numbers_that_are_right_are_packed_too() -> None:

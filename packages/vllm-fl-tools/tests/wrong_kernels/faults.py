@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 from . import right
 
@@ -30,7 +30,7 @@ def spoilt(op: str, spoil: Callable[..., Any], **fields: Any) -> Any:
 def changed(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> Any:
     """The right kernel on other arguments than its own: `change(arguments by name)` makes them in
     place. A call that breaks the contract is left as it is."""
-    kernel, spec = right.of(op), contracts()[op]
+    kernel, spec = right.of(op), known_contracts().contracts[op]
 
     @functools.wraps(kernel)
     def kernel_of_op(*args: Any) -> Any:
@@ -45,7 +45,7 @@ def changed(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> 
 
 def with_arguments(op: str, args: tuple[Any, ...], **others: Any) -> Any:
     """What the right kernel gives with `others` in the place of its arguments of these names."""
-    arguments = dict(zip(contracts()[op].parameters, args, strict=False))
+    arguments = dict(zip(known_contracts().contracts[op].parameters, args, strict=False))
     return right.of(op)(*{**arguments, **others}.values())
 
 
@@ -74,7 +74,7 @@ def packed(x: Any) -> Any:
 
 def unchecked(op: str, change: Callable[[dict[str, Any]], Any], **fields: Any) -> Any:
     """As `changed`, but calls that break the contract are changed, too."""
-    kernel, spec = right.of(op), contracts()[op]
+    kernel, spec = right.of(op), known_contracts().contracts[op]
 
     @functools.wraps(kernel)
     def kernel_of_op(*args: Any) -> Any:

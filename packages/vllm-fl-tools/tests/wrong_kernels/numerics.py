@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 from . import right
 from .corpus import GELU, MIXED, NORM, ROTARY, SILU, wrong, wrong_kernel
@@ -331,7 +331,11 @@ def scale_of_another_token(got, x, weight, x_scale, weight_scale, out_dtype, bia
     if x_scale.ndim < 2 or not len(x):
         return got
     scales = x_scale[torch.arange(len(weight)) % len(x), 0].double()
-    plain = contracts()[FP8].oracle(x, weight, x_scale.new_ones(1), weight_scale, out_dtype)
+    plain = (
+        known_contracts()
+        .contracts[FP8]
+        .oracle(x, weight, x_scale.new_ones(1), weight_scale, out_dtype)
+    )
     return (plain * scales + (0 if bias is None else bias.double())).to(got.dtype)
 
 

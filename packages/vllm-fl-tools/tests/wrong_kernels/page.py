@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 import torch
 
-from vllm_fl.contracts import OpSpec, contracts
+from vllm_fl.contracts import OpSpec
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_tools.testing.families import FAMILIES, smaller
 
 from .corpus import KINDS, LATENT, MIXED, Wrong, corpus
@@ -196,9 +197,9 @@ def _row(wrong: Wrong) -> str:
 def _untried() -> str:
     """What no call of a served model's sizes has, by op: such calls at all, an argument, or the
     model's own size."""
-    lines, narrow = [], smaller(contracts())
+    lines, narrow = [], smaller(known_contracts().contracts)
     public = [dataclasses.replace(f.sizes, tokens=(1,), max_position=64) for f in FAMILIES]
-    for op, spec in sorted(contracts().items()):
+    for op, spec in sorted(known_contracts().contracts.items()):
         device, dtype = torch.device("meta"), _dtype(spec)
         models = (*MODELS, *public)
         calls = [call for sizes in models for call in spec.served(sizes, dtype, device)]

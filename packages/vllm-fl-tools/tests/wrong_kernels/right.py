@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_fl.contracts import contracts
+from vllm_fl.plugins.registry import known_contracts
 
 __all__ = ["gelu_and_mul", "of", "rms_norm", "rotary_embedding", "silu_and_mul"]
 
@@ -25,7 +25,7 @@ def of(op: str) -> Callable[..., Any]:
 
 
 def _rounded_oracle(op: str) -> Callable[..., Any]:
-    spec = contracts()[op]
+    spec = known_contracts().contracts[op]
 
     @functools.wraps(spec.oracle)
     def kernel(*given: Any, **named: Any) -> Any:

@@ -11,8 +11,8 @@ import graph_on_cpu
 import torch
 import torch._dynamo  # for all children at once
 
-from vllm_fl.contracts import contracts
 from vllm_fl.plugins import breadcrumb
+from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl_tools.testing import CHECKS, failures
 from vllm_fl_verify import graphs, preflight, run, trials
@@ -30,7 +30,7 @@ SEED = 20240229
 GRAPH = 64
 """Tokens of the graph that a start captures."""
 
-assert contracts() and corpus()  # for all children at once
+assert known_contracts().contracts and corpus()  # for all children at once
 
 
 class Verdict(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.config.vllm import set_current_vllm_config
 
-from vllm_fl.contracts.batches import positions
+from vllm_fl.contracts.sampling import positions
 from vllm_fl.integration.attending import uncompiled
 
 from .batches import tokens

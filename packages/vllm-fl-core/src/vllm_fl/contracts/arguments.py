@@ -98,11 +98,6 @@ class Tensor(Argument):
         """Whether a value is that one number: it has no rows then."""
         return self.may_be_one and value.ndim < 2
 
-    @property
-    def has_tokens(self) -> bool:
-        """Whether the first dimension has a row for each token."""
-        return self.shape.split(", ")[0] in ("tokens", "...")
-
     def meet(self, x: torch.Tensor, call: Call) -> list[tuple[str, Any]]:
         """(what is declared of a dimension, its size), new sizes put into the call.
 
@@ -244,7 +239,7 @@ def declared(
         overwrites: as of `Variant`. These arguments are `consumable`.
         more: what else `OpSpec` takes; without `variants` there is one, of all parameters. Without
             `by_token`, tensors whose first dimension is `tokens` or `...` have a row per token. An
-            op that vLLM has no place for needs no `served`.
+            op without a target in vLLM needs no `served`.
 
     Raises:
         ValueError: a parameter is not declared; or as of `OpSpec`.
@@ -306,6 +301,7 @@ def declared(
     consumable = frozenset(name for variant in variants for name in variant.overwrites if name)
     more = {"consumable": consumable, "fake": fake, "arguments": arguments, **more}
     more.setdefault("served", unserved)
-    by_token = (n for n, a in arguments.items() if isinstance(a, Tensor) and a.has_tokens)
+    tensors = {n: a.shape for n, a in arguments.items() if isinstance(a, Tensor)}
+    by_token = (n for n, shape in tensors.items() if shape.split(", ")[0] in ("tokens", "..."))
     more.setdefault("by_token", frozenset(by_token))
     return OpSpec(oracle=oracle, check=check, bad_inputs=bad_inputs, **more)

@@ -88,6 +88,11 @@ class Route:
 def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound) -> Bound:
     """The op as its target calls it: a function of the target's `parameters`.
 
+    Of `silu_and_mul(x)` at the operator `_C::silu_and_mul(result, input)`::
+
+        def place(result, input):
+            return _put(result, _op(input))
+
     Raises:
         TypeError: the route does not tell one of the contract's arguments, or names a parameter
             that there is not.
@@ -116,6 +121,13 @@ def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound
 
 def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bound) -> Bound:
     """vLLM's own kernel or function of a target as the op: a function of the contract's parameters.
+
+    Of the same op and operator::
+
+        def silu_and_mul(x):
+            _to_result, = _parts(_fake(x), 1)
+            _own(_to_result, x)
+            return _to_result
 
     Raises:
         TypeError: the route does not tell one of the target's arguments, or names a parameter that

@@ -52,7 +52,8 @@ class Sample:
             All others are compared.
         kit_only: the conformance kit makes the call and a start does not: vLLM makes none of the
             kind, and a kernel of its own gets it wrong.
-        relaid: whether an activation lies as no layer of vLLM's has it (`contracts/layouts.py`).
+        relaid: whether an activation has a layout that no layer of vLLM has (`layouts.py` of
+            vllm-fl-verify).
         repeats: (the arguments of a smaller call, columns), where column j of every result is that
             call's column `columns[j]`, (n,), int64. Large weights that repeat their rows are made
             so, and the oracle is asked about the smaller call. None: it is asked about `args`.

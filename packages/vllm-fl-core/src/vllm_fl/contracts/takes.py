@@ -25,7 +25,19 @@ BROKEN = "the arguments break the contract"
 def supports_of(spec: OpSpec, rules: Iterable[Rule]) -> Callable[..., object]:
     """Compile a `supports`: True for a call that keeps the contract and every rule.
 
-    Of the contract it checks what `arguments` declares, except the values of tensors.
+    Of the contract it checks what `arguments` declares, except the values of tensors. With the
+    rule `hidden % 8 == 0`, of an op with one argument `x` of the shape `tokens, hidden`::
+
+        def supports(x):
+            tokens = None
+            hidden = None
+            if not (isinstance(x, torch.Tensor) and x.dtype in (torch.float32, )): return _broken
+            _shape = x.shape
+            if not (len(_shape) == 2): return _broken
+            tokens = _shape[0]
+            hidden = _shape[1]
+            if not (hidden % 8 == 0): return _needs('hidden % 8 == 0', hidden=hidden)
+            return True
 
     Args:
         spec: the contract.

@@ -79,11 +79,6 @@ class Target:
         return ()
 
     @property
-    def takes_in(self) -> tuple[str, ...]:
-        """The ops that this one includes: a graph with it does not call them there."""
-        return ()
-
-    @property
     def profiled(self) -> tuple[str, ...]:
         """The names of calls in a profile of vLLM without us."""
         return ()
@@ -403,10 +398,6 @@ class GraphTarget(Target):
     @property
     def plain(self) -> Bound | None:
         return self.native
-
-    @property
-    def takes_in(self) -> tuple[str, ...]:
-        return self.parts
 
     @property
     def profiled(self) -> tuple[str, ...]:

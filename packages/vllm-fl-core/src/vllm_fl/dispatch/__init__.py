@@ -25,11 +25,9 @@ from ..plugins.types import (
 from ..settings.loading import load_startup, policy_from_config
 from ..settings.policy import SelectionPolicy
 from ..settings.schema import TAKEN as _TAKEN
-from . import default as _default
 from . import manager as _manager
 from .context import chosen, override, policy_context
-from .default import get_default_manager
-from .manager import OpManager
+from .manager import OpManager, get_default_manager
 from .method import dispatch_method
 
 __all__ = [
@@ -62,9 +60,9 @@ __all__ = [
 ]
 
 # The call path is the manager's own method: one function call less than a wrapper around it.
-call_op = _default.manager.call
+call_op = _manager.manager.call
 """`OpManager.call` of the default manager: run an op on these arguments, by the policy in force."""
-call_method_op = _default.manager.call_as_method
+call_method_op = _manager.manager.call_as_method
 """`OpManager.call_as_method` of the default manager: the same for a layer, which comes first."""
 
 

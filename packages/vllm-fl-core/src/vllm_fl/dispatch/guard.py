@@ -37,11 +37,6 @@ class Guard:
     def __init__(self, chain: Chain, scope: dict[str, Any]) -> None:
         self.chain, self._scope = chain, scope
 
-    @property
-    def op(self) -> str:
-        """The name of its op."""
-        return self.chain.op
-
     def switch(self) -> None:
         """Call the first candidate from now on, or the others if that is demoted."""
         self.run(self.chain)
@@ -205,6 +200,17 @@ def _compile(
 ) -> Callable[..., Any]:
     """Write the guard for the first candidate out as source, as `dataclasses` does, and compile.
 
+    Of `silu_and_mul(x)`, for a candidate with `supports`::
+
+        def silu_and_mul(x):
+            try:
+                _verdict = _supports(x)
+                if _verdict is True:
+                    return _fn(x)
+            except Exception as _error:
+                return _chain.recover(_error, _Call(None, x))
+            return _chain.refuse(_verdict, _Call(None, x))
+
     Args:
         chain: the candidates, of one row.
         provided: what a layer provides, for the method form; None for the plain one.
@@ -241,7 +247,7 @@ def _compile(
             *recover,
             f"    return _chain.refuse(_verdict, {call})",
         ]
-    scope["_switch"] = guard = Guard(chain, scope)
+    scope["_switch"] = guard = Guard(chain, scope)  # the only reference that keeps it alive
     chain.record.watch(guard)
     return _executed(chain, heads, lines, scope)
 

@@ -18,8 +18,8 @@ from ..logs import get_logger
 from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
 from ..plugins.types import BackendImplKind, OpImpl
-from ..settings.loading import Settings
 from ..settings.policy import Rows, SelectionPolicy
+from ..settings.schema import Settings
 from .chain import Chain
 from .context import chosen, override
 from .guard import call_guard, method_guard, uncontracted
@@ -428,3 +428,12 @@ os.register_at_fork(
     after_in_parent=lambda: _held.pop_all().close(),
     after_in_child=_start_clean_in_child,
 )
+
+
+manager = OpManager()
+"""The default manager: of `call_op`, and of engines in this process."""
+
+
+def get_default_manager() -> OpManager:
+    """Return the default manager."""
+    return manager

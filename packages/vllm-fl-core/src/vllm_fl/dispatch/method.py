@@ -9,7 +9,7 @@ from typing import Any
 from ..plugins.types import BackendImplKind, OpImpl
 from .chain import Left
 from .context import Binder, current_binder
-from .default import get_default_manager
+from .manager import get_default_manager
 from .resolver import FOREIGN, STOCK
 
 PLAN = "_vllm_fl_plan"

@@ -26,13 +26,11 @@ class ForeignPlatform:
         entry: its entry point's name, as VLLM_PLUGINS has it.
         distribution: who brings it.
         release: the distribution with its version.
-        answer: where its platform class is.
     """
 
     entry: str
     distribution: str
     release: str
-    answer: str
 
     @property
     def has_vllms_name(self) -> bool:
@@ -166,4 +164,4 @@ def _answer(entry: Any) -> ForeignPlatform | str | None:
         raise
     except BaseException as error:
         return f"The {whose} failed: {quote(error)}"
-    return None if answer is None else ForeignPlatform(entry.name, name, release, str(answer))
+    return None if answer is None else ForeignPlatform(entry.name, name, release)

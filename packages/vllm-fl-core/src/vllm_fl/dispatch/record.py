@@ -8,36 +8,27 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from ..logs import SAID_AT_MOST
+from ..plugins.inspection import Key
 from ..plugins.types import OpImpl
 from ..text import quote
 from .resolver import describe
-
-Key = tuple[str, str]
-"""(op, impl id)."""
 
 
 class Skipped(Exception):
     """Stands for the first candidate's failure, where it is demoted."""
 
 
-class Switched(Protocol):
-    """A guard, as a record knows it."""
-
-    @property
-    def op(self) -> str:
-        """Return the name of its op."""
-
-    def switch(self) -> None:
-        """Call the first candidate from now on, or the others if that is demoted."""
-
-
 class Record:
     """Counts, says each thing once, and knows what is demoted.
 
     A demotion switches the guards that were compiled before, so that a call has nothing to look up.
+
+    Example: A is the first candidate of an op, refuses one of two calls, and B computes that one.
+    Then `refusals` has A: 1, and `fallbacks` has B: 1. If calls are counted, `_asked` has A: 2,
+    `_moved` has A: -1 and B: 1, and `calls`, their sum, has A: 1 and B: 1.
 
     Args:
         log: where things are said.
@@ -64,8 +55,8 @@ class Record:
         """Calls that went to this implementation from another, less those that went from it."""
         self.demotions: dict[Key, str] = {}
         """Why an implementation was demoted."""
-        self.guards: weakref.WeakSet[Switched] = weakref.WeakSet()
-        """Every guard that was compiled for it, bare ones too, which a demotion does not switch."""
+        self.guards: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Every `Guard` that was compiled for it. A demotion does not switch bare ones."""
         self._announced: dict[str, str] = {}
         self._said: set[tuple[str, ...]] = set()
         self.is_aside = False
@@ -136,14 +127,14 @@ class Record:
         for table in (*counted, self.failures, self._announced, self._said):
             table.clear()
 
-    def watch(self, guard: Switched) -> None:
+    def watch(self, guard: Any) -> None:
         """Keep `guard` to its first candidate for as long as that is not demoted."""
         self.guards.add(guard)
         guard.switch()
 
     def _switch(self, op: str) -> None:
         for guard in list(self.guards):
-            if guard.op == op:
+            if guard.chain.op == op:
                 guard.switch()
 
     # What happened.
@@ -176,16 +167,6 @@ class Record:
             self._log.info("Op '%s' fallback to %s", op, describe(impl))
         if (op, first.impl_id) in self.demotions:
             self._announced[op] = impl.impl_id
-
-    def unfounded(self, op: str, impl: OpImpl) -> None:
-        """`impl` runs at a size that is vLLM's own, since its place has no form of it to call."""
-        if self._once("unfounded", op, impl.impl_id):
-            self._log.warning(
-                "Op '%s' is vLLM's own at some sizes, and one of its places has no form of it that "
-                "can be called (its binding's native): '%s' runs there",
-                op,
-                impl.impl_id,
-            )
 
     def announce(self, op: str, impl: OpImpl) -> None:
         """Say what `op` was resolved to, where that is news."""

@@ -11,16 +11,14 @@ from itertools import takewhile
 from operator import itemgetter
 from typing import Any, Literal, cast
 
-from ..contracts import OPS
 from ..errors import NoImplementationError, PluginError, SettingsError, UnknownOpError
 from ..plugins.calling import rejections
-from ..plugins.communicator import NAMED_CLASSES
 from ..plugins.registry import OpRegistry
-from ..plugins.reserved import ops_missing
-from ..plugins.types import Impl, OpImpl
-from ..settings.loading import Settings
+from ..plugins.reserved import OPS, ops_missing
+from ..plugins.types import NAMED_CLASSES, Impl, OpImpl
 from ..settings.names import meant
 from ..settings.policy import Mode, Rows, SelectionPolicy, Token
+from ..settings.schema import Settings
 from ..settings.values import ORDER_PREFIX, wrong
 from ..text import closest
 
@@ -286,7 +284,8 @@ class Resolver:
         whose = f" of {owner.name}" if owner is not None else ""
         lost = f"Op '{op}' has no contract, by which '{first.impl_id}'{whose} would be verified"
         for plugin in plugins:
-            if plugin.error is not None and plugin.lost_contracts:
+            may_have_had_it = not plugin.hooks or "contracts" in plugin.hooks
+            if plugin.error is not None and may_have_had_it:
                 told = f"{lost}, and a plugin failed that may have brought it."
                 raise _failed(told, plugin.error, op, first.impl_id)
         why = ops_missing(plugins)

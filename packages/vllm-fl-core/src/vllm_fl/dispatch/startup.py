@@ -12,16 +12,16 @@ from ..errors import PluginError, SettingsError
 from ..logs import get_logger, set_log_level, speaks_for_all
 from ..plugins import breadcrumb, discovery
 from ..plugins import loading as plugin_loader
-from ..plugins.asking import asking
-from ..plugins.calling import in_hook, policy_files, results_of
-from ..plugins.communicator import NAMED_CLASSES
+from ..plugins.calling import asking, in_hook, policy_files, results_of
 from ..plugins.device import DeviceProfile, devices
 from ..plugins.installed import canonical
 from ..plugins.plugin import Plugin
 from ..plugins.registry import OpRegistry
 from ..plugins.snapshot import EMPTY
-from ..settings.loading import Settings, check_names, load_settings, load_startup
-from ..settings.schema import TAKEN
+from ..plugins.types import NAMED_CLASSES
+from ..settings.loading import load_settings, load_startup
+from ..settings.names import check_names
+from ..settings.schema import TAKEN, Settings
 from ..settings.values import PLATFORMS
 from .platforms import foreign_platform, torchs_own, vllms_own
 
@@ -67,8 +67,6 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
 
     Args:
         plugins: those that are asked for the device that they bring; one that fails is logged.
-
-    Raises:
     """
     foreign = foreign_platform()
     if foreign is not None:
@@ -91,10 +89,7 @@ def is_foreign(platform: str) -> bool:
 
 
 def known_platforms(plugins: Sequence[Plugin]) -> tuple[str, ...]:
-    """The platforms of settings files, those of plugins' devices included.
-
-    Arguments and errors as for `detect_platform`; no device is looked for.
-    """
+    """The platforms of settings files, with those of plugins' devices. No device is looked for."""
     brought = (profile.name for profile in _profiles(plugins))
     return tuple(dict.fromkeys((*PLATFORMS, *brought)))
 
@@ -240,17 +235,14 @@ def read_settings(
         foreign=foreign,
     )
 
-    def has_failed(name: str, op: str) -> bool:
-        return any(each.error is not None and each.may_bring(name, op) for each in plugins)
-
     return check_names(
         settings,
-        ops={*snapshot.ops, *NAMED_CLASSES},
-        groups=snapshot.groups,
-        vendors={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
+        op={*snapshot.ops, *NAMED_CLASSES},
+        group=snapshot.groups,
+        vendor={v for impls in snapshot.impls_by_op.values() for i in impls for v in i.vendors},
         impls=snapshot.impls_by_op if asks else None,
         bindings=snapshot.bindings,
-        has_failed=has_failed,
+        plugins=plugins,
     )
 
 

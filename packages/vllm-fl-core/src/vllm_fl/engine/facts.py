@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from ..contracts import ModelSizes
     from ..plugins.types import AttentionRequest, CommunicatorRequest, LayerRequest
-    from ..settings.loading import Settings
     from ..settings.policy import Mode
+    from ..settings.schema import Settings
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,7 @@ from ..dispatch.guard import call_guard, method_guard
 from ..dispatch.record import Record
 from ..dispatch.resolver import FOREIGN, STOCK, Stock, Trace
 from ..logs import get_logger
-from ..plugins.attention import ATTENTION
-from ..plugins.communicator import COMMUNICATOR
-from ..plugins.types import Impl, LayerImpl, OpImpl
+from ..plugins.types import ATTENTION, COMMUNICATOR, Impl, LayerImpl, OpImpl
 from ..settings.policy import Mode, Rows, joined
 
 if TYPE_CHECKING:
@@ -272,10 +270,7 @@ class Plan:
             if impls:  # without vLLM's implementation the candidates after it are next
                 return _callable(trace.admitted, with_layer=with_layer)
             impls = vllms or _callable(trace.admitted, with_layer=with_layer)
-            impls = impls or _callable(entry.impls, with_layer=with_layer)
-            if not vllms:
-                self.record.unfounded(op, impls[0])
-            return impls
+            return impls or _callable(entry.impls, with_layer=with_layer)
 
         rows = tuple((ceiling, of(trace)) for ceiling, trace in entry.rows)
         return Chain(op, rows, self.contracts[op], self.strict, self.record, grants)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from ..settings.loading import STARTUP, Settings
+from ..settings.loading import STARTUP
+from ..settings.schema import Settings
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -103,7 +104,7 @@ def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ)
     """
     if not parallel.use_ray:
         return
-    names = [variable for spec in STARTUP.values() for variable in spec.variables]
+    names = [spec.variable for spec in STARTUP.values()]
     carried = {name: env[name] for name in names if name in env}
     if not carried:
         return

@@ -59,13 +59,13 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     try:
         found = gathered((what, failure, mine), get_world_group().cpu_group, what)
     except RuntimeError as error:  # all ranks that live know it
-        raise StartError(str(error), failures=[str(error)]) from error
+        raise StartError(str(error), failures=(str(error),)) from error
     steps = [step for step, _, _ in found]
     failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(found) if why]
     if not failures and len({*steps}) > 1:
         failures = [f"rank {n}: it is at another step ({step})" for n, step in enumerate(steps)]
     if failures:
-        raise StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=failures)
+        raise StartError(f"vllm-fl ends the start: {'; '.join(failures)}", failures=tuple(failures))
     return [value for _, _, value in found]
 
 

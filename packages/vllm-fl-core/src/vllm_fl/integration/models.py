@@ -16,7 +16,7 @@ from ..dispatch.resolver import Trace
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, PlanEntry
 from ..logs import get_logger
-from ..plugins.attention import ATTENTION
+from ..plugins.types import ATTENTION
 from ..text import quote
 from .patchers.layers import Layer, custom_op_of, forget_shared_layers, layer_table
 from .targets import installed_bindings

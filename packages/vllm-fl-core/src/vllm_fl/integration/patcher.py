@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..dispatch.chain import Chain
     from ..engine.facts import EngineFacts
     from ..engine.plan import Plan
-    from ..settings.loading import Settings
+    from ..settings.schema import Settings
     from .engines import Engine
 
 Key = tuple[str, str]

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..contracts.binding import Binding
-from ..contracts.sizes import model_sizes
+from ..contracts.binding import Binding, model_sizes
 from ..dispatch import get_default_manager
 from ..dispatch.startup import read_settings
 from ..engine.facts import EngineFacts
 from ..engine.plan import Plan, make_plan
 from ..errors import InvalidSettingError, PluginError, SettingsError, StartError
 from ..logs import get_logger
-from ..plugins.communicator import NAMED_CLASSES
-from ..plugins.verifiers import unread, unverified
-from ..settings.loading import Settings, check_names
+from ..plugins.reserved import unread, unverified
+from ..plugins.types import NAMED_CLASSES
+from ..settings.names import check_names
+from ..settings.schema import Settings
 from .carried import KEY, entry_of, is_sealed
 from .compat import hide_our_variables
 from .compat import lacks as lacks_names
@@ -144,7 +144,7 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
         current_platform.vllm_fl_platform, defer_errors=True, engine=settings
     )
     declared = [spec for plugin in manager.registry.plugins for spec in plugin.settings]
-    hide_our_variables(name for spec in declared for name in spec.variables)
+    hide_our_variables(spec.variable for spec in declared)
     if settings is not None:
         _check_loaded(settings)
     return settings
@@ -183,8 +183,8 @@ def _read_settings(platform: str) -> Settings:
             layers |= patcher.layer_names()
     return check_names(
         settings,
-        ops={*registry.snapshot().ops, *NAMED_CLASSES},
-        layers=layers,
+        op={*registry.snapshot().ops, *NAMED_CLASSES},
+        layer=layers,
         bindings=installed_bindings(),
     )
 

@@ -11,7 +11,7 @@ from ..engine.digest import digest, fingerprint
 from ..engine.plan import leave_place, take_place
 from ..errors import StartError, VllmFLError
 from ..logs import get_logger
-from ..plugins.asking import asking, objections
+from ..plugins.calling import asking, objections
 from ..plugins.inspection import FAILED, LACKED, REJECTED, Key, Moment, Objection
 from ..text import quote
 from . import patching

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..contracts.binding import AttentionTarget, Binding, Target
 from ..dispatch import get_default_manager
-from ..plugins.attention import ATTENTION
 from ..plugins.snapshot import RegistrySnapshot
-from ..plugins.types import BackendImplKind, OpImpl
+from ..plugins.types import ATTENTION, BackendImplKind, OpImpl
 
 if TYPE_CHECKING:
     from ..engine.facts import EngineFacts

@@ -13,7 +13,7 @@ from typing import Any
 from ..dispatch import get_default_manager
 from ..errors import ServingError, StartError, VllmFLError
 from ..logs import get_logger
-from ..plugins.asking import asking
+from ..plugins.calling import asking
 from ..plugins.inspection import Key, Moment
 from ..text import quote
 from .engines import Engine

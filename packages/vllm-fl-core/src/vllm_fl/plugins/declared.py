@@ -15,16 +15,17 @@ from .discovery import CONTRACTS, GROUP
 from .hookspecs import HOOK_API, PROJECT
 from .plugin import Kind, Owner, Plugin
 from .setting import PLUGIN_KEY, SettingSpec
+from .types import AttentionImpl, CommunicatorImpl, LayerImpl, OpImpl
 
-PROVIDING = [
-    "attention_backend",
-    "communicator",
-    "contracts",
-    "device",
-    "layers",
-    "policy",
-    "register_ops",
-]
+IMPLS = {
+    "register_ops": OpImpl,
+    "attention_backend": AttentionImpl,
+    "communicator": CommunicatorImpl,
+    "layers": LayerImpl,
+}
+"""The hooks for implementations -> what each returns an iterable of."""
+
+PROVIDING = (*IMPLS, "contracts", "device", "policy")
 """The hooks by which a backend provides something to choose."""
 
 OLD_FORM = "register_builtins"
@@ -132,16 +133,8 @@ def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) 
                 f"a file may have its setting {spec.key!r}, whose key must then begin with "
                 "flagos_, reference_ or vendor_<vendor>_"
             )
-        for name in dict.fromkeys((spec.key, *spec.variables)):
+        for name in dict.fromkeys((spec.key, spec.variable)):
             if name in names or name in holders:
                 raise ValueError(f"its setting {name!r} is {(names | holders)[name]}'s, too")
             names[name] = str(owner)
-    lists = {spec.key: spec for spec in specs if spec.names and spec.default is not None}
-    for spec in specs:
-        excluded = lists.get(spec.excludes)
-        if spec.excludes and (excluded is None or excluded.in_file is not spec.in_file):
-            raise ValueError(
-                f"its setting {spec.key!r} excludes {spec.excludes!r}, which is no list of its own "
-                "with a tuple as its default and the same in_file"
-            )
     holders |= names

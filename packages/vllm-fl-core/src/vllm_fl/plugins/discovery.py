@@ -23,7 +23,7 @@ KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: 
 """Group -> what its plugins are for."""
 
 
-def refusal_of(plugin: Plugin) -> PluginError | None:
+def ban_of(plugin: Plugin) -> PluginError | None:
     """The reason why a plugin is never imported; None if it may be imported."""
     if plugin.kind != "extension" or plugin.owner.is_of(*EXTENDERS):
         return None
@@ -70,9 +70,7 @@ def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> lis
     if only or any(map(is_named, found)):
         kinds.add("contracts")
     return [
-        each
-        for each in found
-        if refusal_of(each) is None and (each.kind in kinds or is_named(each))
+        each for each in found if ban_of(each) is None and (each.kind in kinds or is_named(each))
     ]
 
 

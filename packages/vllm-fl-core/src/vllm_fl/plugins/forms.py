@@ -18,7 +18,7 @@ from typing import Any
 from ..contracts import OpSpec
 from ..contracts.spec import differs
 from ..contracts.takes import checked, supports_of
-from .types import OpImpl, older_probe, parameters_of
+from .types import AttentionImpl, AttentionRequest, OpImpl, older_probe, parameters_of
 
 Parameters = Sequence[inspect.Parameter]
 
@@ -131,6 +131,13 @@ def _bridged(
 ) -> Callable[..., Any]:
     """`fn` as a function of `wanted`, or `fn` itself if nothing differs.
 
+    Of an implementation `fn(x, inplace=True)` whose contract is `(x, weight=None)`::
+
+        def bridge(x, weight=_default_weight):
+            if weight is not _default_weight:
+                raise NotImplementedError('takes no weight')
+            return _fn(x, inplace=False)
+
     Args:
         fn: the implementation, or its `supports`.
         wanted: the parameters of the contract.
@@ -196,3 +203,24 @@ def _written(
 
 def nothing() -> None:
     """The function that a bridge wraps if an implementation has no `supports`."""
+
+
+def from_older_form(impl: OpImpl) -> AttentionImpl:
+    """The older form, `fn(use_mla, use_sparse) -> class path` under an OpImpl, as it is now."""
+    parameters = parameters_of(impl.fn) or ()
+    names = {p.name for p in parameters}
+    takes_all = not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+    def class_path(request: AttentionRequest) -> str:
+        asked = {"use_mla": request.use_mla, "use_sparse": request.use_sparse}
+        path: Any = impl.fn(**{k: v for k, v in asked.items() if takes_all or k in names})
+        return str(path)
+
+    def available() -> Any:
+        if impl.needs_layer:
+            return "it takes a layer first (self), and is asked before there is one"
+        return impl.availability()
+
+    return AttentionImpl(
+        impl.impl_id, class_path, impl.kind, impl.vendor, impl.priority, available=available
+    )

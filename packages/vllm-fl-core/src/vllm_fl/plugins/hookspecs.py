@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from ..contracts import OpSpec
     from ..contracts.binding import Contract
     from .device import DeviceProfile
-    from .finding import Finding
     from .inspection import (
         Check,
         Engine,
+        Finding,
         GroupFacts,
         Key,
         Moment,

@@ -1,9 +1,9 @@
-"""The arguments and results of the hooks of an engine: `Engine`, and plain values."""
+"""The arguments and results of hooks: `Engine`, and plain values."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -90,7 +90,7 @@ class WorkerContext:
     """What a plugin's `worker_start` may look at.
 
     Args:
-        settings: the engine's effective settings (`vllm_fl.settings.loading.Settings`).
+        settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
         device: the worker's `torch.device`.
         dtype: the model's `torch.dtype`.
         rank: this worker's rank, 0 for the first.
@@ -122,27 +122,40 @@ class WorkerReport:
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
+@dataclass(frozen=True)
+class Finding:
+    """Something that `vllm-fl doctor` reports.
+
+    Args:
+        check: the check that found it, for programs (`vllm-plugins`).
+        what: what is wrong, one sentence.
+        why: what follows from it, or what caused it.
+        todo: what ends it: a command, which a shell takes as it stands.
+    """
+
+    check: str
+    what: str
+    why: str
+    todo: str
+
+
 class Engine(Protocol):
     """One engine in this process: its data, and a few methods.
 
     A plugin changes only `remarks`, `unused`, and its entry of `state`.
     """
 
-    @property
-    def plan(self) -> Any:
-        """The current plan (`vllm_fl.engine.plan.Plan`). Disabling an implementation changes it."""
+    plan: Any
+    """The current plan (`vllm_fl.engine.plan.Plan`). Disabling an implementation changes it."""
 
-    @property
-    def facts(self) -> Any:
-        """The facts of its configuration and its settings (`vllm_fl.engine.facts.EngineFacts`)."""
+    facts: Any
+    """The facts of its configuration and its settings (`vllm_fl.engine.facts.EngineFacts`)."""
 
-    @property
-    def rank(self) -> int:
-        """The number of this worker within the engine."""
+    rank: int
+    """The number of this worker within the engine."""
 
-    @property
-    def device(self) -> Any:
-        """The worker's `torch.device`."""
+    device: Any
+    """The worker's `torch.device`."""
 
     @property
     def config(self) -> Any:
@@ -157,29 +170,24 @@ class Engine(Protocol):
         """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names.
         Empty before `Moment.LOADED`."""
 
-    @property
-    def groups(self) -> Any:
-        """The communicators of the groups of ranks; None if vLLM makes them."""
+    groups: Any
+    """The communicators of the groups of ranks; None if vLLM makes them."""
 
     @property
     def disabled(self) -> Mapping[Key, Any]:
         """(op, impl id) -> why it is disabled on all ranks, with `code`, `rank` and `why`."""
 
-    @property
-    def joins(self) -> bool:
-        """Whether this rank joins a running engine: `gather` then returns only its own value."""
+    joins: bool
+    """Whether this rank joins a running engine: `gather` then returns only its own value."""
 
-    @property
-    def unused(self) -> MutableMapping[str, str]:
-        """Planned op -> why the model does not call it."""
+    unused: dict[str, str]
+    """Planned op -> why the model does not call it."""
 
-    @property
-    def remarks(self) -> MutableMapping[Moment, list[str]]:
-        """Moment -> phrases about it, for the log and the report."""
+    remarks: dict[Moment, list[str]]
+    """Moment -> phrases about it, for the log and the report."""
 
-    @property
-    def state(self) -> MutableMapping[object, Any]:
-        """Owner -> its data about this engine. Use an object of your plugin as the key."""
+    state: dict[object, Any]
+    """Owner -> its data about this engine. Use an object of your plugin as the key."""
 
     def gather(self, what: str, mine: T) -> list[T]:
         """Exchange a value with all ranks, which must all call this in the same order.

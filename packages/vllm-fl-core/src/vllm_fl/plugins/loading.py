@@ -10,31 +10,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from copy import copy
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
-from ..contracts import OPS
 from ..contracts.binding import Binding, Contract
 from ..contracts.spec import unserved
 from ..errors import DuplicateError, PluginError
 from ..logs import get_logger
 from ..text import clean
 from .calling import ENDED, contained, whose
-from .declared import OLD_FORM, check_settings, declare
-from .discovery import refusal_of, remedy_for, select_allowed
+from .declared import IMPLS, OLD_FORM, check_settings, declare
+from .discovery import ban_of, remedy_for, select_allowed
 from .installed import CORE
 from .plugin import Owner, Plugin
-from .reserved import brings_ops, holder_of, reservation
+from .reserved import OPS, holder_of, reservation
 from .setting import SettingSpec
-from .snapshot import RegistrySnapshot
-from .types import AttentionImpl, CommunicatorImpl, Impl, LayerImpl, OpImpl
-
-IMPLS = {
-    "register_ops": OpImpl,
-    "attention_backend": AttentionImpl,
-    "communicator": CommunicatorImpl,
-    "layers": LayerImpl,
-}
-"""The hooks for implementations -> what each returns an iterable of."""
+from .types import Impl
 
 Claims = dict[tuple[str, str], list[Owner]]
 """(op, impl id), or (op, "") for its contract -> the plugins that have it."""
@@ -42,24 +32,8 @@ Claims = dict[tuple[str, str], list[Owner]]
 log = get_logger("plugins")
 
 
-class Registry(Protocol):
-    """The registry that plugins are loaded into; `OpRegistry` describes each method."""
-
-    plugins: tuple[Plugin, ...]
-
-    def snapshot(self) -> RegistrySnapshot: ...
-
-    def collector(self) -> Any: ...
-
-    def register_many(self, impls: Iterable[Impl], owner: Owner) -> None: ...
-
-    def add_contract(self, contract: Contract, binding: Binding, owner: Owner) -> None: ...
-
-    def remove(self, owner: Owner) -> None: ...
-
-
 def load(
-    registry: Registry,
+    registry: Any,
     found: Sequence[Plugin],
     *,
     only: Collection[str] | None = None,
@@ -72,7 +46,7 @@ def load(
     it.
 
     Args:
-        registry: the registry. A plugin that fails leaves nothing in it.
+        registry: an `OpRegistry`. A plugin that fails leaves nothing in it.
         found: the plugins, in the order in which they are loaded.
         only: the distributions to load (`select_allowed`); None loads all.
         variables: the variables and keys of core's own settings, which no plugin may declare.
@@ -92,7 +66,7 @@ def load(
             if changed := sorted({name for name, _ in before ^ _variables()}):
                 told = f"{plugin.owner.who} set {', '.join(map(clean, changed))}"
                 log.warning("%s, which are the user's. [FL214]", told)
-        elif (error := refusal_of(plugin)) is not None:
+        elif (error := ban_of(plugin)) is not None:
             plugin.fail(error)
         else:
             plugin.status = "disabled"
@@ -100,7 +74,7 @@ def load(
     for plugin in plugins:
         for key in plugin.claims:
             claims.setdefault(key, []).append(plugin.owner)
-    by_turn = sorted(plugins, key=lambda each: not brings_ops(each.owner))
+    by_turn = sorted(plugins, key=lambda each: not each.owner.is_of(OPS))
     for plugin in [each for each in by_turn if each.is_loaded]:
         with _registering(registry, plugin):
             _add_contracts(registry, plugin, claims)
@@ -115,7 +89,7 @@ def _variables() -> set[tuple[str, str]]:
     return {item for item in os.environ.items() if item[0].startswith("VLLM_FL_")}
 
 
-def _import(plugin: Plugin, registry: Registry, holders: dict[str, str]) -> None:
+def _import(plugin: Plugin, registry: Any, holders: dict[str, str]) -> None:
     """Import a plugin, and collect its implementations, contracts and settings."""
     try:
         if (ended := ENDED.get(whose(plugin.owner))) is not None:
@@ -136,7 +110,7 @@ def _import(plugin: Plugin, registry: Registry, holders: dict[str, str]) -> None
 
 
 @contextmanager
-def _registering(registry: Registry, plugin: Plugin) -> Iterator[None]:
+def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
     """Register something of a plugin. If that fails, nothing of it stays in the registry."""
     try:
         with contained(plugin, "the registration"):
@@ -158,7 +132,7 @@ def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> 
     return found
 
 
-def _run_old_form(function: Callable[[Any], object], registry: Registry) -> list[Impl]:
+def _run_old_form(function: Callable[[Any], object], registry: Any) -> list[Impl]:
     collector = registry.collector()
     function(collector)
     if not collector.impls:
@@ -187,13 +161,13 @@ def _binding(contract: object) -> Binding:
         )
     if binding.targets and contract.spec.served is unserved:
         raise ValueError(
-            f"the op {contract.name!r} has places in vLLM, and its contract no `served`: a start "
-            "could not try a model's calls. Give it one"
+            f"the op {contract.name!r} has targets in vLLM, and its contract no `served`: a "
+            "startup could not verify a model's calls. Give it one"
         )
     return binding.routed(contract.spec)
 
 
-def _add_contracts(registry: Registry, plugin: Plugin, claims: Claims) -> None:
+def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
     """Register the contracts of one plugin, if nothing that it has is another plugin's.
 
     Raises:

@@ -136,15 +136,9 @@ class Plugin:
         """Whether its hooks may be called."""
         return self.status == "ok"
 
-    @property
-    def lost_contracts(self) -> bool:
-        """Whether it has failed and may have had contracts: nobody knows of which ops."""
-        return self.status == "failed" and (not self.hooks or "contracts" in self.hooks)
-
     def may_bring(self, name: str, op: str | None = None) -> bool:
-        """Whether an impl id or vendor called `name` would have come from this plugin, for `op`."""
+        """Whether it failed, and may have had an impl id or vendor called `name`, for `op`."""
         vendor = name.removeprefix("vendor.")
-        if any(i in (name, f"vendor.{vendor}") and op in (None, of) for of, i in self.claims):
-            return True
+        had = any(i in (name, f"vendor.{vendor}") and op in (None, of) for of, i in self.claims)
         words = re.split(r"[-_.]", f"{self.owner.plugin}-{self.owner.distribution or ''}")
-        return self.status == "failed" and vendor in words
+        return self.error is not None and (had or vendor in words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -15,16 +15,14 @@ from ..contracts.targets import ATTENTION_BACKEND
 from ..errors import DuplicateError, PluginError, TargetError
 from ..logs import get_logger
 from ..text import clean
-from .attention import ATTENTION, from_older_form
-from .communicator import NAMED_CLASSES
 from .discovery import discover
-from .forms import fitted, shape
+from .forms import fitted, from_older_form, shape
 from .installed import CORE
 from .loading import load
 from .plugin import Owner, Plugin
 from .reserved import reservation
 from .snapshot import EMPTY, RegistrySnapshot
-from .types import Impl, LayerImpl, OpImpl, parameters_of
+from .types import ATTENTION, NAMED_CLASSES, Impl, OpImpl, parameters_of
 
 log = get_logger("plugins")
 
@@ -62,7 +60,7 @@ class OpRegistry:
 
     def get_implementation(self, op: str, impl_id: str) -> Impl | None:
         """The implementation of `op` with this id."""
-        return self._snapshot.find(op, impl_id)
+        return next((i for i in self.get_implementations(op) if i.impl_id == impl_id), None)
 
     def list_operators(self) -> list[str]:
         """The ops that have an implementation."""
@@ -118,7 +116,6 @@ class OpRegistry:
                         f"{impl.impl_id!r}, from {owners[key]}. Uninstall one of the two, or name "
                         "the ones to load in VLLM_FL_PLUGINS",
                     )
-                _check_namesakes(impl, self._snapshot.contracts, by_op.get(impl.op_name, []), owner)
                 spec = self._snapshot.contracts.get(impl.op_name)
                 if isinstance(impl, OpImpl) and spec is None and impl.takes is not None:
                     raise _refusal(owner, impl, "takes is for an op with a contract")
@@ -137,7 +134,7 @@ class OpRegistry:
 
         Raises:
             DuplicateError: another plugin has a contract of this name, or core a meaning for it.
-            TargetError: its binding names a place in vLLM that is another op's.
+            TargetError: its binding has a target that is another op's.
         """
         with self._lock:
             before, name = self._snapshot, contract.name
@@ -196,30 +193,12 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
     for target in binding.claims:
         if (holder := taken.get(target, op)) != op:
             why = (
-                f"{what}: {target} is a place of op {holder!r}, of "
-                f"{clean(str(known.authors.get(holder, CORE)))}, which keeps it: a place is one "
-                "op's. Take it out of the binding, uninstall one of the two, or name the ones to "
+                f"{what}: {target} is a target of op {holder!r}, of "
+                f"{clean(str(known.authors.get(holder, CORE)))}, which keeps it: a target is one "
+                "op's. Remove it from the binding, uninstall one of the two, or name the ones to "
                 "load in VLLM_FL_PLUGINS"
             )
             raise _refusal(owner, None, why, kind=TargetError)
-
-
-def _check_namesakes(
-    impl: Impl, specs: Collection[str], siblings: list[Impl], owner: Owner
-) -> None:
-    """Check that a name is an op's or a layer's, not both."""
-    is_op = impl.op_name in NAMED_CLASSES or impl.op_name in specs
-    is_layer = isinstance(impl, LayerImpl)
-    if (is_layer and is_op) or any(
-        isinstance(each, LayerImpl) is not is_layer for each in siblings
-    ):
-        known, other = ("an op", "a layer") if is_layer else ("a layer", "an op")
-        raise _refusal(
-            owner,
-            impl,
-            f"{impl.op_name} is {known} already, and cannot be {other}, too. A layer has the name "
-            "of vLLM's class, such as RowParallelLinear; an op's implementation is an OpImpl",
-        )
 
 
 def _check_parameters(impl: OpImpl, spec: OpSpec, owner: Owner) -> None:

@@ -1,10 +1,9 @@
-"""Ids that only one distribution may use, and distributions with a special role."""
+"""Ids that only one distribution may use, and what an engine needs of distributions of ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from ..contracts import OPS
 from .plugin import Owner, Plugin
 
 RESERVED = {
@@ -14,9 +13,14 @@ RESERVED = {
 }
 """Ids, or what they begin with, and the one distribution that may use them; None: nobody."""
 
-VERIFY, TOOLS = "vllm-fl-verify", "vllm-fl-tools"
+OPS, VERIFY, TOOLS = "vllm-fl-ops", "vllm-fl-verify", "vllm-fl-tools"
 EXTENDERS = frozenset((VERIFY, TOOLS))
 """The distributions that may have extensions."""
+
+READ_BY = {"lock": ("operate", TOOLS), "metrics": ("operate", TOOLS), "shadow": ("verify", VERIFY)}
+"""Setting -> the only extension that reads it, and its distribution."""
+
+OFF = "set VLLM_FL_PREFLIGHT=off"
 
 
 def holder_of(impl_id: str) -> str | None:
@@ -46,16 +50,50 @@ def _reserved(impl_id: str) -> str:
     return next(found, "")
 
 
-def brings_ops(owner: Owner) -> bool:
-    """Whether its distribution has the ops of this project."""
-    return owner.is_of(OPS)
-
-
 def ops_missing(plugins: Iterable[Plugin]) -> str:
     """Why `OPS` is not loaded, and what to do; empty if it is loaded."""
     for plugin in plugins:
-        if brings_ops(plugin.owner):
+        if plugin.owner.is_of(OPS):
             if plugin.status == "disabled":
                 return f"VLLM_FL_PLUGINS leaves out {OPS}"
             return f"{OPS} failed to load: see `vllm-fl doctor`" if plugin.status != "ok" else ""
     return f"{OPS} is not installed: pip install {OPS}"
+
+
+def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool) -> str | None:
+    """The reason why an engine must not start: nothing can verify its kernels. None if it may.
+
+    Args:
+        preflight: the value of VLLM_FL_PREFLIGHT.
+        plugins: all plugins that were found, including plugins that failed to load.
+        plans_others: whether the plan has implementations other than `stock`.
+    """
+    if preflight == "off" or not plans_others:
+        return None
+    plugins = [*plugins]
+    for plugin in plugins:
+        if plugin.error is not None and _is_verifier(plugin):
+            return f"nothing here verifies kernels: {plugin.error.message} Or {OFF}"
+    if any(plugin.verifies and plugin.is_loaded for plugin in plugins):
+        return None
+    return f"nothing here verifies kernels: pip install {VERIFY}, or {OFF}"
+
+
+def unread(settings: Mapping[str, object], plugins: Iterable[Plugin]) -> str | None:
+    """Why an engine must not start: a setting asks for what nothing here does. None if it may.
+
+    Args:
+        settings: key -> the value that is set, or None.
+        plugins: the plugins that were found.
+    """
+    loaded = {p.owner.plugin for p in plugins if p.kind == "extension" and p.is_loaded}
+    for key, (extension, distribution) in READ_BY.items():
+        if settings.get(key) is not None and extension not in loaded:
+            variable = f"VLLM_FL_{key.upper()}"
+            return f"nothing here reads {variable}: pip install {distribution}, or unset it"
+    return None
+
+
+def _is_verifier(plugin: Plugin) -> bool:
+    """Whether a failed plugin is a verifier, also if its import failed before it declared that."""
+    return plugin.verifies or (plugin.kind == "extension" and plugin.owner.is_of(VERIFY))

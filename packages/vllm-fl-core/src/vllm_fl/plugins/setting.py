@@ -30,8 +30,6 @@ class SettingSpec(Generic[T]):
         read: reads a variable's text where that takes more; raises ValueError.
         excludes: of a whitelist, whose default is None, the key of its blacklist: one layer may set
             one of the two.
-        append: of a list that is no such whitelist, another variable, whose names are added to
-            those that hold.
         known: of a list of what is left out, all names that do something in an engine, as
             `vllm-fl bisect` leaves out some of them. It may import the backend's library, and is
             called in a process of its own.
@@ -48,15 +46,14 @@ class SettingSpec(Generic[T]):
     choices: tuple[str, ...] = field(default=(), kw_only=True)
     read: Callable[[str], T] | None = field(default=None, kw_only=True)
     excludes: str | None = field(default=None, kw_only=True)
-    append: str | None = field(default=None, kw_only=True)
     known: Callable[[], Iterable[str]] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        names = (self.key, self.variable, self.excludes or "x", self.append or "x")
+        names = (self.key, self.variable)
         lists, default = bool(self.names), self.default
         is_plain = _are_words(default) if lists else isinstance(default, bool | str)
         rules = {
-            "key, variable, excludes and append are identifiers": all(
+            "key and variable are identifiers": all(
                 isinstance(name, str) and name.isidentifier() for name in names
             ),
             "a default is a boolean, text or None; that of a list, which has names='<what they "
@@ -65,20 +62,9 @@ class SettingSpec(Generic[T]):
                 not self.choices
                 or (_are_words(self.choices) and default in (None, *self.choices) and not lists)
             ),
-            "excludes is for a list of names whose default is None": (
-                not self.excludes or (lists and default is None)
-            ),
-            "append and known are for a list of names without excludes": (
-                not (self.append or self.known) or (lists and not self.excludes)
-            ),
         }
         if broken := [rule for rule, holds in rules.items() if not holds]:
             raise ValueError(f"SettingSpec({self.key!r}): {broken[0]}")
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """The environment variables that set it."""
-        return (self.variable, self.append) if self.append else (self.variable,)
 
     @overload
     def __get__(self, settings: None, owner: type) -> Self: ...

@@ -55,10 +55,6 @@ class RegistrySnapshot:
                 groups.setdefault(spec.group, []).append(op)
         return groups
 
-    def find(self, op: str, impl_id: str) -> Impl | None:
-        """The implementation of `op` with this id."""
-        return next((i for i in self.impls_by_op.get(op, ()) if i.impl_id == impl_id), None)
-
 
 EMPTY = RegistrySnapshot({}, {})
 """A registry into which nothing was loaded."""

@@ -134,7 +134,7 @@ class OpImpl(_Impl):
         takes: instead of `supports`: the calls that keep the contract and these rules, each an
             expression such as `epsilon >= 0`, or a function of some arguments
             (`contracts/takes.py`). It is compiled when the implementation is registered. If it
-            is empty and `fn` is traceable, `fn` itself raises ValueError for other calls.
+            is empty and `fn` is traceable, `fn` itself raises NotImplementedError for other calls.
         consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
             there (`OpSpec.consumed`). Results are what it returns all the same.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
@@ -144,7 +144,7 @@ class OpImpl(_Impl):
             unknown; `len` makes it a number). Compiled graphs then launch the kernels themselves,
             where a pass of vLLM's compiler puts the op into them (`qk_norm_rope`); `fn` is called
             everywhere else.
-        supported_dtypes, min_arch: deprecated and without effect: say it in `supports` and
+        supported_dtypes, min_arch: accepted, and without effect: say it in `supports` and
             `available`.
 
     Raises:
@@ -171,11 +171,7 @@ class OpImpl(_Impl):
 
     def __post_init__(self) -> None:
         who = f"OpImpl({self.op_name!r}, {self.impl_id!r})"
-        for name, instead in (("supported_dtypes", "supports"), ("min_arch", "available")):
-            if getattr(self, name) is not None:
-                text = f"{who}: {name} has no effect; say it in {instead}"
-                warnings.warn(text, DeprecationWarning, stacklevel=3)
-        if not isinstance(self.op_name, str) or not _is_name(self.op_name):
+        if not isinstance(self.op_name, str) or not _is_name(self.op_name, op=True):
             raise ValueError(f"{who}: op_name must be an identifier such as 'rms_norm'")
         if not callable(self.fn):
             raise TypeError(f"{who}: fn must be callable, got {self.fn!r}")
@@ -259,7 +255,7 @@ class CommunicatorRequest:
     """The ranks that a communicator would connect, for `CommunicatorImpl.supports`.
 
     Args:
-        settings: the engine's effective settings (`vllm_fl.settings.loading.Settings`).
+        settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
         device_type: as `torch.device` has it (`cuda`).
         world_size: how many ranks the engine has, replicas that share experts included.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as vLLM was told.
@@ -350,7 +346,7 @@ class LayerImpl(_Impl):
 
     def __post_init__(self) -> None:
         who = f"LayerImpl({self.layer!r})"
-        if not isinstance(self.layer, str) or not _is_name(self.layer):
+        if not isinstance(self.layer, str) or not _is_name(self.layer, op=False):
             raise ValueError(f"{who}: layer must be a class name such as 'RowParallelLinear'")
         check_path(who, "class_path", self.class_path)
         if self.impl_id == "" and self.kind is BackendImplKind.VENDOR:
@@ -358,6 +354,12 @@ class LayerImpl(_Impl):
         object.__setattr__(self, "op_name", self.layer)  # in settings, the registry and the plan
         self._check(who)
 
+
+ATTENTION, COMMUNICATOR = AttentionImpl.op_name, CommunicatorImpl.op_name
+"""The ops under which attention backends and communicators are registered, resolved and planned."""
+
+NAMED_CLASSES = (ATTENTION, COMMUNICATOR)
+"""The ops whose implementations name a class, and which have no contract."""
 
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 """What the policy decides between."""
@@ -374,8 +376,9 @@ class PolicyDefaults:
     path: str | os.PathLike[str]
 
 
-def _is_name(text: str) -> bool:
-    return text.isidentifier() and not keyword.iskeyword(text)
+def _is_name(text: str, *, op: bool) -> bool:
+    """Whether this can be the name of an op, or of a layer, which begins with a capital letter."""
+    return text.isidentifier() and not keyword.iskeyword(text) and text[0].isupper() is not op
 
 
 def check_path(who: str, which: str, path: object) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from ..plugins.registry import known_contracts
 from ..plugins.setting import SettingSpec
@@ -48,8 +48,6 @@ BY_SIZE = (
     "a plugin's file may not order by size: the files of several backends are merged, and rows are "
     "not. A measurement on a class of devices belongs under devices, one of a machine into a table"
 )
-
-T = TypeVar("T")
 
 
 class Lines(dict[str, Any]):

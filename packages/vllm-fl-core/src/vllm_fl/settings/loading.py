@@ -22,7 +22,7 @@ from ..text import closest, nearest
 from .devices import DeviceOrder, Table
 from .files import Layer, read_orders, read_settings_file, read_table
 from .lock import read_lock
-from .names import check_names, uses
+from .names import uses
 from .policy import GROUP, OpOrder, SelectionPolicy
 from .schema import (
     CONFIG,
@@ -32,7 +32,6 @@ from .schema import (
     Settings,
     is_absent,
     overridden,
-    pairs,
     variables,
 )
 from .uniting import Brought, close_pairs, unite
@@ -50,16 +49,6 @@ from .values import (
     value_of,
     wrong,
 )
-
-__all__ = [
-    "Setting",
-    "Settings",
-    "check_names",
-    "load_settings",
-    "load_startup",
-    "normalise_platform",
-    "policy_from_config",
-]
 
 STARTUP: Declared = {
     key: ITEMS[key]
@@ -141,7 +130,6 @@ def load_settings(
         users = [own]
         ignored = [name for name in overridden(declared) if env.get(name, "").strip()]
         entries = _stacked([own, fixed], declared, ignored=_unread(env, declared, ignored))
-        _append_all(env, entries, _of(declared, in_file=False))
         if ignored or shown:
             names = ", ".join((*ignored, *shown))
             warnings.append(f"{CONFIG}={config.value} is a complete override; ignored: {names}.")
@@ -151,7 +139,6 @@ def load_settings(
         has_stock = foreign or ("platform" in fixed and fixed["platform"].value in IN_TREE)
         shipped = _united(platform_files, brought, groups, declared, has_stock=has_stock)
         entries = _stacked([*users, fixed, shipped], declared)
-        _append_all(env, entries, declared)
     if any("prefer" in layer for layer in users):
         prefer = entries["prefer"]
         preferring = methodcaller("preferring", str(prefer.value))
@@ -365,28 +352,6 @@ def _united(
     if has_stock:
         _reorder(united, attrgetter("above_plain"), "stock put before reference")
     return united
-
-
-def _append_all(env: Mapping[str, str], entries: Layer, declared: Declared) -> None:
-    """Add the names of `append` variables to their lists.
-
-    They are an error if a whitelist excludes the list.
-    """
-    for spec in declared.values():
-        text = _text(env, spec.append, spec.key) if spec.append else None
-        if text is None:
-            continue
-        origin, held = f"environment {spec.append}", entries[spec.key]
-        names: Any = checked(partial(value_of, spec), text, spec.key, origin)
-        for white in (entries[white] for white, black in pairs(declared) if black == spec.key):
-            if white.value is not None:
-                problem = f"has no effect beside {white.key} ({white.origin}); unset one"
-                raise wrong(spec.key, origin, problem)
-        before = held.names or ()
-        value = tuple(dict.fromkeys((*before, *names)))
-        if before:
-            origin = f"{held.origin} and {origin}"
-        entries[spec.key] = dataclasses.replace(held, value=value, origin=origin)
 
 
 def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
 from ..contracts.binding import Binding
+from ..plugins.plugin import Plugin
 from ..plugins.types import Impl
 from ..text import closest
 from .policy import DEFAULT, GROUP, KINDS, MODES, UNTOUCHED, OpOrder, Token
@@ -15,6 +16,9 @@ from .schema import Setting, Settings
 from .values import DEVICES, ORDER_PREFIX, PLATFORMS, wrong
 
 Impls = Collection[Impl]
+
+OURS = ("op", "group", "vendor", "layer", "setting")
+"""The kinds of names in core's own settings."""
 
 OLDER_LAYERS = frozenset(
     (
@@ -45,39 +49,27 @@ class _Use(NamedTuple):
 def check_names(
     settings: Settings,
     *,
-    ops: Collection[str],
-    groups: Collection[str] | None = None,
-    vendors: Collection[str] | None = None,
-    layers: Collection[str] | None = None,
     impls: Mapping[str, Impls] | None = None,
     bindings: Mapping[str, Binding] = MappingProxyType({}),
-    has_failed: Callable[[str, str], bool] = lambda name, op: False,
+    plugins: Sequence[Plugin] = (),
+    **known: Collection[str],
 ) -> Settings:
-    """Check names in settings. A kind of names that is None stays unchecked, for a later call.
+    """Check names in settings. A kind of names that is not given stays unchecked, for a later call.
 
     An unknown op or vendor is kept, since a plugin for it may be installed later, and is a warning
     if a known name is near.
 
     Args:
         settings: the result of `load_settings`.
-        ops: the ops of contracts and plugins.
-        groups: their groups, or None.
-        vendors: the vendors of plugins, or None.
-        layers: vLLM's layers, or None if vLLM is not loaded.
         impls: op -> the installed implementations, for the tokens of the user's orders; or None.
         bindings: the bindings of the ops, with the names that vllm-plugin-FL had for them.
-        has_failed: as for `unmatched`.
+        plugins: as for `unmatched`.
+        known: the names of each kind: `op` and `group`, of contracts and plugins; `vendor`, of
+            plugins; `layer`, of vLLM. `op` is always given.
 
     Raises:
         SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL is a warning.
     """
-    known: dict[str, Collection[str] | None] = {
-        "op": ops,
-        "group": groups,
-        "vendor": vendors,
-        "layer": layers,
-        "setting": None,
-    }
     older_ops = {name: op for op, binding in bindings.items() for name in binding.formerly}
     older_layers = OLDER_LAYERS.union(*(binding.former_layers for binding in bindings.values()))
     checked = set()
@@ -101,13 +93,13 @@ def check_names(
                 f"no installed op belongs to the group {name!r}: it has no effect.{groups_here}"
             )
         elif not (use.space == "vendor" and use.is_users_order and impls is not None):
-            near = names if use.space in known else ops  # a plugin's lists may name ops
+            near = names if use.space in OURS else known["op"]  # a plugin's lists may name ops
             if near is not None and name not in near and (meant := closest(name, near, 0.8)):
                 problem = f"no {use.space} {name!r} is installed, so that it has no effect.{meant}"
         if problem:
             warnings.append(f"{use.setting.origin}: {use.setting.key}: {problem}")
     if impls is not None:
-        warnings += [said for _, said in unmatched(settings, impls, has_failed)]
+        warnings += [said for _, said in unmatched(settings, impls, plugins)]
     return dataclasses.replace(
         settings,
         warnings=tuple(dict.fromkeys((*settings.warnings, *warnings))),
@@ -142,7 +134,7 @@ def uses(settings: Settings) -> Iterator[_Use]:
 def unmatched(
     settings: Settings,
     impls_by_op: Mapping[str, Impls],
-    has_failed: Callable[[str, str], bool] = lambda name, op: False,
+    plugins: Sequence[Plugin] = (),
 ) -> Iterator[tuple[str, str]]:
     """(op, a sentence) for each of the user's orders with tokens that match nothing that can run.
 
@@ -153,8 +145,8 @@ def unmatched(
     Args:
         settings: the settings.
         impls_by_op: what is installed.
-        has_failed: whether the plugin that may have an id or vendor, for an op, has failed. Its
-            error is reported by the call of the op.
+        plugins: the installed plugins. An id or vendor that one of them may have had, which failed,
+            is not reported here: the call of the op reports the error of the plugin.
     """
     for key, setting in settings.items():
         op, order = key.removeprefix(ORDER_PREFIX), setting.value
@@ -165,7 +157,7 @@ def unmatched(
                 ops = [each for each in listed if listed[each].group == order.group]
                 op = f"{GROUP}{order.group}"
             impls = [impl for each in ops for impl in impls_by_op.get(each, ())]
-            if said := _said(op, order, setting, settings, impls, has_failed):
+            if said := _said(op, setting, settings, impls, plugins):
                 yield op, said
 
 
@@ -180,13 +172,9 @@ def meant(token: Token, impls: Impls) -> str:
 
 
 def _said(
-    op: str,
-    order: OpOrder,
-    setting: Setting,
-    settings: Settings,
-    impls: Impls,
-    has_failed: Callable[[str, str], bool],
+    op: str, setting: Setting, settings: Settings, impls: Impls, plugins: Sequence[Plugin]
 ) -> str:
+    order = cast("OpOrder", setting.value)
     problems: dict[Token, str] = {}
     failed = False
     for token in order.every:
@@ -197,7 +185,7 @@ def _said(
         if matched:
             each = (f"{impl.impl_id} ({why})" for impl, why in zip(matched, whys, strict=True))
             problems[token] = f"{str(token)!r} cannot run: {'; '.join(dict.fromkeys(each))}."
-        elif token.name and has_failed(token.name, op):
+        elif token.name and any(plugin.may_bring(token.name, op) for plugin in plugins):
             failed = True
         else:
             slip = meant(token, impls)

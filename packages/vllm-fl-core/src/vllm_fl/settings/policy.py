@@ -166,11 +166,6 @@ class OpOrder:
         """Return the tokens of one mode by the size of a call; empty if the mode is open."""
         return self.eager if mode == "eager" else self.compiled
 
-    def with_rows(self, mode: Mode, rows: Rows[tuple[Token, ...]]) -> OpOrder:
-        """Return this order with other rows in one mode."""
-        eager, compiled = (rows, self.compiled) if mode == "eager" else (self.eager, rows)
-        return dataclasses.replace(self, eager=eager, compiled=compiled)
-
     @property
     def every(self) -> tuple[Token, ...]:
         """The tokens of all modes and rows, each once."""

@@ -46,7 +46,7 @@ class Setting:
 
     Args:
         key: `prefer`, `oot_blacklist`, …; an op's order is `op_backends.<op>`.
-        value: text, a boolean, None, a tuple of names, or an `OpOrder`.
+        value: text, a boolean, None, a tuple of names, an `OpOrder`, or a tuple of `DeviceOrder`.
         origin: where it comes from: `default`, `detected`, `environment VLLM_FL_PREFER`,
             `/etc/fl.yaml:3`, `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
         overrides: (value, origin) of what it replaced, or was merged from, the nearest first. A
@@ -96,6 +96,9 @@ def undo(origin: str) -> str:
 @dataclass(frozen=True)
 class Settings(Mapping[str, Setting]):
     """Every setting by its key, read-only.
+
+    The attributes are declarations: of an instance each is its effective value
+    (`SettingSpec.__get__`).
 
     `load_startup` gives only those that a process needs before its plugins are known; reading
     another one of those is a KeyError.
@@ -236,21 +239,18 @@ class Settings(Mapping[str, Setting]):
             found = next((o for o in used if o.holds(device) and o.order.rows(mode)), None)
             if found is None:
                 continue
-            yields = self.policy.names(op) if found.of_table else self.is_users(op)
+            yields = self.policy.names(op) or ("prefer" in self.chosen and not found.of_table)
             if found.order.pinned or not yields:
                 key = f"{ORDER_PREFIX}{op}"
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
                 below = self.policy.per_op_order.get(op, OpOrder((), ()))
-                order = dataclasses.replace(below, pinned=found.order.pinned).with_rows(mode, rows)
+                changes: dict[str, Any] = {mode: rows, "pinned": found.order.pinned}
+                order = dataclasses.replace(below, **changes)
                 new = Setting(key, order, found.why)
                 entries[key] = entries[key].replaced(order, found.why) if key in entries else new
         if entries == self._by_key:
             return self
         return dataclasses.replace(self, entries=tuple(entries.values()))
-
-    def is_users(self, op: str) -> bool:
-        """Return whether an order or `prefer` of the user orders an op, not a backend's file."""
-        return self.policy.names(op) or "prefer" in self.chosen
 
     @property
     def by_device(self) -> dict[str, tuple[DeviceOrder, ...]]:
@@ -283,14 +283,13 @@ class Settings(Mapping[str, Setting]):
     def chosen(self) -> dict[str, Setting]:
         """The settings that the user set, by variables or in a file."""
         paired = {key for pair in pairs(self.declared) for key in pair}
-        marks = (f"(environment {OP_CONFIG})", " and environment ")  # a file, a list's second part
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:
                 continue  # a list closes the other one of its pair, and then has its origin
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
             by_variable = setting.origin.startswith("environment ")
-            if in_file or by_variable or any(mark in setting.origin for mark in marks):
+            if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
                 chosen[key] = setting
         return chosen
 
@@ -307,7 +306,7 @@ ITEMS: Declared = MappingProxyType(
 
 def variables(declared: Declared) -> tuple[str, ...]:
     """Every environment variable that is a setting."""
-    return (*(name for s in declared.values() for name in s.variables), PER_OP, OP_CONFIG)
+    return (*(spec.variable for spec in declared.values()), PER_OP, OP_CONFIG)
 
 
 def overridden(declared: Declared) -> tuple[str, ...]:
@@ -329,7 +328,7 @@ def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
 def is_absent(name: str, declared: Declared) -> bool:
     """Return whether a key or variable belongs to a plugin that is not loaded."""
     found = re.fullmatch(PLUGIN_KEY, name)
-    known = (each for spec in declared.values() for each in (spec.key, *spec.variables))
+    known = (each for spec in declared.values() for each in (spec.key, spec.variable))
     return found is not None and not any(each.startswith(found[1]) for each in known)
 
 

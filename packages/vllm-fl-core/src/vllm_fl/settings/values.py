@@ -98,7 +98,12 @@ def expected(spec: SettingSpec[Any]) -> str:
 def value_of(spec: SettingSpec[Any], text: str) -> object:
     """Read a setting's text. Raises ValueError."""
     if spec.read is not None:
-        return _read(spec, spec.read, text)
+        try:
+            return spec.read(text)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin's may raise anything
+            raise ValueError(quote(error).removeprefix("ValueError: ")) from error
     if isinstance(spec.default, bool):
         if text.lower() not in BOOLEANS:
             raise ValueError(f"expected 0 or 1 (also true, false, yes, no, on, off), got {text!r}")
@@ -116,30 +121,6 @@ def value_of(spec: SettingSpec[Any], text: str) -> object:
     if word not in spec.choices:
         raise ValueError(f"expected {expected(spec)}, got {text!r}.{closest(word, spec.choices)}")
     return word
-
-
-def _read(spec: SettingSpec[Any], read: Callable[[str], object], text: str) -> object:
-    """Call a setting's own reader. A plugin's may raise or return anything."""
-    try:
-        value = read(text)
-        if not accepts(spec, value):
-            raise TypeError(f"its reader gave {value!r}; expected {expected(spec)}")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise ValueError(quote(error).removeprefix("ValueError: ")) from error
-    return value
-
-
-def accepts(spec: SettingSpec[Any], value: object) -> bool:
-    """Return whether the setting takes a value."""
-    if value is None:
-        return spec.default is None
-    if spec.names:
-        return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
-    if isinstance(spec.default, bool):
-        return isinstance(value, bool)
-    return value in spec.choices if spec.choices else isinstance(value, str)
 
 
 def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.arguments import flag, integers, like, tensor
-from vllm_fl.contracts.batches import positions
-from vllm_fl.contracts.sampling import Source
+from vllm_fl.contracts.sampling import Source, positions
 from vllm_fl.contracts.spec import ModelSizes, Sample, Tolerance, Variant
 
 from .common import contract, outside

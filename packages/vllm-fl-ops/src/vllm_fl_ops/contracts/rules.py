@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from vllm_fl.contracts.binding import Binding, SizeRule
-from vllm_fl.contracts.sizes import by_name, with_values
+from vllm_fl.contracts.binding import Binding, SizeRule, by_name, with_values
 from vllm_fl.contracts.spec import ModelSizes
 
 __all__ = [

@@ -18,8 +18,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.errors import VllmFLError
 from vllm_fl.plugins.calling import ENDED
-from vllm_fl.plugins.communicator import NAMED_CLASSES
 from vllm_fl.plugins.plugin import Plugin
+from vllm_fl.plugins.types import NAMED_CLASSES
 from vllm_fl.settings.policy import MODES, OpOrder
 from vllm_fl.settings.schema import Settings
 from vllm_fl.text import quote

@@ -16,7 +16,6 @@ from typing import Any
 
 from importlib_metadata import distribution
 
-from vllm_fl.contracts import OPS
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.platforms import foreign_platform
@@ -29,11 +28,11 @@ from vllm_fl.plugins.breadcrumb import Crumb
 from vllm_fl.plugins.calling import policy_files
 from vllm_fl.plugins.device import devices, find_device
 from vllm_fl.plugins.discovery import discover
-from vllm_fl.plugins.finding import Finding
+from vllm_fl.plugins.inspection import Finding
 from vllm_fl.plugins.installed import CORE, canonical, installed_version, required_by
 from vllm_fl.plugins.plugin import Owner, Plugin
 from vllm_fl.plugins.registry import OpRegistry
-from vllm_fl.plugins.reserved import brings_ops
+from vllm_fl.plugins.reserved import OPS
 from vllm_fl.plugins.snapshot import EMPTY
 from vllm_fl.settings.loading import load_startup
 from vllm_fl.settings.policy import UNTOUCHED
@@ -279,7 +278,7 @@ class _Examined:
 
     def find_contracts(self) -> Iterator[Finding | Problem]:
         """The contracts of our ops, where they are missing, or will be once core brings none."""
-        if not any(brings_ops(each.owner) for each in self.found):
+        if not any(each.owner.is_of(OPS) for each in self.found):
             yield (
                 f"{OPS} is not installed.",
                 "It has the contracts of the ops. Without them vLLM runs as stock, and does not "
@@ -289,7 +288,7 @@ class _Examined:
         names = {canonical(f.owner.distribution) for f in self.found if f.owner.distribution}
         requires = {name: required_by(distribution(name)) for name in names}
         snapshot = self.registry.snapshot()
-        ours = {op for op, author in snapshot.authors.items() if brings_ops(author)}
+        ours = {op for op, author in snapshot.authors.items() if author.is_of(OPS)}
         owners = snapshot.owners.items()
         for owner in dict.fromkeys(owner for (op, _), owner in owners if op in ours):
             if owner.distribution is None:

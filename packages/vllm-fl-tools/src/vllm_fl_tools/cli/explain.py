@@ -16,10 +16,9 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.resolver import STOCK, Candidate, Stock, Trace
 from vllm_fl.integration.targets import all_bindings
-from vllm_fl.plugins.attention import ATTENTION
-from vllm_fl.plugins.communicator import COMMUNICATOR, NAMED_CLASSES
 from vllm_fl.plugins.plugin import Owner
 from vllm_fl.plugins.snapshot import RegistrySnapshot
+from vllm_fl.plugins.types import ATTENTION, COMMUNICATOR, NAMED_CLASSES
 from vllm_fl.settings.names import unmatched
 from vllm_fl.settings.policy import DEFAULT, Mode, OpOrder, Rows
 from vllm_fl.settings.schema import Settings

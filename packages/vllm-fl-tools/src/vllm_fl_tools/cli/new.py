@@ -168,7 +168,7 @@ def _no_plugin(platform: str) -> str | None:
         if entry.name != "fl" and entry.dist is not None:
             distribution, version, _ = identity(entry.dist)
             release = f"{distribution} {version}"
-            found[ForeignPlatform(entry.name, distribution, release, "").name] = release
+            found[ForeignPlatform(entry.name, distribution, release).name] = release
     if platform in found or platform in PLATFORMS:
         return None
     told = ", ".join(f"{name} ({release})" for name, release in sorted(found.items()))

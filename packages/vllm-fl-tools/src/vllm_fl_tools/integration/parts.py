@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_fl.contracts.binding import Binding
+from vllm_fl.contracts.binding import Binding, GraphTarget
 
 if TYPE_CHECKING:
     from ..operate.described import Described
@@ -38,7 +38,8 @@ def without(engine: Described, bindings: Mapping[str, Binding]) -> frozenset[str
 
 def taken_in(binding: Binding) -> frozenset[str]:
     """The ops that an op takes in: while one of them is planned, a graph has that op nowhere."""
-    return frozenset(part for target in binding.targets for part in target.takes_in)
+    targets = (target for target in binding.targets if isinstance(target, GraphTarget))
+    return frozenset(part for target in targets for part in target.parts)
 
 
 def _activation(engine: Described) -> str:

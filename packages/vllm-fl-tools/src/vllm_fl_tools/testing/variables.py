@@ -43,7 +43,7 @@ def undeclared(subject: Subject, dtype: str) -> str:
     if not names:
         return ""
     plugins = get_default_manager().registry.plugins
-    names -= {name for p in plugins for spec in p.settings for name in spec.variables}
+    names -= {spec.variable for p in plugins for spec in p.settings}
     if not names:
         return ""
     told = ", ".join(sorted(names)[:5]) + (", …" if len(names) > 5 else "")

@@ -14,8 +14,7 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...errors import AllFailedError
 from ...logs import get_logger
-from ...plugins.attention import ATTENTION
-from ...plugins.types import AttentionImpl, AttentionRequest
+from ...plugins.types import ATTENTION, AttentionImpl, AttentionRequest
 from ..patcher import Patcher, WhyNot
 from . import classes
 

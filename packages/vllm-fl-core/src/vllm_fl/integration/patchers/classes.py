@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ...dispatch import get_default_manager
-from ...plugins.attention import class_path_for, refusal
 from ...plugins.breadcrumb import running
-from ...plugins.types import AttentionImpl, CommunicatorImpl, LayerImpl
+from ...plugins.types import AttentionImpl, CommunicatorImpl, LayerImpl, answered
 from ...text import quote
 from .lookups import named
 
@@ -25,8 +24,12 @@ def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:
 
 def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:
     """Why a class does not take what vLLM asks; None when it does."""
+    supports: Callable[[Any], object] | None = impl.supports
+    if supports is None:
+        return None
     with _noted("the supports", op, impl.impl_id):
-        return refusal(impl, request)
+        verdict = answered("its supports", lambda: supports(request))
+    return None if verdict is True else verdict
 
 
 def refusals(
@@ -73,7 +76,8 @@ def class_of(
     path = ""
     try:
         with _noted("the class", op, impl.impl_id):
-            path = class_path_for(impl, request)
+            given: Any = impl.class_path
+            path = given if isinstance(given, str) else given(request)
             cls = named(path)
             return path, cls, problem(path, cls)
     except KeyboardInterrupt:

@@ -15,11 +15,10 @@ from ...engine.facts import EngineFacts
 from ...engine.plan import PlanEntry
 from ...errors import StartError
 from ...logs import get_logger
-from ...plugins.asking import asking, checks
-from ...plugins.communicator import COMMUNICATOR
+from ...plugins.calling import asking, checks
 from ...plugins.inspection import Check, GroupFacts, Key
-from ...plugins.types import CommunicatorImpl, CommunicatorRequest
-from ...settings.loading import Settings
+from ...plugins.types import COMMUNICATOR, CommunicatorImpl, CommunicatorRequest
+from ...settings.schema import Settings
 from ...text import quote
 from ..engines import Engine
 from ..exchange import gathered

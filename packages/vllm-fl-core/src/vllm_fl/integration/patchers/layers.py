@@ -32,7 +32,7 @@ from ...engine.opaque import mutated
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.installed import identity
-from ...settings.loading import Settings
+from ...settings.schema import Settings
 from ...text import quote
 from ..compat import FORMER_LAYERS, opens_the_device, shared_table
 from ..patcher import Patcher, WhyNot
