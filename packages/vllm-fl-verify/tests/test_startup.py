@@ -194,3 +194,19 @@ def test_a_made_layer_provides_what_the_contract_takes_from_it(op: str) -> None:
         got, want = read(layer), provided[name]
         same = torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
         assert same, name
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "lowered"),
+    [
+        ("", "cpu", "inductor"),
+        ("inductor", "cuda", "inductor"),
+        ("inductor", "meta", "aot_eager"),
+        ("eager", "cpu", "aot_eager"),
+    ],
+)
+def test_a_form_is_lowered_as_the_engine_lowers_its_model(
+    backend: str, device: str, lowered: str
+) -> None:
+    facts = EngineFacts(load_settings({}), "compiled", compile_backend=backend)
+    assert made_inputs.lowering(facts, torch.device(device)) == lowered

@@ -33,7 +33,7 @@ from vllm_fl.engine.ranges import Range
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.engines import calling
 from vllm_fl.integration.graphs import lowering, passes, ranges
-from vllm_fl.integration.graphs.base import OWNER
+from vllm_fl.integration.graphs.lowering import OWNER
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patching import by_range

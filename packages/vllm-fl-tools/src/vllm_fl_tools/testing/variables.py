@@ -37,8 +37,6 @@ def undeclared(subject: Subject, dtype: str) -> str:
             verdict_of(impl, subject.spec, fresh(each).args)  # passes of ours ask it of graphs
             if not is_opaque(impl):
                 impl.fn(*fresh(each).args)
-            if impl.traced is not None:
-                impl.traced(*fresh(each).args)
         names |= read
     if not names:
         return ""

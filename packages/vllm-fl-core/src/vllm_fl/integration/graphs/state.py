@@ -22,13 +22,10 @@ class Sites:
     Args:
         graphs: how many graphs it went through: 0 if all compiled code came from vLLM's cache.
         found: how many places it found in them.
-        launched: in how many of these a traced form replaced the operator: the graph launches its
-            kernels.
     """
 
     graphs: int = 0
     found: int = 0
-    launched: int = 0
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from ...contracts.binding import FusionTarget, OperatorTarget
-from ...dispatch.chain import Chain
 from ...engine.facts import EngineFacts
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ..engines import Engine
 from ..graphs.state import InGraphs, Sites, in_graphs
 from ..patcher import Patcher, WhyNot
-from ..targets import installed_bindings, planned, stock_form, targets
+from ..targets import installed_bindings, planned, targets
 from .ir import ir_ops
 
 if TYPE_CHECKING:
@@ -49,15 +48,11 @@ def has_vllms_pass(target: FusionTarget) -> bool:
     return alike is not None and alike() and target.flag in PassConfig.__dataclass_fields__
 
 
-def operators(plan: Plan) -> list[tuple[str, OperatorTarget, Chain]]:
-    """(planned op, an operator that a pass of vLLM's puts into graphs for it, its candidates)."""
+def fused_operators(plan: Plan) -> dict[str, str]:
+    """Return the operators that vLLM's passes put into graphs: name -> the planned op."""
+    ops = {op for op, _ in planned(plan, FusionTarget)}
     known = targets(installed_bindings(), OperatorTarget)
-    return [
-        (op, operator, plan.chain(op, last=stock_form(op, target.native)))
-        for op, target in planned(plan, FusionTarget)
-        for of_op, operator in known
-        if of_op == op
-    ]
+    return {operator.name: op for op, operator in known if op in ops}
 
 
 def _say(label: str, op: str, sites: Sites) -> None:
@@ -65,8 +60,7 @@ def _say(label: str, op: str, sites: Sites) -> None:
         text = "Op '%s': vLLM's cache had all graphs: in how many places '%s' runs is not counted"
         log.info(text, op, label)
     elif sites.found:
-        text = "Op '%s': %d places, by '%s'; graphs launch it themselves in %d"
-        log.info(text, op, sites.found, label, sites.launched)
+        log.info("Op '%s': %d places, by '%s'", op, sites.found, label)
     else:
         log.warning(
             "Op '%s': no pass found a place for it (graphs: %d), so that '%s' does not run. Its "
