@@ -20,7 +20,8 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.sequence import IntermediateTensors
 
 from vllm_fl.contracts import contracts
-from vllm_fl.integration import attending, engines
+from vllm_fl.integration import engines
+from vllm_fl.integration.patchers import attention
 from vllm_fl.plugins.inspection import Moment
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import loaded, probe
@@ -278,7 +279,7 @@ def test_a_forward_that_fails_leaves_nothing_either(config: Any) -> None:
 
 def test_attention_is_run_once_uncompiled_where_vllm_would_not(config: Any) -> None:
     model = Model()
-    attending.attend(WithAttention(model, config), config, is_eager=False)
+    attention.attend(WithAttention(model, config), config, is_eager=False)
     assert model.skips and model.inference and left_clean(model)
     asked: list[dict[str, bool]] = []
 
@@ -286,7 +287,7 @@ def test_attention_is_run_once_uncompiled_where_vllm_would_not(config: Any) -> N
         asked.append({"skip_attn": skip_attn, **options})
 
     for is_eager in (True, False):  # else the newer runner takes steps of its own
-        attending.attend(SimpleNamespace(_dummy_run=newer), config, is_eager=is_eager)
+        attention.attend(SimpleNamespace(_dummy_run=newer), config, is_eager=is_eager)
     assert asked == [{"skip_attn": False, "skip_eplb": True}]
 
 

@@ -18,9 +18,8 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
 from ..engines import Engine
-from .arguments import misfit
 from .lookups import lookup_of
-from .taking import Replacement, Taking, replacement_of
+from .taking import Replacement, Taking, mismatch, replacement_of
 
 log = get_logger("engine")
 
@@ -112,7 +111,7 @@ class Functions(Taking):
             parameters = _parameters(lookup_of(target.name).function)
         except Exception as error:
             return f"this vLLM has no such function: {quote(error)}"
-        return misfit(target, *parameters)
+        return mismatch(target, *parameters)
 
     def install(self, target: FunctionTarget, device: torch.device) -> Replacement:
         return _Function(target)

@@ -28,9 +28,8 @@ from ...plugins.forms import verdict_of
 from ...plugins.types import OpImpl
 from ..engines import Engine
 from . import empty
-from .arguments import misfit
 from .layers import layer_table
-from .taking import Choice, Replacement, Taking, replacements_of
+from .taking import Choice, Replacement, Taking, mismatch, replacements_of
 
 log = get_logger("engine")
 
@@ -196,7 +195,7 @@ class Operators(Taking):
             schema = torch._C.parse_schema(definable)
         elif not has_kernel(target.name, key):
             return f"this vLLM has no kernel of it for {key}"
-        return misfit(target, *_parameters(schema))
+        return mismatch(target, *_parameters(schema))
 
     def install(self, target: OperatorTarget, device: torch.device) -> Replacement:
         return _Override(target, _dispatch_key(device))
