@@ -10,11 +10,10 @@ from .patcher import Patcher, WhyNot
 from .patchers.attention import Attention
 from .patchers.communicator import Communicator
 from .patchers.functions import Functions
-from .patchers.fusions import Fusions
+from .patchers.fusions import Fusions, OperatorsInGraphs
 from .patchers.ir import Ir
 from .patchers.layers import Layers
 from .patchers.operators import Operators
-from .patchers.torch_operators import OperatorsInGraphs
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from vllm_fl.errors import AllFailedError
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.graphs import replacing
 from vllm_fl.integration.graphs.state import InGraphs, in_graphs
-from vllm_fl.integration.patchers import torch_operators
+from vllm_fl.integration.patchers import fusions
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.loading import load_settings
@@ -42,7 +42,7 @@ from vllm_fl.settings.loading import load_settings
 OP, LARGEST = "linear", 64
 ROWS = {"<=16": "vendor", "rest": "stock"}
 
-PATCHER = torch_operators.OperatorsInGraphs()
+PATCHER = fusions.OperatorsInGraphs()
 
 
 def product(impl_id: str = "vendor.acme", **fields: Any) -> OpImpl:
