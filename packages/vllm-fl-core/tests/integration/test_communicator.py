@@ -256,8 +256,10 @@ def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(
 
 def test_an_engine_of_one_rank_has_no_communicator() -> None:
     settings = load_settings({})
-    assert communicator.request_of(engine_config(), settings, compiled=False) is None
-    found = communicator.request_of(engine_config(tensor_parallel_size=2), settings, compiled=True)
+    request = communicator.Communicator().request
+    assert request(engine_config(), settings, compiled=False) == {"communicator": None}
+    two = engine_config(tensor_parallel_size=2)
+    found = request(two, settings, compiled=True)["communicator"]
     assert found is not None and (found.world_size, found.compiled) == (2, True)
 
 

@@ -103,12 +103,12 @@ def facts(mode: Any = "eager", env: Any = None, **fields: Any) -> EngineFacts:
 
 def test_it_stands_in_vllms_table_while_the_block_runs(plan: Make) -> None:
     made, before = plan(impl()), dict(TABLE)
-    with whole_layers.in_place(made):
+    with PATCHER.building(engine_of(made)):
         assert type(Mixer()) is OwnMixer
         assert type(BigMixer()) is BigMixer, "a subclass is a layer of its own"
         assert maybe_get_oot_by_class(Mixer) is OwnMixer
     assert before == TABLE and type(Mixer()) is Mixer
-    with pytest.raises(OSError), whole_layers.in_place(made):
+    with pytest.raises(OSError), PATCHER.building(engine_of(made)):
         raise OSError("no weights")
     assert before == TABLE
     assert OwnMixer.name == "test_mixer", "the class is not written to"
@@ -120,7 +120,7 @@ def test_what_is_left_to_vllm_does_not_stand_there(plan: Make) -> None:
         plan(impl(), notes={"Mixer": "oot_blacklist names Mixer"}),
         plan(impl(available=lambda: "no card")),
     ):
-        with whole_layers.in_place(made):
+        with PATCHER.building(engine_of(made)):
             assert type(Mixer()) is Mixer
 
 
@@ -283,7 +283,7 @@ def test_layers_of_the_model_are_counted_and_their_calls(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = dataclasses.replace(plan(impl()), counts_calls=True)
-    with whole_layers.in_place(made):
+    with PATCHER.building(engine_of(made)):
         built = Mixer(), BigMixer(), model(Mixer())
     wrapper = torch.nn.Module()
     wrapper.base_layer = built[0]

@@ -38,46 +38,6 @@ METHODS = ("get_name", "get_impl_cls", "get_builder_cls")
 log = get_logger("engine")
 
 
-def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
-    """What the served model's layers will ask for, as far as its configuration tells; else None.
-
-    Sinks and what single layers differ in are known only when the layers are built.
-    """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    try:
-        return AttentionRequest(
-            head_size=int(model.get_head_size()),
-            dtype=model.dtype,
-            kv_cache_dtype=cache.cache_dtype,
-            block_size=(
-                cache.block_size if getattr(cache, "user_specified_block_size", False) else None
-            ),
-            use_mla=bool(model.use_mla),
-            use_sparse=hasattr(model.hf_text_config, "index_topk"),  # as DeepSeek V3.2's layers ask
-            num_heads=int(model.get_num_attention_heads(vllm_config.parallel_config)),
-            extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
-        )
-    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        log.debug("what the model asks of attention is not told: %s", error)
-        return None
-
-
-def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """Return (op, impl id) -> why an installed attention backend does not take this model.
-
-    Only those before `stock` are called, since vLLM's own takes every model before the others: to
-    answer, one may import the library of its kernels, which takes seconds.
-    """
-    order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
-    before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
-    return classes.refusals(
-        ATTENTION,
-        facts.attention,
-        "this model",
-        among=lambda impl: any(token.matches(impl) for token in before),
-    )
-
-
 def choose(
     plan: Plan, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
 ) -> str | None:
@@ -148,12 +108,46 @@ class Attention(Patcher):
     kind = AttentionTarget
 
     def request(self, vllm_config: VllmConfig, /, *_: Any, compiled: bool) -> dict[str, Any]:
-        return {"attention": model_request(vllm_config) if vllm_config.model_config else None}
+        """Return what the model's layers will ask for, if the configuration tells it.
+
+        Sinks and what single layers differ in are known only when the layers are built.
+        """
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        try:
+            request = AttentionRequest(
+                head_size=int(model.get_head_size()),
+                dtype=model.dtype,
+                kv_cache_dtype=cache.cache_dtype,
+                block_size=(
+                    cache.block_size if getattr(cache, "user_specified_block_size", False) else None
+                ),
+                use_mla=bool(model.use_mla),
+                use_sparse=hasattr(model.hf_text_config, "index_topk"),  # as DeepSeek V3.2 asks
+                num_heads=int(model.get_num_attention_heads(vllm_config.parallel_config)),
+                extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
+            )
+        except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            log.debug("what the model asks of attention is not told: %s", error)
+            return {"attention": None}
+        return {"attention": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
+        """Return the user's setting, and why installed attention backends do not take this model.
+
+        Only those before `stock` are called, since vLLM's own takes every model before the others:
+        to answer, one may import the library of its kernels, which takes seconds.
+        """
         told = facts.attention_backend
         notes = {} if told is None else {ATTENTION: f"attention_config.backend is {told}"}
-        return WhyNot(notes, refusals(facts))
+        order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
+        before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
+        refused = classes.refusals(
+            ATTENTION,
+            facts.attention,
+            "this model",
+            among=lambda impl: any(token.matches(impl) for token in before),
+        )
+        return WhyNot(notes, refused)
 
     def faults(self, plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
         request = facts.attention

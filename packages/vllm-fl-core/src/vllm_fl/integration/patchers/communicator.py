@@ -57,31 +57,6 @@ class Fault(NamedTuple):
     stuck: bool = False
 
 
-def request_of(
-    vllm_config: VllmConfig, settings: Settings, *, compiled: bool
-) -> CommunicatorRequest | None:
-    """Return the request for communicators; None for an engine of one rank, or without a model."""
-    from vllm.platforms import current_platform
-
-    parallel = vllm_config.parallel_config
-    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    data = parallel.data_parallel_size
-    world = tensor * pipeline * data * getattr(parallel, "prefill_context_parallel_size", 1)
-    if world == 1 or vllm_config.model_config is None:
-        return None
-    return CommunicatorRequest(
-        settings,
-        current_platform.device_type,
-        world,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        data_parallel_size=data,
-        expert_parallel=bool(parallel.enable_expert_parallel),
-        elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
-        compiled=compiled,
-    )
-
-
 def refusals(facts: EngineFacts) -> dict[Key, str]:
     """Return (op, impl id) -> why an installed communicator does not take this engine's ranks."""
     request = facts.communicator
@@ -288,7 +263,27 @@ class Communicator(Patcher):
     def request(
         self, vllm_config: VllmConfig, settings: Settings, /, *, compiled: bool
     ) -> dict[str, Any]:
-        return {"communicator": request_of(vllm_config, settings, compiled=compiled)}
+        """Return the request for communicators; None for one rank, or without a model."""
+        from vllm.platforms import current_platform
+
+        parallel = vllm_config.parallel_config
+        tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        data = parallel.data_parallel_size
+        world = tensor * pipeline * data * getattr(parallel, "prefill_context_parallel_size", 1)
+        if world == 1 or vllm_config.model_config is None:
+            return {"communicator": None}
+        request = CommunicatorRequest(
+            settings,
+            current_platform.device_type,
+            world,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=pipeline,
+            data_parallel_size=data,
+            expert_parallel=bool(parallel.enable_expert_parallel),
+            elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
+            compiled=compiled,
+        )
+        return {"communicator": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         return WhyNot(impls=refusals(facts))

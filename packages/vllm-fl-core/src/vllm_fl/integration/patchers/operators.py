@@ -34,22 +34,6 @@ from .taking import Choice, Replacement, Taking, mismatch, replacements_of
 log = get_logger("engine")
 
 
-def operator_note(plan: Plan, op: str) -> str:
-    """Return why none of a planned op's operators is overridden; empty if they may be.
-
-    vLLM's own layers call these operators: a layer that the user leaves to vLLM must not get ours
-    through them.
-    """
-    kept = [
-        layer.cls for layer in layer_table() if layer.op == op and layer.cls in plan.kept_layers
-    ]
-    if kept:
-        return f"layer {min(kept)} is left to vLLM, and calls its operators"
-    if not plan.callable(op):
-        return "its implementations take the calling layer, and an operator has none"
-    return ""
-
-
 def _firsts(plan: Plan, op: str) -> Sequence[OpImpl]:
     """Return what an operator of the op runs first, in each row."""
     firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
@@ -181,7 +165,17 @@ class Operators(Taking):
     kind = OperatorTarget
 
     def note(self, plan: Plan, op: str) -> str:
-        return operator_note(plan, op)
+        """Return why none of a planned op's operators is overridden; empty if they may be.
+
+        vLLM's own layers call these operators: a layer that the user leaves to vLLM must not get
+        ours through them.
+        """
+        layers = (layer.cls for layer in layer_table() if layer.op == op)
+        if kept := sorted(plan.kept_layers.intersection(layers)):
+            return f"layer {kept[0]} is left to vLLM, and calls its operators"
+        if not plan.callable(op):
+            return "its implementations take the calling layer, and an operator has none"
+        return ""
 
     def misfit(self, target: OperatorTarget, device: torch.device) -> str:
         schema, key = _schema(target.name), _dispatch_key(device)

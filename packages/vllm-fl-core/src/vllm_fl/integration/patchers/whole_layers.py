@@ -40,23 +40,6 @@ ASKED_OF_THE_CLASS = {
 log = get_logger("engine")
 
 
-def request_of(vllm_config: VllmConfig, *, compiled: bool) -> LayerRequest:
-    """What every whole layer of an engine is asked with; `layer` is still open."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
-    return LayerRequest(
-        layer="",
-        dtype=model.dtype,
-        quantization=model.quantization,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        data_parallel_size=data,
-        expert_parallel_size=tensor * data if parallel.enable_expert_parallel else 1,
-        lora=vllm_config.lora_config is not None,
-        compiled=compiled,
-    )
-
-
 def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -> str:
     return (
         f"vllm-fl reaches {layer} by the op {op}, whose implementations are verified: bring an "
@@ -70,12 +53,6 @@ def _declared() -> dict[str, str]:
     return {layer.cls: layer.registered for layer in declared_layers(vllm_folders())}
 
 
-def in_place(plan: Plan) -> AbstractContextManager[None]:
-    """While the block runs, vLLM builds the plan's classes for whole layers."""
-    table: dict[str, Any] = custom_op.op_registry_oot
-    return in_tables((table, name, _chosen(impl)[0]) for name, impl in plan.layers.items())
-
-
 class WholeLayers(Patcher):
     """Puts a plugin's own classes for layer classes of vLLM's while the model is built."""
 
@@ -87,8 +64,23 @@ class WholeLayers(Patcher):
     def request(
         self, vllm_config: VllmConfig, /, *_: Any, compiled: bool
     ) -> dict[str, LayerRequest | None]:
-        has_model = vllm_config.model_config is not None
-        return {"layers": request_of(vllm_config, compiled=compiled) if has_model else None}
+        """Return what every whole layer is asked with; `layer` is still open."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if model is None:
+            return {"layers": None}
+        tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+        request = LayerRequest(
+            layer="",
+            dtype=model.dtype,
+            quantization=model.quantization,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            data_parallel_size=data,
+            expert_parallel_size=tensor * data if parallel.enable_expert_parallel else 1,
+            lora=vllm_config.lora_config is not None,
+            compiled=compiled,
+        )
+        return {"layers": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return why vLLM's own class, or another plugin's, stays, and what classes refuse."""
@@ -134,7 +126,9 @@ class WholeLayers(Patcher):
         }
 
     def building(self, engine: Engine) -> AbstractContextManager[None]:
-        return in_place(engine.plan)
+        table: dict[str, Any] = custom_op.op_registry_oot
+        layers = engine.plan.layers.items()
+        return in_tables((table, name, _chosen(impl)[0]) for name, impl in layers)
 
     def loaded(self, engine: Engine) -> None:
         """Count the model's layers that are the plan's class, and their calls.
