@@ -44,15 +44,12 @@ def merged(asked: Callable[[Patcher], Mapping[K, V]]) -> dict[K, V]:
 
 def why_not(facts: EngineFacts) -> WhyNot:
     """Return every patcher's reasons not to replace targets in this engine."""
-    ops: dict[str, str] = {}
-    impls: dict[tuple[str, str], str] = {}
-    layers: list[str] = []
-    for patcher in PATCHERS:
-        found = patcher.why_not(facts)
-        ops |= found.ops
-        impls |= found.impls
-        layers += found.layers
-    return WhyNot(ops, impls, layers)
+    found = [patcher.why_not(facts) for patcher in PATCHERS]
+    return WhyNot(
+        {op: why for each in found for op, why in each.ops.items()},
+        {key: why for each in found for key, why in each.impls.items()},
+        [layer for each in found for layer in each.layers],
+    )
 
 
 def by_range(plan: Plan) -> dict[str, Chain]:

@@ -22,7 +22,7 @@ from ...errors import TargetError
 from ...logs import get_logger
 from ...plugins.types import LayerImpl, LayerRequest
 from ...text import closest
-from ..compat import declared_layers, vllm_folders, vllm_version
+from ..compat import declared_layers, vllm_version
 from ..patcher import Patcher, WhyNot
 from . import classes
 from .layers import in_tables, layer_table, oot_note
@@ -47,19 +47,13 @@ def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -
     )
 
 
-@cache
-def _declared() -> dict[str, str]:
-    """The classes that this vLLM's source registers as layers -> the names."""
-    return {layer.cls: layer.registered for layer in declared_layers(vllm_folders())}
-
-
 class WholeLayers(Patcher):
     """Puts a plugin's own classes for layer classes of vLLM's while the model is built."""
 
     def layer_names(self) -> frozenset[str]:
         """Return names of classes and registered names that vLLM need not have imported."""
         brought = get_default_manager().registry.snapshot().layers
-        return frozenset({*brought, *_declared(), *_declared().values()})
+        return frozenset({*brought, *declared_layers(), *declared_layers().values()})
 
     def request(
         self, vllm_config: VllmConfig, /, *_: Any, compiled: bool
@@ -90,7 +84,7 @@ class WholeLayers(Patcher):
         for name in get_default_manager().registry.snapshot().layers:
             cls = vllms.get(name)
             # A subclass has its parent's name. vLLM may not have imported the class yet.
-            registered = getattr(cls, "name", None) or _declared().get(name, name)
+            registered = getattr(cls, "name", None) or declared_layers().get(name, name)
             why = oot_note({name, registered}, facts.settings)
             if not why and cls is not None and issubclass(cls, CustomOp):
                 why = facts.custom_op_note(registered)
@@ -220,7 +214,7 @@ def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
         )
     base = _vllms_classes().get(impl.layer)
     if base is None or not issubclass(cls, base):
-        known = {*_vllms_classes(), *_declared()}
+        known = {*_vllms_classes(), *declared_layers()}
         if impl.layer in known:
             return object, object, f"{path} is no subclass of vLLM's {impl.layer}"
         hint = closest(impl.layer, known)
