@@ -25,7 +25,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration import patching
-from vllm_fl.integration.patchers import layers, lookups, whole_layers
+from vllm_fl.integration.patchers import layers, whole_layers
 from vllm_fl.plugins.types import BackendImplKind, Impl, LayerImpl, LayerRequest
 from vllm_fl.settings.loading import load_settings
 
@@ -162,33 +162,6 @@ def test_a_class_that_cannot_be_used_is_a_fault_by_name(
 
     found = PATCHER.faults(plan(impl(layer, name)), facts())
     assert (words in found[layer, "vendor.acme"]) if words else not found
-
-
-def test_a_class_that_puts_itself_into_the_table_is_taken_out_and_said(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = type("Other", (BigMixer,), {"__module__": "acme"})
-
-    def load(module: str) -> Any:
-        TABLE["Mixer"], TABLE["BigMixer"] = OwnMixer, other
-        return ACME
-
-    monkeypatch.setattr(lookups, "import_module", load)
-    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
-    assert PATCHER.faults(plan(impl()), facts()) == {}
-    assert "Mixer" not in TABLE and TABLE["BigMixer"] is other
-    assert "acme.OwnMixer registers itself with vLLM" in caplog.text
-
-
-def test_class_methods_that_vllm_would_not_find_are_a_fault(
-    plan: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
-
-    own = type("Own", (MMEncoderAttention,), {"maybe_compute_seq_lens": classmethod(print)})
-    monkeypatch.setattr(ACME, "Encoder", own, raising=False)
-    (why,) = PATCHER.faults(plan(impl("MMEncoderAttention", "Encoder")), facts()).values()
-    assert "maybe_compute_seq_lens would not be called" in why
 
 
 # What a plugin says to an engine.

@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 
     from ..engines import Engine
 
-ASKED_OF_THE_CLASS = {
-    "MMEncoderAttention": ("maybe_compute_seq_lens", "maybe_recompute_cu_seqlens")
-}
-"""Class methods for which vLLM looks into its table at every step, when it holds none of ours."""
-
 log = get_logger("engine")
 
 
@@ -199,31 +194,18 @@ def _vllms_classes() -> dict[str, type[Any]]:
 @cache
 def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
     """(the class, vLLM's class that it is made of, why it cannot be used or empty)."""
-    before = dict(custom_op.op_registry_oot)
-    path, cls, problem = classes.class_of(impl, impl.layer, None, lambda path, cls: "")
-    if not problem and not isinstance(cls, type):
-        problem = f"{path} is no class"
-    if problem:
-        return object, object, problem
-    if custom_op.op_registry_oot.get(impl.layer) is cls and impl.layer not in before:
-        del custom_op.op_registry_oot[impl.layer]
-        log.warning(
-            "%s registers itself with vLLM for every engine of the process (register_oot); that "
-            "was undone: the policy decides. Leave it to the layers hook.",
-            path,
-        )
-    base = _vllms_classes().get(impl.layer)
-    if base is None or not issubclass(cls, base):
+
+    def problem_of(path: str, cls: Any) -> str:
+        if not isinstance(cls, type):
+            return f"{path} is no class"
+        base = _vllms_classes().get(impl.layer)
+        if base is not None and issubclass(cls, base):
+            return ""
         known = {*_vllms_classes(), *declared_layers()}
         if impl.layer in known:
-            return object, object, f"{path} is no subclass of vLLM's {impl.layer}"
+            return f"{path} is no subclass of vLLM's {impl.layer}"
         hint = closest(impl.layer, known)
-        problem = f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{hint}"
-        return object, object, problem
-    for method in ASKED_OF_THE_CLASS.get(impl.layer, ()):
-        if getattr(cls, method).__func__ is not getattr(base, method).__func__:
-            problem = (
-                f"{path}.{method} would not be called: vLLM looks for it in its table "
-                "at every step, where a plan's class stands only while the model is being built"
-            )
-    return cls, base, problem
+        return f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{hint}"
+
+    _, cls, problem = classes.class_of(impl, impl.layer, None, problem_of)
+    return (object, object, problem) if problem else (cls, _vllms_classes()[impl.layer], "")
