@@ -83,18 +83,14 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     engine.unused |= _not_called(engine.plan, runs) if len(runs) == len(found) else {}
     for op in called.intersection(engine.unused):
         del engine.unused[op]
-    left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
     table = installed_bindings()
     for op, entry in engine.plan.entries.items():
         known = op in live.reached or op in engine.unused
         of_op = table[op].targets if op in table else ()
         is_clear = any(target.reaches_compiler and target.seen_live for target in of_op)
         if entry.impls and not known and not is_clear:
-            left_out[op] = f"{op} (not called)"
-    seconds = f"{time.monotonic() - began:.1f} s"
-    remarks.append(f"{live.compared} calls on live tensors in {seconds}{_models(engine, live)}")
-    if left_out:
-        remarks.append(f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}")
+            live.left_out.setdefault(op, "not called")
+    remarks.append(_compared(engine, live, began))
     return {}
 
 
@@ -136,17 +132,6 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
     return dict(live.objections)
 
 
-def _models(engine: Engine, live: Live) -> str:
-    """The part of a remark about the draft model and calls of unwritten memory; mostly empty."""
-    drafting = engine.config.speculative_config if live.drafted else None
-    found = f", {live.drafted} of them in the draft model" if drafting else ""
-    if drafting and (config := drafting.draft_model_config):
-        found += f" (hidden size {config.get_hidden_size()}, head size {config.get_head_size()})"
-    if live.skipped:
-        found += f", {live.skipped} others skipped for NaN, infinite or huge inputs"
-    return found
-
-
 def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
     """What one line says of a look at the model.
 
@@ -156,11 +141,16 @@ def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
         began: when, by `time.monotonic`.
         where: what stands between the calls and the seconds.
     """
+    seconds = f"{time.monotonic() - began:.1f} s"
+    found = f"{live.compared} calls on live tensors{where} in {seconds}"
+    drafting = engine.config.speculative_config if live.drafted else None
+    found += f", {live.drafted} of them in the draft model" if drafting else ""
+    if drafting and (config := drafting.draft_model_config):
+        found += f" (hidden size {config.get_hidden_size()}, head size {config.get_head_size()})"
+    if live.skipped:
+        found += f", {live.skipped} others skipped for NaN, infinite or huge inputs"
     left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
-    return (
-        f"{live.compared} calls on live tensors{where} in {time.monotonic() - began:.1f} s"
-        f"{_models(engine, live)}{left and f'; not compared: {left}'}"
-    )
+    return found + (left and f"; not compared: {left}")
 
 
 def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[Live, str]:
