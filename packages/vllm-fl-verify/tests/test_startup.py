@@ -25,9 +25,9 @@ from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify import made_inputs
+from vllm_fl_verify.made_inputs import warm_counts
 from vllm_fl_verify.preflight import Findings
 from vllm_fl_verify.trials import Request
-from vllm_fl_verify.warmup import warm_counts
 
 OP, KEY = "silu_and_mul", ("silu_and_mul", "vendor.acme")
 

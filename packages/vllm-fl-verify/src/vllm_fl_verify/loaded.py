@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.plan import Plan
@@ -24,10 +23,6 @@ from .preflight import host_threads
 from .trials import release
 
 log = get_logger("engine")
-
-ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
-"""How many rows of a call are compared, and how many calls, when the model is run once more: what
-is new then is all of a call or none."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     if not counts or engine.joins:
         return {}
     while True:
-        live, not_run = _seen_live(engine, counts, valve=checks.valve)
+        live, not_run = _seen_live(engine, counts, checks.valve)
         mine = bool(live.objections), None if not_run else _ran(live)
         found = engine.gather("run the loaded model", mine)
         if any(has_objections for has_objections, _ in found):
@@ -161,9 +156,8 @@ def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[L
         counts: the token counts of the runs.
         valve: the startup's, or a new one.
     """
-    limits: dict[str, Any] = {"rows": ROWS_AGAIN, "calls": CALLS_AGAIN, "scarce": True}
     with engine.plan.record.aside():
-        found = _seen_live(engine, counts, valve=valve, **limits)
+        found = _seen_live(engine, counts, valve, again=True)
     device = engine.device
     if device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
         import torch
@@ -172,10 +166,12 @@ def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[L
     return found
 
 
-def _seen_live(engine: Engine, counts: frozenset[int], **limits: Any) -> tuple[Live, str]:
+def _seen_live(
+    engine: Engine, counts: frozenset[int], valve: Valve, *, again: bool = False
+) -> tuple[Live, str]:
     """(what forwards of so many tokens each showed, why there was none or nothing)."""
     owners, models = get_default_manager().registry.snapshot().owners, engine.models
-    live = Live(engine.plan, models, engine.device, owners, **limits)
+    live = Live(engine.plan, models, engine.device, owners, again, valve)
     if "" not in models:
         return live, "the worker shows no model"
     try:
