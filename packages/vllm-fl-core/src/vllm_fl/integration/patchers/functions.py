@@ -17,7 +17,6 @@ from ...contracts.binding import FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..engines import Engine
 from .lookups import lookup_of
 from .taking import Replacement, Taking, mismatch, replacement_of
 
@@ -98,7 +97,7 @@ class _Function(Replacement):
 class Functions(Taking):
     """Replaces Python functions and methods of vLLM."""
 
-    kind = FunctionTarget
+    kind, section = FunctionTarget, "functions"
 
     def note(self, plan: Plan, op: str) -> str:
         why = "its implementations take the calling layer, and a function has none"
@@ -115,9 +114,3 @@ class Functions(Taking):
 
     def install(self, target: FunctionTarget, device: torch.device) -> Replacement:
         return _Function(target)
-
-    def choose(self, engine: Engine) -> dict[str, Any]:
-        return {"functions": self.decide(engine).names}
-
-    def report(self, engine: Engine) -> dict[str, Any]:
-        return {"functions": self.told(engine, engine.state[Functions])}

@@ -162,7 +162,7 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
 class Operators(Taking):
     """Overrides kernels of vLLM's torch operators."""
 
-    kind = OperatorTarget
+    kind, section = OperatorTarget, "operators"
 
     def note(self, plan: Plan, op: str) -> str:
         """Return why none of a planned op's operators is overridden; empty if they may be.
@@ -226,8 +226,7 @@ class Operators(Taking):
         return Choice(taken, left, dict(sorted(defined.items())))
 
     def choose(self, engine: Engine) -> dict[str, Any]:
-        chosen = self.decide(engine)
-        return {"operators": chosen.names, "defined": chosen.defined}
+        return super().choose(engine) | {"defined": engine.state[Operators].defined}
 
     def take(self, engine: Engine, chosen: Choice) -> None:
         empty.define(chosen.defined)
@@ -248,5 +247,4 @@ class Operators(Taking):
     compiled = loaded
 
     def report(self, engine: Engine) -> dict[str, Any]:
-        chosen: Choice = engine.state[Operators]
-        return {"operators": self.told(engine, chosen), "defined": chosen.defined}
+        return super().report(engine) | {"defined": engine.state[Operators].defined}

@@ -181,7 +181,13 @@ def replacements_of(engine: Engine) -> list[Replacement]:
 
 
 class Taking(Patcher):
-    """The base of the patchers of such targets."""
+    """The base of the patchers of such targets.
+
+    Attributes:
+        section: the key of the choice in the digest, and of the targets in the worker's report.
+    """
+
+    section: str
 
     def note(self, plan: Plan, op: str) -> str:
         """Return why no target of a planned op is replaced; empty if they may be."""
@@ -262,14 +268,16 @@ class Taking(Patcher):
             found.setdefault(op, {}).update({n: ours[n].told() for n in names if n in ours})
         return found
 
-    def decide(self, engine: Engine) -> Choice:
-        """Choose the targets that an engine replaces, and keep the choice."""
+    def choose(self, engine: Engine) -> dict[str, Any]:
         chosen = self.choice(engine.plan, installed_bindings(), engine.device, engine.facts.dtype)
         engine.state[type(self)] = chosen
-        return chosen
+        return {self.section: chosen.names}
 
     def apply(self, engine: Engine) -> None:
         self.take(engine, engine.state[type(self)])
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        return {self.section: self.told(engine, engine.state[type(self)])}
 
 
 def _give_back(engine: Engine, ours: Replacement) -> None:
