@@ -39,10 +39,15 @@ class GraphPass(InductorPass):  # type: ignore[misc]
         tasks: what the pass looks for. Without any it is not run.
     """
 
-    tasks: Collection[Any] = ()
+    tasks: Any
 
     def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
         self.engine, self.config = engine, vllm_config
+        self.tasks = self.find_tasks()
+
+    def find_tasks(self) -> Collection[Any]:
+        """Return what the pass looks for."""
+        raise NotImplementedError
 
     @property
     def sizes(self) -> Range:

@@ -29,13 +29,11 @@ from ...engine.ranges import Range, choice
 from ...logs import get_logger
 from ...plugins.types import OpImpl
 from ...text import quote
-from ..engines import Engine
 from ..patchers.ir import chain_of, ir_op_of, ir_ops
 from .base import GraphPass
 from .unknowns import under_one
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.ir.op import IrOp
 
 OWNER = "vllm_fl"
@@ -48,21 +46,18 @@ log = get_logger("engine")
 class RangeLowering(GraphPass):
     """The pass, for one engine."""
 
-    tasks: dict[Any, Site]
-
-    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
-        super().__init__(engine, vllm_config)
-        self.tasks = {**_in_graphs(engine.plan), **_in_ir(engine.plan)}
-        self._patterns = PatternMatcherPass()
-        register_graph_pattern(
-            CallFunctionVarArgs(list(self.tasks)),
-            extra_check=lambda match: self._choice(match.nodes[0]) is not None,
-            pass_dict=self._patterns,
-        )(self._lower)
+    def find_tasks(self) -> dict[Any, Site]:
+        return {**_in_graphs(self.engine.plan), **_in_ir(self.engine.plan)}
 
     def __call__(self, graph: fx.Graph) -> None:
         """Replace the operators of one graph by code, as far as its range allows."""
-        self._patterns.apply(graph)
+        patterns = PatternMatcherPass()
+        register_graph_pattern(
+            CallFunctionVarArgs(list(self.tasks)),
+            extra_check=lambda match: self._choice(match.nodes[0]) is not None,
+            pass_dict=patterns,
+        )(self._lower)
+        patterns.apply(graph)
         for target, site in self.tasks.items():
             self._note(site.chain, graph.find_nodes(op="call_function", target=target))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from ...logs import get_logger
-from ..engines import Engine, now
+from ..engines import now
 from ..patchers.fusions import fused_operators
 from ..patchers.lookups import over_class, path_over
 from . import ranges
@@ -43,11 +43,8 @@ def manager_path(stock: str) -> str:
 class FusedOperators(GraphPass):
     """Counts the operators that vLLM's passes put into graphs for planned ops."""
 
-    tasks: dict[str, str]
-
-    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
-        super().__init__(engine, vllm_config)
-        self.tasks = fused_operators(engine.plan)
+    def find_tasks(self) -> dict[str, str]:
+        return fused_operators(self.engine.plan)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Count the operators of one graph."""

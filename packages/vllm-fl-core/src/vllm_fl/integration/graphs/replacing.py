@@ -10,28 +10,19 @@ Imported where vLLM makes its pass manager, which is in a worker that compiles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import fx
 
 from ...contracts.binding import new_node
 from ...engine.ranges import choice
-from ..engines import Engine
 from .base import FUNCTIONAL, GraphPass
 from .state import Sought
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class TorchOperators(GraphPass):
     """Puts the operator where the op's binding finds an operator."""
 
-    tasks: list[Sought]
-
-    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
-        super().__init__(engine, vllm_config)
-        self.tasks = self.done.sought
+    def find_tasks(self) -> list[Sought]:
+        return self.done.sought
 
     def __call__(self, graph: fx.Graph) -> None:
         """Put the ops into one graph, as far as its range of sizes has them.

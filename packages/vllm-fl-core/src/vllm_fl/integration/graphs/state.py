@@ -59,13 +59,6 @@ class InGraphs:
     inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
     stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
 
-    def seek(
-        self, op: str, target: GraphTarget, chain: Chain, operator: Callable[..., Any]
-    ) -> None:
-        """Let our passes find an op."""
-        self.sites[op] = Sites()
-        self.sought.append(Sought(target, chain, operator))
-
 
 def in_graphs(engine: Engine) -> InGraphs:
     """Return the passes over an engine's graphs."""

@@ -28,7 +28,7 @@ from ...engine.plan import Plan
 from ...logs import get_logger
 from ...plugins.types import BackendImplKind, OpImpl
 from ..engines import Engine
-from ..graphs.state import InGraphs, Sites, in_graphs
+from ..graphs.state import InGraphs, Sites, Sought, in_graphs
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, planned, stock_form, targets
 from .ir import ir_ops
@@ -227,7 +227,8 @@ class OperatorsInGraphs(Patcher):
 
     def apply(self, engine: Engine) -> None:
         """Create the operators now: graphs from vLLM's cache call them, too."""
-        plan = engine.plan
+        plan, known = engine.plan, in_graphs(engine)
         for op, target in planned(plan, GraphTarget):
             chain = _chain(plan, op, target)
-            in_graphs(engine).seek(op, target, chain, operator_of(plan, chain))
+            known.sites[op] = Sites()
+            known.sought.append(Sought(target, chain, operator_of(plan, chain)))
