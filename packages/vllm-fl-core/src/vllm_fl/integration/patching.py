@@ -32,7 +32,7 @@ PATCHERS: tuple[Patcher, ...] = (
     Ir(),
     Operators(),
     Functions(),
-    Fusions(),
+    Fusions(),  # begins the record of what passes do, to which the next one adds
     OperatorsInGraphs(),
 )
 
