@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from ..engine.facts import EngineFacts
+from ..engine.phases import phases_of
 from ..engine.plan import Plan
 from ..logs import get_logger
 from ..plugins.inspection import Key, Moment
@@ -233,36 +233,6 @@ def calling(engine: Engine | None) -> Iterator[None]:
         _thread.engine = before
 
 
-class Phases:
-    """Seconds by phase. Of a phase in which another one runs, those without the other's.
-
-    Attributes:
-        seconds: phase -> its seconds so far, in the order in which they ended first.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inner = 0.0
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """In the block this is what the start is at."""
-        began, outer = time.monotonic(), self._inner
-        self._inner = 0.0
-        try:
-            yield
-        finally:
-            took = time.monotonic() - began
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + took - self._inner
-            self._inner = outer + took
-
-
-def phases_of(worker: Any) -> Phases:
-    """The phases of a worker's start, from its first one on."""
-    found: Phases = vars(worker).setdefault("vllm_fl_phases", Phases())
-    return found
-
-
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
     """A worker's method, during which its thread calls for the worker's engine.
 
@@ -280,8 +250,8 @@ def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
         except BaseException as error:
             engine: Engine | None = worker.vllm_fl_engine
             if engine is not None and not name.startswith("vllm_fl_"):
-                at = datetime.now(UTC).isoformat(timespec="seconds")
-                engine.error = {"method": name, "why": scrub(quote(error)), "time": at}
+                time = datetime.now(UTC).isoformat(timespec="seconds")
+                engine.error = {"method": name, "why": scrub(quote(error)), "time": time}
                 if is_of_start:
                     engine.end("failed")
             raise

@@ -11,6 +11,7 @@ from ..dispatch import get_default_manager
 from ..dispatch.context import building
 from ..engine import start_line
 from ..engine.digest import code_facts
+from ..engine.phases import phases_of
 from ..errors import PluginError
 from ..logs import get_logger
 from ..plugins.asking import asking, enter_session, sections
@@ -20,7 +21,7 @@ from ..plugins.inspection import REJECTED, Moment, WorkerContext
 from ..plugins.types import AttentionImpl
 from ..text import quote
 from . import patching, updates
-from .engines import Engine, calling, phases_of, with_own_engine
+from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
 from .models import completed
 from .patchers.attention import attend

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 
-if find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed", allow_module_level=True)
-
-from vllm_fl.integration.engines import phases_of
+from vllm_fl.engine.phases import phases_of
 
 
 def test_an_inner_phase_is_no_part_of_the_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
