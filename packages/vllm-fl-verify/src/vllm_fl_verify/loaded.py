@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import Engine
@@ -160,8 +162,6 @@ def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[L
         found = _seen_live(engine, counts, valve, again=True)
     device = engine.device
     if device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
-        import torch
-
         torch.get_device_module(device).empty_cache()
     return found
 
