@@ -25,7 +25,7 @@ from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify import made_inputs
-from vllm_fl_verify.made_inputs import warm_counts
+from vllm_fl_verify.launches import warm_counts
 from vllm_fl_verify.preflight import Findings
 from vllm_fl_verify.trials import Request
 
