@@ -113,11 +113,6 @@ def bind(engine: Engine) -> None:
         patcher.apply(engine)
 
 
-def is_fixed(engine: Engine, moment: Moment) -> bool:
-    """Return whether nothing can be disabled any more."""
-    return moment is Moment.UPDATED or (moment is Moment.CACHED and engine.plan.mode == "compiled")
-
-
 def without(keys: Iterable[Key]) -> str:
     """Return the variable that leaves the ops of these (op, impl id) to vLLM."""
     stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in keys))
@@ -234,7 +229,7 @@ def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     """Raise if the startup ends for what is new."""
     ending = {key: each for key, each in new.items() if each.ends_strict}
     is_strict = bool(ending) and engine.facts.settings.policy.strict
-    if not is_strict and not is_fixed(engine, moment):
+    if not is_strict and (moment is not Moment.CACHED or engine.plan.mode == "eager"):
         return
     found, begins = (ending, "strict mode, and ") if is_strict else (new, "")
     text = "; ".join(f"rank {e.rank}: {begins}{_fault(key, e)}" for key, e in found.items())

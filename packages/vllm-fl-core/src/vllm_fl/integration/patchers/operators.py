@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,18 +32,6 @@ from .layers import layer_table
 from .taking import Choice, Replacement, Taking, mismatch, replacements_of
 
 log = get_logger("engine")
-
-
-def _firsts(plan: Plan, op: str) -> Sequence[OpImpl]:
-    """Return what an operator of the op runs first, in each row."""
-    firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
-    return firsts or plan.callable(op)[:1]
-
-
-def _dispatch_key(device: torch.device) -> str:
-    """Return the dispatch key of a device's kernels, such as `CPU`."""
-    key: str = torch._C._dispatch_key_for_device(device.type)
-    return key
 
 
 def operator(name: str) -> Any:
@@ -178,7 +166,7 @@ class Operators(Taking):
         return ""
 
     def misfit(self, target: OperatorTarget, device: torch.device) -> str:
-        schema, key = _schema(target.name), _dispatch_key(device)
+        schema, key = _schema(target.name), torch._C._dispatch_key_for_device(device.type)
         has_kernel: Callable[[str, str], bool] = (
             torch._C._dispatch_has_computed_kernel_for_dispatch_key
         )
@@ -192,7 +180,7 @@ class Operators(Taking):
         return mismatch(target, *_parameters(schema))
 
     def install(self, target: OperatorTarget, device: torch.device) -> Replacement:
-        return _Override(target, _dispatch_key(device))
+        return _Override(target, torch._C._dispatch_key_for_device(device.type))
 
     def choice(
         self,
@@ -210,7 +198,8 @@ class Operators(Taking):
             # the chain has to decide.
             by_pass = any(target.puts_operators for target in bindings[op].targets)
             calls: dict[str, str] = {}
-            for first in () if by_pass else _firsts(plan, op):
+            firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
+            for first in () if by_pass else firsts or plan.callable(op)[:1]:
                 names = {target.name for target in targets} - calls.keys()
                 found = _calls_of(first, plan.contracts[op], names, device, dtype)
                 calls |= dict.fromkeys(sorted(found), f"{first.impl_id} calls it itself")
