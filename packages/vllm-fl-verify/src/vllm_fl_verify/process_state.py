@@ -47,7 +47,7 @@ QUIET = 0.03
 LONGEST = 0.5
 """Seconds without a call, at most."""
 
-LONG = torch.Tensor | dict | tuple | set
+LONG = (torch.Tensor, dict, tuple, set)
 """The types of values that are too long for a message."""
 
 LOOKS = 20
