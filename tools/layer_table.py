@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "packages" / "vllm-fl-core" / "src"))
 
 from vllm_fl.contracts.binding import LayerTarget  # noqa: E402
-from vllm_fl.integration.compat import declared_layers  # noqa: E402
+from vllm_fl.integration.compat import LAYER  # noqa: E402
 from vllm_fl.integration.targets import targets  # noqa: E402
 from vllm_fl.plugins.registry import known_contracts  # noqa: E402
 
@@ -155,8 +155,12 @@ def layers_of(root: Path) -> list[dict[str, Any]]:
     for file in sorted((root / "model_executor" / "layers").rglob("*.py")):
         for name, bases in re.findall(r"^class (\w+)\(([^)]*)\)", file.read_text(), re.M):
             parents[name] = [base.strip().rpartition(".")[2] for base in bases.split(",")]
-    declared = declared_layers([root])
-    registered = {layer.cls for layer in declared}
+    declared: list[tuple[str, str, str, str]] = []
+    for file in root.rglob("*.py"):
+        module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        found = LAYER.findall(file.read_text("utf-8"))
+        declared += ((name, cls, kind, module) for kind, name, cls in found)
+    registered = {cls for _, cls, *_ in declared}
 
     def below(cls: str) -> Iterator[str]:
         for name, bases in parents.items():
@@ -166,13 +170,13 @@ def layers_of(root: Path) -> list[dict[str, Any]]:
 
     return [
         {
-            "registered": layer.registered,
-            "cls": layer.cls,
-            "kind": layer.kind,
-            "module": layer.module,
-            "subclasses": sorted(set(below(layer.cls))),
+            "registered": name,
+            "cls": cls,
+            "kind": kind,
+            "module": module,
+            "subclasses": sorted(set(below(cls))),
         }
-        for layer in declared
+        for name, cls, kind, module in sorted(declared)
     ]
 
 

@@ -25,7 +25,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from vllm.distributed.parallel_state import GroupCoordinator  # noqa: E402
 
-from vllm_fl.engine.limited import fault_of  # noqa: E402
+from vllm_fl.integration.patchers.communicator import fault_of  # noqa: E402
 from vllm_fl_flagcx import library  # noqa: E402
 from vllm_fl_flagcx.communicator import FlagcxCommunicator  # noqa: E402
 from vllm_fl_flagcx.cuda import FlagcxCudaCommunicator  # noqa: E402

@@ -6,8 +6,6 @@ The kit sees the kernels launched directly, and no tensor that is huge.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -308,49 +306,3 @@ def test_calls_that_are_ever_new_are_not_kept_for_ever(monkeypatch: pytest.Monke
     for number in range(2 * kernels.MOST_COMPILED):
         launch((1, 1, 1), (torch.zeros(1),), (number,), ())
     assert len(launch.compiled) == kernels.MOST_COMPILED
-
-
-IN_GRAPHS = """
-import sys
-
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-
-class Absent:
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
-driver.set_active(Absent())  # what a kernel writes to is read off its code for a device
-
-from vllm_fl.plugins.registry import known_contracts
-from vllm_fl_verify.traced import trial
-from vllm_fl_flaggems.plugin import register_ops
-
-traced = [impl for impl in register_ops() if impl.traced is not None]
-for impl in traced:
-    spec = known_contracts().contracts[impl.op_name]
-    for sample in spec.samples(torch.bfloat16, torch.device("cpu")):
-        # Whether rows that lie apart are contiguous is asked of their number, too.
-        if sample.args[0].shape[0] > 1 and sample.args[0].is_contiguous():
-            print(impl.op_name, sample.name, trial(impl, spec, sample.args) or "may")
-"""
-
-
-@pytest.mark.slow
-def test_what_graphs_launch_themselves_is_launched_for_any_number_of_tokens() -> None:
-    """With Triton's own functions, whose kernels the other tests interpret."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", IN_GRAPHS],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert {line.split()[0] for line in lines} == {"qk_norm_rope"}
-    assert not [line for line in lines if not line.endswith(" may")]

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_fl.engine import limited
-from vllm_fl.engine.limited import fault_of
 from vllm_fl_verify.collectives import steps
 
 CPU = torch.device("cpu")
@@ -158,20 +156,3 @@ def test_what_vllms_base_refuses_may_be_refused() -> None:
 
     meeting = Meeting(2)
     assert found(2, lambda rank: Refusing(rank, 2, meeting)) == []
-
-
-def test_a_step_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "LIMIT", 0.05)
-    never = threading.Event()
-    try:
-        assert fault_of(lambda: str(never.wait(20)), CPU) == ("it did not end within 0.05 s", True)
-    finally:
-        never.set()
-
-
-def test_what_a_step_raises_is_its_fault() -> None:
-    def ends() -> str:
-        raise SystemExit("the library gave up")
-
-    assert fault_of(ends, CPU) == ("SystemExit: the library gave up", False)
-    assert fault_of(lambda: None, CPU) == ("", False)

@@ -152,24 +152,25 @@ def test_what_runs_out_of_memory_that_may_be_used_up_is_left_out_and_no_fault() 
     def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def looked(**limits: Any) -> Live:
+    def looked(again: bool = False) -> Live:
         plan = plan_of(acme(silu_and_mul))
         model = Model(plan)
-        live = Live(plan, {"": model}, CPU, **limits)
+        live = Live(plan, {"": model}, CPU, again=again)
         with live.watching():
             model(torch.randn(100, 16, dtype=torch.bfloat16))
         return live
 
-    live = looked(scarce=True)
+    live = looked(again=True)
     assert not live.objections and live.compared == 0
     assert live.left_out == {"silu_and_mul": "no memory was left for it"}
     assert "CUDA out of memory" in str([*looked().objections.values()]), "at start it is one"
 
 
-def test_calls_beyond_the_limit_are_left_out() -> None:
+def test_calls_beyond_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CALLS", 1)
     plan = plan_of(acme(right))
     model = nn.ModuleDict({"early": Act(plan), "late": Act(plan)})
-    live = Live(plan, {"": model}, CPU, calls=1)
+    live = Live(plan, {"": model}, CPU)
     with live.watching():
         for layer in model.values():
             layer(torch.randn(8, 32))

@@ -25,9 +25,9 @@ from vllm_fl.plugins.inspection import Objection
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl.settings.loading import load_settings
 from vllm_fl_verify import made_inputs
+from vllm_fl_verify.launches import warm_counts
 from vllm_fl_verify.preflight import Findings
 from vllm_fl_verify.trials import Request
-from vllm_fl_verify.warmup import warm_counts
 
 OP, KEY = "silu_and_mul", ("silu_and_mul", "vendor.acme")
 
@@ -194,3 +194,19 @@ def test_a_made_layer_provides_what_the_contract_takes_from_it(op: str) -> None:
         got, want = read(layer), provided[name]
         same = torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
         assert same, name
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "lowered"),
+    [
+        ("", "cpu", "inductor"),
+        ("inductor", "cuda", "inductor"),
+        ("inductor", "meta", "aot_eager"),
+        ("eager", "cpu", "aot_eager"),
+    ],
+)
+def test_a_form_is_lowered_as_the_engine_lowers_its_model(
+    backend: str, device: str, lowered: str
+) -> None:
+    facts = EngineFacts(load_settings({}), "compiled", compile_backend=backend)
+    assert made_inputs.lowering(facts, torch.device(device)) == lowered

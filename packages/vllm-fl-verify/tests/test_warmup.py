@@ -13,9 +13,9 @@ from torch import Tensor
 from vllm_fl.contracts import ModelSizes
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl_verify import run
+from vllm_fl_verify.launches import warm_counts
 from vllm_fl_verify.preflight import Findings, find_faults
 from vllm_fl_verify.trials import Request, Role
-from vllm_fl_verify.warmup import warm_counts
 
 CPU = torch.device("cpu")
 KEY = "silu_and_mul", "vendor.acme"

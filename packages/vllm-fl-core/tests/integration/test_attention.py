@@ -84,7 +84,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Plan]:
 def test_the_planned_backend_is_taken(plan: Callable[..., Plan]) -> None:
     made = plan()
     assert attention.choose(made, None, Request(), 8) == PATH
-    assert ATTENTION.faults(made, FACTS) == {} and attention.refusals(FACTS) == {}
+    assert ATTENTION.faults(made, FACTS) == {} and ATTENTION.why_not(FACTS).impls == {}
 
 
 def test_what_vllm_was_told_to_take_stands(plan: Callable[..., Plan]) -> None:
@@ -124,8 +124,8 @@ def test_a_class_that_cannot_be_used_is_a_fault(
 
 def test_a_backend_that_refuses_the_model_says_so(plan: Callable[..., Plan]) -> None:
     plan(supports=lambda request: "no MLA")
-    assert attention.refusals(FACTS) == {KEY: "refuses this model: no MLA"}
-    assert attention.refusals(EngineFacts(FACTS.settings, "eager")) == {}
+    assert ATTENTION.why_not(FACTS).impls == {KEY: "refuses this model: no MLA"}
+    assert ATTENTION.why_not(EngineFacts(FACTS.settings, "eager")).impls == {}
 
 
 @pytest.mark.parametrize("order", ["stock", "stock|vendor"])
@@ -134,7 +134,7 @@ def test_a_backend_behind_vllms_own_is_not_asked(plan: Callable[..., Plan], orde
     plan(supports=lambda request: pytest.fail("it was asked"))
     named = {"VLLM_FL_PER_OP": f"attention_backend={order}"}
     facts = dataclasses.replace(FACTS, settings=load_settings(named, platform="cpu"))
-    assert attention.refusals(facts) == {}
+    assert ATTENTION.why_not(facts).impls == {}
 
 
 def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan]) -> None:
@@ -155,12 +155,12 @@ def test_what_of_a_plugin_runs_is_noted_while_it_runs(plan: Callable[..., Plan])
 
 def test_a_model_without_attention_asks_for_nothing() -> None:
     config = engine_config(head_size=NotImplementedError("no attention"))
-    assert attention.model_request(config) is None
-    asked = attention.model_request(engine_config())
+    assert ATTENTION.request(config, compiled=False) == {"attention": None}
+    asked = ATTENTION.request(engine_config(), compiled=False)["attention"]
     assert asked is not None
     assert (asked.head_size, asked.num_heads, asked.block_size) == (64, 8, None)
     assert asked.extras == {"is_hybrid": False}
     hybrid = engine_config()
     hybrid.model_config.is_hybrid = True
-    asked = attention.model_request(hybrid)
+    asked = ATTENTION.request(hybrid, compiled=False)["attention"]
     assert asked is not None and asked.extras == {"is_hybrid": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -26,7 +27,6 @@ from vllm.distributed.device_communicators.base_device_communicator import Devic
 from vllm.platforms import current_platform
 
 import vllm_fl.dispatch
-from vllm_fl.engine import limited
 from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import make_plan
 from vllm_fl.engine.start_line import line
@@ -45,6 +45,7 @@ from vllm_fl.plugins.types import (
 from vllm_fl.settings.loading import load_settings
 
 KEY = ("communicator", "vendor.acme")
+CPU = torch.device("cpu")
 
 assert get_current_vllm_config_or_none() is None  # imported once, and not by each process
 
@@ -138,7 +139,7 @@ def _rank(rank: int, folder: Path, told: Any) -> None:
         2, rank, f"file://{folder}/store", local_rank=rank, backend="gloo"
     )
     for case, (impls, policy) in CASES.items():
-        monkeypatch.setattr(limited, "LIMIT", 1.0 if case in ("late", "dies") else 120.0)
+        monkeypatch.setattr(communicator, "LIMIT", 1.0 if case in ("late", "dies") else 120.0)
         engine = Engine(use(monkeypatch, *impls, **policy), rank)
         groups = engine.groups = communicator.Groups(engine)
         try:
@@ -260,8 +261,10 @@ def test_where_batch_invariance_is_asked_for_the_groups_have_what_the_plan_says(
 
 def test_an_engine_of_one_rank_has_no_communicator() -> None:
     settings = load_settings({})
-    assert communicator.request_of(engine_config(), settings, compiled=False) is None
-    found = communicator.request_of(engine_config(tensor_parallel_size=2), settings, compiled=True)
+    request = communicator.Communicator().request
+    assert request(engine_config(), settings, compiled=False) == {"communicator": None}
+    two = engine_config(tensor_parallel_size=2)
+    found = request(two, settings, compiled=True)["communicator"]
     assert found is not None and (found.world_size, found.compiled) == (2, True)
 
 
@@ -275,3 +278,21 @@ def test_the_plan_has_it_where_there_are_ranks() -> None:
     off = make_plan(manager, found, demoted={KEY: "failed at start on rank 1: wrong"})
     assert off.entries["communicator"].label == "stock"
     assert "failed at start on rank 1" in off.entries["communicator"].reason
+
+
+def test_a_step_that_never_ends_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "LIMIT", 0.05)
+    never = threading.Event()
+    try:
+        fault, is_running = communicator.fault_of(lambda: str(never.wait(20)), CPU)
+        assert (fault, is_running) == ("it did not end within 0.05 s", True)
+    finally:
+        never.set()
+
+
+def test_what_a_step_raises_is_its_fault() -> None:
+    def ends() -> str:
+        raise SystemExit("the library gave up")
+
+    assert communicator.fault_of(ends, CPU) == ("SystemExit: the library gave up", False)
+    assert communicator.fault_of(lambda: None, CPU) == ("", False)

@@ -179,5 +179,7 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
     by_size = plan({"<=1": "vendor", "rest": ["foreign"]})
     assert built(by_size)(X).equal(-own) and built(by_size)(X[:1])[0, 0] == 103
 
-    layers.bind_anew(layer, plan("foreign"), eager())
+    engine = engine_of(plan("foreign"))
+    engine.worker.vllm_config = eager()
+    layers.Layers().bind(engine, layer)
     assert layer(X).equal(-own), "a plan that has given it up"

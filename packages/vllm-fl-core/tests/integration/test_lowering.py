@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from vllm_fl.engine.ranges import Range
 from vllm_fl.integration.carried import Carried
 from vllm_fl.integration.engines import calling
 from vllm_fl.integration.graphs import lowering, passes, ranges
-from vllm_fl.integration.graphs.base import OWNER
+from vllm_fl.integration.graphs.lowering import OWNER
 from vllm_fl.integration.graphs.state import in_graphs
 from vllm_fl.integration.patchers import ir as ir_patcher
 from vllm_fl.integration.patching import by_range
@@ -343,7 +344,8 @@ def test_a_row_that_writes_in_place_needs_no_copies_where_the_others_are_inlined
     both = frozenset({"x", "residual"})
     first = OpImpl("rms_norm", "vendor.acme", kind, in_place, vendor, consumes=both)
     plan = planned({"<=4": "vendor", "rest": "flagos"}, first, norm("default.flagos", 3))
-    ir_patcher.bind_provider(engine_of(plan), by_range=by_range)
+    engine_of(plan).facts = replace(engine_of(plan).facts, by_range=by_range)
+    ir_patcher.Ir().apply(engine_of(plan))
     passes = [each(VllmConfig()) for each in (VllmIRLoweringPass, UnsafeCloneEliminationPass)]
 
     def model(x: torch.Tensor, residual: torch.Tensor) -> Any:

@@ -353,13 +353,13 @@ def test_a_layer_that_the_user_leaves_to_vllm_gets_nothing_through_its_operator(
     layer = LayerTarget("vllm.model_executor.layers.activation.SiluAndMul")
     bound = binding(layer, target())
     plan = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"SiluAndMul"}))
-    note = operators.operator_note(plan, "silu_and_mul")
+    note = PATCHER.note(plan, "silu_and_mul")
     assert "SiluAndMul is left to vLLM" in note
     with engine(plan, bound) as chosen:
         assert chosen.names == {} and told(plan, chosen) == {"left": note}
         assert torch.equal(call(), STOCK)
     free = plan_of(silu("vendor.a", 1.0), kept_layers=frozenset({"RMSNorm"}))
-    assert operators.operator_note(free, "silu_and_mul") == ""
+    assert PATCHER.note(free, "silu_and_mul") == ""
 
 
 def test_implementations_that_take_the_layer_are_passed_over() -> None:

@@ -25,7 +25,7 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.plan import Plan
 from vllm_fl.errors import VllmFLError
 from vllm_fl.integration import patching
-from vllm_fl.integration.patchers import layers, lookups, whole_layers
+from vllm_fl.integration.patchers import layers, whole_layers
 from vllm_fl.plugins.types import BackendImplKind, Impl, LayerImpl, LayerRequest
 from vllm_fl.settings.loading import load_settings
 
@@ -103,12 +103,12 @@ def facts(mode: Any = "eager", env: Any = None, **fields: Any) -> EngineFacts:
 
 def test_it_stands_in_vllms_table_while_the_block_runs(plan: Make) -> None:
     made, before = plan(impl()), dict(TABLE)
-    with whole_layers.in_place(made):
+    with PATCHER.building(engine_of(made)):
         assert type(Mixer()) is OwnMixer
         assert type(BigMixer()) is BigMixer, "a subclass is a layer of its own"
         assert maybe_get_oot_by_class(Mixer) is OwnMixer
     assert before == TABLE and type(Mixer()) is Mixer
-    with pytest.raises(OSError), whole_layers.in_place(made):
+    with pytest.raises(OSError), PATCHER.building(engine_of(made)):
         raise OSError("no weights")
     assert before == TABLE
     assert OwnMixer.name == "test_mixer", "the class is not written to"
@@ -120,7 +120,7 @@ def test_what_is_left_to_vllm_does_not_stand_there(plan: Make) -> None:
         plan(impl(), notes={"Mixer": "oot_blacklist names Mixer"}),
         plan(impl(available=lambda: "no card")),
     ):
-        with whole_layers.in_place(made):
+        with PATCHER.building(engine_of(made)):
             assert type(Mixer()) is Mixer
 
 
@@ -162,33 +162,6 @@ def test_a_class_that_cannot_be_used_is_a_fault_by_name(
 
     found = PATCHER.faults(plan(impl(layer, name)), facts())
     assert (words in found[layer, "vendor.acme"]) if words else not found
-
-
-def test_a_class_that_puts_itself_into_the_table_is_taken_out_and_said(
-    plan: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = type("Other", (BigMixer,), {"__module__": "acme"})
-
-    def load(module: str) -> Any:
-        TABLE["Mixer"], TABLE["BigMixer"] = OwnMixer, other
-        return ACME
-
-    monkeypatch.setattr(lookups, "import_module", load)
-    monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
-    assert PATCHER.faults(plan(impl()), facts()) == {}
-    assert "Mixer" not in TABLE and TABLE["BigMixer"] is other
-    assert "acme.OwnMixer registers itself with vLLM" in caplog.text
-
-
-def test_class_methods_that_vllm_would_not_find_are_a_fault(
-    plan: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm.model_executor.layers.attention.mm_encoder_attention import MMEncoderAttention
-
-    own = type("Own", (MMEncoderAttention,), {"maybe_compute_seq_lens": classmethod(print)})
-    monkeypatch.setattr(ACME, "Encoder", own, raising=False)
-    (why,) = PATCHER.faults(plan(impl("MMEncoderAttention", "Encoder")), facts()).values()
-    assert "maybe_compute_seq_lens would not be called" in why
 
 
 # What a plugin says to an engine.
@@ -283,7 +256,7 @@ def test_layers_of_the_model_are_counted_and_their_calls(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm_fl"), "propagate", True)
     made = dataclasses.replace(plan(impl()), counts_calls=True)
-    with whole_layers.in_place(made):
+    with PATCHER.building(engine_of(made)):
         built = Mixer(), BigMixer(), model(Mixer())
     wrapper = torch.nn.Module()
     wrapper.base_layer = built[0]

@@ -6,9 +6,7 @@ are there. They are defined here, without a kernel.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,86 +88,6 @@ def take(plan: Plan) -> None:
     operators.Operators().take(engine, taken)
 
 
-def traced(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """A traced form that writes over the projection: twice that, so that it is known again."""
-    return qkv.mul_(2)
-
-
-def traced_anew(qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The same in a tensor of its own."""
-    return 2 * qkv
-
-
-def traced_forms(
-    run: Any, config: Any, codes: list[str], impl: OpImpl, pass_: Any, qkv: torch.Tensor
-) -> dict[str, dict[str, Any]]:
-    """What becomes of a graph where the op's implementation has a traced form."""
-    from vllm_fl.integration import engines
-    from vllm_fl.integration.carried import Carried
-    from vllm_fl.integration.graphs import base, launching, ranges
-    from vllm_fl.integration.patchers import fusions
-
-    said: list[str] = []
-    base.log.addFilter(lambda record: bool(said.append(record.getMessage())))
-    ranges.is_compiled_by_range = lambda config: True
-
-    def broken(*args: Any) -> Any:
-        raise RuntimeError("no such kernel")
-
-    def of(**fields: Any) -> OpImpl:
-        fields = {"consumes": frozenset({"qkv"}), "traced": traced, **fields}
-        return dataclasses.replace(impl, **fields)
-
-    asked: list[Any] = []
-    turned = qkv[:, : (HEADS + KV_HEADS) * SIZE]
-
-    def supporting(verdict: Any) -> Callable[..., Any]:
-        def supports(*args: Any) -> Any:
-            asked.append(args)
-            # Two inputs of a graph, which does not know that they have as many rows.
-            return verdict if args[0].shape[0] == args[4].shape[0] else "positions"
-
-        supports.__signature__ = FUSED.signature  # type: ignore[attr-defined]
-        return supports
-
-    for each in (traced, traced_anew, broken):
-        each.__signature__ = FUSED.signature  # type: ignore[attr-defined]
-    both, rows = ["vendor", "reference"], {"<=16": "vendor", "rest": "reference"}
-    reference = dataclasses.replace(
-        impl, impl_id="reference.torch", kind=BackendImplKind.REFERENCE, vendor=None
-    )
-    cases: dict[str, tuple[tuple[OpImpl, ...], Any]] = {
-        "taken": ((of(supports=supporting(True)),), both),
-        "in a new tensor": ((of(traced=traced_anew),), both),
-        "none": ((impl,), both),
-        "refused": ((of(supports=supporting("heads of 64 are refused")), reference), both),
-        "broken": ((of(traced=broken),), both),
-        "one of two rows": ((of(), reference), rows),
-    }
-    told = {}
-    for name, (impls, order) in cases.items():
-        said.clear()
-        plan = planning(managing(*impls, per_op_order={"qk_norm_rope": order}), "compiled")
-        config.additional_config = {"vllm_fl": Carried(plan="0123", enabled=["+rotary_embedding"])}
-        fusions.Fusions().apply(engine_of(plan))
-        take(plan)
-        with engines.calling(engine_of(plan)):
-            passes = [pass_(config), launching.TracedForms(engine_of(plan), config)]
-            sizes = [(1, 16), (1, 64)] if order is rows else [(1, 64)]
-            # The values are a view of what is given, and vLLM's compiler returns that.
-            results = [torch.cat(run(passes, 1e-6, each)[:2], dim=-1) for each in sizes]
-        told[name] = {
-            "twice": [torch.equal(result, 2 * turned) for result in results],
-            "operators": ["fused_qk_norm_rope" in code for code in codes[-len(sizes) :]],
-            "copies": sum(code.count("clone") for code in codes[-len(sizes) :]),
-            "launched": in_graphs(engine_of(plan)).sites["qk_norm_rope"].launched,
-            "said": [line for line in said if "call an operator" in line],
-        }
-        engine_of(plan).unbind()
-    told["taken"]["asked"] = [asked[0][0].shape[1], [*asked[0][5:]]]
-    return told
-
-
 def main() -> None:
     library = define()
     from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -182,7 +100,7 @@ def main() -> None:
     from vllm.config.utils import Range
 
     from vllm_fl.integration import engines
-    from vllm_fl.integration.graphs import launching
+    from vllm_fl.integration.graphs import passes
     from vllm_fl.integration.patchers import fusions
 
     said: list[str] = []
@@ -210,24 +128,23 @@ def main() -> None:
     qkv = torch.randn(TOKENS, (HEADS + 2 * KV_HEADS) * SIZE, dtype=bf16)
     weights, table = torch.randn(2, SIZE, dtype=bf16), torch.randn(16, SIZE).to(bf16)
     codes: list[str] = []
+    sizes = Range(1, 64)
     joined: set[str] = set()
 
     def run(
-        passes: list[Any],
+        using: list[Any],
         epsilon: float,
-        sizes: tuple[int, int] = (1, 64),
-        model: Callable[..., tuple[torch.Tensor, ...]] = attention,
     ) -> tuple[torch.Tensor, ...]:
-        """Compiled for these sizes with these passes, and those that vLLM has behind them."""
+        """Compiled for some sizes with these passes, and those that vLLM has behind them."""
 
         def lower(gm: torch.fx.GraphModule, _: Any) -> Any:
             view_to_reshape(gm)
             values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
             unknowns = detect_fake_mode(values).shape_env  # type: ignore[union-attr]
-            with V.set_fake_mode(detect_fake_mode(values)), pass_context(Range(*sizes)):
-                for each in (*passes, VllmIRLoweringPass(config), FixFunctionalizationPass(config)):
+            with V.set_fake_mode(detect_fake_mode(values)), pass_context(sizes):
+                for each in (*using, VllmIRLoweringPass(config), FixFunctionalizationPass(config)):
                     known = len(unknowns.guards), dict(unknowns.replacements)
-                    if each.is_applicable_for_range(Range(*sizes)):
+                    if each.is_applicable_for_range(sizes):
                         each(gm.graph)
                     # vLLM has one table of unknowns for all graphs, and stores it with them: what
                     # is joined in it is one input to who loads them, and two in what was compiled.
@@ -243,7 +160,7 @@ def main() -> None:
 
         torch._dynamo.reset()
         compiled = torch.compile(
-            lambda *args: model(*args, epsilon),
+            lambda *args: attention(*args, epsilon),
             backend=aot_autograd(fw_compiler=lower),
             fullgraph=True,
         )
@@ -259,7 +176,7 @@ def main() -> None:
             fusions.Fusions().apply(engine_of(plan))
             with engines.calling(engine_of(plan)):
                 alone = run([], epsilon)
-                ours = launching.TracedForms(engine_of(plan), config)
+                ours = passes.FusedOperators(engine_of(plan), config)
                 fused = run([fusion.QKNormRoPEFusionPass(config), ours], epsilon)
             fusions.Fusions().compiled(engine_of(plan))
             pairs = zip(alone, fused, strict=True)
@@ -271,7 +188,6 @@ def main() -> None:
                     "said": said.pop(),
                 }
             )
-        told.append(traced_forms(run, config, codes, impl, fusion.QKNormRoPEFusionPass, qkv))
     told.append(sorted(joined))
     print(json.dumps(told))
     engine_of(plan).unbind()

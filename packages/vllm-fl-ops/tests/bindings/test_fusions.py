@@ -162,28 +162,13 @@ def test_vllms_own_pass_finds_it_and_ours_runs_or_is_said_not_to() -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
-    there, elsewhere, traced, joined = json.loads(done.stdout.splitlines()[-1])
+    there, elsewhere, joined = json.loads(done.stdout.splitlines()[-1])
     assert not joined, "a model's graphs have more inputs than who loads them passes"
-    assert there["sites"] == {"graphs": 1, "found": 1, "launched": 0}
+    assert there["sites"] == {"graphs": 1, "found": 1}
     assert there["fused"] == [False, True]
     assert 0 < there["apart"] < 0.04, "two roundings of bfloat16 less"
     assert "1 places, by 'vendor.acme'" in there["said"]
-    assert elsewhere["sites"] == {"graphs": 1, "found": 0, "launched": 0}
+    assert elsewhere["sites"] == {"graphs": 1, "found": 0}
     assert elsewhere["fused"] == [False, False]
     assert elsewhere["apart"] == 0
     assert "found a place for it (graphs: 1), so that 'vendor.acme'" in elsewhere["said"]
-
-    # A traced form takes the operator's place, and nothing is copied for what it writes over.
-    taken = traced.pop("taken")
-    assert taken.pop("asked") == [(4 + 2 * 2) * 64, [4, 2, 1e-6, False]]
-    inlined = {"twice": [True], "operators": [False], "copies": 0, "launched": 1, "said": []}
-    assert taken == inlined == traced.pop("in a new tensor")
-    # The operator stays where there is none, and where it cannot be taken, which is said.
-    whys = {"none": None, "refused": "heads of 64 are refused", "broken": "no such kernel"}
-    for name, why in whys.items():
-        case = traced.pop(name)
-        assert (case["twice"], case["operators"], case["launched"]) == ([False], [True], 0)
-        assert [why in line for line in case["said"]] == ([True] if why else [])
-    rows = traced.pop("one of two rows")
-    assert rows["twice"] == [True, False] and rows["operators"] == [False, True]
-    assert rows["launched"] == 1 and not rows["said"] and not traced

@@ -91,7 +91,7 @@ def served(plan: Plan, digest: str = "digest") -> None:
     """What a worker does with a sealed plan before it builds the model, in this thread."""
     engine = engines._thread.engine = engine_of(plan)
     engine.digest = digest
-    norms.bind_provider(engine)
+    norms.Ir().apply(engine)
     priority = norms.prioritise(IrOpPriorityConfig.with_default(["native"]), plan)
     for op in IR_OPS:
         getattr(ir.ops, op).set_default(getattr(priority, op))

@@ -229,8 +229,6 @@ class TestChoosing:
     @pytest.mark.parametrize(
         ("known", "winner"),
         [
-            pytest.param({"launched": {"vendor.fast"}}, "vendor.fast", id="a graph launches it"),
-            pytest.param({"launched": {"vendor.other"}}, "default", id="it launches another"),
             pytest.param({"products": lambda n: 2001.0 * (n == 8)}, "vendor.fast", id="busy"),
             pytest.param({"products": lambda n: 1999.0}, "default", id="not busy for long"),
             pytest.param({"products": lambda n: 2001.0 * (n != 8)}, "default", id="at other sizes"),

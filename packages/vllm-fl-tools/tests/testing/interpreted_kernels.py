@@ -212,7 +212,7 @@ def case_autotune() -> str:
 
 
 def case_wrapped() -> str:
-    """What a traced form launches is launched where it stands."""
+    """A kernel in code that a compiler may trace runs at once."""
     x, out = torch.randn(33), torch.zeros(33)
     torch.library.wrap_triton(plain)[(1,)](x, out, 33, BLOCK=64, num_warps=4)
     return same(out, x)

@@ -193,26 +193,6 @@ def test_one_that_takes_a_layer_first_and_is_wrong_fails() -> None:
     assert any("memory with 'x'" in one.reason for one in found(layer_first(in_place), "values"))
 
 
-def gated(x: torch.Tensor) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    return (torch.nn.functional.silu(x[..., :half]) * x[..., half:]).contiguous()
-
-
-@pytest.mark.parametrize(
-    ("traced", "why"),
-    [
-        (gated, ""),
-        (lambda x: gated(x) + 1, "its traced form, "),
-        (lambda x: gated(x.view(len(x), *x.shape[1:])), "depends on the number of tokens"),
-    ],
-    ids=["right", "wrong", "of one number of tokens"],
-)
-def test_a_traced_form_is_run_and_traced(traced: Any, why: str) -> None:
-    impl = OpImpl("silu_and_mul", "vendor.toy", BackendImplKind.VENDOR, gated, "toy", traced=traced)
-    reasons = [one.reason for one in found(impl, "values", "tracing")]
-    assert all(why in reason for reason in reasons) and bool(reasons) is bool(why)
-
-
 @pytest.mark.parametrize("check", CALLED_PLAINLY)
 def test_what_has_no_layer_to_give_is_skipped_with_that_reason(check: str) -> None:
     subject = Subject(layer_first(), torch.device("cpu"))

@@ -54,14 +54,6 @@ def test_a_variable_that_nobody_declares_is_named(how: str) -> None:
     assert first.startswith("it reads ACME_FAST of the environment")
 
 
-def test_so_is_one_that_supports_or_a_traced_form_reads() -> None:
-    def supports(x: Any) -> Any:
-        return os.environ.get("ACME_FAST") != "1"
-
-    assert "ACME_FAST" in told(silu, supports=supports)[0]
-    assert "ACME_FAST" in told(silu, traced=reads(WAYS["get"]))[0]
-
-
 def test_one_that_is_declared_is_in_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = SettingSpec("acme_fast", "ACME_FAST", False)
     plugin = Plugin(Owner("acme"), "acme", status="ok", settings=(fast,))

@@ -49,7 +49,6 @@ BY_KIT: Mapping[str, str] = MappingProxyType(
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "_warm_up": "packages/vllm-fl-core/tests/engine/test_warmup.py",
-        "_traced": "packages/vllm-fl-core/tests/engine/test_traced.py",
         "availability": "packages/vllm-fl-tools/tests/testing/test_suite.py",
         "declaration": "packages/vllm-fl-tools/tests/testing/test_checks.py",
         "refusals": "packages/vllm-fl-tools/tests/testing/test_checks.py",

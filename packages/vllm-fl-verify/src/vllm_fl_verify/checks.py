@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_fl.contracts import OpSpec, Sample
+from vllm_fl.contracts import OpSpec
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import FAILED, REFUSES, REJECTED, Objection
@@ -191,23 +190,6 @@ def _capture(run: Run, args: tuple[Any, ...]) -> Outcome:
     return attempt("it cannot be captured in a graph:", capture, *args)
 
 
-def _traced(run: Run) -> Objections:
-    """Trace the form that compiled graphs may call instead, and compare it uncompiled."""
-    if not run.role.in_graphs or run.impl.traced is None:
-        return
-    from .traced import trial  # imports a compiler
-
-    traced = dataclasses.replace(run.impl, fn=run.impl.traced)
-    for form in run.forms_served:
-        form.switch(large=False)
-        for count in run.trials.among(COMPILED_COUNTS[:2]):
-            rows = run.trials.rows(count)
-            sample = Sample(f"traced, {count} x {form.name}", run.arguments(form, rows))
-            if why := trial(run.impl, run.spec, sample.args):
-                yield Objection(FAILED, f"{why} ({sample.name})")
-            yield from run.judge(run.compared(traced, sample, off=partial(form.off, False, rows)))
-
-
 def _compiled(run: Run) -> Objections:
     """Compile the form that the compiler will get, in one graph for all batches.
 
@@ -264,7 +246,6 @@ CHECKS: tuple[Callable[[Run], Objections], ...] = (
     _takes_some,
     _warm_up,
     _captured,
-    _traced,
     _compiled,
     _process,
 )

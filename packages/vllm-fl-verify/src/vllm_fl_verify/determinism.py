@@ -23,7 +23,7 @@ from .batches import POOL
 from .budget import Budget, Valve
 from .form import Form
 from .guarded import bits, rows_of
-from .oracle import parts, promised
+from .oracle import parts
 from .trials import Request, Role, Trials, lowered, token_counts
 from .verification import BY_CHAIN, COMPARING, LayerFactory, answer, as_call, attempt, dtype_name
 
@@ -228,8 +228,7 @@ class _Measured:
             return None
 
         def read() -> Bits:
-            told = promised(spec, got, laid.args) if spec.whole_batch else got
-            return [None if part is None else _bits(part) for part in parts(told)]
+            return [None if part is None else _bits(part) for part in parts(got)]
 
         found = None
         if failure is None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+
+import torch
 
 from vllm_fl.contracts.spec import OpSpec, Sample
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["relaid"]
 
@@ -44,8 +42,6 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
 
 def _apart(x: torch.Tensor) -> torch.Tensor:
     """Every other number of a tensor that is twice as wide."""
-    import torch
-
     gap = torch.full_like(x, float("nan") if x.is_floating_point() else 0)
     return torch.stack((x, gap), dim=-1)[..., 0]
 

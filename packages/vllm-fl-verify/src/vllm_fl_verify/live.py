@@ -52,6 +52,9 @@ CALLS = 2000.0
 """How many calls are compared at startup, scaled by the bytes that are copied: the oracle computes
 in float64 on the CPU."""
 
+ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
+"""The same when the model is run once more: what is new then is all of a call or none."""
+
 NO_MEMORY = "no memory was left for it"
 """Why a call was not compared that has run out of memory, or whose copies have."""
 
@@ -97,9 +100,8 @@ class Live:
         device: where they are.
         owners: (op, impl id) -> who brought it, for the note that a process leaves which a kernel
             ends.
-        rows: how many rows of a call are compared at most.
-        calls: how many calls are compared; the later ones are left out.
-        scarce: memory may be used up: a call that runs out of it is left out, and no fault.
+        again: whether the model was run before: fewer rows and calls are compared, and a call that
+            runs out of memory, which may be used up, is left out.
         valve: of the startup.
         objections: (op, impl id) -> why it must not serve.
         left_out: op -> why some of its calls were not compared.
@@ -116,9 +118,7 @@ class Live:
     models: Mapping[str, torch.nn.Module]
     device: torch.device
     owners: Mapping[Key, Owner] = field(default_factory=dict)
-    rows: int = ROWS
-    calls: float = CALLS
-    scarce: bool = False
+    again: bool = False
     valve: Valve = field(default_factory=Valve)
     objections: dict[Key, Objection] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class Live:
     _watch: breadcrumb.Watchdog = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._budget = Budget(self.calls, self.valve)
+        self._budget = Budget(CALLS_AGAIN if self.again else CALLS, self.valve)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -273,7 +273,7 @@ class Live:
         if spec.check(*args) is not None:
             return "a layer's call is not the contract's"
         call = in_place(spec.named(args))
-        rows = None if spec.whole_batch else _rows(spec, args, self.rows)
+        rows = None if spec.whole_batch else _rows(spec, args, ROWS_AGAIN if self.again else ROWS)
         synchronise(self.device)  # what another stream still writes is not this call's
         if call.nbytes > LARGEST:
             part = _part(spec, args)
@@ -313,7 +313,7 @@ class Live:
 
     def _lacked_memory(self, error: BaseException | None) -> bool:
         marks = ("out of memory", "can't allocate memory", "not enough memory")
-        return self.scarce and (
+        return self.again and (
             isinstance(error, MemoryError)
             or (isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks))
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+
+import torch
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.plan import Plan
@@ -24,10 +25,6 @@ from .preflight import host_threads
 from .trials import release
 
 log = get_logger("engine")
-
-ROWS_AGAIN, CALLS_AGAIN = 24, 200.0
-"""How many rows of a call are compared, and how many calls, when the model is run once more: what
-is new then is all of a call or none."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     if not counts or engine.joins:
         return {}
     while True:
-        live, not_run = _seen_live(engine, counts, valve=checks.valve)
+        live, not_run = _seen_live(engine, counts, checks.valve)
         mine = bool(live.objections), None if not_run else _ran(live)
         found = engine.gather("run the loaded model", mine)
         if any(has_objections for has_objections, _ in found):
@@ -83,18 +80,14 @@ def compare(engine: Engine) -> dict[Key, Objection]:
     engine.unused |= _not_called(engine.plan, runs) if len(runs) == len(found) else {}
     for op in called.intersection(engine.unused):
         del engine.unused[op]
-    left_out = {op: f"{op} ({why})" for op, why in live.left_out.items()}
     table = installed_bindings()
     for op, entry in engine.plan.entries.items():
         known = op in live.reached or op in engine.unused
         of_op = table[op].targets if op in table else ()
         is_clear = any(target.reaches_compiler and target.seen_live for target in of_op)
         if entry.impls and not known and not is_clear:
-            left_out[op] = f"{op} (not called)"
-    seconds = f"{time.monotonic() - began:.1f} s"
-    remarks.append(f"{live.compared} calls on live tensors in {seconds}{_models(engine, live)}")
-    if left_out:
-        remarks.append(f"not compared there: {', '.join(left_out[op] for op in sorted(left_out))}")
+            live.left_out.setdefault(op, "not called")
+    remarks.append(_compared(engine, live, began))
     return {}
 
 
@@ -136,17 +129,6 @@ def compare_again(engine: Engine) -> dict[Key, Objection]:
     return dict(live.objections)
 
 
-def _models(engine: Engine, live: Live) -> str:
-    """The part of a remark about the draft model and calls of unwritten memory; mostly empty."""
-    drafting = engine.config.speculative_config if live.drafted else None
-    found = f", {live.drafted} of them in the draft model" if drafting else ""
-    if drafting and (config := drafting.draft_model_config):
-        found += f" (hidden size {config.get_hidden_size()}, head size {config.get_head_size()})"
-    if live.skipped:
-        found += f", {live.skipped} others skipped for NaN, infinite or huge inputs"
-    return found
-
-
 def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
     """What one line says of a look at the model.
 
@@ -156,11 +138,16 @@ def _compared(engine: Engine, live: Live, began: float, where: str = "") -> str:
         began: when, by `time.monotonic`.
         where: what stands between the calls and the seconds.
     """
+    seconds = f"{time.monotonic() - began:.1f} s"
+    found = f"{live.compared} calls on live tensors{where} in {seconds}"
+    drafting = engine.config.speculative_config if live.drafted else None
+    found += f", {live.drafted} of them in the draft model" if drafting else ""
+    if drafting and (config := drafting.draft_model_config):
+        found += f" (hidden size {config.get_hidden_size()}, head size {config.get_head_size()})"
+    if live.skipped:
+        found += f", {live.skipped} others skipped for NaN, infinite or huge inputs"
     left = ", ".join(f"{op} ({why})" for op, why in sorted(live.left_out.items()))
-    return (
-        f"{live.compared} calls on live tensors{where} in {time.monotonic() - began:.1f} s"
-        f"{_models(engine, live)}{left and f'; not compared: {left}'}"
-    )
+    return found + (left and f"; not compared: {left}")
 
 
 def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[Live, str]:
@@ -171,21 +158,20 @@ def _seen_again(engine: Engine, counts: frozenset[int], valve: Valve) -> tuple[L
         counts: the token counts of the runs.
         valve: the startup's, or a new one.
     """
-    limits: dict[str, Any] = {"rows": ROWS_AGAIN, "calls": CALLS_AGAIN, "scarce": True}
     with engine.plan.record.aside():
-        found = _seen_live(engine, counts, valve=valve, **limits)
+        found = _seen_live(engine, counts, valve, again=True)
     device = engine.device
     if device.type != "cpu":  # vLLM has sized its KV cache: what is cached is not ours
-        import torch
-
         torch.get_device_module(device).empty_cache()
     return found
 
 
-def _seen_live(engine: Engine, counts: frozenset[int], **limits: Any) -> tuple[Live, str]:
+def _seen_live(
+    engine: Engine, counts: frozenset[int], valve: Valve, *, again: bool = False
+) -> tuple[Live, str]:
     """(what forwards of so many tokens each showed, why there was none or nothing)."""
     owners, models = get_default_manager().registry.snapshot().owners, engine.models
-    live = Live(engine.plan, models, engine.device, owners, **limits)
+    live = Live(engine.plan, models, engine.device, owners, again, valve)
     if "" not in models:
         return live, "the worker shows no model"
     try:

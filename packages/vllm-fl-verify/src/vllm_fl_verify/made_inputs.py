@@ -16,7 +16,6 @@ from vllm_fl.engine.facts import EngineFacts
 from vllm_fl.engine.opaque import is_opaque
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.patchers import fusions
 from vllm_fl.integration.patchers.layers import layer_table
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.inspection import Key, Moment, Objection
@@ -25,9 +24,9 @@ from vllm_fl.settings.policy import at_size
 
 from . import probe
 from .budget import Valve
+from .launches import warm_counts
 from .preflight import find_faults
 from .trials import Request, Role
-from .warmup import warm_counts
 
 
 @dataclass
@@ -62,7 +61,6 @@ class Checks:
         roles: list[Role] = []
         owners = get_default_manager().registry.snapshot().owners
         table = installed_bindings()
-        found_by_passes = {op for op, _, _ in fusions.operators(plan)}
         for op, entry in plan.entries.items():
             of_op = table[op].targets if op in table else ()
             meets = any(target.reaches_compiler for target in of_op)
@@ -78,9 +76,8 @@ class Checks:
                 self._passed.add(passed)
                 by_range = self.facts.by_range
                 compiled = plan.as_compiled(op, impl, inlined=by_range) if is_compiled else None
-                in_graphs = op in found_by_passes and is_first and impl.traced is not None
                 owner = owners[key].name if key in owners else ""
-                roles.append(Role(impl, owner, compiled, counts, tokens, in_graphs, *bounds))
+                roles.append(Role(impl, owner, compiled, counts, tokens, *bounds))
         assert self.facts.dtype is not None  # a worker has a model
         request = Request(
             roles,

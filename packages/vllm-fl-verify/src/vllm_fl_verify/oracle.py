@@ -23,34 +23,10 @@ from .wanted import (
     Same,
     Tokens,
     Wanted,
-    ascending,
     comparable,
     spread,
     step_of,
 )
-
-
-def promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
-    """The results of a call in the one form that all have which are the same to the contract.
-
-    Args:
-        spec: the contract.
-        got: the results, as its fake shapes them.
-        args: the call's.
-    """
-    results, at = list(parts(got)), 0
-    for output in spec.outputs_of(len(results)):
-        if isinstance(output, ExpertBlocks):
-            size, padding = output.block_size(*args), output.padding(*args)
-            rows, experts, used = results[at : at + output.results]
-            places = min(max(int(used), 0), len(rows)) // size * size
-            rows, experts = rows.clone(), experts.clone()
-            rows[:places] = ascending(rows[:places], experts[: places // size], size)
-            rows[places:], experts[places // size :] = padding, -1
-            results[at : at + output.results] = rows, experts, used
-        at += output.results
-    return tuple(results) if isinstance(got, tuple) else results[0]
-
 
 MEASURED = (Within, Exact, QuantisedPair)
 """The kinds of outputs that `Wanted.measured` can compare."""

@@ -10,7 +10,7 @@ vLLM will capture graphs it is captured in one, which is replayed with other val
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -70,7 +70,11 @@ def find_faults(request: Request) -> Findings:
         ops = defaultdict[str, list[Trials]](list)
         for (op, *_), some in trials.items():
             ops[op] += some
-        found.smaller = {op: each for op, some in ops.items() if (each := _smaller(some))}
+        phrases = {
+            op: dict.fromkeys(call.smaller for each in some for call in each.calls if call.smaller)
+            for op, some in ops.items()
+        }
+        found.smaller = {op: [*each] for op, each in phrases.items() if each}
         calls = {op: any(each.calls for each in some) for op, some in ops.items() if some}
     unknown = [op for op, has_some in calls.items() if request.sizes and not has_some]
     if found.smaller:
@@ -98,11 +102,6 @@ def host_threads(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _smaller(some: Iterable[Trials]) -> list[str]:
-    phrases = (call.smaller for trials in some for call in trials.calls)
-    return [*dict.fromkeys(filter(None, phrases))]
 
 
 def _look(startup: Startup, role: Role, trials: Sequence[Trials]) -> Objection | None:

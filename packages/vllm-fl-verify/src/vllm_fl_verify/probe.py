@@ -16,7 +16,7 @@ import torch
 from vllm.config.vllm import set_current_vllm_config
 
 from vllm_fl.contracts.sampling import positions
-from vllm_fl.integration.attending import uncompiled
+from vllm_fl.integration.patchers.attention import uncompiled
 
 from .batches import tokens
 

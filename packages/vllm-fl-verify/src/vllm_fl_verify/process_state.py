@@ -47,6 +47,9 @@ QUIET = 0.03
 LONGEST = 0.5
 """Seconds without a call, at most."""
 
+LONG = (torch.Tensor, dict, tuple, set)
+"""The types of values that are too long for a message."""
+
 LOOKS = 20
 """How often we look in that time: another thread may set a thing and put it back in it."""
 
@@ -110,8 +113,8 @@ def changed(
     for piece, now in _otherwise(before, device):
         if piece.name in before.blamed:
             then = before.values[piece.name]
-            told = f"{piece.name} from {then} to {now}"
-            return piece.name if _has_parts(then) or _has_parts(now) else told
+            is_long = isinstance(then, LONG) or isinstance(now, LONG)
+            return piece.name if is_long else f"{piece.name} from {then} to {now}"
     return None
 
 
@@ -199,11 +202,6 @@ def _same(then: Any, now: Any) -> bool:
     if isinstance(then, dict) and isinstance(now, dict):  # what came in addition is no change
         return all(now.get(key) == value for key, value in then.items())
     return bool(type(then) is type(now) and then == now)
-
-
-def _has_parts(value: Any) -> bool:
-    """Whether it is too much to be told."""
-    return isinstance(value, torch.Tensor | dict | tuple | set)
 
 
 DETERMINISTIC = ("off", "on, with warnings", "on")

@@ -6,7 +6,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import Engine
@@ -15,9 +17,6 @@ from vllm_fl.logs import get_logger
 from vllm_fl.text import quote
 
 from .shadow import Shadow, Tally
-
-if TYPE_CHECKING:
-    import torch
 
 EVERY = 60.0
 """Seconds from one line to the next, where nothing new is wrong."""
@@ -82,7 +81,6 @@ def watch(engine: Engine) -> Canary | None:
 
 def _obstacle(engine: Engine, model: torch.nn.Module | None) -> str:
     """Why a step of this engine cannot be made eager, or nothing."""
-    import torch
     from vllm.config import CompilationMode, CUDAGraphMode
 
     config, runner, device = engine.config, engine.runner, engine.device

@@ -180,11 +180,6 @@ class Shadow:
         for table in (self.seen, self.new):
             table[key] = table.get(key, Tally()).plus(tally)
 
-    @property
-    def progress(self) -> dict[str, Any]:
-        """`rate`, `steps`, `sampled`."""
-        return {"rate": self.rate, "steps": self.steps, "sampled": self.sampled}
-
     def report(self) -> dict[str, Any]:
         """All of it, JSON-able: `rate`, `steps`, `sampled`, `compared` {op: {impl id: {tokens:
         {seen, calls, share, relative, wrong, nan, inf}}}}, `left` {op: why it is not compared},
@@ -194,7 +189,9 @@ class Shadow:
             of_impl = compared.setdefault(op, {}).setdefault(impl_id, {})
             of_impl[str(tokens)] = dataclasses.asdict(tally)
         return {
-            **self.progress,
+            "rate": self.rate,
+            "steps": self.steps,
+            "sampled": self.sampled,
             "compared": compared,
             "left": dict(self.left),
             "too_large": dict(self.too_large),

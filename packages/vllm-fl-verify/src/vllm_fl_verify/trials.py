@@ -56,7 +56,6 @@ class Role:
         warm: the token counts at which it must have run once before it serves, in the order of
             their weight.
         captured: the token count at which vLLM will capture it in a graph; 0 for none.
-        in_graphs: whether compiled graphs may have its traced form.
         least, most: the fewest and the most tokens of a call that it may serve: where the op is
             ordered by size, those of its rows.
     """
@@ -66,7 +65,6 @@ class Role:
     compiled: Callable[..., Any] | None = None
     warm: Sequence[int] = ()
     captured: int = 0
-    in_graphs: bool = False
     least: int = 1
     most: float = math.inf
 

@@ -1,1 +1,1 @@
-"""What an engine runs with, without vLLM: its plan, how the plan is verified, and its digest."""
+"""What an engine runs with, without vLLM: its plan, compiled code, and the digest."""

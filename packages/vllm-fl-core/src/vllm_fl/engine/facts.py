@@ -19,22 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """One engine, as its configuration describes it.
+    """One engine, as its configuration describes it; `planning.facts_of` makes it.
 
     Args:
         settings: vllm-fl's settings, policy included.
         mode: how the engine runs the model.
         dtype: the model's; None without a model.
         sizes: the model's sizes on one rank; None without a model.
-        attention: what the model's layers will ask of attention; None where that is not told.
+        attention: what the model's layers will ask of attention; None if that is unknown (from
+            `Attention.request` in integration/patchers, as the next two and `foreign` are from the
+            `request` of their patchers).
         communicator: the ranks that a communicator would connect; None for a single rank.
         layers: what whole layers are asked with, `layer` apart; None without a model.
         custom_ops: vLLM's list of custom ops, what we added to it included.
-        ir_priority: the IR providers that the user told vLLM to prefer, by op.
+        ir_priority: the IR providers that the user set vLLM to prefer, by op (from `Ir.note_user`).
         attention_backend: the name of the attention backend that vLLM was told to take, or None.
         batch_invariant: whether vLLM was told to use its batch-invariant kernels.
         compile_backend: what vLLM compiles the model with; empty for its default.
-        passes_off: vLLM's passes that the user turned off, of those that find an op of ours.
+        passes_off: vLLM's passes that the user turned off, of those that find an op of ours (from
+            `Fusions.note_user`).
         absent: the ops that the model cannot have, as their bindings read its configuration, and
             those that only layers run, of which it has none.
         provided: op -> the dtypes of what the model's layers provide for it (parameter -> dtype),

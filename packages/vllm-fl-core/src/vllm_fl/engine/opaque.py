@@ -136,6 +136,10 @@ def is_inlined(impl: OpImpl) -> bool:
 def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
     """The arguments over which the operator of this variant writes its results.
 
+    The schema is fixed when the operator is defined, so that one row decides for all sizes: if an
+    implementation for up to 8 tokens overwrites `x`, and the one for the rest does not, the
+    operator overwrites nothing, and the first one gets a copy.
+
     Args:
         chain, rest_is_inlined: as for `opaque_op`.
         variant: one of the contract's.

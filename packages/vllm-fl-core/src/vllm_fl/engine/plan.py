@@ -255,9 +255,9 @@ class Plan:
         Args:
             op: the op's name; it must not be stock.
             grants: arguments that the caller owns.
-            last: vLLM's implementation, for calls that every candidate refused, and for sizes that
-                are stock.
-            own: runs at those sizes instead of `last`: the code that would run without us.
+            last: vLLM's implementation: for calls that every candidate refused, and at stock sizes.
+            own: runs at stock sizes instead of `last`, in eager mode: the layer's own method. In a
+                layer over another plugin's class, that plugin's method is both `last` and `own`.
             without_layer: leave out the candidates that take the calling layer.
         """
         entry, with_layer = self.entries[op], not without_layer

@@ -56,24 +56,14 @@ def choice(chain: Chain, sizes: Range) -> OpImpl | None:
         None where the rows differ, or the implementation must be taken whole or writes over its
         arguments.
     """
-    impl = sole(chain, sizes)
-    return impl if impl is not None and is_inlined(impl) else None
-
-
-def sole(chain: Chain, sizes: Range) -> OpImpl | None:
-    """The first choice for all calls of these sizes; None where the rows differ.
-
-    Args:
-        chain: the op's candidates, by rows.
-        sizes: the token counts of the calls.
-    """
     firsts, below = {}, 0
     for ceiling, (first, *_) in chain.rows:
         up_to = sizes.last if ceiling is None else ceiling
         if below < sizes.last and sizes.first <= up_to:
             firsts[first.impl_id] = first
         below = up_to
-    return next(iter(firsts.values())) if len(firsts) == 1 else None
+    sole = next(iter(firsts.values())) if len(firsts) == 1 else None
+    return sole if sole is not None and is_inlined(sole) else None
 
 
 def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int, ...]:

@@ -25,7 +25,9 @@ class Carried(dict[str, Any]):
     Args:
         settings: the engine's; None where nobody has read them yet, or the plan is sealed. They
             travel along, and vLLM hashes the entries alone.
-        entries: what is under `KEY`.
+        entries: what is under `KEY`: `user` of `planning.note_user_priority`, `enabled` of
+            `planning.apply`, `passes` of `Fusions.configure`, `edges` of `graphs.ranges.split`, and
+            `plan`, the digest, of `seal`.
     """
 
     def __init__(self, settings: Settings | None = None, **entries: Any) -> None:

@@ -7,11 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Iterable, MutableMapping
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..plugins.installed import vllm_release
 from ..settings.schema import VARIABLES
@@ -36,7 +37,7 @@ _OPENING = (
 )
 """Modules with layers of vLLM's that ask what GPU there is, while they are imported."""
 
-_LAYER = re.compile(
+LAYER = re.compile(
     r"""^@(CustomOp|PluggableLayer)\.register\(\s*["'](\w+)["'].*?^class (\w+)""", re.M | re.S
 )
 """A class that vLLM's source registers as a layer: kind, registered name, class."""
@@ -117,35 +118,15 @@ def shared_table(path: str) -> MutableMapping[Any, Any] | None:
     return found if isinstance(found, MutableMapping) else None
 
 
-class DeclaredLayer(NamedTuple):
-    """A class that vLLM's source registers as a layer.
+@cache
+def declared_layers() -> dict[str, str]:
+    """Return every layer class that this vLLM's source registers -> the registered name.
 
-    Args:
-        registered: the name that it is registered by.
-        cls: the class's name, by which vLLM's table of replacements knows it.
-        kind: `CustomOp` or `PluggableLayer`.
-        module: where it is, below `vllm`.
+    A process imports only few of them.
     """
-
-    registered: str
-    cls: str
-    kind: str
-    module: str
-
-
-def declared_layers(folders: Iterable[Path]) -> list[DeclaredLayer]:
-    """Return every layer that a vLLM registers, by its source: most are not imported in a process.
-
-    Args:
-        folders: the folders of the package `vllm`.
-    """
-    found: list[DeclaredLayer] = []
-    for root in folders:
-        for file in root.rglob("*.py"):
-            module = ".".join(file.relative_to(root).with_suffix("").parts)
-            for kind, name, cls in _LAYER.findall(file.read_text("utf-8")):
-                found.append(DeclaredLayer(name, cls, kind, module.removesuffix(".__init__")))
-    return sorted(found)
+    files = (file for root in vllm_folders() for file in root.rglob("*.py"))
+    found = (layer for file in files for layer in LAYER.findall(file.read_text("utf-8")))
+    return {cls: name for _, name, cls in found}
 
 
 def hide_our_variables(more: Iterable[str] = ()) -> None:

@@ -13,6 +13,9 @@ import time
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+
 from ..errors import StartError
 from ..logs import get_logger
 from ..plugins import breadcrumb
@@ -80,8 +83,6 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
     Raises:
         RuntimeError: a rank died, or did not answer in time; the message says which.
     """
-    import torch.distributed as dist
-
     ranks = _Ranks(cpu_group, what)
     found: list[Any] = [mine] * cpu_group.size()
     if not ranks.others:
@@ -98,38 +99,29 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
     return found
 
 
-def _store(cpu_group: Any) -> Any:
-    """Return the store of a group, for our keys only; None if the group has no store."""
-    import torch.distributed as dist
-
-    try:
-        store = cpu_group.get_group_store()
-    except RuntimeError:  # another kind of group
-        return None
-    return store and dist.PrefixStore("vllm-fl", store)  # type: ignore[attr-defined]
-
-
-def _names(cpu_group: Any) -> list[str]:
-    """Return the names of a group's ranks, such as `rank 3`, by their numbers among all ranks."""
-    import torch.distributed as dist
-
-    try:
-        numbers = dist.get_process_group_ranks(cpu_group)
-    except (KeyError, RuntimeError, ValueError):  # a group that torch does not list
-        numbers = list(range(cpu_group.size()))
-    return [f"rank {number}" for number in numbers]
-
-
 class _Ranks:
     """The ranks of a group at one exchange, by their numbers in the group.
 
     Args:
         group, what: as for `gathered`.
+
+    Attributes:
+        store: the group's, for our keys only; None if it has none.
+        names: of the ranks, such as `rank 3`, by their numbers among all ranks.
     """
 
     def __init__(self, group: Any, what: str) -> None:
-        self.group, self.what, self.store = group, what, _store(group)
-        self.here, self.names = group.rank(), _names(group)
+        self.group, self.what, self.here = group, what, group.rank()
+        try:
+            store = group.get_group_store()
+        except RuntimeError:  # another kind of group
+            store = None
+        self.store = store and dist.PrefixStore("vllm-fl", store)  # type: ignore[attr-defined]
+        try:
+            numbers = dist.get_process_group_ranks(group)
+        except (KeyError, RuntimeError, ValueError):  # a group that torch does not list
+            numbers = list(range(group.size()))
+        self.names = [f"rank {number}" for number in numbers]
         self.others = [n for n in range(len(self.names)) if n != self.here]
 
     def wait(self) -> str:
@@ -178,8 +170,6 @@ class _Ranks:
 
         To receive over a closed connection raises an error. Over an open one it returns at once.
         """
-        import torch
-
         try:
             self.group.recv([torch.empty(1)], n, UNUSED)
         except RuntimeError:

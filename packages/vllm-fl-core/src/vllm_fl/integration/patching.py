@@ -10,11 +10,10 @@ from .patcher import Patcher, WhyNot
 from .patchers.attention import Attention
 from .patchers.communicator import Communicator
 from .patchers.functions import Functions
-from .patchers.fusions import Fusions
+from .patchers.fusions import Fusions, OperatorsInGraphs
 from .patchers.ir import Ir
 from .patchers.layers import Layers
 from .patchers.operators import Operators
-from .patchers.torch_operators import OperatorsInGraphs
 from .patchers.whole_layers import WholeLayers
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ PATCHERS: tuple[Patcher, ...] = (
     Ir(),
     Operators(),
     Functions(),
-    Fusions(),
+    Fusions(),  # begins the record of what passes do, to which the next one adds
     OperatorsInGraphs(),
 )
 
@@ -45,15 +44,12 @@ def merged(asked: Callable[[Patcher], Mapping[K, V]]) -> dict[K, V]:
 
 def why_not(facts: EngineFacts) -> WhyNot:
     """Return every patcher's reasons not to replace targets in this engine."""
-    ops: dict[str, str] = {}
-    impls: dict[tuple[str, str], str] = {}
-    layers: list[str] = []
-    for patcher in PATCHERS:
-        found = patcher.why_not(facts)
-        ops |= found.ops
-        impls |= found.impls
-        layers += found.layers
-    return WhyNot(ops, impls, layers)
+    found = [patcher.why_not(facts) for patcher in PATCHERS]
+    return WhyNot(
+        {op: why for each in found for op, why in each.ops.items()},
+        {key: why for each in found for key, why in each.impls.items()},
+        [layer for each in found for layer in each.layers],
+    )
 
 
 def by_range(plan: Plan) -> dict[str, Chain]:

@@ -38,16 +38,20 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
             objection to what is compiled already.
         VllmFLError: an error of ours that this rank has met itself.
     """
-    change: Callable[[], object] | None = None
+    # A change is made at the start of the next round, inside what `_together` asks, so that its
+    # error reaches the other ranks. From LOADED on, `_disable` settles PLANNED again by itself.
+    next_change: Callable[[], object] | None = None
     while True:
         engine.remarks[moment] = []
-        plans = _together(engine, moment, partial(_opinion, engine, moment, change))
+        plans = _together(engine, moment, partial(_opinion, engine, moment, next_change))
         new = united(plans, engine.disabled)
         if not new and moment is Moment.PLANNED and _drops_table(engine, plans):
-            change = partial(make_plan, engine)
+            next_change = partial(make_plan, engine)
             continue
         if not new:
-            found = _together(engine, moment, partial(_verdict, engine, moment))
+            found = _together(
+                engine, moment, lambda: Opinion(inspect_plan(engine, moment, verifies=True))
+            )
             new = united(found, engine.disabled)
         if new and moment is Moment.UPDATED:
             return {key: f"{each.why} (found on rank {each.rank})" for key, each in new.items()}
@@ -56,7 +60,7 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
                 _say_what_differs(engine, plans)
             return {}
         _end_for(engine, moment, new)
-        change = partial(_disable, engine, moment, new)
+        next_change = partial(_disable, engine, moment, new)
 
 
 def _say_what_differs(engine: Engine, opinions: list[Opinion]) -> None:
@@ -109,18 +113,6 @@ def bind(engine: Engine) -> None:
         patcher.apply(engine)
 
 
-def bind_models(engine: Engine) -> None:
-    """Bind the models that are built to the engine's new plan."""
-    for model in engine.models.values():
-        for patcher in patching.PATCHERS:
-            patcher.bind(engine, model)
-
-
-def is_fixed(engine: Engine, moment: Moment) -> bool:
-    """Return whether nothing can be disabled any more."""
-    return moment is Moment.UPDATED or (moment is Moment.CACHED and engine.plan.mode == "compiled")
-
-
 def without(keys: Iterable[Key]) -> str:
     """Return the variable that leaves the ops of these (op, impl id) to vLLM."""
     stock = ";".join(f"{op}=stock" for op in dict.fromkeys(op for op, _ in keys))
@@ -142,7 +134,9 @@ def _disable(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     if moment is not Moment.PLANNED:
         settle(engine, Moment.PLANNED)
         bind(engine)
-        bind_models(engine)
+        for patcher in patching.PATCHERS:
+            for model in engine.models.values():
+                patcher.bind(engine, model)
 
 
 def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key, Objection]:
@@ -195,11 +189,6 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None
     return Opinion(found, engine.contents, installed, unavailable, unused)
 
 
-def _verdict(engine: Engine, moment: Moment) -> Opinion:
-    """Return the objections of verifiers."""
-    return Opinion(inspect_plan(engine, moment, verifies=True))
-
-
 def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
     """Return what cannot be put where the plan has it.
 
@@ -240,7 +229,7 @@ def _end_for(engine: Engine, moment: Moment, new: Mapping[Key, Disabled]) -> Non
     """Raise if the startup ends for what is new."""
     ending = {key: each for key, each in new.items() if each.ends_strict}
     is_strict = bool(ending) and engine.facts.settings.policy.strict
-    if not is_strict and not is_fixed(engine, moment):
+    if not is_strict and (moment is not Moment.CACHED or engine.plan.mode == "eager"):
         return
     found, begins = (ending, "strict mode, and ") if is_strict else (new, "")
     text = "; ".join(f"rank {e.rank}: {begins}{_fault(key, e)}" for key, e in found.items())

@@ -18,10 +18,11 @@ from ..plugins.calling import asking, enter_session, sections, start_in_worker
 from ..plugins.inspection import REJECTED, Moment, WorkerContext
 from ..plugins.types import ATTENTION, AttentionImpl
 from ..text import quote
-from . import attending, patching, updates
+from . import patching, updates
 from .engines import Engine, calling, with_own_engine
 from .graphs import ranges
 from .models import completed
+from .patchers.attention import attend
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
@@ -234,7 +235,7 @@ def _attend_once(engine: Engine) -> None:
     try:
         with phases_of(engine.worker).during("attention's first call"), calling(engine):
             is_eager = engine.plan.mode == "eager"
-            attending.attend(engine.runner, engine.config, is_eager=is_eager)
+            attend(engine.runner, engine.config, is_eager=is_eager)
     except Exception as error:  # vLLM's dummy run does not fit every model, and need not be there
         log.info("Attention was not called before the first request: %s", quote(error))
 

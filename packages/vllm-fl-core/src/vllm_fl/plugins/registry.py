@@ -204,7 +204,7 @@ def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: O
 def _check_parameters(impl: OpImpl, spec: OpSpec, owner: Owner) -> None:
     """Check that the parameters are the contract's: calls pass them by position and by name."""
     wanted = tuple(spec.signature.parameters.values())
-    for what in ("fn", "supports", "traced"):
+    for what in ("fn", "supports"):
         function = getattr(impl, what)
         own = parameters_of(function) if function is not None else None
         if own is not None and shape(own) != shape(wanted):

@@ -86,7 +86,7 @@ class _Impl:
             return answered("its availability check", ask)
 
     def _check(self, who: str) -> None:
-        for name in ("available", "supports", "traced"):
+        for name in ("available", "supports"):
             value = getattr(self, name, None)
             if value is not None and not callable(value):
                 raise TypeError(f"{who}: {name} must be callable, got {value!r}")
@@ -138,20 +138,13 @@ class OpImpl(_Impl):
         consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
             there (`OpSpec.consumed`). Results are what it returns all the same.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
-        traced: `fn` once more, as code that a compiler may trace for calls which `supports` takes:
-            PyTorch's operators, and Triton kernels by `torch.library.wrap_triton`. It may write
-            over what `consumes` names. It must not depend on the batch size (`shape[0]` stays an
-            unknown; `len` makes it a number). Compiled graphs then launch the kernels themselves,
-            where a pass of vLLM's compiler puts the op into them (`qk_norm_rope`); `fn` is called
-            everywhere else.
         supported_dtypes, min_arch: accepted, and without effect: say it in `supports` and
             `available`.
 
     Raises:
         ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is
             no identifier.
-        TypeError: `fn`, `available`, `supports` or `traced` is not callable, or a field has another
-            type.
+        TypeError: `fn`, `available` or `supports` is not callable, or a field has another type.
     """
 
     op_name: str
@@ -165,7 +158,6 @@ class OpImpl(_Impl):
     takes: Sequence[Rule] | None = field(default=None, kw_only=True)
     consumes: frozenset[str] = field(default=frozenset(), kw_only=True)
     traceable: bool = field(default=False, kw_only=True)
-    traced: Callable[..., Any] | None = field(default=None, kw_only=True)
     supported_dtypes: object = field(default=None, kw_only=True)
     min_arch: object = field(default=None, kw_only=True)
 

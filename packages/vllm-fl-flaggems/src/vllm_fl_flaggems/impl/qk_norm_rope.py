@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 
 from ..kernels import WARPS, Launcher, contiguous, heads_of_a_program, power_of_two
 from . import implementation
 
-__all__ = ["OPS", "qk_norm_rope", "traced_qk_norm_rope"]
+__all__ = ["OPS", "qk_norm_rope"]
 
 LARGEST_HEAD = 1024
 """Features of a head that one program holds."""
@@ -45,29 +44,16 @@ def qk_norm_rope(
         A tensor of qkv's shape and dtype.
     """
     qkv = contiguous(qkv)
-    shared = (q_weight, k_weight, cos_sin_cache, position_ids)
-    _launcher()(*_call(qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved))
-    return qkv
-
-
-def traced_qk_norm_rope(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool = False,
-) -> torch.Tensor:
-    """`qk_norm_rope` as a compiled graph has it, which launches the kernel itself."""
-    qkv = contiguous(qkv)
-    shared = (q_weight, k_weight, cos_sin_cache, position_ids)
-    call = _call(qkv, *shared, heads, kv_heads, epsilon, rotary_interleaved)
-    grid, tensors, numbers, constants = call
-    kernel = torch.library.wrap_triton(_launcher().kernel)
-    kernel[grid](*tensors, *numbers, *constants, num_warps=WARPS)
+    size, half = q_weight.shape[0], cos_sin_cache.shape[1] // 2
+    group = heads_of_a_program(size, heads + kv_heads)
+    steps = (qkv.stride(0), cos_sin_cache.stride(0), position_ids.stride(0))
+    parts = (power_of_two(half), power_of_two(size - 2 * half))
+    _launcher()(
+        (qkv.shape[0], -(-(heads + kv_heads) // group), 1),
+        (qkv, q_weight, k_weight, cos_sin_cache, position_ids),
+        (*steps, heads, heads + kv_heads, float(epsilon)),
+        (size, half, group, *parts, rotary_interleaved),
+    )
     return qkv
 
 
@@ -78,30 +64,6 @@ def _launcher() -> Launcher:
     return Launcher(qk_norm_rope_kernel, WARPS)
 
 
-def _call(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    position_ids: torch.Tensor,
-    heads: int,
-    kv_heads: int,
-    epsilon: float,
-    rotary_interleaved: bool,
-) -> tuple[tuple[int, int, int], tuple[torch.Tensor, ...], tuple[float, ...], tuple[Any, ...]]:
-    """The kernel's grid, tensors, numbers and constants."""
-    size, half = q_weight.shape[0], cos_sin_cache.shape[1] // 2
-    group = heads_of_a_program(size, heads + kv_heads)
-    steps = (qkv.stride(0), cos_sin_cache.stride(0), position_ids.stride(0))
-    parts = (power_of_two(half), power_of_two(size - 2 * half))
-    return (
-        (qkv.shape[0], -(-(heads + kv_heads) // group), 1),
-        (qkv, q_weight, k_weight, cos_sin_cache, position_ids),
-        (*steps, heads, heads + kv_heads, float(epsilon)),
-        (size, half, group, *parts, rotary_interleaved),
-    )
-
-
 OPS = (
     implementation(
         qk_norm_rope,
@@ -110,6 +72,5 @@ OPS = (
         "cos_sin_cache.stride(1) == 1",
         own=True,
         consumes=frozenset({"qkv"}),
-        traced=traced_qk_norm_rope,
     ),
 )

@@ -127,16 +127,6 @@ class InGraphs:
         return frozenset({STOCK} if self._targets(FusionTarget) else ())
 
     @property
-    def launched(self) -> frozenset[str]:
-        """Whose kernels a compiled graph launches itself: of ops that a pass of vLLM's finds."""
-        from vllm_fl.integration.patchers import fusions
-
-        if not any(map(fusions.has_vllms_pass, self._targets(FusionTarget))):
-            return frozenset()
-        traced = (c for c in self.contenders if all(impl.traced is not None for impl in c.impls))
-        return frozenset(contender.name for contender in traced)
-
-    @property
     def bound_to_all(self) -> frozenset[str]:
         """Who serves every size or none, where a graph is compiled for all sizes.
 
@@ -297,7 +287,6 @@ class Work:
                 clock=CLOCK,
                 captured=subject.captured,
                 traced=graphs.traced,
-                launched=graphs.launched,
                 between_graphs=graphs.binding.between_graphs,
                 once=graphs.binding.products,
                 # Their own launches count, since something must keep the device busy before them.

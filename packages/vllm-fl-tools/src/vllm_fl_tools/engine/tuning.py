@@ -121,8 +121,6 @@ class OpTuning:
         traced: the names of those that stand in the graph which a compiled engine traces, as code
             or as an operator; None for all. The others are called when that graph runs, as in eager
             mode, since vLLM's own code calls the op inside an operator.
-        launched: the names of those whose kernels a compiled graph launches itself
-            (`OpImpl.traced`), wherever they are called here.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise graphs
             (`Binding.between_graphs`).
         once: whether a layer makes each of the op's calls once: what they take together decides
@@ -143,7 +141,6 @@ class OpTuning:
     over: Over = field(default=lambda name: nullcontext())
     captured: int | None = None
     traced: frozenset[str] | None = None
-    launched: frozenset[str] = frozenset()
     between_graphs: bool = False
     once: bool = False
     products: Callable[[int], float] = field(default=lambda tokens: 0.0)
@@ -216,7 +213,7 @@ class OpTuning:
         Each form is held to that by itself: what is saved in one that the model has not is worth
         nothing to it.
         """
-        inlined = self.launched | {
+        inlined = {
             c.name
             for c in self.contenders
             if self._is_traced(c) and (c.bare or not any(map(is_opaque, c.impls)))

@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from vllm_fl.engine.opaque import operators as our_operators
-from vllm_fl.integration.graphs.base import OWNER
+from vllm_fl.integration.graphs.lowering import OWNER
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.plugins.types import OpImpl

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from vllm_fl.contracts import Sample
 from vllm_fl.engine.opaque import Watched, is_opaque, opaque_op
 from vllm_fl.engine.plan import Plan, PlanEntry
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
-from vllm_fl_verify.traced import trial
 from vllm_fl_verify.verification import compare
 
 from .checks import judge
@@ -54,28 +52,6 @@ def tracing(subject: Subject, dtype: str, sample: str) -> None:
             continue
         compiled, _ = _compiled(subject)
         judge(compare(compiled, subject.spec, each, kind), each, skips=False)
-    if subject.impl.traced is not None:
-        _traced_form(subject, subject.impl.traced, dtype)
-
-
-def _traced_form(subject: Subject, traced: Callable[..., Any], dtype: str) -> None:
-    """The traced form gives what is wanted, and may stand in a graph for any number of tokens.
-
-    What Triton interprets is no launch that a compiler sees: there it is only run. Nor is it traced
-    for rows that lie apart, of which whether they are contiguous is asked of their number, too.
-    """
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    form = dataclasses.replace(subject.impl, fn=traced)
-    for each in subject.samples(dtype):
-        if not subject.accepts(each):
-            continue
-        compared = compare(form, subject.spec, each, getattr(torch, dtype))
-        right = compared.status == "ok"
-        expect(right, f"its traced form, {each.name}: {compared.reason}")
-        rows = subject.spec.with_rows(each.args).values()
-        if not interpreted and all(len(row) > 1 and row.is_contiguous() for row in rows):
-            problem = trial(subject.impl, subject.spec, each.args)
-            expect(not problem, f"{each.name}: {problem}")
 
 
 def opcheck(subject: Subject, dtype: str, sample: str) -> None:

@@ -6,7 +6,7 @@ import copy
 import ctypes
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import methodcaller
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_fl.contracts import BadInput, ModelSizes, OpSpec, Sample
+from vllm_fl.contracts import BadInput, ExpertBlocks, ModelSizes, OpSpec, Sample
 from vllm_fl.contracts.binding import Binding, Contract
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.manager import OpManager
@@ -25,8 +25,9 @@ from vllm_fl.plugins.types import OpImpl
 from vllm_fl.settings.policy import SelectionPolicy
 from vllm_fl_ops.contracts.rules import typical_sizes
 from vllm_fl_verify.layouts import relaid
-from vllm_fl_verify.oracle import parts, promised
+from vllm_fl_verify.oracle import parts
 from vllm_fl_verify.verification import as_call
+from vllm_fl_verify.wanted import ascending
 
 from .mistakes import bad_inputs
 
@@ -165,7 +166,7 @@ class Subject:
         What the contract leaves free, the order of an expert's rows, counts as one order.
         """
         args = fresh(sample).args  # an implementation may overwrite its own
-        return digest(promised(self.spec, self.call(sample), args))
+        return digest(_promised(self.spec, self.call(sample), args))
 
     def needs_no_layer(self) -> None:
         """Raise Refused for an implementation that takes a layer first."""
@@ -246,3 +247,25 @@ def _samples(
 def _relaid(op: str, dtype: str, device: torch.device) -> tuple[Sample, ...]:
     """A contract's own samples, laid out otherwise."""
     return tuple(relaid(contract_of(op), _samples(op, None, dtype, device)))
+
+
+def _promised(spec: OpSpec, got: Any, args: Sequence[Any]) -> Any:
+    """The results of a call in the one form that all have which are the same to the contract.
+
+    Args:
+        spec: the contract.
+        got: the results, as its fake shapes them.
+        args: the call's.
+    """
+    results, at = list(parts(got)), 0
+    for output in spec.outputs_of(len(results)):
+        if isinstance(output, ExpertBlocks):
+            size, padding = output.block_size(*args), output.padding(*args)
+            rows, experts, used = results[at : at + output.results]
+            places = min(max(int(used), 0), len(rows)) // size * size
+            rows, experts = rows.clone(), experts.clone()
+            rows[:places] = ascending(rows[:places], experts[: places // size], size)
+            rows[places:], experts[places // size :] = padding, -1
+            results[at : at + output.results] = rows, experts, used
+        at += output.results
+    return tuple(results) if isinstance(got, tuple) else results[0]

@@ -14,24 +14,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._inductor.pattern_matcher import Match
+from torch._inductor.pattern_matcher import (
+    CallFunctionVarArgs,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from ...dispatch.chain import Chain
 from ...engine.opaque import Site, inlined, ordered
 from ...engine.plan import Plan
 from ...engine.ranges import Range, choice
-from ...engine.traced import functional
 from ...logs import get_logger
 from ...plugins.types import OpImpl
-from ..engines import Engine
+from ...text import quote
 from ..patchers.ir import chain_of, ir_op_of, ir_ops
-from .base import GraphPass, patterns
+from .base import GraphPass
 from .unknowns import under_one
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.ir.op import IrOp
+
+OWNER = "vllm_fl"
+"""Marks a node's code as an implementation's: a key next to the modules that it is of, which torch
+passes on to the nodes that replace it. Its value is (op, impl id)."""
 
 log = get_logger("engine")
 
@@ -39,16 +46,18 @@ log = get_logger("engine")
 class RangeLowering(GraphPass):
     """The pass, for one engine."""
 
-    tasks: dict[Any, Site]
-
-    def __init__(self, engine: Engine, vllm_config: VllmConfig) -> None:
-        super().__init__(engine, vllm_config)
-        self.tasks = {**_in_graphs(engine.plan), **_in_ir(engine.plan)}
-        self._patterns = patterns(list(self.tasks), self._choice, self._lower)
+    def find_tasks(self) -> dict[Any, Site]:
+        return {**_in_graphs(self.engine.plan), **_in_ir(self.engine.plan)}
 
     def __call__(self, graph: fx.Graph) -> None:
         """Replace the operators of one graph by code, as far as its range allows."""
-        self._patterns.apply(graph)
+        patterns = PatternMatcherPass()
+        register_graph_pattern(
+            CallFunctionVarArgs(list(self.tasks)),
+            extra_check=lambda match: self._choice(match.nodes[0]) is not None,
+            pass_dict=patterns,
+        )(self._lower)
+        patterns.apply(graph)
         for target, site in self.tasks.items():
             self._note(site.chain, graph.find_nodes(op="call_function", target=target))
 
@@ -77,19 +86,33 @@ class RangeLowering(GraphPass):
         return None if called is None else choice(site.chain, called)
 
     def _lower(self, match: Match, *args: Any, **kwargs: Any) -> None:
+        """Replace an operator by an implementation's code, or log why it stays."""
         (node,) = match.nodes
         site, impl = self.tasks[node.target], self._choice(node)
         assert impl is not None
-
-        def inline() -> None:
+        op, results = site.chain.op, node.meta["val"]
+        modules = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {**modules, OWNER: (op, impl.impl_id)}
+        try:
             # The passes that torch runs on the new code remove copies, and with them what keeps an
             # argument from what the implementation writes into its copy.
             run = site.inlined(impl)
-            pure = functional(lambda *args: under_one(run, args, node.meta["val"]))
+            pure = torch.func.functionalize(
+                lambda *args: under_one(run, args, results), remove="mutations"
+            )
             match.replace_by_example(pure, node.args)
-
-        if self.put_code(node, site.chain.op, impl.impl_id, inline):
-            self.done.inlined[site.chain.op, self.sizes, impl.impl_id] += 1
+        except Exception as error:
+            node.meta["nn_module_stack"] = modules
+            log.warning(
+                "Op '%s': graphs for %s tokens call an operator that runs '%s', which takes the "
+                "host several times as long as its code in the graph: %s",
+                op,
+                self.sizes,
+                impl.impl_id,
+                quote(error),
+            )
+        else:
+            self.done.inlined[op, self.sizes, impl.impl_id] += 1
 
 
 def _in_graphs(plan: Plan) -> dict[Any, Site]:

@@ -2,21 +2,24 @@
 
 vLLM asks its platform for the manager of the passes over a compiled graph. Ours is the platform's
 own, and adds those that the plan of the compiling engine needs, before vLLM lowers the ops of its
-IR: `replacing.py` replaces operators by planned ops, `launching.py` lets graphs launch kernels
-themselves, `lowering.py` inlines ops that are ordered by size.
+IR: `replacing.py` replaces operators by planned ops, `lowering.py` inlines ops that are ordered by
+size. A third pass counts the operators that vLLM's own passes found.
 
 Imported where vLLM makes its pass manager, which is in a worker that compiles.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
 
 from ...logs import get_logger
 from ..engines import now
+from ..patchers.fusions import fused_operators
 from ..patchers.lookups import over_class, path_over
 from . import ranges
-from .launching import TracedForms
+from .base import FUNCTIONAL, GraphPass
 from .lowering import RangeLowering
 from .replacing import TorchOperators
 
@@ -37,7 +40,24 @@ def manager_path(stock: str) -> str:
     return path_over(__name__, PREFIX, stock)
 
 
-PASSES = (TorchOperators, TracedForms, RangeLowering)
+class FusedOperators(GraphPass):
+    """Counts the operators that vLLM's passes put into graphs for planned ops."""
+
+    def find_tasks(self) -> dict[str, str]:
+        return fused_operators(self.engine.plan)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Count the operators of one graph."""
+        sites = self.done.sites
+        for op in {*self.tasks.values()}:
+            sites[op].graphs += 1
+        for node in graph.find_nodes(op="call_function", target=FUNCTIONAL):
+            operator: Any = node.args[0]
+            if operator.name() in self.tasks:
+                sites[self.tasks[operator.name()]].found += 1
+
+
+PASSES = (TorchOperators, FusedOperators, RangeLowering)
 
 
 class _WithOurPasses:

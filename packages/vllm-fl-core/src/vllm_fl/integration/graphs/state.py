@@ -22,13 +22,10 @@ class Sites:
     Args:
         graphs: how many graphs it went through: 0 if all compiled code came from vLLM's cache.
         found: how many places it found in them.
-        launched: in how many of these a traced form replaced the operator: the graph launches its
-            kernels.
     """
 
     graphs: int = 0
     found: int = 0
-    launched: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,6 @@ class InGraphs:
     sought: list[Sought] = field(default_factory=list)
     inlined: Counter[tuple[str, Range, str]] = field(default_factory=Counter)
     stayed: Counter[tuple[str, Range]] = field(default_factory=Counter)
-
-    def seek(
-        self, op: str, target: GraphTarget, chain: Chain, operator: Callable[..., Any]
-    ) -> None:
-        """Let our passes find an op."""
-        self.sites[op] = Sites()
-        self.sought.append(Sought(target, chain, operator))
 
 
 def in_graphs(engine: Engine) -> InGraphs:

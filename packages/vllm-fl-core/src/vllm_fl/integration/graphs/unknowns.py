@@ -8,15 +8,11 @@ graph later, which then ends in an IndexError. Code that we put into a graph mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-
-SOME = 16
-"""How many tokens `as_numbers` takes: more than one, since a single row is always contiguous."""
 
 
 def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> Any:
@@ -71,32 +67,6 @@ def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> 
     return pytree.tree_unflatten(
         [as_before(*pair) for pair in zip(found, before, strict=True)], structure
     )
-
-
-def as_numbers(values: Iterable[Any]) -> list[Any]:
-    """Tensors without memory like those of a graph, with numbers for their unknowns.
-
-    What a `supports` asks of them is asked of no table of unknowns, and needs no token count, since
-    it must not look at it.
-    """
-    mode = FakeTensorMode()
-
-    def number(size: Any) -> int:
-        if not isinstance(size, torch.SymInt):
-            return int(size)
-        expression = size.node.expr
-        return int(expression.subs(dict.fromkeys(expression.free_symbols, SOME)))
-
-    def like(value: Any) -> Any:
-        if isinstance(value, torch.SymInt):
-            return number(value)
-        if not isinstance(value, FakeTensor):
-            return value
-        shape, steps = (tuple(map(number, of)) for of in (value.shape, value.stride()))
-        with mode:
-            return torch.empty_strided(shape, steps, dtype=value.dtype, device=value.device)
-
-    return [like(value) for value in values]
 
 
 def _sizes(value: Any) -> tuple[Any, ...]:

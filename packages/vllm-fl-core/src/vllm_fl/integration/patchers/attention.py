@@ -1,12 +1,18 @@
-"""The attention backend: planned for the model, and asked again for each layer that vLLM builds."""
+"""The attention backend: planned for the model, and asked again for each layer that vLLM builds.
+
+`attend` then runs it once, uncompiled: kernels that compile when they are called do so now.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ...contracts.targets import AttentionTarget
 from ...dispatch.resolver import STOCK
@@ -29,46 +35,6 @@ FIELDS = ("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla", "has_
 METHODS = ("get_name", "get_impl_cls", "get_builder_cls")
 
 log = get_logger("engine")
-
-
-def model_request(vllm_config: VllmConfig) -> AttentionRequest | None:
-    """What the served model's layers will ask for, as far as its configuration tells; else None.
-
-    Sinks and what single layers differ in are known only when the layers are built.
-    """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    try:
-        return AttentionRequest(
-            head_size=int(model.get_head_size()),
-            dtype=model.dtype,
-            kv_cache_dtype=cache.cache_dtype,
-            block_size=(
-                cache.block_size if getattr(cache, "user_specified_block_size", False) else None
-            ),
-            use_mla=bool(model.use_mla),
-            use_sparse=hasattr(model.hf_text_config, "index_topk"),  # as DeepSeek V3.2's layers ask
-            num_heads=int(model.get_num_attention_heads(vllm_config.parallel_config)),
-            extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
-        )
-    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        log.debug("what the model asks of attention is not told: %s", error)
-        return None
-
-
-def refusals(facts: EngineFacts) -> dict[tuple[str, str], str]:
-    """Return (op, impl id) -> why an installed attention backend does not take this model.
-
-    Only those before `stock` are called, since vLLM's own takes every model before the others: to
-    answer, one may import the library of its kernels, which takes seconds.
-    """
-    order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
-    before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
-    return classes.refusals(
-        ATTENTION,
-        facts.attention,
-        "this model",
-        among=lambda impl: any(token.matches(impl) for token in before),
-    )
 
 
 def choose(
@@ -141,12 +107,46 @@ class Attention(Patcher):
     kind = AttentionTarget
 
     def request(self, vllm_config: VllmConfig, /, *_: Any, compiled: bool) -> dict[str, Any]:
-        return {"attention": model_request(vllm_config) if vllm_config.model_config else None}
+        """Return what the model's layers will ask for, if the configuration tells it.
+
+        Sinks and what single layers differ in are known only when the layers are built.
+        """
+        model, cache = vllm_config.model_config, vllm_config.cache_config
+        try:
+            request = AttentionRequest(
+                head_size=int(model.get_head_size()),
+                dtype=model.dtype,
+                kv_cache_dtype=cache.cache_dtype,
+                block_size=(
+                    cache.block_size if getattr(cache, "user_specified_block_size", False) else None
+                ),
+                use_mla=bool(model.use_mla),
+                use_sparse=hasattr(model.hf_text_config, "index_topk"),  # as DeepSeek V3.2 asks
+                num_heads=int(model.get_num_attention_heads(vllm_config.parallel_config)),
+                extras=MappingProxyType({"is_hybrid": bool(getattr(model, "is_hybrid", False))}),
+            )
+        except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            log.debug("what the model asks of attention is not told: %s", error)
+            return {"attention": None}
+        return {"attention": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
+        """Return the user's setting, and why installed attention backends do not take this model.
+
+        Only those before `stock` are called, since vLLM's own takes every model before the others:
+        to answer, one may import the library of its kernels, which takes seconds.
+        """
         told = facts.attention_backend
         notes = {} if told is None else {ATTENTION: f"attention_config.backend is {told}"}
-        return WhyNot(notes, refusals(facts))
+        order = facts.settings.policy.order(ATTENTION, facts.mode, engine=True)
+        before = [*takewhile(lambda token: token.kind != STOCK.token, order)]
+        refused = classes.refusals(
+            ATTENTION,
+            facts.attention,
+            "this model",
+            among=lambda impl: any(token.matches(impl) for token in before),
+        )
+        return WhyNot(notes, refused)
 
     def faults(self, plan: Plan, facts: EngineFacts) -> dict[tuple[str, str], str]:
         request = facts.attention
@@ -167,3 +167,49 @@ class Attention(Patcher):
         if cached is not None:
             cached.cache_clear()
         yield
+
+
+def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
+    """Run the loaded model once with its attention, uncompiled, on one token of vLLM's own.
+
+    vLLM does that before it captures whole graphs, and else not: a backend that compiles kernels
+    when it is called first would do so for a request. The KV cache must be there. The newer runner
+    takes steps with attention before it captures anything.
+
+    Args:
+        runner: vLLM's model runner, the newer or the older one.
+        vllm_config: the engine's.
+        is_eager: whether nothing is compiled or captured.
+    """
+    from vllm.config.vllm import set_current_vllm_config
+
+    options = {"skip_eplb": True, "skip_attn": False}
+    if "force_attention" in inspect.signature(runner._dummy_run).parameters:
+        options = {"skip_eplb": True, "is_profile": True, "force_attention": True}
+    elif not is_eager:
+        return
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(set_current_vllm_config(vllm_config))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
+        runner._dummy_run(1, **options)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside the block, vLLM's models run their own code instead of what was made of it."""
+    from vllm import forward_context
+
+    make = forward_context.create_forward_context
+
+    def uncompiled(*args: Any, **named: Any) -> Any:
+        context = make(*args, **named)
+        context.skip_compiled = True
+        return context
+
+    forward_context.create_forward_context = uncompiled
+    try:
+        yield
+    finally:
+        forward_context.create_forward_context = make

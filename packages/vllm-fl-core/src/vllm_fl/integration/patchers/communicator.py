@@ -6,9 +6,13 @@ class, makes the plan's, has all ranks of the group verify it, and agrees on the
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from ...dispatch import get_default_manager
 from ...engine.facts import EngineFacts
@@ -29,8 +33,6 @@ from .lookups import named
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from ..engines import Engine
-
 FACTORY = f"{__name__}.make"
 """What vLLM is told to make a group's communicator with, in the place of a class."""
 
@@ -38,6 +40,10 @@ CAPTURED = ("CudaCommunicator", "XpuCommunicator")
 """The classes of vLLM's whose subclasses it captures graphs through."""
 
 ELASTIC = "elastic expert parallelism changes the ranks, and its groups are vLLM's own"
+
+LIMIT = 120.0
+"""Seconds for one step: making a group of many machines takes some; one that never ends is a
+fault, and must be told from it."""
 
 log = get_logger("engine")
 
@@ -54,31 +60,6 @@ class Fault(NamedTuple):
     rank: int
     why: str
     stuck: bool = False
-
-
-def request_of(
-    vllm_config: VllmConfig, settings: Settings, *, compiled: bool
-) -> CommunicatorRequest | None:
-    """Return the request for communicators; None for an engine of one rank, or without a model."""
-    from vllm.platforms import current_platform
-
-    parallel = vllm_config.parallel_config
-    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    data = parallel.data_parallel_size
-    world = tensor * pipeline * data * getattr(parallel, "prefill_context_parallel_size", 1)
-    if world == 1 or vllm_config.model_config is None:
-        return None
-    return CommunicatorRequest(
-        settings,
-        current_platform.device_type,
-        world,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=pipeline,
-        data_parallel_size=data,
-        expert_parallel=bool(parallel.enable_expert_parallel),
-        elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
-        compiled=compiled,
-    )
 
 
 def refusals(facts: EngineFacts) -> dict[Key, str]:
@@ -137,9 +118,7 @@ class Groups:
 
     def faults_here(self) -> dict[Key, str]:
         """Return what this rank has found wrong itself: (op, impl id) -> why."""
-        import torch.distributed as dist
-
-        rank = dist.get_rank()
+        rank = torch.distributed.get_rank()
         return {key: fault.why for key, fault in self.faults.items() if fault.rank == rank}
 
     def say(self) -> None:
@@ -163,12 +142,8 @@ class Groups:
 
     def _verified(self, impl: CommunicatorImpl, arguments: dict[str, Any]) -> Any:
         """Return the communicator; None if it is off on any rank of the group."""
-        import torch.distributed as dist
-
-        from ...engine.limited import fault_of
-
         group, device = arguments["cpu_group"], arguments["device"]
-        name, rank = arguments["unique_name"], dist.get_rank()
+        name, rank = arguments["unique_name"], torch.distributed.get_rank()
         key = COMMUNICATOR, impl.impl_id
         disabled = self.engine.disabled.get(key)
         fault = self.faults.get(key) or (disabled and Fault(disabled.rank, disabled.why))
@@ -224,6 +199,34 @@ class Groups:
             )
         self.faults.setdefault((COMMUNICATOR, impl.impl_id), fault)
         return True
+
+
+def fault_of(step: Callable[[], str | None], device: torch.device) -> tuple[str, bool]:
+    """What is wrong with one step, and whether it is still running.
+
+    It runs in a thread of its own, as one that waits for a lost rank may never end.
+
+    Args:
+        step: returns what is wrong, or nothing; what it raises is wrong, too.
+        device: what the step's thread uses.
+    """
+    told: list[str] = []
+
+    def run() -> None:
+        try:
+            if device.type != "cpu":
+                torch.get_device_module(device.type).set_device(device)
+            told.append(step() or "")
+        except BaseException as error:  # a library's wrapper may raise anything
+            told.append(quote(error))
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), daemon=True, name="vllm-fl groups")
+    thread.start()
+    thread.join(LIMIT)
+    if thread.is_alive():
+        return f"it did not end within {LIMIT:g} s", True
+    return told[0], False
 
 
 def problem_of(path: str, cls: Any) -> str:
@@ -287,7 +290,27 @@ class Communicator(Patcher):
     def request(
         self, vllm_config: VllmConfig, settings: Settings, /, *, compiled: bool
     ) -> dict[str, Any]:
-        return {"communicator": request_of(vllm_config, settings, compiled=compiled)}
+        """Return the request for communicators; None for one rank, or without a model."""
+        from vllm.platforms import current_platform
+
+        parallel = vllm_config.parallel_config
+        tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        data = parallel.data_parallel_size
+        world = tensor * pipeline * data * getattr(parallel, "prefill_context_parallel_size", 1)
+        if world == 1 or vllm_config.model_config is None:
+            return {"communicator": None}
+        request = CommunicatorRequest(
+            settings,
+            current_platform.device_type,
+            world,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=pipeline,
+            data_parallel_size=data,
+            expert_parallel=bool(parallel.enable_expert_parallel),
+            elastic=bool(getattr(parallel, "enable_elastic_ep", False)),
+            compiled=compiled,
+        )
+        return {"communicator": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         return WhyNot(impls=refusals(facts))

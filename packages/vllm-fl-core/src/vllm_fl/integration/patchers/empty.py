@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -98,26 +98,17 @@ def define(schemas: Mapping[str, str]) -> None:
     """Define operators (name -> schema), unless they are."""
     for name, text in schemas.items():
         if name not in _libraries:
-            _libraries[name] = _library_of(name, text)
+            namespace, _, rest = text.partition("::")
+            library = torch.library.Library(namespace, "FRAGMENT")
+            library.define(rest)
+            # Results are in tensors of the caller.
+            torch.library.register_fake(name, lambda *_, **__: None, lib=library)
+            raising = partial(_without_kernel, name)
+            library.impl(rest.partition("(")[0], raising, "CompositeExplicitAutograd")
+            _libraries[name] = library
 
 
-def _library_of(name: str, text: str) -> torch.library.Library:
-    namespace, _, rest = text.partition("::")
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define(rest)
-
-    def fake(*args: Any, **more: Any) -> None:
-        """Return nothing: the results are in tensors of the caller."""
-
-    def without_kernel(*args: Any, **more: Any) -> None:
-        raise _no_kernel(name)
-
-    torch.library.register_fake(name, fake, lib=library)
-    library.impl(rest.partition("(")[0], without_kernel, "CompositeExplicitAutograd")
-    return library
-
-
-def _no_kernel(name: str) -> NoKernelError:
+def _without_kernel(name: str, /, *_: Any, **__: Any) -> None:
     op = next(
         (op for op, t in targets(installed_bindings(), OperatorTarget) if t.name == name), None
     )
@@ -127,7 +118,7 @@ def _no_kernel(name: str) -> NoKernelError:
             f"have an implementation of '{op}' planned that takes this call (`vllm-fl explain {op}`"
             " shows those that are installed)"
         )
-    return NoKernelError(
+    raise NoKernelError(
         f"Operator {name} was called and has no kernel: this vLLM ({vllm_version()}) is an empty "
         "build, without compiled operators (VLLM_TARGET_DEVICE=empty). Install vLLM built for this "
         f"device, or {instead}.",

@@ -17,10 +17,8 @@ from ...contracts.binding import FunctionTarget
 from ...engine.plan import Plan
 from ...logs import get_logger
 from ...text import quote
-from ..engines import Engine
-from .arguments import misfit
 from .lookups import lookup_of
-from .taking import Replacement, Taking, replacement_of
+from .taking import Replacement, Taking, mismatch, replacement_of
 
 log = get_logger("engine")
 
@@ -99,7 +97,7 @@ class _Function(Replacement):
 class Functions(Taking):
     """Replaces Python functions and methods of vLLM."""
 
-    kind = FunctionTarget
+    kind, section = FunctionTarget, "functions"
 
     def note(self, plan: Plan, op: str) -> str:
         why = "its implementations take the calling layer, and a function has none"
@@ -112,13 +110,7 @@ class Functions(Taking):
             parameters = _parameters(lookup_of(target.name).function)
         except Exception as error:
             return f"this vLLM has no such function: {quote(error)}"
-        return misfit(target, *parameters)
+        return mismatch(target, *parameters)
 
     def install(self, target: FunctionTarget, device: torch.device) -> Replacement:
         return _Function(target)
-
-    def choose(self, engine: Engine) -> dict[str, Any]:
-        return {"functions": self.decide(engine).names}
-
-    def report(self, engine: Engine) -> dict[str, Any]:
-        return {"functions": self.told(engine, engine.state[Functions])}

@@ -1,9 +1,13 @@
-"""Ops that passes of vLLM's compiler put into graphs.
+"""Ops that passes of vLLM's compiler, or of ours, put into graphs.
 
-No code of vLLM calls some operators: a pass finds their parts in a compiled graph, and puts the
-operator there. While the plan has such an op, the pass is turned on and its parts are left to
-vLLM, so that it finds them; which implementation then runs is the operator's override
-(`operators.py`). A pass does not report that it finds nothing, so we count the operators in graphs.
+No code of vLLM calls some operators: a pass of vLLM finds their parts in a compiled graph, and puts
+the operator there. While the plan has such an op, the pass is turned on and vLLM keeps the parts,
+which the pass looks for; the operator's override (`operators.py`) then runs the implementation. A
+pass does not report that it finds nothing, so we count the operators in graphs.
+
+A computation without a layer of its own, such as the product of a linear layer, is an operator in a
+compiled graph. A pass of ours (`graphs/replacing.py`) replaces it by a planned op, in the graphs of
+the sizes at which that is planned.
 """
 
 from __future__ import annotations
@@ -12,13 +16,19 @@ import dataclasses
 from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from ...contracts.binding import FusionTarget, OperatorTarget
+import torch
+from torch.fx import symbolic_trace
+
+from ...contracts.binding import FusionTarget, GraphTarget, OperatorTarget
 from ...dispatch.chain import Chain
+from ...dispatch.resolver import STOCK
 from ...engine.facts import EngineFacts
+from ...engine.opaque import opaque_op
 from ...engine.plan import Plan
 from ...logs import get_logger
+from ...plugins.types import BackendImplKind, OpImpl
 from ..engines import Engine
-from ..graphs.state import InGraphs, Sites, in_graphs
+from ..graphs.state import InGraphs, Sites, Sought, in_graphs
 from ..patcher import Patcher, WhyNot
 from ..targets import installed_bindings, planned, stock_form, targets
 from .ir import ir_ops
@@ -49,15 +59,11 @@ def has_vllms_pass(target: FusionTarget) -> bool:
     return alike is not None and alike() and target.flag in PassConfig.__dataclass_fields__
 
 
-def operators(plan: Plan) -> list[tuple[str, OperatorTarget, Chain]]:
-    """(planned op, an operator that a pass of vLLM's puts into graphs for it, its candidates)."""
+def fused_operators(plan: Plan) -> dict[str, str]:
+    """Return the operators that vLLM's passes put into graphs: name -> the planned op."""
+    ops = {op for op, _ in planned(plan, FusionTarget)}
     known = targets(installed_bindings(), OperatorTarget)
-    return [
-        (op, operator, plan.chain(op, last=stock_form(op, target.native)))
-        for op, target in planned(plan, FusionTarget)
-        for of_op, operator in known
-        if of_op == op
-    ]
+    return {operator.name: op for op, operator in known if op in ops}
 
 
 def _say(label: str, op: str, sites: Sites) -> None:
@@ -65,8 +71,7 @@ def _say(label: str, op: str, sites: Sites) -> None:
         text = "Op '%s': vLLM's cache had all graphs: in how many places '%s' runs is not counted"
         log.info(text, op, label)
     elif sites.found:
-        text = "Op '%s': %d places, by '%s'; graphs launch it themselves in %d"
-        log.info(text, op, sites.found, label, sites.launched)
+        log.info("Op '%s': %d places, by '%s'", op, sites.found, label)
     else:
         log.warning(
             "Op '%s': no pass found a place for it (graphs: %d), so that '%s' does not run. Its "
@@ -132,7 +137,7 @@ class Fusions(Patcher):
         return [layer for target in found for layer in target.layers]
 
     def apply(self, engine: Engine) -> None:
-        """Count from now on what passes find of the plan's ops."""
+        """Count from now on what passes find of the plan's ops. `OperatorsInGraphs` adds its."""
         ops = (op for op, _ in planned(engine.plan, FusionTarget))
         engine.state[InGraphs] = InGraphs({op: Sites() for op in ops})
 
@@ -148,3 +153,82 @@ class Fusions(Patcher):
     def report(self, engine: Engine) -> dict[str, Any]:
         sites = dict(in_graphs(engine).sites)
         return {"fusions": {op: dataclasses.asdict(known) for op, known in sites.items()}}
+
+
+def operator(name: str) -> Any:
+    """The operator of a target, as `aten.mm.default`; None where there is none."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
+    """Return the candidates, with only vLLM's implementation as code that a compiler traces."""
+    chain = plan.chain(op, last=stock_form(op, target.native))
+
+    def opaque(impls: tuple[OpImpl, ...]) -> tuple[OpImpl, ...]:
+        if impls[0].impl_id == STOCK.impl_id:
+            return impls
+        return tuple(dataclasses.replace(impl, traceable=False) for impl in impls)
+
+    return dataclasses.replace(chain, rows=tuple((n, opaque(impls)) for n, impls in chain.rows))
+
+
+def operator_of(plan: Plan, chain: Chain) -> Any:
+    """The op of these candidates as one operator of torch, which leaves its arguments as they are.
+
+    Args:
+        plan: the plan.
+        chain: the candidates of an op of it that has one variant.
+    """
+    calls = symbolic_trace(opaque_op(chain, plan.place).fn).graph.nodes
+    return next(call.target for call in calls if call.op == "call_function")
+
+
+class OperatorsInGraphs(Patcher):
+    """Puts planned ops in the place of operators in graphs."""
+
+    kind = GraphTarget
+
+    def why_not(self, facts: EngineFacts) -> WhyNot:
+        known = targets(installed_bindings(), GraphTarget)
+        if facts.mode == "eager":
+            why = "only in compiled mode: a pass of ours puts it into graphs"
+        elif not facts.by_range:
+            why = "this engine's compiler runs no pass of ours over its graphs"
+        elif facts.batch_invariant:
+            why = "VLLM_BATCH_INVARIANT asks for vLLM's own kernel"
+        else:
+            why = "this vLLM has no such operator"
+            known = [each for each in known if not any(map(operator, each[1].operators))]
+        return WhyNot({op: why for op, _ in known})
+
+    def keep_stock(self, plan: Plan) -> dict[str, str]:
+        """Return the ops whose operator stays.
+
+        A reference is no better than that. And a part that is planned itself is an operator of
+        ours.
+        """
+        found: dict[str, str] = {}
+        for op, target in planned(plan, GraphTarget):
+            if all(impl.kind is BackendImplKind.REFERENCE for impl in plan.entries[op].firsts):
+                found[op] = "its operator is in the graphs already"
+            elif ours := [part for part in target.parts if not plan.is_stock(part)]:
+                found[op] = f"{ours[0]} is planned itself: vLLM's own code is not there to be found"
+        return found
+
+    def by_range(self, plan: Plan) -> dict[str, Chain]:
+        return {
+            op: _chain(plan, op, target)
+            for op, target in planned(plan, GraphTarget)
+            if plan.is_partly_stock(op)
+        }
+
+    def apply(self, engine: Engine) -> None:
+        """Create the operators now: graphs from vLLM's cache call them, too."""
+        plan, known = engine.plan, in_graphs(engine)
+        for op, target in planned(plan, GraphTarget):
+            chain = _chain(plan, op, target)
+            known.sites[op] = Sites()
+            known.sought.append(Sought(target, chain, operator_of(plan, chain)))

@@ -89,32 +89,6 @@ def prioritise(default: Any, plan: Plan) -> Any:
     return default
 
 
-def bind_provider(engine: Engine, *, by_range: bool = False) -> None:
-    """Let our provider call what the plan has made of each op, for this engine.
-
-    Args:
-        engine: the engine. The compiler's caches know a provider by the digest of its plan, since
-            the provider's name stays the same.
-        by_range: whether vLLM compiles the model for each range of token counts, and our pass
-            inlines code before vLLM calls our provider for the rest.
-    """
-    register_provider()
-    plan, digest = engine.plan, engine.digest
-    planned: dict[str, Callable[..., Any]] = {}
-    for op, of_op in ir_ops().items():
-        is_ours = plan.mode == "compiled" and not plan.is_stock(op)
-        run = _compiled(plan, chain_of(plan, op, of_op), by_range) if is_ours else None
-        for target in of_op:
-            ir_op: IrOp = ir_op_of(target)
-            ours = ir_op.impls[PROVIDER]
-            if run is not None:
-                planned[target.name] = target.route(run.fn)
-            # Such a provider may write over activations; vLLM copies what it still needs.
-            ours.inplace = bool(ir_op.allow_inplace and run and run.consumes)
-            ours.uuid = lambda: digest
-    engine.state[Ir] = planned
-
-
 def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Chain:
     """Return the candidates of an op in compiled code, the last one as vLLM's layers compute it.
 
@@ -184,4 +158,23 @@ class Ir(Patcher):
         }
 
     def apply(self, engine: Engine) -> None:
-        bind_provider(engine, by_range=engine.facts.by_range)
+        """Let our provider call what the plan has made of each op, for this engine.
+
+        The compiler's caches know a provider by the digest of its plan, since the provider's name
+        stays the same.
+        """
+        register_provider()
+        plan, digest, by_range = engine.plan, engine.digest, engine.facts.by_range
+        planned: dict[str, Callable[..., Any]] = {}
+        for op, of_op in ir_ops().items():
+            is_ours = plan.mode == "compiled" and not plan.is_stock(op)
+            run = _compiled(plan, chain_of(plan, op, of_op), by_range) if is_ours else None
+            for target in of_op:
+                ir_op: IrOp = ir_op_of(target)
+                ours = ir_op.impls[PROVIDER]
+                if run is not None:
+                    planned[target.name] = target.route(run.fn)
+                # Such a provider may write over activations; vLLM copies what it still needs.
+                ours.inplace = bool(ir_op.allow_inplace and run and run.consumes)
+                ours.uuid = lambda: digest
+        engine.state[Ir] = planned

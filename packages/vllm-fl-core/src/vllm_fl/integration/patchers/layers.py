@@ -267,29 +267,6 @@ def _dispatch_forward(base: type) -> Callable[..., Any]:
     return dispatch_forward
 
 
-def bind_anew(model: torch.nn.Module, plan: Plan, vllm_config: VllmConfig) -> None:
-    """Bind the layers of a model that is built to another plan than the one it was built on.
-
-    Args:
-        model: what is built; nothing of it is compiled yet.
-        plan: what its layers run from now on.
-        vllm_config: the engine's, in which the custom ops are those of the plan.
-    """
-    from vllm.config.vllm import set_current_vllm_config
-
-    with set_current_vllm_config(vllm_config):
-        layer: Any
-        for layer in model.modules():
-            held = vars(layer)
-            if DISPATCHED not in held:
-                continue
-            held[PLAN] = plan
-            for forward in (*FORWARDS, "forward"):
-                held.pop(forward, None)
-            args, kwargs = held[DISPATCHED]
-            held["_forward_method"] = layer.dispatch_forward(*args, **kwargs)
-
-
 def foreign_layers() -> dict[str, str]:
     """Return the layers of vLLM that another plugin has replaced.
 
@@ -400,7 +377,20 @@ class Layers(Patcher):
             yield
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:
-        bind_anew(model, engine.plan, engine.config)
+        """Bind the layers, of which nothing is compiled yet."""
+        from vllm.config.vllm import set_current_vllm_config
+
+        with set_current_vllm_config(engine.config):
+            layer: Any
+            for layer in model.modules():
+                held = vars(layer)
+                if DISPATCHED not in held:
+                    continue
+                held[PLAN] = engine.plan
+                for forward in (*FORWARDS, "forward"):
+                    held.pop(forward, None)
+                args, kwargs = held[DISPATCHED]
+                held["_forward_method"] = layer.dispatch_forward(*args, **kwargs)
 
 
 def custom_op_table() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,39 +28,10 @@ from ...plugins.forms import verdict_of
 from ...plugins.types import OpImpl
 from ..engines import Engine
 from . import empty
-from .arguments import misfit
 from .layers import layer_table
-from .taking import Choice, Replacement, Taking, replacements_of
+from .taking import Choice, Replacement, Taking, mismatch, replacements_of
 
 log = get_logger("engine")
-
-
-def operator_note(plan: Plan, op: str) -> str:
-    """Return why none of a planned op's operators is overridden; empty if they may be.
-
-    vLLM's own layers call these operators: a layer that the user leaves to vLLM must not get ours
-    through them.
-    """
-    kept = [
-        layer.cls for layer in layer_table() if layer.op == op and layer.cls in plan.kept_layers
-    ]
-    if kept:
-        return f"layer {min(kept)} is left to vLLM, and calls its operators"
-    if not plan.callable(op):
-        return "its implementations take the calling layer, and an operator has none"
-    return ""
-
-
-def _firsts(plan: Plan, op: str) -> Sequence[OpImpl]:
-    """Return what an operator of the op runs first, in each row."""
-    firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
-    return firsts or plan.callable(op)[:1]
-
-
-def _dispatch_key(device: torch.device) -> str:
-    """Return the dispatch key of a device's kernels, such as `CPU`."""
-    key: str = torch._C._dispatch_key_for_device(device.type)
-    return key
 
 
 def operator(name: str) -> Any:
@@ -179,13 +150,23 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
 class Operators(Taking):
     """Overrides kernels of vLLM's torch operators."""
 
-    kind = OperatorTarget
+    kind, section = OperatorTarget, "operators"
 
     def note(self, plan: Plan, op: str) -> str:
-        return operator_note(plan, op)
+        """Return why none of a planned op's operators is overridden; empty if they may be.
+
+        vLLM's own layers call these operators: a layer that the user leaves to vLLM must not get
+        ours through them.
+        """
+        layers = (layer.cls for layer in layer_table() if layer.op == op)
+        if kept := sorted(plan.kept_layers.intersection(layers)):
+            return f"layer {kept[0]} is left to vLLM, and calls its operators"
+        if not plan.callable(op):
+            return "its implementations take the calling layer, and an operator has none"
+        return ""
 
     def misfit(self, target: OperatorTarget, device: torch.device) -> str:
-        schema, key = _schema(target.name), _dispatch_key(device)
+        schema, key = _schema(target.name), torch._C._dispatch_key_for_device(device.type)
         has_kernel: Callable[[str, str], bool] = (
             torch._C._dispatch_has_computed_kernel_for_dispatch_key
         )
@@ -196,10 +177,10 @@ class Operators(Taking):
             schema = torch._C.parse_schema(definable)
         elif not has_kernel(target.name, key):
             return f"this vLLM has no kernel of it for {key}"
-        return misfit(target, *_parameters(schema))
+        return mismatch(target, *_parameters(schema))
 
     def install(self, target: OperatorTarget, device: torch.device) -> Replacement:
-        return _Override(target, _dispatch_key(device))
+        return _Override(target, torch._C._dispatch_key_for_device(device.type))
 
     def choice(
         self,
@@ -217,7 +198,8 @@ class Operators(Taking):
             # the chain has to decide.
             by_pass = any(target.puts_operators for target in bindings[op].targets)
             calls: dict[str, str] = {}
-            for first in () if by_pass else _firsts(plan, op):
+            firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]
+            for first in () if by_pass else firsts or plan.callable(op)[:1]:
                 names = {target.name for target in targets} - calls.keys()
                 found = _calls_of(first, plan.contracts[op], names, device, dtype)
                 calls |= dict.fromkeys(sorted(found), f"{first.impl_id} calls it itself")
@@ -233,8 +215,7 @@ class Operators(Taking):
         return Choice(taken, left, dict(sorted(defined.items())))
 
     def choose(self, engine: Engine) -> dict[str, Any]:
-        chosen = self.decide(engine)
-        return {"operators": chosen.names, "defined": chosen.defined}
+        return super().choose(engine) | {"defined": engine.state[Operators].defined}
 
     def take(self, engine: Engine, chosen: Choice) -> None:
         empty.define(chosen.defined)
@@ -255,5 +236,4 @@ class Operators(Taking):
     compiled = loaded
 
     def report(self, engine: Engine) -> dict[str, Any]:
-        chosen: Choice = engine.state[Operators]
-        return {"operators": self.told(engine, chosen), "defined": chosen.defined}
+        return super().report(engine) | {"defined": engine.state[Operators].defined}

@@ -8,7 +8,7 @@ implementation makes itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from ...logs import get_logger
 from ..engines import Engine, now
 from ..patcher import Patcher
 from ..targets import installed_bindings, stock_form
-from .arguments import known
 
 if TYPE_CHECKING:
     import torch
@@ -95,6 +94,25 @@ class Replacement:
         """Call the replaced code inside a call of the target: `stock` means that here."""
         return self.replaced(self.inside.how, *args, **named)
 
+    def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
+        """Return the arguments for the parameters that the binding knows; None for a call of vLLM.
+
+        Such a call gives another parameter another value than its default, or does not fit the
+        function: vLLM raises its own error for it.
+        """
+        parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
+        if len(args) > len(parameters) or not named.keys() <= set(parameters):
+            return None  # something for its *args or **kwargs
+        by_position = dict(zip(parameters, args, strict=False))
+        given = {**defaults, **by_position, **named}
+        if len(given) < len(parameters) or (named and not named.keys().isdisjoint(by_position)):
+            return None  # something is missing, or given twice
+        for name in parameters[count:]:
+            value, default = given[name], defaults[name]
+            if value is not default and (type(value) is not type(default) or value != default):
+                return None
+        return [given[name] for name in parameters[:count]]
+
     def answering(self) -> Callable[..., Any]:
         """Return the function that is called instead of the target, as `replaced` is.
 
@@ -116,7 +134,7 @@ class Replacement:
                 return replaced(how, *args, **named)
             plain: Any = args
             if named or len(args) != count:
-                plain = known(self.parameters, count, self.defaults, args, named)
+                plain = self.known(args, named)
             if plain is not None:
                 inside.how = how
                 try:
@@ -129,6 +147,21 @@ class Replacement:
             return replaced(how, *args, **named)
 
         return answered
+
+
+def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> str:
+    """Return why a target's parameters are not those that its binding knows; empty if they are.
+
+    Args:
+        target: the target.
+        names: its parameters in this vLLM, in order.
+        optional: the parameters that have a default.
+    """
+    count = len(target.parameters)
+    if tuple(names[:count]) != target.parameters:
+        return f"its parameters are {', '.join(names)}; known are {', '.join(target.parameters)}"
+    required = [name for name in names[count:] if name not in optional]
+    return f"it has further parameters without default: {', '.join(required)}" if required else ""
 
 
 _replacements: dict[str, Replacement] = {}
@@ -148,7 +181,13 @@ def replacements_of(engine: Engine) -> list[Replacement]:
 
 
 class Taking(Patcher):
-    """The base of the patchers of such targets."""
+    """The base of the patchers of such targets.
+
+    Attributes:
+        section: the key of the choice in the digest, and of the targets in the worker's report.
+    """
+
+    section: str
 
     def note(self, plan: Plan, op: str) -> str:
         """Return why no target of a planned op is replaced; empty if they may be."""
@@ -229,14 +268,16 @@ class Taking(Patcher):
             found.setdefault(op, {}).update({n: ours[n].told() for n in names if n in ours})
         return found
 
-    def decide(self, engine: Engine) -> Choice:
-        """Choose the targets that an engine replaces, and keep the choice."""
+    def choose(self, engine: Engine) -> dict[str, Any]:
         chosen = self.choice(engine.plan, installed_bindings(), engine.device, engine.facts.dtype)
         engine.state[type(self)] = chosen
-        return chosen
+        return {self.section: chosen.names}
 
     def apply(self, engine: Engine) -> None:
         self.take(engine, engine.state[type(self)])
+
+    def report(self, engine: Engine) -> dict[str, Any]:
+        return {self.section: self.told(engine, engine.state[type(self)])}
 
 
 def _give_back(engine: Engine, ours: Replacement) -> None:

@@ -22,7 +22,7 @@ from ...errors import TargetError
 from ...logs import get_logger
 from ...plugins.types import LayerImpl, LayerRequest
 from ...text import closest
-from ..compat import declared_layers, vllm_folders, vllm_version
+from ..compat import declared_layers, vllm_version
 from ..patcher import Patcher, WhyNot
 from . import classes
 from .layers import in_tables, layer_table, oot_note
@@ -32,29 +32,7 @@ if TYPE_CHECKING:
 
     from ..engines import Engine
 
-ASKED_OF_THE_CLASS = {
-    "MMEncoderAttention": ("maybe_compute_seq_lens", "maybe_recompute_cu_seqlens")
-}
-"""Class methods for which vLLM looks into its table at every step, when it holds none of ours."""
-
 log = get_logger("engine")
-
-
-def request_of(vllm_config: VllmConfig, *, compiled: bool) -> LayerRequest:
-    """What every whole layer of an engine is asked with; `layer` is still open."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
-    return LayerRequest(
-        layer="",
-        dtype=model.dtype,
-        quantization=model.quantization,
-        tensor_parallel_size=tensor,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        data_parallel_size=data,
-        expert_parallel_size=tensor * data if parallel.enable_expert_parallel else 1,
-        lora=vllm_config.lora_config is not None,
-        compiled=compiled,
-    )
 
 
 def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -> str:
@@ -64,31 +42,34 @@ def _reached_by(op: str, impl: classes.ClassImpl, layer: str, request: object) -
     )
 
 
-@cache
-def _declared() -> dict[str, str]:
-    """The classes that this vLLM's source registers as layers -> the names."""
-    return {layer.cls: layer.registered for layer in declared_layers(vllm_folders())}
-
-
-def in_place(plan: Plan) -> AbstractContextManager[None]:
-    """While the block runs, vLLM builds the plan's classes for whole layers."""
-    table: dict[str, Any] = custom_op.op_registry_oot
-    return in_tables((table, name, _chosen(impl)[0]) for name, impl in plan.layers.items())
-
-
 class WholeLayers(Patcher):
     """Puts a plugin's own classes for layer classes of vLLM's while the model is built."""
 
     def layer_names(self) -> frozenset[str]:
         """Return names of classes and registered names that vLLM need not have imported."""
         brought = get_default_manager().registry.snapshot().layers
-        return frozenset({*brought, *_declared(), *_declared().values()})
+        return frozenset({*brought, *declared_layers(), *declared_layers().values()})
 
     def request(
         self, vllm_config: VllmConfig, /, *_: Any, compiled: bool
     ) -> dict[str, LayerRequest | None]:
-        has_model = vllm_config.model_config is not None
-        return {"layers": request_of(vllm_config, compiled=compiled) if has_model else None}
+        """Return what every whole layer is asked with; `layer` is still open."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if model is None:
+            return {"layers": None}
+        tensor, data = parallel.tensor_parallel_size, parallel.data_parallel_size
+        request = LayerRequest(
+            layer="",
+            dtype=model.dtype,
+            quantization=model.quantization,
+            tensor_parallel_size=tensor,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+            data_parallel_size=data,
+            expert_parallel_size=tensor * data if parallel.enable_expert_parallel else 1,
+            lora=vllm_config.lora_config is not None,
+            compiled=compiled,
+        )
+        return {"layers": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
         """Return why vLLM's own class, or another plugin's, stays, and what classes refuse."""
@@ -98,7 +79,7 @@ class WholeLayers(Patcher):
         for name in get_default_manager().registry.snapshot().layers:
             cls = vllms.get(name)
             # A subclass has its parent's name. vLLM may not have imported the class yet.
-            registered = getattr(cls, "name", None) or _declared().get(name, name)
+            registered = getattr(cls, "name", None) or declared_layers().get(name, name)
             why = oot_note({name, registered}, facts.settings)
             if not why and cls is not None and issubclass(cls, CustomOp):
                 why = facts.custom_op_note(registered)
@@ -134,7 +115,9 @@ class WholeLayers(Patcher):
         }
 
     def building(self, engine: Engine) -> AbstractContextManager[None]:
-        return in_place(engine.plan)
+        table: dict[str, Any] = custom_op.op_registry_oot
+        layers = engine.plan.layers.items()
+        return in_tables((table, name, _chosen(impl)[0]) for name, impl in layers)
 
     def loaded(self, engine: Engine) -> None:
         """Count the model's layers that are the plan's class, and their calls.
@@ -211,31 +194,18 @@ def _vllms_classes() -> dict[str, type[Any]]:
 @cache
 def _chosen(impl: LayerImpl) -> tuple[type[Any], type[Any], str]:
     """(the class, vLLM's class that it is made of, why it cannot be used or empty)."""
-    before = dict(custom_op.op_registry_oot)
-    path, cls, problem = classes.class_of(impl, impl.layer, None, lambda path, cls: "")
-    if not problem and not isinstance(cls, type):
-        problem = f"{path} is no class"
-    if problem:
-        return object, object, problem
-    if custom_op.op_registry_oot.get(impl.layer) is cls and impl.layer not in before:
-        del custom_op.op_registry_oot[impl.layer]
-        log.warning(
-            "%s registers itself with vLLM for every engine of the process (register_oot); that "
-            "was undone: the policy decides. Leave it to the layers hook.",
-            path,
-        )
-    base = _vllms_classes().get(impl.layer)
-    if base is None or not issubclass(cls, base):
-        known = {*_vllms_classes(), *_declared()}
+
+    def problem_of(path: str, cls: Any) -> str:
+        if not isinstance(cls, type):
+            return f"{path} is no class"
+        base = _vllms_classes().get(impl.layer)
+        if base is not None and issubclass(cls, base):
+            return ""
+        known = {*_vllms_classes(), *declared_layers()}
         if impl.layer in known:
-            return object, object, f"{path} is no subclass of vLLM's {impl.layer}"
+            return f"{path} is no subclass of vLLM's {impl.layer}"
         hint = closest(impl.layer, known)
-        problem = f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{hint}"
-        return object, object, problem
-    for method in ASKED_OF_THE_CLASS.get(impl.layer, ()):
-        if getattr(cls, method).__func__ is not getattr(base, method).__func__:
-            problem = (
-                f"{path}.{method} would not be called: vLLM looks for it in its table "
-                "at every step, where a plan's class stands only while the model is being built"
-            )
-    return cls, base, problem
+        return f"vLLM {vllm_version()} has no layer class {impl.layer!r}.{hint}"
+
+    _, cls, problem = classes.class_of(impl, impl.layer, None, problem_of)
+    return (object, object, problem) if problem else (cls, _vllms_classes()[impl.layer], "")
