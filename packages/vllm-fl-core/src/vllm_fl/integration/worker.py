@@ -27,7 +27,7 @@ from .models import completed
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
-from .settling import bind, make_plan, settle
+from .settling import bind, choices, make_plan, settle
 
 if TYPE_CHECKING:
     import torch
@@ -175,6 +175,7 @@ class PlannedWorker:
             "refusals": _nested(plan.record.refusals),
             "demotions": _nested(plan.record.demotions),
             "rejections": _nested(rejected),
+            "choices": _nested(choices(plan)),
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
             "ranges": ranges.report(engine, by_range(plan)),

@@ -86,7 +86,7 @@ class _Impl:
             return answered("its availability check", ask)
 
     def _check(self, who: str) -> None:
-        for name in ("available", "supports", "traced"):
+        for name in ("available", "supports", "traced", "choices"):
             value = getattr(self, name, None)
             if value is not None and not callable(value):
                 raise TypeError(f"{who}: {name} must be callable, got {value!r}")
@@ -144,14 +144,16 @@ class OpImpl(_Impl):
             unknown; `len` makes it a number). Compiled graphs then launch the kernels themselves,
             where a pass of vLLM's compiler puts the op into them (`qk_norm_rope`); `fn` is called
             everywhere else.
+        choices: () -> the choices that `fn` has made by timing so far, such as tile sizes: a
+            mapping of JSON-able values. Called for each report, by any thread; must not use the
+            device. The ranks compare it once the KV cache is allocated (FL503).
         supported_dtypes, min_arch: deprecated and without effect: say it in `supports` and
             `available`.
 
     Raises:
         ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is
             no identifier.
-        TypeError: `fn`, `available`, `supports` or `traced` is not callable, or a field has another
-            type.
+        TypeError: a field that should be callable is not, or a field has another type.
     """
 
     op_name: str
@@ -166,6 +168,7 @@ class OpImpl(_Impl):
     consumes: frozenset[str] = field(default=frozenset(), kw_only=True)
     traceable: bool = field(default=False, kw_only=True)
     traced: Callable[..., Any] | None = field(default=None, kw_only=True)
+    choices: Callable[[], Mapping[str, Any]] | None = field(default=None, kw_only=True)
     supported_dtypes: object = field(default=None, kw_only=True)
     min_arch: object = field(default=None, kw_only=True)
 
