@@ -269,7 +269,7 @@ def _remarks(engine: Engine) -> list[str]:
     if ordered:
         found.append(f"ordered for {facts.device}: {', '.join(ordered)}")
     if facts.wants_invariance:
-        found.append(f"{facts.wants_invariance}: measured; vLLM's own code is not")
+        found.append(f"{facts.wants_invariance}: measured; of vLLM's code only layers are")
     found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
     inlined = ranges.planned(by_range(engine.plan), engine.config)
     return found + [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]
