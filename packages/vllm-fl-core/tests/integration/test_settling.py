@@ -164,3 +164,33 @@ def test_a_table_that_one_rank_cannot_use_is_dropped_on_all(
     assert made == [engine] and asked == [False, False, True]
     table = engine.facts.settings.tuned
     assert table is not None and table.unused == "the device is H100 (on rank 1)"
+
+
+def test_ranks_that_chose_differently_by_timing_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their plans are equal, and so are the digests."""
+    picks: dict[Any, Any] = {64: "tiles of 128", 512: "tiles of 64"}
+    opinions: list[Any] = []
+
+    def exchange(what: str, mine: Any, failure: str = "") -> list[Any]:
+        opinions.append(mine)
+        return [mine, opinions[0]]  # the other rank has what this one had first
+
+    impls = silu("vendor.acme", choices=lambda: picks), silu("vendor.broken", choices=lambda: 1 / 0)
+    engine = engine_of(planning(managing(*impls, per_op_order={"silu_and_mul": ["vendor"]})))
+    monkeypatch.setattr(engines, "exchange", exchange)
+    monkeypatch.setattr(settling, "inspect_plan", lambda *_, **__: {})
+    settling.settle(engine, Moment.CACHED)
+    assert not caplog.records
+    picks[64] = "tiles of 32"
+    settling.settle(engine, Moment.CACHED)
+    (line,) = caplog.messages
+    assert line == (
+        "The ranks differ. silu_and_mul=vendor.acme chose by timing: rank 0 has "
+        "{'64': 'tiles of 32'}, rank 1 has {'64': 'tiles of 128'} [FL503]"
+    )
+    assert settling.choices(engine.plan) == {
+        KEY: {"64": "tiles of 32", "512": "tiles of 64"},
+        ("silu_and_mul", "vendor.broken"): "choices() raised ZeroDivisionError: division by zero",
+    }

@@ -42,6 +42,9 @@ NO_ROWS = (
 STANDS = "its batches cannot be rearranged, so that no row is seen in two of them"
 """Why an op is not measured of which the tokens of a batch belong together."""
 
+VARIANT = "not batch-invariant"
+"""How `variance` begins if other bits were measured."""
+
 UNKNOWN = "the sizes of its calls are not known"
 """Why an op is not measured of which the model tells too little."""
 
@@ -273,7 +276,6 @@ def variance(request: Request, role: Role, trials: Sequence[Trials]) -> str:
         with role.running("the measuring of the bits"):
             told = determinism_of(role.impl, each, call=call, **given)
         if told.batches is not True:
-            is_known = told.batches is False
-            verb = "not batch-invariant" if is_known else "not known to be batch-invariant"
+            verb = VARIANT if told.batches is False else "not known to be batch-invariant"
             return f"{verb}: {how}{told.reason}"
     return ""

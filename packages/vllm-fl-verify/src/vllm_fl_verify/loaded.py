@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
+from vllm_fl.contracts import OpSpec
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.engine.plan import Plan
 from vllm_fl.integration.engines import Engine
-from vllm_fl.integration.patchers.layers import layer_table
+from vllm_fl.integration.patchers.layers import Layer, layer_table
 from vllm_fl.integration.targets import installed_bindings
 from vllm_fl.logs import get_logger
 from vllm_fl.plugins.inspection import REFUSES, REJECTED, Key, Moment, Objection
+from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.text import quote
 
 from . import probe
 from .budget import Valve
+from .determinism import VARIANT, variance
 from .live import Live
 from .made_inputs import checks_of
 from .preflight import host_threads
-from .trials import release
+from .trials import Role, release
 
 log = get_logger("engine")
 
@@ -89,6 +94,49 @@ def compare(engine: Engine) -> dict[Key, Objection]:
             live.left_out.setdefault(op, "not called")
     remarks.append(_compared(engine, live, began))
     return {}
+
+
+def measure_stock(engine: Engine) -> None:
+    """Report vLLM's layers that are not batch-invariant, if that is required. They serve anyway.
+
+    They are called without a compiler. Layers with other parameters than the contract are left out.
+    """
+    required, plan = engine.facts.wants_invariance, engine.plan
+    modules = [each for model in engine.models.values() for each in model.modules()]
+    for layer in layer_table() if required else ():
+        own = [each for each in modules if type(each) is layer.base]
+        if not own or layer.target.adapt is not None or not plan.is_stock(layer.op):
+            continue
+        kind = BackendImplKind.REFERENCE
+        role = Role(OpImpl(layer.op, "stock.vllm", kind, lambda self, *args: self(*args)))
+        request = checks_of(engine).request(plan, [role])
+        request = replace(request, layer_for=partial(_fitting, layer, own))
+        with request.valve.verifying(), request.trials() as trials:
+            why = variance(request, role, trials[role.calls])
+        if why.startswith(VARIANT):
+            found = f"{layer.op}: vLLM's layers are {why}"
+            engine.remarks[Moment.LOADED].append(found)
+            if engine.rank == 0:
+                log.warning("%s is set, but %s", required, found)
+
+
+def _fitting(
+    layer: Layer, modules: Iterable[torch.nn.Module], spec: OpSpec, provided: Mapping[str, Any]
+) -> torch.nn.Module:
+    """Return the first of these layers that provides tensors of these shapes and dtypes.
+
+    Raises:
+        NotImplementedError: the model has no such layer, so this call is not made.
+    """
+    for module in modules:
+        held = layer.target.stand_in(module) if layer.target.stand_in else module
+        if all(_kind(spec.from_layer[n](held)) == _kind(value) for n, value in provided.items()):
+            return module
+    raise NotImplementedError("the model has no such layer")
+
+
+def _kind(value: Any) -> object:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 def compare_with_cache(engine: Engine) -> dict[Key, Objection]:

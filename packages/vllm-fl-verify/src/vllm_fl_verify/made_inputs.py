@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +78,15 @@ class Checks:
                 compiled = plan.as_compiled(op, impl, inlined=by_range) if is_compiled else None
                 owner = owners[key].name if key in owners else ""
                 roles.append(Role(impl, owner, compiled, counts, tokens, *bounds))
+        found = find_faults(self.request(plan, roles))
+        self.remarks += found.remarks
+        self.smaller |= found.smaller
+        return found.objections
+
+    def request(self, plan: Plan, roles: Sequence[Role]) -> Request:
+        """Return what a verification of these roles is to try."""
         assert self.facts.dtype is not None  # a worker has a model
-        request = Request(
+        return Request(
             roles,
             self.facts.dtype,
             self.device,
@@ -93,10 +100,6 @@ class Checks:
             requires=self.facts.wants_invariance,
             valve=self.valve,
         )
-        found = find_faults(request)
-        self.remarks += found.remarks
-        self.smaller |= found.smaller
-        return found.objections
 
     def _warm_counts(self, entry: PlanEntry, impl: OpImpl) -> list[int]:
         """The token counts at which `impl` must have run before it serves: none for a later choice.

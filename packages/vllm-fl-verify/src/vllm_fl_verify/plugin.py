@@ -15,7 +15,8 @@ VERIFIES = True
 @hookimpl
 def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
     """Run the plan's implementations, and compare them with their contracts."""
-    if moment is Moment.GROUPED or engine.facts.settings.preflight == "off":
+    how = engine.facts.settings.preflight
+    if moment is Moment.GROUPED or how == "off":
         return None
     from . import loaded, made_inputs
     from .trials import without_old_objects
@@ -27,7 +28,10 @@ def inspect_plan(engine: Any, moment: Moment) -> Mapping[Key, Objection] | None:
         Moment.UPDATED: loaded.compare_again,
     }[moment]
     with without_old_objects():
-        return compare(engine)
+        found = compare(engine)
+        if moment is Moment.LOADED and how == "verify" and not found:
+            loaded.measure_stock(engine)
+        return found
 
 
 @hookimpl

@@ -62,7 +62,7 @@ class Opinion:
 
     Args:
         objections: (op, impl id) -> why it must not serve.
-        contents: what its plan consists of; empty if the plan was agreed on before.
+        contents: parts of its plan at PLANNED, choices by timing at CACHED, otherwise empty.
         installed: (op, impl id) of all that is installed there.
         unavailable: (op, impl id) -> why it is not available there.
         table: why the table that its settings name has no effect there; empty if it has.
@@ -120,12 +120,19 @@ def differences(opinions: Sequence[Opinion]) -> list[str]:
             impls, theirs = ours.get(op, []), others.get(op, [])
             if impls != theirs:
                 lines.append(f"{op}: rank 0 has {_short(impls)}, rank {rank} has {_short(theirs)}")
-        rest = {k for k in base if k != "ops" and base[k] != other.get(k)}
-        lines += [
-            f"{key}: rank 0 has {base[key]!r}, rank {rank} has {other.get(key)!r}"
-            for key in sorted(rest)
-        ]
+        for key in sorted({*base, *other} - {"ops"}):
+            if base.get(key) != other.get(key):
+                has, has_there = _unequal(base.get(key), other.get(key))
+                lines.append(f"{key}: rank 0 has {has!r}, rank {rank} has {has_there!r}")
     return lines
+
+
+def _unequal(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return two different values; of mappings, only the items that differ."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        equal = {key for key in one if key in other and one[key] == other[key]}
+        one, other = ({k: v for k, v in each.items() if k not in equal} for each in (one, other))
+    return one, other
 
 
 def _short(impls: list[dict[str, Any]]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ..dispatch import get_default_manager
 from ..engine.digest import digest, fingerprint
-from ..engine.plan import leave_place, take_place
+from ..engine.plan import Plan, leave_place, take_place
 from ..errors import StartError, VllmFLError
 from ..logs import get_logger
 from ..plugins.calling import asking, objections
@@ -56,20 +58,33 @@ def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
         if new and moment is Moment.UPDATED:
             return {key: f"{each.why} (found on rank {each.rank})" for key, each in new.items()}
         if not new:
-            if moment is Moment.PLANNED and engine.rank == 0:
-                _say_what_differs(engine, plans)
+            if engine.rank == 0:
+                _say_what_differs(engine, moment, plans)
             return {}
         _end_for(engine, moment, new)
         next_change = partial(_disable, engine, moment, new)
 
 
-def _say_what_differs(engine: Engine, opinions: list[Opinion]) -> None:
-    """Warn of a table that has no effect, and of plans that differ all the same."""
+def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -> None:
+    """Warn of a table that has no effect, and of plans and choices that still differ."""
     table = engine.facts.settings.tuned
-    if table is not None and table.unused:
+    if moment is Moment.PLANNED and table is not None and table.unused:
         log.warning("%s. Going on without a table [FL610]", table.reason)
     for line in differences(opinions):
         log.warning("The ranks differ. %s [FL503]", line)
+
+
+def choices(plan: Plan) -> dict[Key, Any]:
+    """Return what implementations of the plan chose by timing, JSON-able."""
+    found: dict[Key, Any] = {}
+    for impl in (impl for entry in plan.entries.values() for impl in entry.impls):
+        if impl.choices is not None:
+            try:
+                chosen = json.loads(json.dumps(impl.choices()))
+            except Exception as error:  # the engine serves without knowing them
+                chosen = f"choices() raised {quote(error)}"
+            found[impl.op_name, impl.impl_id] = chosen
+    return found
 
 
 def make_plan(engine: Engine) -> None:
@@ -179,6 +194,9 @@ def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None
     if change is not None:
         change()
     found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
+    if moment is Moment.CACHED:
+        chosen = choices(engine.plan).items()
+        return Opinion(found, {f"{op}={impl} chose by timing": each for (op, impl), each in chosen})
     if moment is not Moment.PLANNED:
         return Opinion(found)
     rows = [(op, trace) for op, entry in engine.plan.entries.items() for _, trace in entry.rows]

@@ -26,7 +26,7 @@ from .patchers.attention import attend
 from .patchers.lookups import over_class, path_over, take_off
 from .patching import PATCHERS, by_range, why_not
 from .planning import facts_of, load_plugins, refuse_unverified
-from .settling import bind, make_plan, settle
+from .settling import bind, choices, make_plan, settle
 
 if TYPE_CHECKING:
     import torch
@@ -174,6 +174,7 @@ class PlannedWorker:
             "refusals": _nested(plan.record.refusals),
             "demotions": _nested(plan.record.demotions),
             "rejections": _nested(rejected),
+            "choices": _nested(choices(plan)),
             "not_reached": dict(engine.unused),
             "remarks": [line for lines in engine.remarks.values() for line in lines],
             "ranges": ranges.report(engine, by_range(plan)),
@@ -267,7 +268,7 @@ def _remarks(engine: Engine) -> list[str]:
     if ordered:
         found.append(f"ordered for {facts.device}: {', '.join(ordered)}")
     if facts.wants_invariance:
-        found.append(f"{facts.wants_invariance}: measured; vLLM's own code is not")
+        found.append(f"{facts.wants_invariance}: measured; of vLLM's code only layers are")
     found += [f"{op}: {impl_id} {why}" for (op, impl_id), why in why_not(facts).impls.items()]
     inlined = ranges.planned(by_range(engine.plan), engine.config)
     return found + [f"{op} {ranges.told(chosen)}" for op, chosen in inlined.items()]

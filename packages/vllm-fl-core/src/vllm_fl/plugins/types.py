@@ -86,7 +86,7 @@ class _Impl:
             return answered("its availability check", ask)
 
     def _check(self, who: str) -> None:
-        for name in ("available", "supports"):
+        for name in ("available", "supports", "choices"):
             value = getattr(self, name, None)
             if value is not None and not callable(value):
                 raise TypeError(f"{who}: {name} must be callable, got {value!r}")
@@ -138,13 +138,16 @@ class OpImpl(_Impl):
         consumes: parameters that `fn` may overwrite, in calls whose variant has results to put
             there (`OpSpec.consumed`). Results are what it returns all the same.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
+        choices: () -> the choices that `fn` has made by timing so far, such as tile sizes: a
+            mapping of JSON-able values. Called for each report, by any thread; must not use the
+            device. The ranks compare it once the KV cache is allocated (FL503).
         supported_dtypes, min_arch: accepted, and without effect: say it in `supports` and
             `available`.
 
     Raises:
         ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is
             no identifier.
-        TypeError: `fn`, `available` or `supports` is not callable, or a field has another type.
+        TypeError: a field that should be callable is not, or a field has another type.
     """
 
     op_name: str
@@ -158,6 +161,7 @@ class OpImpl(_Impl):
     takes: Sequence[Rule] | None = field(default=None, kw_only=True)
     consumes: frozenset[str] = field(default=frozenset(), kw_only=True)
     traceable: bool = field(default=False, kw_only=True)
+    choices: Callable[[], Mapping[str, Any]] | None = field(default=None, kw_only=True)
     supported_dtypes: object = field(default=None, kw_only=True)
     min_arch: object = field(default=None, kw_only=True)
 
