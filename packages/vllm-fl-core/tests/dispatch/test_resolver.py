@@ -295,7 +295,7 @@ def test_strict_mode_drops_what_another_plugin_has_replaced_as_it_drops_vllms() 
     policy = SelectionPolicy(strict=True, per_op_order={"silu_and_mul": "vendor:acme"})
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS)
     assert ids(trace) == ["vendor.acme"]
-    assert dict(trace.rejected)["foreign.oot"] == "strict mode, and your order does not name it"
+    assert dict(trace.rejected)["foreign.oot"] == "strict mode: not in your order"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ _replaced: list[tuple[str, ...]] = []
 def start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch's operators as the settings say, once per process.
 
-    A whitelist names FlagGems's functions to use; a blacklist those that are not used, of all.
+    A whitelist names FlagGems's functions to use; a blacklist those that are not used, of all, with
+    the overloads and the in-place form of their operators.
     Where neither names one, none is used: no contract says what they compute, and vLLM does not
     start with all of them on every device. Rank 0 writes the list of what was replaced to
     `oplist_path`.
@@ -60,14 +61,16 @@ def start(context: WorkerContext) -> WorkerReport | None:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
     gems = flag_gems()
     check_names(settings, known_names(gems) | _ops_of_the_plan())
-    lines = []
     if _replaced:
-        lines.append("FlagGems: PyTorch's operators stay as this process's first engine set them")
+        cause = "those of the first engine in this process. There is no way back"
     else:
         _replaced.append(_replace(gems, wanted, settings))
+        which, spec = ("all but", BLACKLIST) if wanted is None else ("only", WHITELIST)
+        cause = f"{which} those in {spec.key} ({settings[spec.key].origin})"
+        cause += ". To replace none, remove PyTorch's operators from this list"
     keys = _replaced[0]
-    lines.append(f"FlagGems: {len(keys)} PyTorch operators replaced")
-    unused = sorted(set(wanted or ()) - set(_by_function(gems)))
+    lines = [f"FlagGems: {len(keys)} PyTorch operators replaced: {cause}"]
+    unused = sorted(set(wanted or ()) - set(gems.FULL_CONFIG_BY_FUNC))
     if unused:
         lines.append(f"flagos_whitelist: no operator of PyTorch's, no effect: {', '.join(unused)}")
     if context.rank == 0:
@@ -90,7 +93,7 @@ def _ops_of_the_plan() -> frozenset[str]:
 
 def known_names(gems: Any) -> frozenset[str]:
     """The names that FlagGems's functions have: those for PyTorch's operators, and fused ones."""
-    names = set(_by_function(gems))
+    names = set(gems.FULL_CONFIG_BY_FUNC)
     for module in ("ops", "fused"):
         names.update(getattr(getattr(gems, module, None), "__all__", ()))
     return frozenset(names)
@@ -101,7 +104,7 @@ def replaceable() -> Collection[str]:
     where the lists name none."""
     if _wanted(get_default_manager().settings or {}) == () or available() is not True or problem():
         return ()
-    return tuple(_by_function(flag_gems()))
+    return tuple(flag_gems().FULL_CONFIG_BY_FUNC)
 
 
 def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
@@ -123,23 +126,28 @@ def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
         raise
 
 
-def _by_function(gems: Any) -> Collection[str]:
-    """The function names by which FlagGems's lists select PyTorch's operators."""
-    table: Collection[str] = gems.FULL_CONFIG_BY_FUNC
-    return table
-
-
 def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Any) -> tuple[str, ...]:
     """Register FlagGems's kernels with PyTorch; the operators that have one now."""
     if wanted is None:
-        gems.enable(unused=list(value(settings, BLACKLIST)))
+        gems.enable(unused=_banned(gems, value(settings, BLACKLIST)))
     else:
-        known = _by_function(gems)
-        names = [name for name in wanted if name in known]
+        names = [name for name in wanted if name in gems.FULL_CONFIG_BY_FUNC]
         if not names:
             return ()
         gems.only_enable(include=names)
     return tuple(sorted(gems.all_registered_keys()))
+
+
+def _banned(gems: Any, names: Collection[str]) -> list[str]:
+    """Return the functions of these names and of all overloads and in-place forms of theirs."""
+    table = gems.FULL_CONFIG_BY_FUNC
+    families = {family for name in names for family in _families(table.get(name, ()))}
+    return sorted({*names, *(name for name in table if _families(table[name]) & families)})
+
+
+def _families(entries: Iterable[Any]) -> set[str]:
+    """Return the operators of FlagGems's entries without overload: `addmm` of `addmm_.out`."""
+    return {operator.partition(".")[0].removesuffix("_") for operator, *_ in entries}
 
 
 def _listed(path: str, keys: Iterable[str]) -> str:

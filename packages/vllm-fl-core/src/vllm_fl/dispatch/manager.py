@@ -220,9 +220,7 @@ class OpManager:
         """
         return self._bound(op)
 
-    def _chain(
-        self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
-    ) -> Chain:
+    def _chain(self, op: str, *, without_layer: bool, grants: frozenset[str]) -> Chain:
         resolver = self.resolver(without_layer=without_layer)
         rows: list[tuple[int | None, tuple[OpImpl, ...]]] = []
         for ceiling, trace in resolver.rows(op):

@@ -241,8 +241,7 @@ class Resolver:
             if place < 0:
                 reason += f": to replace it, set an order for {op} itself (VLLM_FL_PER_OP)"
             if forced and place > 0:
-                why = "strict mode, and your order does not name it"
-                excluded.append(Candidate(FOREIGN, "rejected", why))
+                excluded.append(Candidate(FOREIGN, "rejected", "strict mode: not in your order"))
             else:
                 ranked.append(((place, 0, ""), FOREIGN, reason))
         if engine and "stock" in named:

@@ -240,9 +240,7 @@ class Settings(Mapping[str, Setting]):
             if found.order.pinned or not yields:
                 key = f"{ORDER_PREFIX}{op}"
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
-                below = self.policy.per_op_order.get(op, OpOrder((), ()))
-                order = dataclasses.replace(below, pinned=found.order.pinned, group="")
-                order = order.with_rows(mode, rows)
+                order = found.order.with_rows(mode, rows)
                 new = Setting(key, order, found.why)
                 entries[key] = entries[key].replaced(order, found.why) if key in entries else new
         if entries == self._by_key:
