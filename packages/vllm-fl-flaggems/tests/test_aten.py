@@ -121,7 +121,7 @@ def test_a_ban_covers_the_overloads_and_the_in_place_form_of_an_operator(
     assert gems.calls == [("enable", unused)]
 
 
-@pytest.mark.parametrize(("kind", "which"), [("blacklist", "all but"), ("whitelist", "only")])
+@pytest.mark.parametrize(("kind", "which"), [("blacklist", "all not in"), ("whitelist", "all in")])
 def test_a_line_says_how_many_operators_are_replaced_by_which_list(
     gems: Gems, tmp_path: Path, kind: str, which: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_line_says_how_many_operators_are_replaced_by_which_list(
     variable = f"VLLM_FL_FLAGOS_{kind.upper()}"
     report = aten.start(context(tmp_path, **{variable: "softmax"}))
     assert report is not None and report.lines[0] == (
-        f"FlagGems: 2 PyTorch operators replaced: {which} those in flagos_{kind} (environment "
+        f"FlagGems: 2 PyTorch operators replaced: {which} flagos_{kind} (environment "
         f"{variable}). To replace none, remove PyTorch's operators from this list"
     )
 

@@ -26,11 +26,10 @@ _replaced: list[tuple[str, ...]] = []
 def start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch's operators as the settings say, once per process.
 
-    A whitelist names FlagGems's functions to use; a blacklist those that are not used, of all, with
-    the overloads and the in-place form of their operators.
-    Where neither names one, none is used: no contract says what they compute, and vLLM does not
-    start with all of them on every device. Rank 0 writes the list of what was replaced to
-    `oplist_path`.
+    A whitelist has FlagGems's functions to use. A blacklist has the functions not to use, with the
+    overloads and in-place forms of their operators. Without such a list none is used: no contract
+    says what they compute, and vLLM does not start with all of them on every device. Rank 0 writes
+    the list of what was replaced to `oplist_path`.
 
     Args:
         context: the worker, its device and its settings.
@@ -62,11 +61,11 @@ def start(context: WorkerContext) -> WorkerReport | None:
     gems = flag_gems()
     check_names(settings, known_names(gems) | _ops_of_the_plan())
     if _replaced:
-        cause = "those of the first engine in this process. There is no way back"
+        cause = "set by the first engine in this process, for good"
     else:
         _replaced.append(_replace(gems, wanted, settings))
-        which, spec = ("all but", BLACKLIST) if wanted is None else ("only", WHITELIST)
-        cause = f"{which} those in {spec.key} ({settings[spec.key].origin})"
+        which, spec = ("all not in", BLACKLIST) if wanted is None else ("all in", WHITELIST)
+        cause = f"{which} {spec.key} ({settings[spec.key].origin})"
         cause += ". To replace none, remove PyTorch's operators from this list"
     keys = _replaced[0]
     lines = [f"FlagGems: {len(keys)} PyTorch operators replaced: {cause}"]
@@ -139,14 +138,14 @@ def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Any) -> tuple[
 
 
 def _banned(gems: Any, names: Collection[str]) -> list[str]:
-    """Return the functions of these names and of all overloads and in-place forms of theirs."""
+    """Return these names, and the functions of all overloads and in-place forms."""
     table = gems.FULL_CONFIG_BY_FUNC
     families = {family for name in names for family in _families(table.get(name, ()))}
     return sorted({*names, *(name for name in table if _families(table[name]) & families)})
 
 
 def _families(entries: Iterable[Any]) -> set[str]:
-    """Return the operators of FlagGems's entries without overload: `addmm` of `addmm_.out`."""
+    """Return the operators of entries, without overload and in-place mark: `addmm`."""
     return {operator.partition(".")[0].removesuffix("_") for operator, *_ in entries}
 
 
