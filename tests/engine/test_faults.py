@@ -14,7 +14,10 @@ from engines import PLUGINS, Runner, assert_same_bits, batches
 pytestmark = pytest.mark.slow
 
 OWNER = "foreign_layer.ForeignSilu of foreign-layer 2.1"
-LEFT = f"layer SiluAndMul is {OWNER}, not vllm-fl's: to take it, name foreign behind yours"
+LEFT = (
+    f"layer SiluAndMul is {OWNER}, not vllm-fl's: to replace it, set an order for silu_and_mul "
+    "itself (VLLM_FL_PER_OP)"
+)
 GONE = "vanishing: the settings files are gone"
 
 
@@ -40,7 +43,7 @@ def test_a_vanished_config_a_foreign_layer_and_half_a_plugin(
 ) -> None:
     """Three faults that touch one another in nothing, in one engine of forked processes."""
     config = tmp_path / "policy.yaml"
-    config.write_text("op_backends: {rms_norm: reference, silu_and_mul: vendor:cpu}\n")
+    config.write_text('op_backends: {rms_norm: reference, "group:activations": vendor:cpu}\n')
     path = foreign(tmp_path)
     half = tmp_path / "site" / "vllm_fl_half-3.0.dist-info"
     half.mkdir()

@@ -23,7 +23,15 @@ class Gems(types.ModuleType):
     """FlagGems's registration, with its own names and nothing behind them."""
 
     __version__ = "5.0.2"
-    FULL_CONFIG_BY_FUNC = {"softmax": [], "mul": [], "copy_": [], "rms_norm": []}  # noqa: RUF012
+    FULL_CONFIG_BY_FUNC = {  # noqa: RUF012
+        "softmax": [("_softmax", None)],
+        "mul": [("mul.Tensor", None)],
+        "mul_": [("mul_.Tensor", None)],
+        **{"addmm": [("addmm", None)], "addmm_out": [("addmm.out", None, lambda: False)]},
+        **{"addmm_dtype": [("addmm.dtype", None)], "addmv": [("addmv", None)]},
+        "copy_": [("copy_", None)],
+        "rms_norm": [],
+    }
     ops = types.SimpleNamespace(__all__=["softmax", "mul", "copy_"])
     fused = types.SimpleNamespace(__all__=["topk_softmax", "silu_and_mul"])
 
@@ -98,9 +106,32 @@ def test_nothing_is_replaced_where_only_what_is_measured_may_serve(
         aten.start(asking)
 
 
-def test_a_blacklist_is_left_out(gems: Gems, tmp_path: Path) -> None:
-    aten.start(context(tmp_path, **ALL_BUT))
-    assert gems.calls == [("enable", ["copy_", "mul"])]
+@pytest.mark.parametrize(
+    ("banned", "unused"),
+    [
+        ("copy_,mul", ["copy_", "mul", "mul_"]),
+        ("addmm", ["addmm", "addmm_dtype", "addmm_out"]),
+        ("addmm_out,rms_norm", ["addmm", "addmm_dtype", "addmm_out", "rms_norm"]),
+    ],
+)
+def test_a_ban_covers_the_overloads_and_the_in_place_form_of_an_operator(
+    gems: Gems, tmp_path: Path, banned: str, unused: list[str]
+) -> None:
+    aten.start(context(tmp_path, VLLM_FL_FLAGOS_BLACKLIST=banned))
+    assert gems.calls == [("enable", unused)]
+
+
+@pytest.mark.parametrize(("kind", "which"), [("blacklist", "all not in"), ("whitelist", "all in")])
+def test_a_line_says_how_many_operators_are_replaced_by_which_list(
+    gems: Gems, tmp_path: Path, kind: str, which: str
+) -> None:
+    """A blacklist of PyTorch's operators turns the replacement of all others on."""
+    variable = f"VLLM_FL_FLAGOS_{kind.upper()}"
+    report = aten.start(context(tmp_path, **{variable: "softmax"}))
+    assert report is not None and report.lines[0] == (
+        f"FlagGems: 2 PyTorch operators replaced: {which} flagos_{kind} (environment "
+        f"{variable}). To replace none, remove PyTorch's operators from this list"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders import X, failing, half, managing, norm, refusing, silu
 
+from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.context import policy_context
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
@@ -352,6 +353,26 @@ class TestOlderForm:
         )
         assert manager.call(OP, X)[0, 0] == 6
         assert manager.call_as_method("gelu_and_mul", Gelu(), X) == "tanh"
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "fallback"])
+@pytest.mark.parametrize("op", [op for op, spec in contracts().items() if spec.consumable])
+def test_of_what_is_overwritten_caches_alone_are_not_copied(op: str, place: int) -> None:
+    """A cache takes most of a device's memory, and a call changes a few slots of it."""
+    spec, seen = contracts()[op], dict[str, Any]()
+    samples = [spec.named(s.args) for s in spec.samples(torch.float32, torch.device("cpu"))]
+    given = next(
+        s for s in samples if spec.consumed(spec.consumable, s.values()) == spec.consumable
+    )
+
+    def keep(*args: Any) -> None:
+        seen.update(spec.named(args))
+
+    acme = OpImpl(op, "vendor.acme", BackendImplKind.VENDOR, keep, "acme", consumes=spec.consumable)
+    refuses = OpImpl(op, "default.flagos", BackendImplKind.DEFAULT, keep, supports=lambda *_: "no")
+    managing(acme, *[refuses] * place).call(op, *given.values())
+    uncopied = {name for name in spec.consumable if seen[name] is given[name]}
+    assert uncopied == {name for name in spec.consumable if "cache" in name or "state" in name}
 
 
 def test_reading_the_registry_of_a_manager_with_its_own_starts_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -105,7 +105,8 @@ class Case:
     def expected(self) -> list[str]:
         """The ids in the order in which they are tried."""
         is_foreign = self.engine and self.foreign
-        result = ["foreign.oot"] if is_foreign and "foreign" not in self.listed else []
+        unnamed = ["foreign.oot"] if is_foreign and "foreign" not in self.listed else []
+        result = [] if self.written else [*unnamed]
         for token in self.listed:
             if token == "stock":
                 result += ["stock.vllm"] if self.engine else []
@@ -118,6 +119,8 @@ class Case:
             result += sorted(group, key=lambda i: (-self.priorities[i], i))
         # The user's list, alone.
         forced = self.strict and self.written is not None and "foreign" not in self.listed
+        if self.written is not None and not forced:
+            result += unnamed
         if self.engine and "stock" not in self.listed and not forced:
             result.append("stock.vllm")
         return result
@@ -272,28 +275,50 @@ def test_only_listed_tokens_are_tried() -> None:
     [
         (["vendor:acme", "foreign", "stock"], ["vendor.acme", "foreign.oot", "stock.vllm"]),
         (["foreign", "vendor:acme"], ["foreign.oot", "vendor.acme", "stock.vllm"]),
-        (["vendor:acme", "stock"], ["foreign.oot", "vendor.acme", "stock.vllm"]),
+        ("vendor:acme", ["vendor.acme", "foreign.oot", "stock.vllm"]),
+        (["vendor:acme", "stock"], ["vendor.acme", "stock.vllm", "foreign.oot"]),
+        ({"<=4": ["vendor:acme"], "rest": ["stock"]}, ["vendor.acme", "foreign.oot", "stock.vllm"]),
         ({"<=4": ["stock"], "rest": ["vendor:acme", "foreign"]}, ["stock.vllm", "foreign.oot"]),
     ],
 )
-def test_what_another_plugin_has_replaced_is_its_own_until_an_order_names_it(
+def test_the_users_own_order_of_an_op_replaces_what_another_plugin_has_replaced(
     tokens: Any, want: list[str]
 ) -> None:
     policy = SelectionPolicy(per_op_order={"silu_and_mul": tokens})
     trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS, tokens=1)
     assert ids(trace) == want
     (told,) = [candidate.reason for candidate in trace.candidates if candidate.impl is FOREIGN]
-    is_left = "foreign" not in tokens and "rest" not in tokens
-    hint = ": to take it, name foreign behind yours" if is_left else ""
-    assert told == f"layer SiluAndMul is acme.Silu of vllm-acme 1.0, not vllm-fl's{hint}"
+    assert told == "layer SiluAndMul is acme.Silu of vllm-acme 1.0, not vllm-fl's"
 
 
-@pytest.mark.parametrize("prefer", ["flagos", "vendor", "reference"])
-def test_a_preference_takes_nothing_from_another_plugin(prefer: str) -> None:
+def test_strict_mode_drops_what_another_plugin_has_replaced_as_it_drops_vllms() -> None:
+    policy = SelectionPolicy(strict=True, per_op_order={"silu_and_mul": "vendor:acme"})
+    trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS)
+    assert ids(trace) == ["vendor.acme"]
+    assert dict(trace.rejected)["foreign.oot"] == "strict mode: not in your order"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *map(SelectionPolicy, ("flagos", "vendor", "reference")),
+        SelectionPolicy(per_op_order={"default": ["vendor"]}),
+        SelectionPolicy(strict=True, per_op_order={"default": ["vendor"]}),
+        SelectionPolicy(per_op_order={"silu_and_mul": OpOrder.of("vendor", pinned=False)}),
+        SelectionPolicy(
+            per_op_order={"silu_and_mul": replace(OpOrder.of("vendor"), group="activations")}
+        ),
+        SelectionPolicy(per_op_order={"silu_and_mul": {"compiled": "vendor"}}),
+    ],
+)
+def test_an_order_for_more_than_the_op_and_a_backends_leave_another_plugins_layer(
+    policy: SelectionPolicy,
+) -> None:
     """`VLLM_FL_PREFER=flagos` is the default: to write it changes nothing."""
-    trace = resolve("silu_and_mul", ALL, SelectionPolicy(prefer), engine=True, foreign=THEIRS)
+    trace = resolve("silu_and_mul", ALL, policy, engine=True, foreign=THEIRS)
     assert trace.selected is FOREIGN
-    assert trace.candidates[0].reason.endswith("to take it, name foreign behind yours")
+    hint = "to replace it, set an order for silu_and_mul itself (VLLM_FL_PER_OP)"
+    assert trace.candidates[0].reason.endswith(hint)
 
 
 def test_what_is_rejected_anyway_is_not_probed() -> None:

@@ -24,6 +24,7 @@ from vllm_fl.dispatch.context import building
 from vllm_fl.dispatch.resolver import FOREIGN
 from vllm_fl.engine.plan import Plan
 from vllm_fl.engine.start_line import line, notes
+from vllm_fl.errors import AllFailedError
 from vllm_fl.integration import entry
 from vllm_fl.integration.patchers import layers
 from vllm_fl.integration.targets import targets
@@ -145,36 +146,39 @@ def test_a_layer_of_another_plugins_is_its_own_until_the_plan_takes_it(
     monkeypatch.setitem(table, "SiluAndMul", theirs)
     foreign, own = layers.foreign_ops(), SiluAndMul.forward_native(X)
 
-    def plan(*order: Any, impl: OpImpl | None = None, **more: Any) -> Plan:
+    def plan(*order: Any, impl: OpImpl | None = None, strict: bool = False, **more: Any) -> Plan:
         orders = {"silu_and_mul": order[0] if len(order) == 1 else [*order]}
-        manager = managing(impl or silu("vendor.acme", 100), per_op_order=orders)
+        manager = managing(impl or silu("vendor.acme", 100), per_op_order=orders, strict=strict)
         return planning(manager, foreign=foreign, **more)
 
-    for order in (["vendor"], ["foreign", "vendor"], ["foreign", "stock"]):
+    for order in (["foreign", "vendor"], ["foreign", "stock"]):
         left = plan(*order)
         assert type(built(left)) is theirs and left.is_stock("silu_and_mul")
         assert "silu_and_mul=foreign" in line(left)
         assert any("layer SiluAndMul is " in note for note in notes(left))
     kept = plan("vendor", "foreign", notes={"silu_and_mul": "oot_blacklist names SiluAndMul"})
     assert type(built(kept)) is theirs and kept.entries["silu_and_mul"].label == "foreign"
-    assert type(built(plan("stock", "foreign"))) is SiluAndMul
+    assert type(built(plan("stock"))) is SiluAndMul
     for order, computes in ((["foreign"], True), (["stock", "foreign"], False)):
         assert ("SiluAndMul" in layers.Layers().contents(plan(*order))["foreign"]) == computes, (
             "in the digest"
         )
 
-    taking = plan("vendor", "foreign", "stock")
+    strict = plan("vendor", strict=True, impl=refusing("vendor.acme", "no"))
+    with pytest.raises(AllFailedError, match="Strict mode tries nothing else"):
+        built(strict)(X)
+    taking = plan("vendor")
     layer = built(taking)
     assert isinstance(layer, theirs) and table["SiluAndMul"] is theirs, "put back"
     assert layer(X)[0, 0] == 103 and taking.entries["silu_and_mul"].label == "vendor.acme"
     assert type(built(taking)) is type(layer)
     assert layers.foreign_layers()["SiluAndMul"] == layers.owner_of(theirs)
 
-    refusing_all = plan("vendor", "foreign", impl=refusing("vendor.acme", "no"))
+    refusing_all = plan("vendor", impl=refusing("vendor.acme", "no"))
     assert built(refusing_all)(X).equal(-own)
     passes = 1 if theirs is Theirs else 2  # its `forward` comes back to a forward of ours
     assert refusing_all.fallbacks == {("silu_and_mul", FOREIGN.impl_id): passes}
-    without_them = plan("vendor", "stock", "foreign", impl=refusing("vendor.acme", "no"))
+    without_them = plan("vendor", "stock", impl=refusing("vendor.acme", "no"))
     assert built(without_them)(X).equal(own)
     by_size = plan({"<=1": "vendor", "rest": ["foreign"]})
     assert built(by_size)(X).equal(-own) and built(by_size)(X[:1])[0, 0] == 103

@@ -233,12 +233,16 @@ def test_layers_that_are_off_are_one_line(
     assert record.levelname == "INFO" and "VLLM_FL_OOT_ENABLED=false" in record.getMessage()
 
 
-def test_a_layer_of_another_plugins_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_another_plugins_is_left_to_it_until_the_op_is_ordered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     theirs = {"silu_and_mul": {"SiluAndMul": "acme.Silu of acme 1"}}
     monkeypatch.setattr(layers, "foreign_ops", lambda: theirs)
     label, why = reason()
     assert label == "foreign" and why.startswith("layer SiluAndMul is acme.Silu of acme 1,")
-    monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=vendor|foreign|stock")
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    assert reason()[0] == "foreign"
+    monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=vendor")
     assert reason()[0] == "vendor.acme"
 
 

@@ -131,10 +131,10 @@ def test_another_plugins_entry_is_left_alone_or_taken(plan: Make) -> None:
     foreign = layers.foreign_ops()
     assert foreign["Mixer"]["Mixer"].startswith("pytest.Theirs of pytest ")
     for order, cls, label in (
-        (["vendor"], theirs, "foreign"),
         (["foreign", "vendor"], theirs, "foreign"),
+        (["vendor"], OwnMixer, "vendor.acme"),
         (["vendor", "foreign"], OwnMixer, "vendor.acme"),
-        (["stock", "foreign"], Mixer, "stock"),
+        (["stock"], Mixer, "stock"),
     ):
         made = plan(impl(), per_op_order={"Mixer": order}, foreign=foreign)
         assert made.entries["Mixer"].label == label

@@ -45,7 +45,8 @@ def read(tmp_path: Path) -> Read:
             path = tmp_path / "users.yaml"
             path.write_text(yaml.safe_dump(users, sort_keys=False))
             variables["VLLM_FL_CONFIG"] = str(path)
-        return load_settings(variables, platform="cuda", platform_files=files)
+        groups = {"products": ["linear"]}
+        return load_settings(variables, platform="cuda", platform_files=files, groups=groups)
 
     return read
 
@@ -121,6 +122,9 @@ def test_a_users_own_section_is_all_that_is_tried(read: Read) -> None:
     settings = read([section()], users=own, VLLM_FL_PER_OP="linear=reference")
     assert order(settings) == "vendor:acme"
     assert order(settings, A100) == "reference"
+    grouped = read([section()], users=own, VLLM_FL_PER_OP="group:products=reference")
+    assert not grouped.policy.names("linear", itself=True)
+    assert grouped.with_devices(H100, "compiled").policy.names("linear", itself=True)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ _replaced: list[tuple[str, ...]] = []
 def start(context: WorkerContext) -> WorkerReport | None:
     """Replace PyTorch's operators as the settings say, once per process.
 
-    A whitelist names FlagGems's functions to use; a blacklist those that are not used, of all.
-    Where neither names one, none is used: no contract says what they compute, and vLLM does not
-    start with all of them on every device. Rank 0 writes the list of what was replaced to
-    `oplist_path`.
+    A whitelist has FlagGems's functions to use. A blacklist has the functions not to use, with the
+    overloads and in-place forms of their operators. Without such a list none is used: no contract
+    says what they compute, and vLLM does not start with all of them on every device. Rank 0 writes
+    the list of what was replaced to `oplist_path`.
 
     Args:
         context: the worker, its device and its settings.
@@ -60,14 +60,16 @@ def start(context: WorkerContext) -> WorkerReport | None:
         return WorkerReport((f"FlagGems: no PyTorch operator replaced: {reason}",), {"aten": []})
     gems = flag_gems()
     check_names(settings, known_names(gems) | _ops_of_the_plan())
-    lines = []
     if _replaced:
-        lines.append("FlagGems: PyTorch's operators stay as this process's first engine set them")
+        cause = "set by the first engine in this process, for good"
     else:
         _replaced.append(_replace(gems, wanted, settings))
+        which, spec = ("all not in", BLACKLIST) if wanted is None else ("all in", WHITELIST)
+        cause = f"{which} {spec.key} ({settings[spec.key].origin})"
+        cause += ". To replace none, remove PyTorch's operators from this list"
     keys = _replaced[0]
-    lines.append(f"FlagGems: {len(keys)} PyTorch operators replaced")
-    unused = sorted(set(wanted or ()) - set(_by_function(gems)))
+    lines = [f"FlagGems: {len(keys)} PyTorch operators replaced: {cause}"]
+    unused = sorted(set(wanted or ()) - set(gems.FULL_CONFIG_BY_FUNC))
     if unused:
         lines.append(f"flagos_whitelist: no operator of PyTorch's, no effect: {', '.join(unused)}")
     if context.rank == 0:
@@ -90,7 +92,7 @@ def _ops_of_the_plan() -> frozenset[str]:
 
 def known_names(gems: Any) -> frozenset[str]:
     """The names that FlagGems's functions have: those for PyTorch's operators, and fused ones."""
-    names = set(_by_function(gems))
+    names = set(gems.FULL_CONFIG_BY_FUNC)
     for module in ("ops", "fused"):
         names.update(getattr(getattr(gems, module, None), "__all__", ()))
     return frozenset(names)
@@ -101,7 +103,7 @@ def replaceable() -> Collection[str]:
     where the lists name none."""
     if _wanted(get_default_manager().settings or {}) == () or available() is not True or problem():
         return ()
-    return tuple(_by_function(flag_gems()))
+    return tuple(flag_gems().FULL_CONFIG_BY_FUNC)
 
 
 def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
@@ -123,23 +125,28 @@ def write_list(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
         raise
 
 
-def _by_function(gems: Any) -> Collection[str]:
-    """The function names by which FlagGems's lists select PyTorch's operators."""
-    table: Collection[str] = gems.FULL_CONFIG_BY_FUNC
-    return table
-
-
 def _replace(gems: Any, wanted: tuple[str, ...] | None, settings: Any) -> tuple[str, ...]:
     """Register FlagGems's kernels with PyTorch; the operators that have one now."""
     if wanted is None:
-        gems.enable(unused=list(blacklist(settings)))
+        gems.enable(unused=_banned(gems, blacklist(settings)))
     else:
-        known = _by_function(gems)
-        names = [name for name in wanted if name in known]
+        names = [name for name in wanted if name in gems.FULL_CONFIG_BY_FUNC]
         if not names:
             return ()
         gems.only_enable(include=names)
     return tuple(sorted(gems.all_registered_keys()))
+
+
+def _banned(gems: Any, names: Collection[str]) -> list[str]:
+    """Return these names, and the functions of all overloads and in-place forms."""
+    table = gems.FULL_CONFIG_BY_FUNC
+    families = {family for name in names for family in _families(table.get(name, ()))}
+    return sorted({*names, *(name for name in table if _families(table[name]) & families)})
+
+
+def _families(entries: Iterable[Any]) -> set[str]:
+    """Return the operators of entries, without overload and in-place mark: `addmm`."""
+    return {operator.partition(".")[0].removesuffix("_") for operator, *_ in entries}
 
 
 def _listed(path: str, keys: Iterable[str]) -> str:

@@ -211,7 +211,7 @@ def test_repeated_rows_change_nothing_where_the_contract_says_so(spec: OpSpec) -
         named = dict(zip(spec.parameters, sample.args, strict=True))
         batch = [a[rows] if n in spec.by_token else a for n, a in named.items()]
         for once, often in zip(spec.oracle(*sample.args), spec.oracle(*batch), strict=True):
-            by_row = once.numel() > 1 and not spec.gives_caches
+            by_row = once.numel() > 1 and not spec.caches
             assert torch.equal(often, once[rows] if by_row else once), sample.name
 
 

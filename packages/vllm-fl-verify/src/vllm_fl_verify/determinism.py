@@ -170,7 +170,7 @@ class _Measured:
         served = [form for form in forms if self.whole[form.name] is not None]
         if not served:
             yield Determinism(None, None, "it refuses the model's own sizes")
-        by_rows = not spec.whole_batch or (spec.ignores_repeats and not spec.gives_caches)
+        by_rows = not spec.whole_batch or (spec.ignores_repeats and not spec.caches)
         for form in served:
             if problem := (yield from self.other_run(form)):
                 yield Determinism(False, False if by_rows else None, problem)

@@ -64,7 +64,7 @@ class Form:
             return worst(got, self._of(self._batch(large, rows), rows.device))
         if large not in self._wanted:
             self._wanted[large] = self._of(self.samples[large], rows.device)
-        if spec.whole_batch and spec.gives_caches:
+        if spec.whole_batch and spec.caches:
             return worst(got, self._wanted[large])
         count, exact = len(rows), self._wanted[large]
         tokens = torch.arange(count, device=rows.device)

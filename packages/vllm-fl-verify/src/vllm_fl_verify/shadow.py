@@ -284,7 +284,7 @@ class _Call:
 
 def _left(spec: OpSpec) -> str:
     """Why calls of an op cannot be compared while it serves, or nothing."""
-    if spec.whole_batch and (spec.gives_caches or not spec.ignores_repeats):
+    if spec.whole_batch and (spec.caches or not spec.ignores_repeats):
         return "a row of its result depends on other rows, or on a cache"
     outputs = spec.outputs or ()
     kinds = [type(output).__name__ for output in outputs if not isinstance(output, MEASURED)]

@@ -373,10 +373,13 @@ class OpSpec:
         return tuple([arg for name, arg in given if name not in self.from_layer])
 
     @property
-    def gives_caches(self) -> bool:
-        """Whether results are what a call may write over beside its tokens: they have no row for
-        each of these."""
-        return not self.consumable <= self.by_token
+    def caches(self) -> frozenset[str]:
+        """The consumable parameters without a row per token: caches and pools of states.
+
+        The results in them have no row per token either. `call_op` copies the other consumable
+        arguments of its caller, and overwrites caches.
+        """
+        return self.consumable - self.by_token
 
     def has_rows(self, name: str, argument: Any) -> bool:
         """Whether an argument has a row per token: it is not None, nor one number for all."""

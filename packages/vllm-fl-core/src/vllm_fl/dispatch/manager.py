@@ -220,9 +220,7 @@ class OpManager:
         """
         return self._bound(op)
 
-    def _chain(
-        self, op: str, *, without_layer: bool, grants: frozenset[str] = frozenset()
-    ) -> Chain:
+    def _chain(self, op: str, *, without_layer: bool, grants: frozenset[str]) -> Chain:
         resolver = self.resolver(without_layer=without_layer)
         rows: list[tuple[int | None, tuple[OpImpl, ...]]] = []
         for ceiling, trace in resolver.rows(op):
@@ -236,7 +234,8 @@ class OpManager:
             rows.append((ceiling, impls))
         self._record.announce(op, impls[0])
         spec = self._registry.snapshot().contracts.get(op) or uncontracted(op, impls[0])
-        return Chain(op, tuple(rows), spec, resolver.policy.strict, self._record, grants)
+        granted = grants | spec.caches
+        return Chain(op, tuple(rows), spec, resolver.policy.strict, self._record, granted)
 
     def _bound(self, op: str, grants: frozenset[str] | None = None) -> Bound:
         """`op` as a function; as a method of layers that own `grants` if these are given."""
@@ -258,7 +257,8 @@ class OpManager:
     # Calling.
 
     def call(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call an op with the contract's arguments. They are left intact.
+        """Call an op with the contract's arguments. They are left intact, except for caches
+        (`OpSpec.caches`), which the implementation may overwrite and return.
 
         Raises:
             TypeError: the arguments do not fit the contract's signature.

@@ -196,8 +196,9 @@ class Resolver:
 
         In an engine, `stock` is where the order names it, or else the last one. In strict mode a
         user's list that names neither `stock` nor `foreign` excludes it. The layers that another
-        plugin has replaced are a candidate, too: where the order names `foreign`, or else the first
-        one; the last one if the orders of other sizes name it.
+        plugin has replaced are a candidate where the order names `foreign`. Otherwise they are the
+        first one, but in a user's order of the op itself, or if the orders of other sizes name
+        `foreign`, the last one, which strict mode excludes.
 
         Args:
             op: the op's name.
@@ -230,13 +231,17 @@ class Resolver:
         if engine and foreign:
             rows = listed.rows(mode) if listed else ()
             elsewhere = any(token.kind == "foreign" for _, tokens in rows for token in tokens)
-            place = named.get("foreign", len(order) if elsewhere else -1)
+            is_own = policy.names(op, itself=True) and listed is policy.per_op_order[op]
+            place = named.get("foreign", len(order) if elsewhere or is_own else -1)
             (layer, owner), *others = foreign.items()
             more = f", and so {len(others)} more" * bool(others)
             reason = f"layer {layer} is {owner}, not vllm-fl's{more}"
             if place < 0:
-                reason += ": to take it, name foreign behind yours"
-            ranked.append(((place, 0, ""), FOREIGN, reason))
+                reason += f": to replace it, set an order for {op} itself (VLLM_FL_PER_OP)"
+            if forced and place > 0:
+                excluded.append(Candidate(FOREIGN, "rejected", "strict mode: not in your order"))
+            else:
+                ranked.append(((place, 0, ""), FOREIGN, reason))
         if engine and "stock" in named:
             ordered = listed or policy.prefer == "stock"
             reason = f"{whose} order says stock" if ordered else UNORDERED

@@ -59,7 +59,7 @@ class PlanEntry:
     @property
     def is_foreign(self) -> bool:
         """Whether another plugin of vLLM's has replaced a layer of the op."""
-        return FOREIGN in self.rows[-1][1].admitted
+        return any(each.impl is FOREIGN for each in self.rows[-1][1].candidates)
 
     @property
     def left_to(self) -> Stock:

@@ -243,9 +243,8 @@ class Settings(Mapping[str, Setting]):
             if found.order.pinned or not yields:
                 key = f"{ORDER_PREFIX}{op}"
                 rows = found.over(self.policy.order(op, mode, engine=True), mode)
-                below = self.policy.per_op_order.get(op, OpOrder((), ()))
-                changes: dict[str, Any] = {mode: rows, "pinned": found.order.pinned}
-                order = dataclasses.replace(below, **changes)
+                changes: dict[str, Any] = {mode: rows}
+                order = dataclasses.replace(found.order, **changes)
                 new = Setting(key, order, found.why)
                 entries[key] = entries[key].replaced(order, found.why) if key in entries else new
         if entries == self._by_key:

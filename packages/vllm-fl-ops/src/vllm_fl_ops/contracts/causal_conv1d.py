@@ -54,8 +54,8 @@ def causal_conv1d(
 
     Returns:
         (out, conv_states): out of x's shape and dtype, contiguous; conv_states of its own, with the
-        states of the sequences written. The inputs are left as they were, unless the implementation
-        was granted to consume conv_states: it returns the same tensor then.
+        states of the sequences written. No input is changed, except conv_states if the
+        implementation consumes it: it returns the same tensor then.
 
     Raises:
         CallError: an argument is not as said here. The numbers of query_start_loc and cache_indices

@@ -49,8 +49,8 @@ def causal_conv1d_update(
     Returns:
         (out, conv_state): out of x's shape and dtype, contiguous, x itself where a token is
         padding; conv_state of its own, with the slots of the tokens written and the others, slot 0
-        among them, as they were. The inputs are left as they were, unless the implementation was
-        granted to consume x or conv_state: it returns the same tensors then.
+        among them, as they were. No input is changed, except conv_state if the
+        implementation consumes it, and x if it was granted that: it returns the same tensors then.
 
     Raises:
         CallError: an argument is not as said here. The numbers of conv_state_indices are not looked

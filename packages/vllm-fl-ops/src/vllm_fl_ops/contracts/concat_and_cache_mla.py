@@ -48,9 +48,8 @@ def concat_and_cache_mla(
             tokens have one slot, it is open whose numbers stay there.
 
     Returns:
-        kv_cache after the writes. An implementation that consumes it writes into it and returns it
-        itself; it is granted that in an engine. `call_op`, which leaves its caller's arguments
-        intact, copies the cache first.
+        kv_cache after the writes. An implementation that consumes it writes into it and returns
+        the same tensor, in an engine and by `call_op`.
 
     Raises:
         CallError: an argument is not as said here. A slot beyond the cache is not looked for before

@@ -57,8 +57,8 @@ def recurrent_gated_delta_rule(
     Returns:
         (out, state): out of v's shape and dtype, contiguous, 0 where a token is padding; state of
         its own shape and dtype, with the slots of the tokens written and the others, slot 0 among
-        them, as they were. The inputs are left as they were, unless the implementation was granted
-        to consume state: it returns the same tensor then.
+        them, as they were. No input is changed, except state if the implementation
+        consumes it: it returns the same tensor then.
 
     Raises:
         CallError: an argument is not as said here. state_indices is not looked at before the call:

@@ -54,8 +54,7 @@ def reshape_and_cache(
 
     Returns:
         (key_cache, value_cache) after the writes. An implementation that consumes the caches
-        writes into them and returns them themselves; it is granted that in an engine. `call_op`,
-        which leaves its caller's arguments intact, copies both caches first.
+        writes into them and returns the same tensors, in an engine and by `call_op`.
 
     Raises:
         CallError: an argument is not as said here. A slot beyond the cache is not looked for before

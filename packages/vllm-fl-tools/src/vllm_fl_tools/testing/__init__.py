@@ -20,7 +20,7 @@ contract:
                           that is not declared; results share no memory with what they must not
 `test_bad_inputs`         `call_op` names the wrong argument, and demotes nothing; a weight of
                           integers is one, where the contract forbids it
-`test_call_op`            `call_op` leaves every input intact, whatever `fn` consumes
+`test_call_op`            `call_op` changes no argument except caches
 `test_determinism`        the same inputs give the same bits
 `test_refusals`           `supports` gives True or a reason, looks at neither values nor batch, and
                           refuses a first argument on another device

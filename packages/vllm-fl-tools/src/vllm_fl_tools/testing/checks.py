@@ -107,11 +107,12 @@ def bad_inputs(subject: Subject, dtype: str, sample: str) -> None:
 
 
 def call_op(subject: Subject, dtype: str, sample: str) -> None:
-    """Through `call_op`, every argument is intact afterwards, the consumed ones included."""
+    """`call_op` changes no argument, also if it is consumed, except caches."""
     subject.needs_no_layer()
     manager, op = subject.manager(), subject.spec.name
+    caches = subject.impl.consumes & subject.spec.caches
     through = dataclasses.replace(
-        subject.impl, fn=lambda *args: manager.call(op, *args), consumes=frozenset()
+        subject.impl, fn=lambda *args: manager.call(op, *args), consumes=caches
     )
     for each in subject.samples(dtype):
         result = compare(through, subject.spec, each, _torch(dtype))
