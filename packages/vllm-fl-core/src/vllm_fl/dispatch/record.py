@@ -168,6 +168,16 @@ class Record:
         if (op, first.impl_id) in self.demotions:
             self._announced[op] = impl.impl_id
 
+    def unfounded(self, op: str, impl: OpImpl) -> None:
+        """`impl` runs at a size that is vLLM's own, since its place has no form of it to call."""
+        if self._once("unfounded", op, impl.impl_id):
+            self._log.warning(
+                "Op '%s' is vLLM's own at some sizes, and one of its places has no form of it that "
+                "can be called (its binding's native): '%s' runs there",
+                op,
+                impl.impl_id,
+            )
+
     def announce(self, op: str, impl: OpImpl) -> None:
         """Say what `op` was resolved to, where that is news."""
         before = self._announced.get(op)

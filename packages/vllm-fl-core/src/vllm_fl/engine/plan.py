@@ -270,7 +270,10 @@ class Plan:
             if impls:  # without vLLM's implementation the candidates after it are next
                 return _callable(trace.admitted, with_layer=with_layer)
             impls = vllms or _callable(trace.admitted, with_layer=with_layer)
-            return impls or _callable(entry.impls, with_layer=with_layer)
+            impls = impls or _callable(entry.impls, with_layer=with_layer)
+            if not vllms:
+                self.record.unfounded(op, impls[0])
+            return impls
 
         rows = tuple((ceiling, of(trace)) for ceiling, trace in entry.rows)
         return Chain(op, rows, self.contracts[op], self.strict, self.record, grants)
