@@ -112,7 +112,7 @@ class Checks:
         largest = sizes.tokens[-1]
         return [
             n
-            for n in warm_counts(largest, self.facts.captured, entry.ceilings)
+            for n in warm_counts(largest, self.facts.captured, entry.ceilings, self.seed)
             if [i for i in at_size(entry.candidates, n) if isinstance(i, OpImpl)][:1] == [impl]
         ]
 
