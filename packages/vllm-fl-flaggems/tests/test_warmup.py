@@ -20,7 +20,7 @@ from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_flaggems.plugin import register_ops
 from vllm_fl_ops.contracts.rules import typical_sizes
 from vllm_fl_tools.testing.triton import to_compile
-from vllm_fl_verify.launches import warm_counts
+from vllm_fl_verify.warmup import warm_counts
 
 pytestmark = [
     pytest.mark.slow,

@@ -54,8 +54,7 @@ def test_vllms_own_norm_with_other_bits_in_large_batches_is_reported() -> None:
     bodies = {str(number): (MODEL + START, case) for number, case in enumerate(cases)}
     logs = [*run_each(HEAD, bodies, {**os.environ, **env}).values()]
     varies, right, free = (
-        [remark for remark in json.loads(log.splitlines()[-1]) if "batch" in remark]
-        for log in logs
+        [remark for remark in json.loads(log.splitlines()[-1]) if "batch" in remark] for log in logs
     )
     (found,) = [remark for remark in varies if remark not in right]
     assert found.startswith("rms_norm: vLLM's layers are not batch-invariant: ")

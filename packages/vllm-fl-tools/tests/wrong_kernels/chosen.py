@@ -24,6 +24,7 @@ AT_START: Mapping[str, str] = MappingProxyType(
         "_samples": "four_dimensions",
         "_process": "number_of_threads",
         "_batches": "one_less_than_the_largest_batch",
+        "_dirty_memory": "leaves_rows_of_zeros",
         "_further_batches": "at_forty_tokens",
         "_takes_some": "supports_answers_yes",
         "_captured": "rows_of_the_capture",

@@ -202,3 +202,36 @@ def large_batches_when_compiled() -> Any:
         return out
 
     return silu_and_mul, OPEN
+
+
+@wrong(
+    SILU,
+    "compiled, it goes through fp16: what is beyond 65504 is infinite",
+    "compiled engines answer nonsense where an activation is large",
+    kit="tracing",
+    mode="compiled",
+)
+def compiled_through_fp16() -> Any:
+    def silu_and_mul(x: Tensor) -> Tensor:
+        out = right.silu_and_mul(x)
+        return out.half().to(x.dtype) if torch.compiler.is_compiling() else out
+
+    return silu_and_mul, OPEN
+
+
+@wrong(
+    NORM,
+    "compiled, it gives 0 for NaN",
+    "a broken activation goes on unseen in compiled engines",
+    kit="",
+    why="the kit compiles calls of a model, and none of these has NaN",
+    mode="compiled",
+)
+def compiled_nan_is_zero() -> Any:
+    def rms_norm(x, residual, weight, epsilon, variance_size=None):
+        got = right.rms_norm(x, residual, weight, epsilon, variance_size)
+        if not torch.compiler.is_compiling():
+            return got
+        return tuple(t.nan_to_num() for t in got) if isinstance(got, tuple) else got.nan_to_num()
+
+    return rms_norm, OPEN

@@ -114,10 +114,8 @@ def equal_numbers_give_nan(op: str) -> Any:
     QK,
     "heads of zeros give NaN",
     "padding turns into NaN, and with it all that it meets",
-    why="no sample has such a head",
     sizes=MIXED,
     by=spoilt,
-    start=False,
 )
 def heads_of_zeros(got, qkv, weight, *rest):
     heads = qkv.unflatten(-1, (-1, len(weight)))
@@ -353,8 +351,6 @@ def all_scores_equal(op: str) -> Any:
     "gelu_and_mul_sparse",
     "where all gates are equal it divides by their deviation, which is 0",
     "padding turns into NaN",
-    start=False,
-    why="no sample has a row of equal gates",
     sizes=MIXED,
     by=spoilt,
 )

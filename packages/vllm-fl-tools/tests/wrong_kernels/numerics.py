@@ -124,8 +124,6 @@ def small_rows_vanish(x, residual, weight, epsilon, variance_size=None):
     NORM,
     "every result is too large by three quarters of the tolerance",
     "36 layers add it up: answers drift, and no kernel is to blame",
-    why=BELOW,
-    start=False,
 )
 def always_a_little_too_large() -> Any:
     rtol = {torch.float32: 1e-6, torch.float16: 7e-4, torch.bfloat16: 4e-3}

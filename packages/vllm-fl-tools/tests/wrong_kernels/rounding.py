@@ -326,3 +326,13 @@ def cut_off(op: str) -> Any:
         return cut(got, exact)
 
     return spoilt(op, spoil)
+
+
+@wrong_for(
+    *("silu_and_mul", "gelu_and_mul"),
+    fault="0.3 % too large everywhere, as of a constant with too few digits",
+    sees="the layers of a model multiply it: worse answers",
+)
+def three_in_a_thousand(op: str) -> Any:
+    exact = contracts()[op].oracle
+    return spoilt(op, lambda got, *args: (exact(*args) * 1.003).to(got.dtype))

@@ -37,6 +37,7 @@ def _sizes(tokens: int = 512, max_position: int = 4096, **sizes: int) -> ModelSi
 
 MANY_EXPERTS = _sizes(experts=32, experts_per_token=8)
 WIDE = _sizes(16, intermediate=14336)
+ONE_ORDER = "the kit makes long batches in one order of lengths"
 HYBRID = _sizes(linear_value_heads=16, conv_features=1024)
 
 
@@ -201,6 +202,71 @@ def third_chunk(got, q, k, v, g, beta, state, at, *rest):
     out, after = got
     out[_begins(at, len(q)) >= 128] = 0
     return out, after
+
+
+@wrong_kernel(
+    CHUNKS,
+    "from the fourth chunk of 64 tokens of a sequence on the results are halved",
+    "hybrid models lose the thread in prompts of more than 192 tokens",
+    kit="families",
+    sizes=HYBRID,
+    by=spoilt,
+)
+def fourth_chunk(got, q, k, v, g, beta, state, at, *rest):
+    out, after = got
+    out[_begins(at, len(q)) >= 192] *= 0.5
+    return out, after
+
+
+@wrong_kernel(
+    CONV,
+    "from token 256 of a sequence on its history is lost",
+    "hybrid models misread one token in each prompt of more than 256",
+    kit="families",
+    sizes=HYBRID,
+    by=spoilt,
+)
+def history_lost_at_256(got, x, weight, bias, states, at, *rest):
+    out, after = got
+    late = _begins(at, len(x)) == 256
+    out[late] = x[late]
+    return out, after
+
+
+@wrong_kernel(
+    CHUNKS,
+    "the state of a sequence of two whole chunks of 64 tokens or more is that of before",
+    "hybrid models forget prompts of 128, 192, 256 tokens",
+    kit="",
+    why=ONE_ORDER,
+    sizes=HYBRID,
+    by=spoilt,
+)
+def state_after_whole_chunks(got, q, k, v, g, beta, state, at, *rest):
+    out, after = got
+    lengths = at.diff()
+    whole = (lengths >= 128) & (lengths % 64 == 0)
+    after[whole] = state[whole].to(after.dtype)
+    return out, after
+
+
+@wrong_for(
+    *((CONV, "query_start_loc"), (CHUNKS, "cu_seqlens")),
+    fault="{} are kept by their shape, as metadata of a batch",
+    sees="with as many prompts as before a batch is cut where the one before was",
+    kit="",
+    why=ONE_ORDER,
+    sizes=HYBRID,
+)
+def ends_kept_by_shape(op: str, argument: str) -> Any:
+    kept: dict[Any, torch.Tensor] = {}
+
+    def change(a):
+        at, tokens = a[argument], len(next(iter(a.values())))
+        if tokens > 64:  # smaller batches have kernels of their own
+            a[argument] = kept.setdefault((at.shape, tokens), at.clone())
+
+    return changed(op, change)
 
 
 @wrong_kernel(

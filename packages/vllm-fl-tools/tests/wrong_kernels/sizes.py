@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, LARGEST, NORM, ROTARY, SILU, SIZES, wrong_kernel
+from .corpus import GELU, LARGEST, MIXED, NORM, ROTARY, SILU, SIZES, wrong_for, wrong_kernel
+from .faults import spoilt
 
 
 @wrong_kernel(SILU, "zeros at 11 tokens", "nonsense in each step that 11 tokens share")
@@ -249,4 +250,49 @@ def four_dimensions(x, residual, weight, epsilon, variance_size=None):
     got = right.rms_norm(x, residual, weight, epsilon, variance_size)
     if x.ndim == 4 and residual is None:
         return x * torch.rsqrt(x.square().mean((-1, -2), keepdim=True) + epsilon)
+    return got
+
+
+@wrong_for(
+    *("linear", SILU),
+    fault="every third row is that of its neighbour for 1280 to 1535 tokens",
+    sees="one prompt in eight is read wrong",
+    kit="",
+    why="the kit's largest batch has 300 tokens",
+)
+def for_1280_to_1535_tokens(op: str):
+    def spoil(got, x, *rest):
+        if 1280 <= len(x) <= 1535:
+            got[3::3] = got[2:-1:3]
+        return got
+
+    return spoilt(op, spoil)
+
+
+@wrong_for(
+    *("linear", NORM),
+    fault="the last row is zero for 601 to 767 tokens",
+    sees="one prompt in twelve ends in nonsense",
+    kit="",
+    why="the kit's largest batch has 300 tokens",
+)
+def for_601_to_767_tokens(op: str):
+    def spoil(got, x, *rest):
+        if 601 <= len(x) <= 767:
+            (got[0] if isinstance(got, tuple) else got)[-1] = 0
+        return got
+
+    return spoilt(op, spoil)
+
+
+@wrong_kernel(
+    "linear",
+    "exactly 32 rows after whole tiles of 128 are zero",
+    "prompts of 160, 288, 416 tokens lose their end",
+    sizes=MIXED,
+    by=spoilt,
+)
+def tail_of_32_rows(got, x, *rest):
+    if len(x) > 128 and len(x) % 128 == 32:
+        got[-32:] = 0
     return got

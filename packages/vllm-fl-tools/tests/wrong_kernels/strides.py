@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from . import right
-from .corpus import GELU, NORM, ROTARY, SILU, wrong_kernel
+from .corpus import GELU, MIXED, NORM, ROTARY, SILU, wrong_kernel
+from .faults import changed
 
 COMBINED = "each is tried, not all of them together; no layer that is bound here combines them"
 
@@ -27,8 +28,6 @@ def strided_heads_in_prompts(x, residual, weight, epsilon, variance_size=None):
     SILU,
     "takes a strided input for a packed one beyond 16 rows",
     "nothing: a gated MLP's input is packed; a vendor's fused projection would be wrong",
-    why="no layer that is bound here gives a strided input of many rows, and no sample has one",
-    start=False,
 )
 def strided_input_of_many_rows(x: Tensor) -> Tensor:
     if not x.is_contiguous() and len(x) > 16:
@@ -132,8 +131,6 @@ def repeated_positions(query, key, cos, sin, position_ids, rotary_interleaved=Fa
     ROTARY,
     "int32 positions are read as int64 beyond 16 tokens",
     "nothing: vLLM's positions are int64; scripts that pass int32 get nonsense",
-    why="one small sample has int32 positions; what is served has int64",
-    start=False,
 )
 def int32_positions_of_a_batch(query, key, cos, sin, position_ids, rotary_interleaved=False):
     if position_ids.dtype is torch.int32 and len(position_ids) > 16:
@@ -249,3 +246,51 @@ def another_dtype_for_one_token(x, residual, weight, epsilon, variance_size=None
 def another_shape_for_one_token(x: Tensor) -> Tensor:
     out = right.silu_and_mul(x)
     return out[0] if len(out) == 1 else out
+
+
+@wrong_kernel(
+    ROTARY,
+    "without a key the last head does not turn beyond 128 tokens",
+    "models that keep no keys of their own in some layers answer long prompts worse",
+)
+def without_a_key(query, key, cos, sin, position_ids, rotary_interleaved=False):
+    q, k = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved)
+    if key is None and len(query) > 128:
+        q[:, -1] = query[:, -1]
+    return q, k
+
+
+@wrong_kernel(
+    "quant_fp8",
+    "the bound is not taken beyond 64 tokens",
+    "models with bounded activations answer long prompts worse",
+    sizes=MIXED,
+    by=changed,
+)
+def bound_of_few_tokens(a):
+    if len(a["x"]) > 64:
+        a["scale_ub"] = None
+
+
+@wrong_kernel(
+    "quant_int8",
+    "the zero point is not added beyond 32 tokens",
+    "asymmetric quantisation is off in prompts",
+    sizes=MIXED,
+    by=changed,
+)
+def zero_point_of_few_tokens(a):
+    if len(a["x"]) > 32 and a["azp"] is not None:
+        a["azp"] = a["azp"] * 0
+
+
+@wrong_kernel(
+    "moe_sum",
+    "places without an expert are added beyond 64 tokens",
+    "with experts on several ranks prompts are nonsense",
+    sizes=MIXED,
+    by=changed,
+)
+def absent_experts_of_many_tokens(a):
+    if len(a["input"]) > 64:
+        a["topk_ids"] = a["expert_map"] = None

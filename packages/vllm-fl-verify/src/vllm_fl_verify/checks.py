@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from . import graphs, launches
 from .batches import Order
 from .budget import Budget
 from .form import Form
-from .guarded import rows_of
-from .run import Objections, Run
+from .guarded import dirty_memory, rows_of
+from .oracle import parts
+from .run import Found, Objections, Run
 from .trials import lowered, token_counts
-from .verification import BY_CHAIN, Outcome, accept, attempt, dtype_name, leaning
+from .verification import BY_CHAIN, Outcome, accept, answer, attempt, dtype_name, leaning
 
 log = get_logger("engine")
 
@@ -36,6 +38,9 @@ and in the tiles that a kernel takes for many rows."""
 ORDERS: tuple[Order, ...] = ("standing", "drawn", "repeated", "alike")
 """The batches of so many tokens that are tried one after the other in the same memory. Of more than
 64, only the first two are, and the third with one row less."""
+
+TOGETHER = 8
+"""How many further batches are tried in the same memory, and compared at once."""
 
 COMPILED_COUNTS = (5, 7, 33, 300)
 """Token counts of the compiled form. One graph serves them all, as in vLLM; a graph of its own,
@@ -77,13 +82,14 @@ def _batches(run: Run) -> Objections:
         for count in always:
             orders = ORDERS if count <= 64 else ORDERS[:2]
             less: Order = "drawn" if count <= 64 else ORDERS[2]
-            yield from run.batches(form, count, orders, less=less)
+            series = [(count, order) for order in orders] + [(count - 1, less)] * (count > smallest)
+            yield from run.batches(form, series)
         yield from _in_another_thread(run, form)
         yield from run.intact(form)
         form.switch(large=True)
         for count in (count for count in LARGE_COUNTS if smallest <= count < largest):
-            yield from run.batches(form, count, ORDERS[:2], large=True)
-        yield from run.batches(form, largest, ORDERS[1:2], large=True)
+            yield from run.batches(form, [(count, order) for order in ORDERS[:2]], large=True)
+        yield from run.batches(form, [(largest, ORDERS[1])], large=True)
         yield from run.intact(form)
 
 
@@ -95,12 +101,22 @@ def _in_another_thread(run: Run, form: Form) -> Objections:
         if device.index is not None:
             torch.get_device_module(device).set_device(device)
         with torch.inference_mode():
-            return next(run.batches(form, run.trials.few, ORDERS[:2]), None)
+            series = [(run.trials.few, order) for order in ORDERS[:2]]
+            return next(run.batches(form, series), None)
 
     with ThreadPoolExecutor(1, "vllm-fl verification") as thread:
         objection = thread.submit(look).result()
     if objection is not None:
         yield Objection(objection.code, f"in another thread {objection.reason}")
+
+
+def _dirty_memory(run: Run) -> Objections:
+    """Compare calls that find NaN in memory which nothing has written."""
+    counts = {run.trials.few, *run.trials.among(LARGE_COUNTS)}
+    for form in () if run.spec.gives_caches else run.forms:
+        form.switch(large=False)
+        with dirty_memory():
+            yield from run.batches(form, _in_turn(counts))
 
 
 def _further_batches(run: Run) -> Objections:
@@ -122,16 +138,24 @@ def _further_batches(run: Run) -> Objections:
         known = trials.smallest, trials.largest, partial(budget.takes, what, 0.0)
         for count in launches.edges(kernels, *known):
             yield from raised
-            yield from run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
+            yield from run.batches(form, _in_turn({count, max(count - 1, trials.smallest)}))
         yield from raised
-    for count in further:
-        if not budget.takes(what, sum(2 * form.calls(count) for form in run.forms)):
-            run.leave_out("fewer batches than usual")
-            break
+    left = [count for count in further if count not in run.role.warm]
+    tried, calls = 0, [(n, sum(form.calls(n) for form in run.forms)) for n in left]
+    fitting = (n for n, _ in takewhile(lambda each: budget.takes(what, each[1]), calls))
+    while some := [*islice(fitting, TOGETHER)]:
+        tried += len(some)
         for form in run.forms:
-            yield from run.batches(form, count, ORDERS[1:2], less=ORDERS[0])
+            yield from run.batches(form, _in_turn(some))
+    if tried < len(left):
+        run.leave_out("fewer batches than usual")
     for form in run.forms:
         yield from run.intact(form)
+
+
+def _in_turn(counts: Iterable[int]) -> list[tuple[int, Order]]:
+    """A series of batches, the largest first: with drawn rows and with rows in order, in turn."""
+    return [(n, ORDERS[1 - i % 2]) for i, n in enumerate(sorted(counts, reverse=True))]
 
 
 def _takes_some(run: Run) -> Objections:
@@ -142,16 +166,19 @@ def _takes_some(run: Run) -> Objections:
 
 
 def _warm_up(run: Run) -> Objections:
-    """Call it with the token counts of a warm-up, so that it has compiled its kernels."""
+    """Compare it at the token counts of the warm-up. There it compiles its kernels."""
     budget, what = Budget(run.warm_calls, run.request.valve), f"the warm-up of {run.name}"
-    for form in run.forms if run.role.warm else ():
+    warm = run.role.warm
+    for form in run.forms if warm else ():
         form.switch(large=False)
-    for count in run.role.warm:
-        for form in (form for form in run.forms if (form.name, count) not in run.tried):
-            if not budget.takes(what, form.calls(count)):
-                run.leave_out("not warmed up at some sizes", f" from {count} tokens on")
+    for at in range(0, len(warm), TOGETHER):
+        for form in run.forms:
+            left = [n for n in warm[at : at + TOGETHER] if (form.name, n) not in run.tried]
+            if left and not budget.takes(what, sum(map(form.calls, left))):
+                run.leave_out("not warmed up at some sizes", f" from {min(left)} tokens on")
                 return
-            yield from run.call_at(form, count)
+            if left:
+                yield from run.batches(form, _in_turn(left))
 
 
 def _captured(run: Run) -> Objections:
@@ -226,22 +253,51 @@ def _in_one_graph(run: Run, form: Form, backend: str) -> Objections:
     assert run.role.compiled is not None
     call = lowered(run.role.compiled, backend)
     counts = run.trials.among(COMPILED_COUNTS)
-    for count in counts:
-        where = f"compiled by {backend}, {run.where(form, count)}"
+    for count, large in [*((n, False) for n in counts), (counts[-1], True)]:
+        form.switch(large)
+        values = ", large values" * large
+        where = f"compiled by {backend}, {run.where(form, count, values)}"
         rows = run.trials.rows(count)
-        args = _apart(run.spec, run.arguments(form, rows))
-        lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
-        with torch._dynamo.config.patch(error_on_recompile=count != counts[0]):
-            got = yield from run.at(where, lowering, compiles=True)
+        args = _apart(run.spec, run.arguments(form, rows, large))
+        got = yield from _as_compiled(run, call, args, where, again=large or count != counts[0])
         if got is None:
             return
-        yield from run.compare(form, rows, got, where)
+        yield from run.compare(form, rows, got, where, large=large)
+    form.switch(large=False)
+    if run.spec.whole_batch or not run.trials.promises_nan:
+        return
+    where = f"compiled by {backend}, a row with NaN, {run.where(form, counts[0])}"
+    args, same = (_apart(run.spec, _with_nan(run, form, counts[0])) for _ in range(2))
+    got = yield from _as_compiled(run, call, args, where, again=True)
+    eager = yield from run.at(where, partial(answer, run.call, run.impl, run.spec, same))
+    if got is None or eager is None or not run.request.compares:
+        return
+    for mine, other in zip(parts(got), parts(eager), strict=True):
+        if other is not None and not torch.equal(mine.isnan(), other.isnan()):
+            yield Objection(FAILED, f"it is wrong: uncompiled it has other elements NaN ({where})")
+
+
+def _with_nan(run: Run, form: Form, count: int) -> tuple[Any, ...]:
+    """The arguments of a call with one NaN, in the last row."""
+    args = run.arguments(form, run.trials.rows(count))
+    rows = (x for x in run.spec.with_rows(args).values() if x.is_floating_point())
+    for x in islice(rows, 1):
+        x[(-1, *[0] * (x.ndim - 1))] = math.nan
+    return args
+
+
+def _as_compiled(run: Run, call: Any, args: Sequence[Any], where: str, *, again: bool) -> Found:
+    """Call the compiled form, which must not be compiled again for another batch."""
+    lowering = partial(attempt, "it cannot be compiled:", call, *args, refuses=BY_CHAIN)
+    with torch._dynamo.config.patch(error_on_recompile=again):
+        return (yield from run.at(where, lowering, compiles=True))
 
 
 CHECKS: tuple[Callable[[Run], Objections], ...] = (
     _samples,
     _process,
     _batches,
+    _dirty_memory,
     _further_batches,
     _takes_some,
     _warm_up,

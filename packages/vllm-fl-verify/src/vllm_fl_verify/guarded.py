@@ -7,7 +7,8 @@ views, holds NaN (0 in integers), so that a kernel that reads it computes NaN.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +50,7 @@ class _Storage:
     def disturbance(self, consumed: Collection[str]) -> tuple[str, int] | None:
         """(the argument that was overwritten, or empty; how many elements); None for nothing."""
         now = bits(self.memory)
-        if torch.equal(now, self.before):
+        if torch.equal(words(now), words(self.before)):
             return None
         changed = now != self.before
         for name in consumed:
@@ -129,13 +130,16 @@ class Guarded:
         return None
 
 
-def guarded(arguments: Mapping[str, Any], by_token: Collection[str] = ()) -> Guarded:
+def guarded(
+    arguments: Mapping[str, Any], by_token: Collection[str] = (), poisons: bool = True
+) -> Guarded:
     """Copy the arguments onto guarded memory; views of one storage stay that, strides included.
 
     Args:
         arguments: by parameter, in the contract's order.
         by_token: the activations. The others, weights and tables, are made outside inference mode
             as a model's are, whatever mode is on.
+        poisons: whether gaps of strided views get NaN; otherwise they are copied.
     """
     storages: dict[int, _Storage] = {}
     activations = {
@@ -157,7 +161,7 @@ def guarded(arguments: Mapping[str, Any], by_token: Collection[str] = ()) -> Gua
             storage = storages[place]
             view = storage.memory.as_strided(arg.shape, arg.stride(), GUARD + arg.storage_offset())
         storage.views[name] = laid[name] = view
-    for storage in storages.values():
+    for storage in storages.values() if poisons else ():
         with torch.inference_mode(storage.memory.is_inference()):
             storage.poison()
     return Guarded(laid, tuple(storages.values()))
@@ -241,6 +245,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits in integers of 64 bits, if its rows divide into them: faster to compare."""
+    try:
+        return bits(tensor).view(torch.int64)
+    except RuntimeError:
+        return bits(tensor)
+
+
 def handed_over(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The same as layers hand over weights: each tensor anew at each call, with a version that does
     not tell that its numbers have changed."""
@@ -255,6 +267,28 @@ def taken(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() == 1:  # not every device indexes float8
         return tensor.view(torch.uint8).index_select(0, rows).view(tensor.dtype)
     return tensor.index_select(0, rows)  # on a CPU several times as fast as `tensor[rows]`
+
+
+@contextlib.contextmanager
+def dirty_memory() -> Iterator[None]:
+    """In the block, what `torch.empty` and its like return is full of NaN."""
+    fills: Any = torch.utils.deterministic
+    mode = torch.get_deterministic_debug_mode()
+    before = fills.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators without a deterministic form
+        torch.set_deterministic_debug_mode("warn")
+        fills.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            fills.fill_uninitialized_memory = before
+            torch.set_deterministic_debug_mode(mode)
+
+
+def joined_rows(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of several tensors of one dtype, one after the other."""
+    return torch.cat([bits(tensor.detach()) for tensor in tensors]).view(tensors[0].dtype)
 
 
 def _poison(dtype: torch.dtype) -> float:

@@ -1,15 +1,26 @@
-"""Other layouts of a call's activations: the same numbers, otherwise in memory."""
+"""Other layouts and sizes of a call's activations: the same numbers, otherwise in memory."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-
-import torch
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.contracts.spec import OpSpec, Sample
 
-__all__ = ["relaid"]
+from .guarded import taken
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["enlarged", "relaid"]
+
+ROWS = 300
+"""Rows of an enlarged sample: more than a tile of 256."""
+
+MOST = 2**19
+"""Numbers of an enlarged sample's activations, at most."""
 
 
 def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
@@ -38,6 +49,56 @@ def relaid(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
                 if other.stride() != x.stride() and spec.check(*args) is None:
                     called = f"{sample.name}, {name} {how}"
                     yield dataclasses.replace(sample, name=called, args=args, relaid=True)
+
+
+def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
+    """Samples of few rows, with rows drawn to 300 and the same strides.
+
+    An option or a layout that only small samples have may be wrong for more rows. Each set of these
+    has one: its first sample that is not too large.
+
+    Args:
+        spec: the contract; one whose batches cannot be rearranged has no such samples.
+        samples: its samples.
+    """
+    import torch
+
+    seen = set()
+    for sample in () if spec.stands else samples:
+        count, given = spec.tokens(sample.args), tuple(map(_option, sample.args))
+        numbers = sum(x.numel() for x in spec.with_rows(sample.args).values())
+        if not 0 < count < ROWS or ROWS * numbers > MOST * count or given in seen:
+            continue
+        seen.add(given)
+        generator = torch.Generator("cpu").manual_seed(count)
+        drawn = torch.randint(count, (ROWS,), generator=generator, device="cpu")
+        drawn[:count] = torch.arange(count, device="cpu")
+        args = spec.with_changed_rows(sample.args, partial(_stretched, rows=drawn))
+        if spec.check(*args) is None:
+            of = (row for row, source in enumerate(drawn.tolist()) if source in sample.open_rows)
+            name, is_open = f"{sample.name}, {ROWS} rows", (*of,)
+            yield dataclasses.replace(
+                sample, name=name, args=args, open_rows=is_open, enlarged=True
+            )
+
+
+def _option(arg: Any) -> Any:
+    """A scalar, or the dtype and the kind of layout of a tensor."""
+    if not hasattr(arg, "stride"):
+        return str(arg)
+    return arg.dtype, arg.ndim, arg.is_contiguous(), arg.stride()[-1:]
+
+
+def _stretched(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """These rows of a tensor, in its strides if its rows do not overlap."""
+    import torch
+
+    drawn = taken(x, rows)
+    ends = 1 + sum((n - 1) * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True))
+    if not x.numel() or x.stride(0) < ends:
+        return drawn
+    memory = torch.zeros(len(rows) * x.stride(0), dtype=x.dtype, device=x.device)
+    return memory.as_strided(drawn.shape, x.stride()).copy_(drawn)
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:

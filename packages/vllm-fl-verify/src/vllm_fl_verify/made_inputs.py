@@ -24,9 +24,9 @@ from vllm_fl.settings.policy import at_size
 
 from . import probe
 from .budget import Valve
-from .launches import warm_counts
 from .preflight import find_faults
 from .trials import Request, Role
+from .warmup import warm_counts
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Checks:
         largest = sizes.tokens[-1]
         return [
             n
-            for n in warm_counts(largest, self.facts.captured, entry.ceilings)
+            for n in warm_counts(largest, self.facts.captured, entry.ceilings, self.seed)
             if [i for i in at_size(entry.candidates, n) if isinstance(i, OpImpl)][:1] == [impl]
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -197,10 +197,12 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
     return largest, ""
 
 
-def leans(got: Any, wanted: Iterable[Wanted | None]) -> dict[str, float]:
-    """Name -> how a result leans, of those that tell; the arguments are as for `worst`."""
-    found = {names[0]: want.leans(mine) for want, mine, names in paired(got, wanted)}
-    return {name: lean for name, lean in found.items() if not math.isnan(lean)}
+def told(
+    got: Any, wanted: Iterable[Wanted | None], what: Literal["leans", "slope"]
+) -> dict[str, float]:
+    """Result -> a measure of its errors, if it has enough elements; arguments as for `worst`."""
+    found = {names[0]: getattr(want, what)(mine) for want, mine, names in paired(got, wanted)}
+    return {name: number for name, number in found.items() if not math.isnan(number)}
 
 
 def paired(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,8 @@ from . import process_state
 from .batches import POOL, Order
 from .budget import Budget
 from .form import Form
-from .guarded import Guarded, rows_of
-from .oracle import each_part
+from .guarded import Guarded, joined_rows, rows_of
+from .oracle import each_part, parts
 from .trials import Request, Role, Trials
 from .verification import (
     Comparison,
@@ -33,6 +33,7 @@ from .verification import (
     misuse,
     shares,
 )
+from .wanted import Off
 
 ONCE = 32.0
 """A batch of more tokens than the pool has rows is tried a second time in the same memory if it is
@@ -184,34 +185,25 @@ class Run:
             yield Objection(FAILED, f"{did}{failure.reason} ({where})")
 
     def batches(
-        self,
-        form: Form,
-        count: int,
-        orders: Iterable[Order],
-        *,
-        less: Order | None = None,
-        large: bool = False,
+        self, form: Form, series: Sequence[tuple[int, Order]], *, large: bool = False
     ) -> Objections:
         """Compare batches one after the other in the same memory, their results kept to the end.
 
         Args:
             form: the call.
-            count: tokens of each.
-            orders: how each takes its rows.
-            less: how another one does, of one token less, as where a request has ended.
+            series: (tokens, how the batch takes its rows) of each, none larger than the first.
             large: whether its values are.
         """
-        self.tried.add((form.name, count))
-        batches = [(count, order) for order in orders]
-        if less is not None and count > self.trials.smallest:
-            batches.append((count - 1, less))
         laid: Guarded | None = None
         results: list[tuple[str, torch.Tensor, Any]] = []
-        is_large = count > POOL and form.calls(count) > ONCE
-        for number, (tokens, order) in enumerate(batches):
-            if number > 0 and is_large and not self.was_slow:  # what stalls is called again
+        first = series[0][0]
+        is_large = first > POOL and form.calls(first) > ONCE
+        for number, (tokens, order) in enumerate(series):
+            # What stalls is called again.
+            if number and is_large and tokens >= first - 1 and not self.was_slow:
                 self.leave_out("fewer batches than usual")
-                break
+                continue
+            self.tried.add((form.name, tokens))
             rows = self.trials.rows(tokens, number, order)
             laid = rows_of(form.pool(large), rows, into=laid)
             where = self.where(form, tokens, ", large values" * large)
@@ -220,8 +212,23 @@ class Run:
                 return
             said = f"{where}, same buffers again" if number else where
             results.append((said, rows, _kept(got, form.call(laid))))
+        if not self.request.compares or self._together(form, large, results):
+            return
         for where, rows, got in results:
             yield from self.compare(form, rows, got, where, large=large)
+
+    def _together(self, form: Form, large: bool, results: Sequence[tuple[str, Any, Any]]) -> bool:
+        """Whether one comparison shows that the results of several batches are correct."""
+        if self.spec.whole_batch or len(results) < 2:
+            return False
+
+        def off(_: None) -> Off:
+            each = zip(*(parts(got) for _, _, got in results), strict=True)
+            joined = tuple(None if some[0] is None else joined_rows(some) for some in each)
+            got = joined if isinstance(results[0][2], tuple) else joined[0]
+            return form.off(large, torch.cat([rows for _, rows, _ in results]), got)
+
+        return compared(None, off)[1] is None
 
     def result(self, form: Form, laid: Guarded, where: str) -> Found:
         """Make one call in the memory `laid`."""
@@ -245,12 +252,12 @@ class Run:
     def call_at(self, form: Form, count: int) -> Objections:
         """Make one call with this many tokens, without a comparison."""
         args = self.arguments(form, self.trials.rows(count))
-        where = self.where(form, count, ", warming up")
+        where = self.where(form, count)
         yield from self.at(where, partial(answer, self.call, self.impl, self.spec, args))
 
-    def arguments(self, form: Form, rows: torch.Tensor) -> tuple[Any, ...]:
-        """Return the arguments of a call with these rows of the ordinary values."""
-        args = form.call(rows_of(form.pool(False), rows)).args
+    def arguments(self, form: Form, rows: torch.Tensor, large: bool = False) -> tuple[Any, ...]:
+        """Return the arguments of a call with these rows of the ordinary or the large values."""
+        args = form.call(rows_of(form.pool(large), rows)).args
         form.static.restore(self.spec.consumed(self.impl.consumes, args))
         return args
 

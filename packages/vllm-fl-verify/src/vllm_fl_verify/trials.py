@@ -33,6 +33,7 @@ from .guarded import Guarded, guarded
 from .oracle import wanted_of
 from .verification import LayerFactory, dtype_name, tried
 from .wanted import Wanted
+from .warmup import warm_counts
 
 CALLS = 400.0
 """How many calls all implementations of a request may have beyond the token counts that are always
@@ -174,7 +175,8 @@ def dtypes_of(spec: OpSpec, dtype: torch.dtype) -> list[torch.dtype]:
 def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int], list[int]]:
     """(counts that are always tried, further ones that are tried while calls are left).
 
-    Each is tried with one row less, too. So both sides of a power of two are among them.
+    Those that are always tried are tried with one row less, too. The further ones are those around
+    each power of two, then, in drawn order, the small ones and five between two powers of two.
 
     Args:
         largest: the largest batch, in tokens.
@@ -184,16 +186,17 @@ def token_counts(largest: int, seed: int, smallest: int = 1) -> tuple[list[int],
     rng = random.Random(seed)
     always = {1, 2, 3, 4, 8, 12, 16, 17, 32, 33, 64, 65, 100, 256, 257, smallest, largest}
     always.add(rng.randint(smallest, largest))
-    powers = [1 << n for n in range(largest.bit_length() + 1)]
-    edges = {p + d for p in powers for d in (0, 1)} - always
-    drawn = {p + p // 2 + 1 for p in powers} | {rng.randint(smallest, largest) for _ in range(8)}
-    others = {*range(1, 65), *drawn} - always - edges
-    # Small batches cost little and are what decoding has; of large ones, the edges come first.
-    small, large = [n for n in others if n <= 512], [n for n in others if n > 512]
-    rng.shuffle(large)
-    further = [*sorted(edges), *sorted(small), *large]
+    # Behind whole tiles, too, a few rows are left in turn: 8, 16 or 32.
+    edges = [
+        (1 << n) + d
+        for n in range(6, largest.bit_length() + 1)
+        for d in (8 << (n + seed) % 3, 1, 0, -1)
+    ]
+    others = sorted({*range(1, 65), *warm_counts(largest, seed=seed)}.difference(edges))
+    rng.shuffle(others)
     known = range(smallest, largest + 1)
-    return sorted(n for n in always if n in known), [n for n in further if n in known]
+    further = [n for n in (*edges, *others) if n in known and not {n, n + 1} & always]
+    return sorted(n for n in always if n in known), further
 
 
 @dataclass
@@ -272,6 +275,17 @@ class Trials:
                 if self.spec.check(*given[0].args) is None:
                     passed.setdefault((number, given[0].name), given)
         return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
+
+    @property
+    def promises_nan(self) -> bool:
+        """Whether the contract says what a row with NaN gives."""
+        named = (
+            each
+            for each in self.samples
+            for x in self.spec.with_rows(each.args).values()
+            if x.is_floating_point() and x.itemsize > 1 and bool(x.isnan().any())
+        )
+        return {bool(sample.open_rows) for sample in named} == {False}
 
     @property
     def calls(self) -> list[Sample]:

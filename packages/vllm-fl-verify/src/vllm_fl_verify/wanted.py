@@ -24,6 +24,9 @@ TELLING, LOOKED_AT = 64, 4096
 """How many elements that had to be rounded tell to which side they were, and about how many are
 looked at."""
 
+SLOPING = 1024
+"""How many elements tell a factor."""
+
 WITHIN_A_STEP = 0.95
 """The share of elements that must be a neighbour of the exact number, for the side to be that of
 their last rounding. Errors of several steps come from numbers that a row shares, and may lean."""
@@ -77,6 +80,17 @@ class Wanted:
         Returns:
             Steps of their dtype: about 0 where they are rounded to nearest, and -0.5 where they are
             cut off. NaN where too few of them tell, or are within a step.
+        """
+        return math.nan
+
+    def slope(self, results: Results) -> float:
+        """By which factor results are larger than the exact numbers, less 1.
+
+        Args:
+            results: as for `off`.
+
+        Returns:
+            That of the line through 0 that fits best. NaN for few elements or a fine dtype.
         """
         return math.nan
 
@@ -154,6 +168,13 @@ class Near(Wanted):
         if len(beyond) < TELLING or (beyond.abs() < 1).double().mean() < WITHIN_A_STEP:
             return math.nan
         return float(beyond.clamp(-1, 1).mean())
+
+    def slope(self, results: Results) -> float:
+        if self.dtype not in COARSE or self.exact.numel() < SLOPING:
+            return math.nan
+        mine, exact = results[0].to(self.exact), self.exact
+        mine, exact = (x.where(mine.isfinite() & exact.isfinite(), 0.0) for x in (mine, exact))
+        return float((mine * exact).sum() / exact.square().sum()) - 1
 
     def _farthest(self, mine: torch.Tensor, tokens: Tokens) -> str:
         """The element that is farthest off, in words."""

@@ -57,6 +57,7 @@ class Sample:
         repeats: (the arguments of a smaller call, columns), where column j of every result is that
             call's column `columns[j]`, (n,), int64. Large weights that repeat their rows are made
             so, and the oracle is asked about the smaller call. None: it is asked about `args`.
+        enlarged: whether its rows are those of another sample, drawn several times.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Sample:
     kit_only: bool = False
     relaid: bool = False
     repeats: tuple[tuple[Any, ...], torch.Tensor] | None = None
+    enlarged: bool = False
 
 
 @dataclass(frozen=True)

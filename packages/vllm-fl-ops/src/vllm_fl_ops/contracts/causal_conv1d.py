@@ -228,7 +228,9 @@ SPEC = contract(
     bad=_bad,
     group="linear_attention",
     samples=_samples,
-    served=served_features(lambda source, tokens, *of: _call(source, ends(tokens), *of)),
+    served=served_features(
+        lambda source, tokens, *of: _call(source, ends(tokens, source.large), *of)
+    ),
     stands=True,
     second_form=_by_torch,
     whole_batch=True,

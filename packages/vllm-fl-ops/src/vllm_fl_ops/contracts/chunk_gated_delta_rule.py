@@ -170,7 +170,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     two = _call(source, (67, 70), value_heads=4)
     two["initial_state"][0] = 0  # a sequence that begins
     yield Sample("two sequences, the first beyond 64 tokens", (*two.values(),))
-    yield Sample("an empty sequence between", (*_call(source, (5, 5, 9)).values(),))
+    # The last sequence is one whole chunk.
+    yield Sample("an empty sequence between", (*_call(source, (5, 5, 69)).values(),))
     before = normed(_call(source, (3, 8), 1, 2, 128, 128))
     yield Sample("normed before, heads of 128", (*before.values(),))
     yield Sample("other sizes of keys and values", (*_call(source, (9,), 1, 3, 32, 16).values(),))
@@ -270,7 +271,7 @@ SPEC = contract(
     bad=_bad,
     group="linear_attention",
     samples=_samples,
-    served=served_heads(lambda source, tokens, *of: _call(source, ends(tokens), *of)),
+    served=served_heads(lambda source, tokens, *of: _call(source, ends(tokens, source.large), *of)),
     stands=True,
     second_form=_by_triangular_systems,
     whole_batch=True,

@@ -130,6 +130,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("sigmoid with bias, plain", (some.clone(), 6, False, "sigmoid", 1.5, bias))
     bias = bias_for_choice(source, 64, 0.02)
     yield Sample("softmax with bias, scaled", (some.clone(), 6, True, "softmax", 1.5, bias))
+    yield Sample("bias below 0", (some.clone(), 6, True, "sigmoid", 1.0, bias - 2.0))
     broken = router_logits(source, 5, 64)
     broken[1, 7], broken[3, 40], broken[4] = math.nan, math.inf, -math.inf
     args = (broken, 6, True, "softmax", 1.0, None)

@@ -144,6 +144,8 @@ def _samples(source: Source) -> Iterator[Sample]:
     wide = tables(source, 64, 64, torch.float32)
     yield Sample("fp32 tables", (q, k, *wide, at, section, False, False))
     yield Sample("heights and widths alone", (q, k, cos, sin, at, [0, 16, 16], False, False))
+    image = torch.tensor([[0] * 3, [1] * 3, [1, 1, 2], [1, 2, 1], [3] * 3], device=source.device)
+    yield Sample("an image between texts", (q, k, cos, sin, image, section, False, False))
     q, k = heads_of_qkv(source, 3, 5, 1, 38)
     odd = tables(source, 11, 38), _positions(source, 3, 11)
     yield Sample(

@@ -132,6 +132,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     x = source.normal(7, 130)
     yield Sample("static", (x, number(0.021, 1), None, None))
     yield Sample("static, saturating on both sides", (x, number(0.0057), None, None))
+    yield Sample("static, beyond 32767 steps", (x * 128, number(1e-3), None, None))
     yield Sample("static, azp", (x, number(0.019, 1), number(-31, 1, of=torch.int32), None))
     yield Sample("static, 0 tokens", (x[:0], number(0.02, 1), None, None))
     both = _uneven(source.normal(7, 130, scale=0.7), -1.0, 2.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING
 
 from vllm_fl.contracts.arguments import Problem
@@ -12,21 +13,32 @@ if TYPE_CHECKING:
 __all__ = ["boundaries", "ends", "fitting_features", "fitting_heads", "slots", "state_slots"]
 
 
-_LENGTHS = (1, 2, 1, 3, 1, 8, 1, 17, 1, 2, 1, 3, 1, 5, 64)
-"""How long the sequences behind the first are, in turn."""
+_LENGTHS = (1, 2, 1, 3, 1, 8, 1, 5, 1, 2, 1, 3, 1, 1, 1, 2, 1, 17, 64)
+"""How long the sequences after the first are, in turn: in 300 tokens there are more than 16."""
+
+LONG = 257
+"""Tokens of the first sequence in a batch of 300: one more than four chunks of 64."""
 
 STATES, INPUTS = 256, 2**20
 """States of single heads, and numbers of a convolution, that the oracle of linear attention goes
 through in a call."""
 
 
-def ends(tokens: int) -> tuple[int, ...]:
-    """Where the sequences of a batch end: a long prompt, short ones, and some that decode."""
-    found, number = [-(-tokens // 2)], 0
-    while found[-1] < tokens:
-        found.append(min(tokens, found[-1] + _LENGTHS[number % len(_LENGTHS)]))
-        number += 1
-    return tuple(found)
+def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
+    """Where the sequences of a batch end: a long prompt, short ones, and some that decode.
+
+    Args:
+        tokens: of the batch.
+        turned: whether the long prompt is the last one, and a token shorter: a call of the same
+            shapes with other ends.
+    """
+    first, others = (LONG if tokens >= 300 else -(-tokens // 2)), cycle(_LENGTHS)
+    lengths = [first]
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, next(others)))
+    if turned and len(lengths) > 1:
+        lengths = [lengths[-1] + 1, *lengths[-2:0:-1], first - 1]
+    return tuple(accumulate(lengths))
 
 
 def state_slots(count: int, device: torch.device) -> torch.Tensor:

@@ -24,6 +24,11 @@ __all__ = ["fork", "installed", "installed_with", "spawn"]
 
 __tracebackhide__ = HIDDEN
 
+THREADS = (
+    ". A forked process has none of its parent's threads, and a kernel that waits for its thread "
+    "pool hangs: make the pool again in the child (pthread_atfork, os.register_at_fork)"
+)
+
 Answers = dict[str, str]
 """`op, dtype, sample` -> the digest of the result, for each sample that is not refused."""
 
@@ -134,7 +139,7 @@ def _run(
     theirs.close()
     try:
         if not ours.poll(deadline):
-            return f"gave no answer within {deadline:.0f} s"
+            return f"gave no answer within {deadline:.0f} s{THREADS if method == 'fork' else ''}"
         answer: dict[str, Any] | str = ours.recv()
         return answer
     except EOFError:
