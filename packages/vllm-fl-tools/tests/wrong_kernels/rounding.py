@@ -334,5 +334,5 @@ def cut_off(op: str) -> Any:
     sees="the layers of a model multiply it: worse answers",
 )
 def three_in_a_thousand(op: str) -> Any:
-    exact = contracts()[op].oracle
+    exact = known_contracts().contracts[op].oracle
     return spoilt(op, lambda got, *args: (exact(*args) * 1.003).to(got.dtype))
