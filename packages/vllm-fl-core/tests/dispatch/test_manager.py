@@ -11,7 +11,6 @@ import pytest
 import torch
 from builders import X, failing, half, managing, norm, refusing, silu
 
-from vllm_fl.contracts import contracts
 from vllm_fl.dispatch.context import policy_context
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.startup import Startup
@@ -24,7 +23,7 @@ from vllm_fl.errors import (
     UnknownOpError,
     VllmFLError,
 )
-from vllm_fl.plugins.registry import OpRegistry
+from vllm_fl.plugins.registry import OpRegistry, known_contracts
 from vllm_fl.plugins.types import BackendImplKind, OpImpl
 from vllm_fl.settings.loading import load_settings
 from vllm_fl.settings.policy import SelectionPolicy
