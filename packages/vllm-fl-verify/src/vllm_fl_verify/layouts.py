@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from vllm_fl.contracts.spec import OpSpec, Sample
 
 from .guarded import taken
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["enlarged", "relaid"]
 
@@ -61,8 +60,6 @@ def enlarged(spec: OpSpec, samples: Iterable[Sample]) -> Iterator[Sample]:
         spec: the contract; one whose batches cannot be rearranged has no such samples.
         samples: its samples.
     """
-    import torch
-
     seen = set()
     for sample in () if spec.stands else samples:
         count, given = spec.tokens(sample.args), tuple(map(_option, sample.args))
@@ -91,8 +88,6 @@ def _option(arg: Any) -> Any:
 
 def _stretched(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """These rows of a tensor, in its strides if its rows do not overlap."""
-    import torch
-
     drawn = taken(x, rows)
     ends = 1 + sum((n - 1) * step for n, step in zip(x.shape[1:], x.stride()[1:], strict=True))
     if not x.numel() or x.stride(0) < ends:
