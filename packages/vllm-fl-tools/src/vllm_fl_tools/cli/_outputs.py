@@ -1,4 +1,4 @@
-"""Find the operator that makes the outputs of a plan less exact than a baseline's.
+"""Find the operator that makes a plan less exact than a baseline.
 
 All engines get the same tokens, the answers of a float32 engine, and report the log-probability of
 each. The differences from the float32 engine are an engine's errors. A correct plan has errors,
@@ -39,13 +39,13 @@ and is correct. docs/measurements/verbs.md has the measurements of all limits.
 """
 
 MARGIN = 1.25
-"""The errors, and the number of large errors, of any correct plan, as a multiple of the baseline's.
+"""The margin of a correct plan, for the sizes and for the numbers of its errors.
 
-In a mixture of experts, each rounding more gives other experts to more tokens.
+In a mixture of experts, more rounding gives other experts to more tokens.
 """
 
 CHANCE = 3
-"""The standard deviations by which the number of large errors of a correct plan may be higher."""
+"""The margin of the numbers in addition, in standard deviations."""
 
 FLOOR = 1e-4
 """The least error of a baseline: a baseline in float32 has no error of its own, and sums of float32
@@ -145,7 +145,7 @@ class Outputs:
         return search(self.what, self._trial)
 
     def changes(self, parts: Collection[str]) -> Changes:
-        """The changes of settings under which the baseline's implementations run these parts."""
+        """The changes of settings that give these parts the implementations of the baseline."""
         changes = self._parts.changes({*parts} - self.differing.keys())
         for op in (part for part in parts if part in self.differing):
             label = self._theirs.get(op, STOCK)
@@ -182,11 +182,11 @@ class Outputs:
         most = max(_median(errors) / max(_median(own), FLOOR) for own, errors in pairs)
         _, above, far, allowed = max(excess(*pair) for pair in pairs)
         why = (
-            f"the median error is {most:.2f} times the baseline's, and the number of errors above "
-            f"{above:.2g} nats is {far} (limit {allowed})"
+            f"the median error is {most:.2f} times as large as in the baseline, and {far} errors "
+            f"are above {above:.2g} nats (limit {allowed})"
         )
         if scores == self._baseline:
-            why = "all log-probabilities are equal to the baseline's"
+            why = "plan and baseline return equal log-probabilities"
         facts = {"times": _finite(most), "above": above, "far": far, "far_allowed": allowed}
         return Verdict("wrong" if far > allowed or most == math.inf else "", why, facts=facts)
 
@@ -205,7 +205,7 @@ def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, flo
     If two counts are independent and have one mean, their difference has their sum as its variance.
 
     Args:
-        base, plan: the errors of the baseline and of the plan, of the same tokens.
+        base, plan: the errors of both at the same tokens.
 
     Returns:
         The ratio of the last two; the threshold; the number of the plan's errors above it; the
