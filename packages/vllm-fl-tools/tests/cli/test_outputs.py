@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_fl.errors import VllmFLError
-from vllm_fl_tools.cli._outputs import BASELINE, EXACT, PLAN, Outputs
-from vllm_fl_tools.cli._parts import Changes
+from vllm_fl_tools.cli._outputs import BASELINE, EXACT, FLOOR, PLAN, Outputs, excess
+from vllm_fl_tools.cli._parts import Changes, Parts
 from vllm_fl_tools.cli._search import Culprit
 
 OPS = ("rms_norm", "silu_and_mul", "rotary_embedding", "attention_backend")
 NOISE = 0.01
+RECORDED = json.loads(Path(__file__).with_name("errors.json").read_text())
+"""Model -> plan -> phase -> the number of errors of about FLOOR * 2 ** (n / 8) nats, for each n.
+
+SmolLM2-135M on a CPU, bfloat16, with bisect's own prompts. Each plan but stock replaces three ops.
+The mixture of experts is a tiny Mixtral with 1520 random tokens, computed by transformers.
+"""
+REPLACED = ("acme_off mm", "acme_off zeros")
+PART = {"kind": "name", "of": "acme", "setting": "acme_off"}
+PARTS = Parts(
+    {
+        "plugins": {"acme": {"release": "acme 1.0", "module": False}},
+        "lists": {"acme_off": {"variable": "ACME_OFF", "names": [], "allows": False}},
+        "parts": [PART | {"name": name, "what": f"operator {name}"} for name in ("mm", "zeros")],
+    }
+)
 
 Wrong = Callable[[frozenset[str]], float]
-"""The ops that the plan's own code computes -> the error in multiples of the noise."""
+"""The ops and operators of the plan's own code -> the error in multiples of the noise."""
 
 
 @dataclass
@@ -28,7 +45,7 @@ class Machine:
 
     Args:
         wrong: their error.
-        far: at how many of the forced tokens it is a whole nat instead.
+        far: at how many of the forced tokens it is a nat instead.
         own_far: at how many the baseline's is.
         started: of each engine, its kind and the ops that were left.
     """
@@ -46,7 +63,8 @@ class Machine:
 
     @contextmanager
     def start(self, kind: str, changes: Changes) -> Iterator[Engine]:
-        left = changes.orders
+        names = changes.values.get("ACME_OFF", ("", []))[1]
+        left = [*changes.orders, *(f"acme_off {name}" for name in names)]
         self.started.append((kind, frozenset(left)))
         if self.dies in left:
             raise VllmFLError(f"The engine without {sorted(left)} failed")
@@ -58,7 +76,7 @@ class Machine:
             self.running -= 1
 
     def run(self) -> tuple[str, list[Culprit], Outputs]:
-        search = Outputs(self.start, lambda vocabulary: [[3, 4, vocabulary]])
+        search = Outputs(self.start, lambda vocabulary: [[3, 4, vocabulary]], lambda: PARTS)
         return *search.search(), search
 
 
@@ -69,7 +87,8 @@ class Engine:
 
     def __init__(self, machine: Machine, kind: str, left: Collection[str]) -> None:
         self.machine, self.kind, self.left = machine, kind, left
-        theirs = {} if machine.is_stubborn else {op: machine.baseline.get(op) for op in left}
+        ops = [] if machine.is_stubborn else [op for op in OPS if op in left]
+        theirs = {op: machine.baseline.get(op) for op in ops}
         plan: dict[str, Any] = {op: {"impl": "vendor.acme"} for op in OPS}
         plan |= {op: entry or {"impl": "stock"} for op, entry in theirs.items()}
         self.report = {"ops": plan if kind == PLAN else machine.baseline}
@@ -80,11 +99,11 @@ class Engine:
         count = self.machine.tokens
         error, far = (0.0, 0) if self.kind == EXACT else (self.machine.noise, self.machine.own_far)
         if self.kind == PLAN:
-            ours = frozenset(op for op in OPS if op not in self.left)
+            ours = frozenset(part for part in (*OPS, *REPLACED) if part not in self.left)
             error = self.machine.noise * self.machine.wrong(ours)
             far = int(self.machine.far(ours))
         prefill = [[-2.0 + error / 2, -2.0 - error / 2]]
-        decode = [[-2.0 - 9 * far] * far + [-1.0 + error] * (count - far)]
+        decode = [[-2.0] * far + [-1.0 + error] * (count - far)]
         if self.kind == EXACT:
             decode = [[-1.0] * count]
         return {"tokens": [[9] * count], "prefill": prefill, "decode": decode}
@@ -96,10 +115,10 @@ def times(factor: float, *ops: str) -> Wrong:
 
 
 def test_a_correct_plan_takes_three_engines() -> None:
-    machine = Machine(lambda ours: 1.4)
+    machine = Machine(lambda ours: 1.2)
     status, found, search = machine.run()
     assert status == "right" and not found
-    assert search.plan.facts["times"] == pytest.approx(1.4)
+    assert search.plan.facts["times"] == pytest.approx(1.2)
     assert search.errors[BASELINE]["decode"] == pytest.approx(NOISE)
     assert [kind for kind, _ in machine.started] == [EXACT, BASELINE, PLAN]
     assert search.count == 3
@@ -115,18 +134,38 @@ def test_an_op_is_found(op: str) -> None:
     assert len(machine.started) <= 8
 
 
-@pytest.mark.parametrize(("own", "far", "is_named"), [(2, 6, False), (2, 7, True), (0, 1, True)])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [(model, plan) for model, plans in RECORDED.items() for plan in plans],
+)
+def test_recorded_plans(model: str, plan: str) -> None:
+    def errors(counts: list[int]) -> list[float]:
+        return [FLOOR * 2 ** (n / 8) for n, count in enumerate(counts) for _ in range(count)]
+
+    phases = RECORDED[model][plan].items()
+    stock = RECORDED[model]["stock"]
+    found = [excess(errors(stock[phase]), errors(counts)) for phase, counts in phases]
+    is_wrong = any(far > limit for *_, far, limit in found)
+    assert is_wrong == plan.startswith(("norm", "silu_and_mul")), found
+
+
+def test_an_operator_that_is_replaced_outside_the_plan_is_found() -> None:
+    status, (culprit,), search = Machine(times(2.0, "acme_off zeros")).run()
+    assert status == "found" and culprit.parts == ("acme_off zeros",)
+    assert search.what["acme_off zeros"] == "operator zeros"
+    changes = search.changes(culprit.parts)
+    assert changes.values == {"ACME_OFF": ("acme_off", ["zeros"])} and not changes.orders
+
+
+@pytest.mark.parametrize(
+    ("own", "far", "is_named"), [(0, 9, 0), (0, 10, 1), (2, 15, 0), (2, 16, 1)]
+)
 def test_chance_may_send_tokens_to_other_experts(own: int, far: int, is_named: bool) -> None:
-    machine = Machine(times(1.0), own_far=own, far=lambda ours: far if "rms_norm" in ours else own)
-    status, _, search = machine.run()
+    wrong = Machine(times(1.0), own_far=own, far=lambda ours: far if "rms_norm" in ours else own)
+    status, _, search = wrong.run()
     assert (status == "found") == is_named
-    facts = search.plan.facts
-    assert (facts["far"], facts["far_allowed"]) == (far, 3 * own)
-
-
-@pytest.mark.parametrize(("far", "status"), [(5, "right"), (6, "elsewhere")])
-def test_a_share_of_the_tokens_may_be_far_off(far: int, status: str) -> None:
-    assert Machine(times(1.0), tokens=256, far=lambda ours: far).run()[0] == status
+    assert search.plan.facts["far"] == far
+    assert search.plan.facts["far_allowed"] == (9, None, 15)[own]
 
 
 def test_ops_that_are_wrong_only_together() -> None:
@@ -139,7 +178,7 @@ def test_ops_in_which_the_two_agree_are_not_tried() -> None:
     machine = Machine(times(2.0, "rms_norm"), baseline=same)
     _, (culprit,), search = machine.run()
     assert culprit.parts == ("rms_norm",) and search.differing == {"rms_norm": "vendor.acme"}
-    assert [left for kind, left in machine.started if kind == PLAN] == [set(), {"rms_norm"}]
+    assert all(left <= {"rms_norm", *REPLACED} for _, left in machine.started)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

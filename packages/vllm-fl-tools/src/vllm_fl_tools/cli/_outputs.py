@@ -1,29 +1,30 @@
-"""Find the op that makes the outputs of a plan less exact than a baseline's.
+"""Find the operator that makes a plan less exact than a baseline.
 
 All engines get the same tokens, the answers of a float32 engine, and report the log-probability of
 each. The differences from the float32 engine are an engine's errors. A correct plan has errors,
 too, since it computes in the model's dtype: it is measured by a baseline in the same dtype.
 
-There are two measures. The median does not change if a rounding sends a few tokens of a mixture of
-experts to other experts; but it does not see an error in fewer than half of the tokens. The number
-of tokens that are far off does.
+A correct plan that rounds more often has larger errors at all tokens, by one factor. So the sizes
+of the errors are compared after division by that factor, above every threshold: low thresholds
+find an error of all tokens, and high thresholds an error of a few.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Protocol
 
 from vllm_fl.errors import VllmFLError
 
-from ._parts import Changes
+from ._parts import NAME, Changes, Parts
 from ._search import Culprit, Verdict, search
 
-__all__ = ["BASELINE", "EXACT", "LIMIT", "NEW_TOKENS", "PLAN", "PROMPTS", "Outputs", "Start"]
+__all__ = ["BASELINE", "EXACT", "NEW_TOKENS", "PLAN", "PROMPTS", "Outputs", "Start"]
 
 EXACT, BASELINE, PLAN = "float32", "baseline", "plan"
 """The kinds of engines."""
@@ -37,20 +38,18 @@ A plan that rounds twice where the baseline rounds once has about sqrt(2) = 1.41
 and is correct. docs/measurements/verbs.md has the measurements of all limits.
 """
 
-FAR = 10
-"""The error of a token that is far off, as a multiple of the baseline's median error.
+MARGIN = 1.25
+"""The margin of a correct plan, for the sizes and for the numbers of its errors.
 
-Rounding alone reached it at no token of any model without experts.
+In a mixture of experts, more rounding gives other experts to more tokens.
 """
 
-FAR_TIMES, FAR_SHARE = 3, 0.02
-"""The tokens of a correct plan that may be far off: a multiple of the baseline's, and in addition a
-share of all tokens. Chance decides which tokens get other experts: one correct plan had up to 2.3
-times as many as the baseline. The share is for baselines that have few."""
+CHANCE = 3
+"""The margin of the numbers in addition, in standard deviations."""
 
 FLOOR = 1e-4
-"""The least median error of a baseline: a baseline in float32 has no error of its own, and sums of
-float32 in another order differ by less."""
+"""The least error of a baseline: a baseline in float32 has no error of its own, and sums of float32
+in another order differ by less."""
 
 PROMPTS, NEW_TOKENS = 16, 32
 """The number of prompts that the limits need, and of tokens that are forced after each."""
@@ -88,17 +87,19 @@ class Outputs:
     Args:
         start: starts an engine.
         draw: makes the prompts.
+        listed: lists the parts of the plan's engine; only if the plan is wrong.
 
     Attributes:
         differing: op -> the plan's implementation, of the ops in which plan and baseline differ.
+        what: part -> its description: of these ops, and of operators replaced outside the plan.
         errors: kind of engine -> phase -> the median of its errors, in nats; None if one is not
             finite.
         plan: the verdict on the whole plan.
         count: the engines that have answered.
     """
 
-    def __init__(self, start: Start, draw: Draw) -> None:
-        self._start, self._draw = start, draw
+    def __init__(self, start: Start, draw: Draw, listed: Callable[[], Parts]) -> None:
+        self._start, self._draw, self._listed = start, draw, listed
         self.differing: dict[str, str] = {}
         self.errors: dict[str, dict[str, float | None]] = {}
         self.plan = Verdict()
@@ -137,29 +138,28 @@ class Outputs:
             scores = self._scored(engine)
             self.errors[PLAN] = self._medians(scores)
             self.plan = self._verdict(scores)
-        return search(self.differing, self._trial)
+        self.what = {op: f"{op} ({impl})" for op, impl in self.differing.items()}
+        if self.plan.how:
+            self._parts = self._listed()
+            self.what |= {key: p.what for key, p in self._parts.by_key.items() if p.kind == NAME}
+        return search(self.what, self._trial)
 
-    @property
-    def what(self) -> dict[str, str]:
-        """Op -> a description of the plan's part of it."""
-        return {op: f"{op} ({impl})" for op, impl in self.differing.items()}
-
-    def changes(self, ops: Iterable[str]) -> Changes:
-        """The changes of settings that leave these ops to the baseline's implementations."""
-        orders: dict[str, Sequence[str]] = {}
-        for op in ops:
+    def changes(self, parts: Collection[str]) -> Changes:
+        """The changes of settings that give these parts the implementations of the baseline."""
+        changes = self._parts.changes({*parts} - self.differing.keys())
+        for op in (part for part in parts if part in self.differing):
             label = self._theirs.get(op, STOCK)
             if "|" in label:
                 raise BisectError(
                     f"The baseline orders op '{op}' by size ({label}), which cannot be mixed with "
                     "the plan's: choose a policy without rows with --against"
                 )
-            orders[op] = [label if label == STOCK else f"impl:{label}"]
-        return Changes(orders)
+            changes.orders[op] = [label if label == STOCK else f"impl:{label}"]
+        return changes
 
     def _trial(self, on: tuple[str, ...]) -> Verdict:
-        """An engine with these ops of the plan, and the baseline's instead of the others."""
-        left = [op for op in self.differing if op not in on]
+        """An engine with these parts of the plan, and the baseline's instead of the others."""
+        left = [op for op in self.what if op not in on]
         if not left:
             return self.plan
         with self._start(PLAN, self.changes(left)) as engine:
@@ -178,22 +178,17 @@ class Outputs:
         return engine.ask("score", **self._asked)
 
     def _verdict(self, scores: Scores) -> Verdict:
-        times, counts = [], []
-        for phase in PHASES:
-            own, errors = self._errors(self._baseline, phase), self._errors(scores, phase)
-            unit = max(_median(own), FLOOR)
-            times.append(_median(errors) / unit)
-            far, theirs = (sum(not e <= FAR * unit for e in some) for some in (errors, own))
-            counts.append((far, FAR_TIMES * theirs + int(FAR_SHARE * len(own))))
-        most = max(times)
-        far, allowed = max(counts, key=lambda pair: (pair[0] - pair[1], pair[0]))
-        tokens = "1 token is" if far == 1 else f"{far} tokens are"
+        pairs = [(self._errors(self._baseline, p), self._errors(scores, p)) for p in PHASES]
+        most = max(_median(errors) / max(_median(own), FLOOR) for own, errors in pairs)
+        _, above, far, allowed = max(excess(*pair) for pair in pairs)
         why = (
-            f"the median error is {most:.2f} times the baseline's (limit {LIMIT}), and {tokens} "
-            f"far off (limit {allowed})"
+            f"the median error is {most:.2f} times as large as in the baseline, and {far} errors "
+            f"are above {above:.2g} nats (limit {allowed})"
         )
-        facts = {"times": _finite(most), "far": far, "far_allowed": allowed}
-        return Verdict("wrong" if most > LIMIT or far > allowed else "", why, facts=facts)
+        if scores == self._baseline:
+            why = "plan and baseline return equal log-probabilities"
+        facts = {"times": _finite(most), "above": above, "far": far, "far_allowed": allowed}
+        return Verdict("wrong" if far > allowed or most == math.inf else "", why, facts=facts)
 
     def _errors(self, scores: Scores, phase: str) -> list[float]:
         """The difference of each token's log-probability from the float32 engine's, in nats."""
@@ -202,6 +197,31 @@ class Outputs:
 
     def _medians(self, scores: Scores) -> dict[str, float | None]:
         return {phase: _finite(_median(self._errors(scores, phase))) for phase in PHASES}
+
+
+def excess(base: Collection[float], plan: Collection[float]) -> tuple[float, float, int, int]:
+    """Find the threshold above which a plan has the most errors, relative to the limit.
+
+    If two counts are independent and have one mean, their difference has their sum as its variance.
+
+    Args:
+        base, plan: the errors of both at the same tokens.
+
+    Returns:
+        The ratio of the last two; the threshold; the number of the plan's errors above it; the
+        limit of that number.
+    """
+    own = sorted(max(error, FLOOR) for error in base)
+    errors = sorted(error if math.isfinite(error) else math.inf for error in plan)
+    scale = min(max(_median(errors) / (_median(own) or FLOOR), MARGIN), LIMIT)
+
+    def at(threshold: float) -> tuple[float, float, int, int]:
+        mean = MARGIN * (len(own) - bisect_right(own, threshold))
+        limit = int(mean + CHANCE * (CHANCE / 2 + math.sqrt(2 * mean + CHANCE**2 / 4)))
+        far = len(errors) - bisect_right(errors, scale * threshold)
+        return far / limit, scale * threshold, far, limit
+
+    return max(map(at, own[len(own) // 2 :] or (FLOOR,)))
 
 
 def _implementations(engine: Running) -> dict[str, str]:

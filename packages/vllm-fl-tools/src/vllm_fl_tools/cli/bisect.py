@@ -35,7 +35,7 @@ from ._engines import (
     takes_model,
 )
 from ._options import positive_seconds
-from ._outputs import BASELINE, EXACT, LIMIT, NEW_TOKENS, PLAN, PROMPTS, Outputs
+from ._outputs import BASELINE, EXACT, NEW_TOKENS, PLAN, PROMPTS, Outputs
 from ._parts import Changes, listed
 from ._progress import doing
 from ._search import Culprit
@@ -223,7 +223,7 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         raise UsageError("--against reference: no loaded plugin provides a reference backend")
     prompts = None if arguments.prompts is None else _prompts(model, arguments.prompts)
     if prompts is not None and len(prompts) < PROMPTS:
-        few = f"with fewer than {PROMPTS} prompts, a correct plan may be found to be wrong"
+        few = f"with fewer than {PROMPTS} prompts, an error in a few elements may be missed"
         say(f"vllm-fl: --prompts {arguments.prompts}: {few}", error=True)
     length = PROMPT_TOKENS if prompts is None else max(map(len, prompts))
 
@@ -258,13 +258,13 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
             environment = _baseline(REFERENCE if is_disabled else against)
         if is_disabled:
             environment[Settings.enabled.variable] = "0"
-        name = _name(kind, against, changes.orders)
+        name = _name(kind, against, [*changes.orders, *changes.values])
         with running(
             name, model, options, {**environment, **ALIKE}, steps_aside=is_disabled
         ) as engine:
             yield engine
 
-    search = Outputs(start, draw)
+    search = Outputs(start, draw, lambda: listed(os.environ))
     finding = _finding(search)
     return finding and {
         **finding,
@@ -273,7 +273,6 @@ def _outputs(arguments: argparse.Namespace, folder: str) -> dict[str, Any] | Non
         "errors": search.errors,
         "plan": search.plan.why,
         **search.plan.facts,
-        "limit": LIMIT,
         "new_tokens": NEW_TOKENS,
     }
 
@@ -313,11 +312,8 @@ def _encoded(model: str, texts: list[str]) -> list[list[int]]:
 
 
 def _name(kind: str, against: str, left: Collection[str]) -> str:
-    if kind == EXACT:
-        return "in float32"
-    if kind == BASELINE:
-        return f"of the baseline ({against})"
-    return f"of the plan, without its {', '.join(left)}" if left else "of the plan"
+    plan = f"of the plan, with other settings of {', '.join(left)}" if left else "of the plan"
+    return {EXACT: "in float32", BASELINE: f"of the baseline ({against})"}.get(kind, plan)
 
 
 def _baseline(against: str) -> dict[str, str]:

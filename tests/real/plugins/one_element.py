@@ -1,0 +1,29 @@
+"""A backend whose norms triple one element in 9 973."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_fl import BackendImplKind, OpImpl, hookimpl
+from vllm_fl_reference.impl import normalization
+
+STEP = 9973
+
+
+def rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    found = normalization.rms_norm(x, residual, weight, epsilon, variance_size)
+    normed = found if residual is None else found[0]
+    normed.view(-1)[STEP // 2 :: STEP] *= 3
+    return found
+
+
+@hookimpl
+def register_ops() -> list[OpImpl]:
+    kind = BackendImplKind.VENDOR
+    return [OpImpl("rms_norm", "vendor.oneelement", kind, rms_norm, "oneelement")]
