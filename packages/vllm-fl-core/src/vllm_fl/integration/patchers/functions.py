@@ -97,7 +97,8 @@ class _Function(Replacement):
 class Functions(Taking):
     """Replaces Python functions and methods of vLLM."""
 
-    kind, section = FunctionTarget, "functions"
+    kind = FunctionTarget
+    key = "functions"
 
     def note(self, plan: Plan, op: str) -> str:
         why = "its implementations take the calling layer, and a function has none"

@@ -150,7 +150,8 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
 class Operators(Taking):
     """Overrides kernels of vLLM's torch operators."""
 
-    kind, section = OperatorTarget, "operators"
+    kind = OperatorTarget
+    key = "operators"
 
     def note(self, plan: Plan, op: str) -> str:
         """Return why none of a planned op's operators is overridden; empty if they may be.

@@ -184,10 +184,10 @@ class Taking(Patcher):
     """The base of the patchers of such targets.
 
     Attributes:
-        section: the key of the choice in the digest, and of the targets in the worker's report.
+        key: the key of the choice in the digest, and of the targets in the worker's report.
     """
 
-    section: str
+    key: str
 
     def note(self, plan: Plan, op: str) -> str:
         """Return why no target of a planned op is replaced; empty if they may be."""
@@ -271,13 +271,13 @@ class Taking(Patcher):
     def choose(self, engine: Engine) -> dict[str, Any]:
         chosen = self.choice(engine.plan, installed_bindings(), engine.device, engine.facts.dtype)
         engine.state[type(self)] = chosen
-        return {self.section: chosen.names}
+        return {self.key: chosen.names}
 
     def apply(self, engine: Engine) -> None:
         self.take(engine, engine.state[type(self)])
 
     def report(self, engine: Engine) -> dict[str, Any]:
-        return {self.section: self.told(engine, engine.state[type(self)])}
+        return {self.key: self.told(engine, engine.state[type(self)])}
 
 
 def _give_back(engine: Engine, ours: Replacement) -> None:
