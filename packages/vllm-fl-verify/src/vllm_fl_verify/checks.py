@@ -113,7 +113,7 @@ def _in_another_thread(run: Run, form: Form) -> Objections:
 def _dirty_memory(run: Run) -> Objections:
     """Compare calls that find NaN in memory which nothing has written."""
     counts = {run.trials.few, *run.trials.among(LARGE_COUNTS)}
-    for form in () if run.spec.gives_caches else run.forms:
+    for form in () if run.spec.caches else run.forms:
         form.switch(large=False)
         with dirty_memory():
             yield from run.batches(form, _in_turn(counts))
