@@ -185,7 +185,8 @@ def test_each_is_judged_on_its_own_and_says_why(fl: Command, plugin: Plugin) -> 
     assert results["vendor.infinite"]["worst"] is None  # JSON has no infinity
     assert "the device table is missing" in results["vendor.broken"]["findings"][0]["reason"]
     assert "no_such_attribute" in results["vendor.careless"]["findings"][0]["reason"]
-    (refusal,) = results["vendor.picky"]["findings"]
+    refusal, enlarged = results["vendor.picky"]["findings"]
+    assert enlarged == {**refusal, "sample": "3-D, 300 rows"}
     assert refusal == {
         "sample": "3-D",
         "status": "refused",
