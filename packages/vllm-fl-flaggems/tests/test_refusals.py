@@ -55,6 +55,7 @@ REFUSED = {
         "sigmoid with bias, scaled",
         "sigmoid with bias, plain",
         "softmax with bias, scaled",
+        "bias below 0",
         "one expert, plain",
     },
     "grouped_topk": {
