@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import wraps
 from typing import Any
 
 from cast_order import rms_norm as right
@@ -11,15 +12,10 @@ from torch import Tensor
 from vllm_fl import BackendImplKind, OpImpl, hookimpl
 
 
-def rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> Any:
+@wraps(right)
+def rms_norm(x: Tensor, *others: Any) -> Any:
     """As `cast_order.rms_norm`, times the number in WRONG_BY at a width of 32."""
-    found = right(x, residual, weight, epsilon, variance_size)
+    found = right(x, *others)
     return found * float(os.environ["WRONG_BY"]) if x.shape[-1] == 32 else found
 
 
