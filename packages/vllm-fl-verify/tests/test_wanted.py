@@ -29,7 +29,7 @@ from vllm_fl.contracts.outputs import Output
 from vllm_fl.plugins.registry import known_contracts
 from vllm_fl_verify.form import Form
 from vllm_fl_verify.guarded import guarded
-from vllm_fl_verify.oracle import told, wanted_of, worst
+from vllm_fl_verify.oracle import measures, wanted_of, worst
 from vllm_fl_verify.trials import as_provided
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def judged(got: Any, exact: Any, *outputs: Output, **options: Any) -> tuple[floa
 def lean_of(got: Any, exact: Any) -> dict[str, float]:
     """How `got` leans, where the oracle gives `exact`."""
     wanted = wants(got, exact, Within({str(got.dtype)[6:]: Tolerance(1.0, 1.0, "any")}))
-    return told(got, wanted, "leans")
+    return measures(got, wanted, "leans")
 
 
 def wants(got: Any, exact: Any, *outputs: Output, **options: Any) -> Any:

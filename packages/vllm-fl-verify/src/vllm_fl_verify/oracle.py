@@ -197,7 +197,7 @@ def worst(got: Any, wanted: Iterable[Wanted | None], places: Tokens = None) -> O
     return largest, ""
 
 
-def told(
+def measures(
     got: Any, wanted: Iterable[Wanted | None], what: Literal["leans", "slope"]
 ) -> dict[str, float]:
     """Result -> a measure of its errors, if it has enough elements; arguments as for `worst`."""

@@ -276,7 +276,7 @@ class Trials:
                     passed.setdefault((number, given[0].name), given)
         return [Form(self.spec, *pair) for pair in (passed.values() or pairs)]
 
-    @property
+    @cached_property
     def promises_nan(self) -> bool:
         """Whether the contract says what a row with NaN gives."""
         named = (

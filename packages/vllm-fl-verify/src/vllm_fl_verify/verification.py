@@ -20,7 +20,7 @@ from vllm_fl.text import clean, quote
 
 from .guarded import Guarded, guarded
 from .layouts import enlarged, relaid
-from .oracle import closed, parts, told, wanted_of, worst
+from .oracle import closed, measures, parts, wanted_of, worst
 from .wanted import Off, Wanted
 
 T = TypeVar("T")
@@ -256,7 +256,7 @@ def compare(
     if sample.relaid or sample.enlarged:  # with the numbers of another sample
         return Comparison(*fixed, "ok", share)
     kept = closed(got, sample)
-    leans, slopes = told(kept, wanted, "leans"), told(kept, wanted, "slope")
+    leans, slopes = measures(kept, wanted, "leans"), measures(kept, wanted, "slope")
     return Comparison(*fixed, "ok", share, leans=leans, slopes=slopes)
 
 
