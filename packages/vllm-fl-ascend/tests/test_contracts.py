@@ -57,6 +57,7 @@ REFUSED = {
     "quant_int8": {
         "static": "scale is None",
         "static, saturating on both sides": "scale is None",
+        "static, beyond 32767 steps": "scale is None",
         "static, azp": "scale is None",
         "static, 0 tokens": "scale is None",
         "asymmetric": "asymmetric is None",
