@@ -177,7 +177,7 @@ def _dtype(name: str, call: Call) -> torch.dtype:
 
 
 def scalar(where: str = "") -> Argument:
-    """Declare a finite number."""
+    """Declare a finite int or float."""
     return Argument(kind="float", classes=(int, float), where=where)
 
 

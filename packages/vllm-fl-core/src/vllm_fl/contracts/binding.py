@@ -141,7 +141,6 @@ class Contract:
 
     @property
     def name(self) -> str:
-        """The op's name."""
         return self.spec.name
 
 

@@ -299,7 +299,6 @@ class OpSpec:
 
     @property
     def name(self) -> str:
-        """The op's name."""
         return self.oracle.__name__
 
     @cached_property

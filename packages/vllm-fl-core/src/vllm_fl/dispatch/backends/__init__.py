@@ -1,1 +1,1 @@
-"""Where plugins of the older form expect `base.Backend`."""
+"""The package from which plugins of the older form import `base.Backend`."""
