@@ -203,8 +203,8 @@ class ServingError(VllmFLError):
     """A serving implementation was found to be incorrect, such as after an update of the weights.
 
     Attributes:
-        wrong: (op, impl id) -> the reason, for each incorrect implementation. `op` and `impl` are
-            those of the first.
+        wrong: (op, impl id) -> the reason, for each incorrect implementation. `op` and `impl` refer
+            to the first.
     """
 
     code = "FL504"

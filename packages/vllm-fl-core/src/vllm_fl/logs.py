@@ -92,7 +92,7 @@ def quiet(level: int) -> AbstractContextManager[None]:
 def silence(*, ours: bool = True) -> AbstractContextManager[None]:
     """In the block, hide the records of this thread from all loggers, except errors.
 
-    Records of other threads are shown, such as those of the watchdog for slow code.
+    Other threads can still log, such as the watchdog for slow code.
 
     Args:
         ours: whether to hide the records of vllm-fl's loggers as well.

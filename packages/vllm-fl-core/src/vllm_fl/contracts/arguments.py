@@ -1,8 +1,8 @@
 """Declarations of a contract's arguments. They define its check, fake and schema.
 
 Shapes are written as in docstrings: `tokens, hidden` or `..., 2 * d`. A name is an argument, or a
-size that the first tensor with this name sets. Conditions on them are Python expressions, such as
-`2 * half <= head_size`.
+size that is set by its first occurrence. Conditions are Python expressions with these names, such
+as `2 * half <= head_size`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ Problem = tuple[str, str] | None
 FLOATING = ("float32", "float16", "bfloat16")
 
 Call = dict[str, Any]
-"""The arguments of a call by name, and the sizes found in them so far. The key `...` has the tuple
-of the leading dimensions."""
+"""The arguments of a call by name, and the sizes found so far; the size `...` is a tuple."""
 
 DIMENSION = cache(re.compile(r"(?:(\d+) \* )?([^\W\d]\w*|\.\.\.)").fullmatch)
-"""Matches a named size or a multiple of a named size, with the groups (factor, name)."""
+"""Matches a named size or its multiple, with the groups (factor, name)."""
 
 _compiled = cache(lambda expression: compile(expression, f"<{expression}>", "eval"))
 
@@ -62,11 +61,11 @@ class Argument:
     may_be_none: bool = False
 
     def optional(self) -> Self:
-        """Return this declaration with None as another valid value."""
+        """Return the declaration with None as another valid value."""
         return replace(self, may_be_none=True)
 
     def problem(self, name: str, value: Any, call: Call) -> Problem:
-        """Return (name, problem) for a value that is not None, or None if the value is valid."""
+        """Return the problem of a value that is not None."""
         is_flag = isinstance(value, bool)
         if not isinstance(value, self.classes) or (is_flag and bool not in self.classes):
             wanted = " or ".join(each.__name__ for each in self.classes)
@@ -91,20 +90,17 @@ class Tensor(Argument):
     may_be_one: bool = False
 
     def or_one(self) -> Self:
-        """Return this declaration with one number for all rows as another valid value.
-
-        Such a tensor has one element and at most one dimension.
-        """
+        """Return the declaration of a tensor or one number for all rows, in at most 1-D."""
         return replace(self, may_be_one=True)
 
     def is_one(self, value: torch.Tensor) -> bool:
-        """Whether a value is one number for all rows, and so has no rows itself."""
+        """Whether a value is one number for all rows."""
         return self.may_be_one and value.ndim < 2
 
     def meet(self, x: torch.Tensor, call: Call) -> list[tuple[str, Any]]:
         """Return (declared dimension, size) for each dimension, and add new sizes to the call.
 
-        Empty if the tensor has another number of dimensions than declared.
+        Empty if the number of dimensions differs.
         """
         shape = "" if self.is_one(x) else self.shape
         names = (shape or "1").split(", ")
@@ -140,7 +136,7 @@ class Tensor(Argument):
         return _broken(name, self.values, (low, high), call | {"low": low, "high": high})
 
     def empty(self, call: Call) -> torch.Tensor | None:
-        """Return an uninitialised result of this shape and dtype, for the contract's `fake`."""
+        """Return an uninitialised tensor, for the contract's `fake`."""
         if self.other and call[self.other] is None:
             return None
         shape: list[Any] = []
@@ -151,14 +147,14 @@ class Tensor(Argument):
 
 
 def _settled(argument: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return a `like` declaration with the shape of the argument that it refers to."""
+    """Return a `like` declaration with the shape of its argument."""
     if getattr(argument, "other", ""):
         return replace(argument, shape=arguments[argument.other].shape)
     return argument
 
 
 def has_rows(x: torch.Tensor) -> bool:
-    """Whether a tensor has several rows and is not empty. Bad inputs are made from such calls."""
+    """Whether a tensor has several rows and elements, and so can be changed to a bad input."""
     return x.shape[:1] > (1,) and x.numel() > 0
 
 
@@ -167,8 +163,7 @@ def _first(call: Call) -> tuple[str, torch.Tensor]:
 
 
 def _dtype(name: str, call: Call) -> torch.dtype:
-    """Return the dtype with this name, the dtype of the argument with this name, or the dtype that
-    this argument (a string) names."""
+    """Return the dtype of this name, or of the argument of this name (a tensor or a string)."""
     import torch
 
     named = call.get(name, name)
@@ -202,7 +197,7 @@ def tensor(shape: str, *dtypes: str, where: str = "", values: str = "") -> Tenso
     Args:
         shape: an expression for each dimension, with `...` in front for any leading dimensions;
             empty for one number in any shape.
-        dtypes: names of dtypes, of tensors with the same dtype, or of string arguments that name
+        dtypes: dtypes by name, tensors with the same dtype, or string arguments with the name of
             the dtype. By default float32, float16 or bfloat16; for a result, the dtype of the
             first tensor.
         where: a further condition on the sizes; empty for none.
@@ -218,10 +213,7 @@ def integers(shape: str, values: str = "", where: str = "") -> Tensor:
 
 
 def like(other: str) -> Tensor:
-    """Declare a tensor with the shape and dtype of the argument `other`.
-
-    As a result it is None if that argument is None.
-    """
+    """Declare a tensor with the shape and dtype of an argument. A result is None if that is."""
     return Tensor(kind="Tensor", shape="", dtypes=(other,), other=other)
 
 
@@ -240,14 +232,14 @@ def declared(
     Args:
         oracle: see `OpSpec`.
         arguments: parameter -> its declaration, in the order of the checks.
-        results: their declarations; or `fake`, if the results depend on more than sizes.
-        also: the parameters -> a problem of the call, when each argument is valid by itself.
+        results: their declarations; or `fake`, if they depend on more than sizes.
+        also: the parameters -> a problem of the call, if each argument is valid by itself.
         bad: the arguments of a sample by name -> (name, changes) of further calls that `check` must
             refuse. The conformance kit derives bad calls from the declarations itself.
         overwrites: see `Variant`. These arguments are `consumable`.
         more: other fields of `OpSpec`. By default `variants` is one variant with all parameters,
-            and `by_token` the tensors with the first dimension `tokens` or `...`. An op without a
-            target in vLLM needs no `served`.
+            and `by_token` the tensors with the first dimension `tokens` or `...`. `served` is only
+            required for an op with a target in vLLM.
 
     Raises:
         ValueError: a parameter is not declared, or `OpSpec` raised it.
@@ -261,7 +253,6 @@ def declared(
     defaults = {name: parameter.default for name, parameter in parameters.items()}
 
     def called(args: Iterable[Any]) -> Call:
-        """Return a call by parameter, without sizes."""
         return defaults | dict(zip(parameters, args, strict=False))
 
     @wraps(oracle)

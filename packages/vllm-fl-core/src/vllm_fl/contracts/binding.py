@@ -66,23 +66,23 @@ class Binding:
             None: any model may have it.
         between_graphs: whether vLLM calls the op between the pieces of its piecewise CUDA graphs
             (`splitting_ops`: attention, linear attention). In a prefill step the host then launches
-            it at captured sizes also, and `vllm-fl tune` includes the launch time.
-        formerly: ops of vllm-plugin-FL with the same target and other parameters. A setting that
-            uses one of them gets a warning that names this op.
-        former_layers: names of the op's layers in vllm-plugin-FL's lists of layers. If a setting
-            uses one that the installed vLLM lacks, this is a warning instead of an error.
+            it even at captured sizes, and `vllm-fl tune` includes the launch time.
+        formerly: ops of vllm-plugin-FL with the same target and other parameters. For a setting
+            with such a name, a warning suggests this op.
+        former_layers: the op's layers in vllm-plugin-FL's lists of layers. A setting with such a
+            name is a warning, not an error, if the installed vLLM lacks the layer.
         batch_invariant: the vLLM code that VLLM_BATCH_INVARIANT requires instead of the op, such as
             `vLLM's own kernel`: with that variable the op stays `stock`. Empty for none.
         needs: names that the targets call or read, such as `vllm.package.module:Class.method`. If
-            the installed vLLM lacks a name, the op stays `stock`, and the reason is reported. The
-            classes and functions that are targets themselves need no entry.
-        shared: dictionaries in which vLLM keeps layers of the op for all models of a process, such
-            as `vllm.package.module:TABLE`. They are required like `needs`, and are emptied before a
+            the installed vLLM lacks a name, the op stays `stock`, and the reason is reported. Not
+            necessary for the classes and functions of the targets.
+        shared: dictionaries that contain layers of the op for all models of a process, such as
+            `vllm.package.module:TABLE`. They are required like `needs`, and are emptied before a
             model is built.
         products: whether the op is a matrix product of the model. Matrix products are most of the
-            device's work in large batches: if they keep the device busy for longer than the host
-            needs for a layer, `vllm-fl tune` ignores launch times. False for an op that includes
-            the product of another op, which would be counted twice.
+            device's work in large batches: if they take longer than the host needs for a layer,
+            `vllm-fl tune` ignores launch times. False for an op that includes the product of
+            another op: that would be counted twice.
         calls_operators: whether vLLM's implementation of the op calls operators that are targets of
             other ops. A model with this op may then use those ops without having their layers, and
             `vllm-fl tune` does not assume that they are compiled by range of sizes.
@@ -191,5 +191,5 @@ def with_values(values: Mapping[str, float | None]) -> ModelSizes:
 def _size(rule: SizeRule, config: Any) -> float | None:
     try:
         return rule.ask(config)
-    except Exception:  # each model has its own configuration class, which may lack anything
+    except Exception:  # configuration classes differ by model, and may lack any attribute
         return None

@@ -62,8 +62,8 @@ class QuantisedPair:
     the op does. The value's dtype is an integer or floating-point one (`int8`, `float8_e4m3fn`)
     with one element for each number: packed dtypes are not supported. The scale is one number (any
     shape of one element), one for each row (the value's shape without its last dimension), or one
-    for each group: each dimension of the value is divided into groups of equal size, of which the
-    last may be smaller.
+    for each group: each dimension of the value is divided into groups of equal size, but the last
+    may be smaller.
 
     Args:
         steps: the largest error of value * scale, in steps of the value's dtype at that number: 1.0
@@ -94,9 +94,9 @@ class Routing:
     Args:
         scores: the contract's parameters -> (tokens, experts), fp64; the oracle chooses the k
             highest.
-        margin: the difference above which the order of two scores of magnitude 1 is certain, in
-            units of the scores; larger than the error of computing them in fp32. It is multiplied
-            by `Sample.scale`, as `atol` is.
+        margin: the largest difference between tied scores of magnitude 1, in units of the scores;
+            larger than the error of computing them in fp32. Like `atol` it is multiplied by
+            `Sample.scale`.
         tolerances: for the weights; if empty, the contract's tolerances apply.
     """
 

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["Bound", "Route", "Selection", "by_contract", "by_target", "put"]
 
 Bound = Callable[..., Any]
-"""An op as a function of the contract's parameters, or of a target's parameters."""
+"""An op as a function of the parameters of its contract or of a target."""
 
 Selection = Callable[..., Any]
-"""A function of some of the parameters, which it takes by name."""
+"""A function of some parameters, selected by the names in its signature."""
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The conversion of a target's arguments to the contract's, and of the op's results back.
+    """The conversion of arguments from a target to the contract, and of the op's results back.
 
-    A parameter of the contract that is not declared is the target's parameter with the same name.
-    If the target has none, the contract's default is used.
+    A parameter of the contract that is not declared is the target's parameter with the same name,
+    or otherwise has its default.
 
     Args:
         args: the contract's parameter -> a parameter of the target, such as `{"x": "input"}`, or a
@@ -64,7 +64,7 @@ class Route:
     def __call__(self, bound: Bound) -> Bound:
         """Raise TypeError: the registry replaces declared routes by functions (`Binding.routed`).
 
-        With this method a route has the type of the functions that a target may have instead.
+        The method only gives a route the same type as the function that a target may have instead.
         """
         raise TypeError("a declared route is called by the bindings of the registry alone")
 
@@ -93,7 +93,7 @@ def by_target(route: Route, parameters: tuple[str, ...], spec: OpSpec, op: Bound
             return _put(result, _op(input))
 
     Raises:
-        TypeError: the route has no value for one of the contract's arguments, or uses an unknown
+        TypeError: the route has no value for a parameter of the contract, or uses an unknown
             parameter.
     """
     source, defaults = _Source({"_op": op, "_put": put}, route.constants), _defaults(spec)
@@ -129,7 +129,7 @@ def by_contract(route: Route, parameters: tuple[str, ...], spec: OpSpec, own: Bo
             return _to_result
 
     Raises:
-        TypeError: the route has no value for one of the target's arguments, or uses an unknown
+        TypeError: the route has no value for a parameter of the target, or uses an unknown
             parameter.
     """
     scope = {"_own": own, "_fake": spec.fake, "_parts": _parts}
@@ -201,7 +201,7 @@ class _Source:
         return found
 
     def call(self, selection: Selection, known: Collection[str], *first: str) -> str:
-        """Return the source of a call with `first` and the `known` parameters that it takes."""
+        """Return the source of a call with `first` and the selected `known` parameters."""
         names = list(inspect.signature(selection).parameters)[len(first) :]
         if unknown := [name for name in names if name not in known]:
             raise TypeError(f"a function of the route takes {unknown[0]!r}, which is no parameter")
@@ -252,7 +252,7 @@ def _listed(out: str | tuple[str, ...], names: Sequence[str]) -> str:
 
 
 def _parts(made: Any, count: int) -> tuple[Any, ...]:
-    """Return `count` results, with None for those that a call does not have."""
+    """Return `count` results, with None for missing ones."""
     parts = made if isinstance(made, tuple) else (made,)
     return (*parts, *[None] * count)[:count]
 

@@ -12,8 +12,8 @@ __all__ = ["Source", "peak", "positions"]
 _POWERS = tuple(2**n for n in range(11, 24))
 
 UNIQUE_ROWS = 257
-"""The most rows that are generated. A larger tensor repeats them in random order: rows at a fixed
-distance then differ, and the largest batch of a model takes no time to make."""
+"""The most rows to generate. A larger tensor repeats them in random order: rows at a fixed distance
+then differ, and a model's largest batch is made quickly."""
 
 
 class Source:
@@ -49,9 +49,9 @@ class Source:
         return block if rows == shape[0] else block[self.rows(shape[0])]
 
     def rows(self, count: int) -> torch.Tensor:
-        """Return (count,), int64: the index of the generated row for each row of a tensor.
+        """Return (count,), int64: for each row of a tensor the index of its generated row.
 
-        All generated rows come first, followed by random ones.
+        The indices begin with all generated rows in order; the rest are random.
         """
         import torch
 
@@ -82,9 +82,10 @@ def peak(dtype: torch.dtype) -> float:
 def positions(count: int, length: int, generator: torch.Generator) -> torch.Tensor:
     """Draw the positions of a batch's tokens in their sequences.
 
-    The batch has prompts one after another, so that positions increase, jump back and increase
-    again; some begin in the middle of their sequence. Between the prompts are decoding sequences:
-    three at one random position, others at the first and last position and near powers of two.
+    The batch alternates between prompts and decoding sequences. Positions increase in a prompt and
+    jump back after it; some prompts begin in the middle of their sequence. Of the decoding
+    sequences three are at one random position, the others at the first and last position and near
+    powers of two.
 
     Args:
         count: number of tokens.

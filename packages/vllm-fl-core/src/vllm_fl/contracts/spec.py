@@ -22,7 +22,7 @@ __all__ = ["BadInput", "ModelSizes", "OpSpec", "Sample", "Tolerance", "Variant"]
 _PARAMETER = re.compile(
     r"""(?P<type>\w[^\s,="']*)\s+(?P<name>\w+)(?:=(?:"[^"]*"|'[^']*'|\[[^\]]*\]|[^,]*))?(?:,|$)"""
 )
-"""One parameter of a torch schema, with a default that may be quoted and contain a comma."""
+"""Matches a parameter of a torch schema. Its default may be quoted and contain a comma."""
 
 
 def differs(value: object, default: object) -> bool:
@@ -118,7 +118,6 @@ class ModelSizes:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The names of the unknown sizes."""
         own = (f.name for f in fields(self) if getattr(self, f.name) is None)
         return (*own, *(name for name, value in self.more.items() if value is None))
 
@@ -152,7 +151,6 @@ class Variant:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the schema's parameters, in order."""
         return tuple(self.types)
 
     @cached_property
@@ -179,10 +177,10 @@ class OpSpec:
     """The contract of one op.
 
     Args:
-        oracle: the reference: computes the op in fp64 with plain torch and returns fp64. It has the
-            parameters of the contract, and its docstring is the op's documentation.
+        oracle: computes the reference result in fp64 with plain torch. Its signature is that of the
+            contract, and its docstring documents the op.
         variants: the torch.library signatures; together they cover every valid call.
-        fake: the parameters -> empty tensors with the shapes and dtypes of the results.
+        fake: the parameters -> uninitialised tensors with the shapes and dtypes of the results.
         check: the parameters -> None, or (parameter, problem). Called only after an exception and
             by the conformance kit, never on a call path.
         samples: (dtype, device) -> calls that every implementation must compute correctly.
@@ -205,17 +203,17 @@ class OpSpec:
         layer: the parameters of `from_layer`, by name -> a stand-in for a vLLM layer that provides
             them. Used without a model, for implementations that take the layer.
         plain: the parameters -> True, or why the call is unsupported by an implementation that
-            takes the layer. Such an implementation reads the layer itself, and older ones only
-            support plain layers. If layers start to provide another parameter, `plain` must refuse
-            it, since older implementations do not read it. None: every layer is plain.
+            takes the layer. Older implementations only support plain layers. If layers start to
+            provide another parameter, `plain` must refuse it, since older implementations do not
+            read it from the layer. None: every layer is plain.
         dtypes: the dtypes of the inputs, by name (`float32`, `float16`, `bfloat16`; for a contract
             with only integers, their dtypes). Samples are made and run in each. Empty: the keys of
             `tolerances`.
         outputs: how each result is compared, in order; a call may lack the last ones. Empty: each
             result must be within its tolerance.
         whole_batch: whether a result depends on more rows than its own, or has no row per token
-            (one scale for a whole tensor, ids sorted by expert). Startup then computes the oracle
-            again for each batch, which takes longer.
+            (one scale for a whole tensor, ids sorted by expert). Startup then has to compute the
+            oracle for each batch, which is slow.
         ignores_repeats: with `whole_batch`: whether repeated and reordered rows leave the results
             of each row unchanged, and the results that belong to no row (true for a maximum or a
             cache; false for a sum, an order or a position). Startup's large batches repeat a few
@@ -223,12 +221,12 @@ class OpSpec:
         stands: whether rows cannot be recombined into other batches, because tokens belong to
             sequences or have states. Startup then runs the served calls unchanged, at a few token
             counts.
-        part: the parameters -> the arguments of a call with the same results that contains only the
+        part: the parameters -> the arguments of a call with the same results, which has only the
             parts of large weights that the call reads (the experts of its rows). Used to compare
             calls with weights that are too large to copy. None: not possible.
         read_whole: the parameters without a row per token that every call reads completely, such as
-            the weight of a layer. `vllm-fl tune` counts their bytes, and uses several copies in
-            rotation, to keep them from staying in a cache between calls.
+            the weight of a layer. `vllm-fl tune` counts their bytes, and rotates through copies to
+            keep them out of caches.
         arguments: parameter -> its declaration (`contracts/arguments.py`), if the contract has
             them. The conformance kit derives further bad inputs from it.
         group: the name of a group of ops, such as `norms`, which settings select by `group:NAME`;
@@ -236,9 +234,9 @@ class OpSpec:
 
     Raises:
         ValueError: the parts contradict each other: a parameter that cannot be passed both by
-            position and by name, no dtypes, an output without a tolerance, a variant whose number
-            of results does not match `outputs`, `ignores_repeats` without `whole_batch` or with
-            `stands`, a group that is not an identifier, or a parameter that the oracle lacks.
+            position and by name, no dtypes, an output without a tolerance, a variant with a number
+            of results that does not match `outputs`, `ignores_repeats` without `whole_batch` or
+            with `stands`, a group that is not an identifier, or a parameter that the oracle lacks.
     """
 
     oracle: Callable[..., Any]
@@ -308,7 +306,6 @@ class OpSpec:
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters, in order."""
         return tuple(self.signature.parameters)
 
     def tolerance(self, dtype: torch.dtype, output: Output | None = None) -> Tolerance:
@@ -367,7 +364,6 @@ class OpSpec:
         return frozenset(p for p in declared if p in present and self.consumed_with[p] <= present)
 
     def named(self, arguments: Iterable[Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
         return dict(zip(self.parameters, arguments, strict=True))
 
     def unprovided(self, arguments: Iterable[Any]) -> tuple[Any, ...]:

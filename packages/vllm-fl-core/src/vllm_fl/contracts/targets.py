@@ -65,12 +65,12 @@ class Target:
 
     @property
     def plain(self) -> Bound | None:
-        """vLLM's implementation here, if it is PyTorch code, by the contract's parameters."""
+        """vLLM's implementation here with the contract's parameters, if it is PyTorch code."""
         return None
 
     @property
     def apart(self) -> Bound | None:
-        """The same with the results of vLLM's graph, if the op has to do more than that."""
+        """The same, but with the results that vLLM's graph has, if the op does more than that."""
         return None
 
     @property
@@ -80,7 +80,7 @@ class Target:
 
     @property
     def profiled(self) -> tuple[str, ...]:
-        """The names of calls in a profile of vLLM without us."""
+        """The names of calls in a profile of vLLM without vllm-fl."""
         return ()
 
     def may_begin(self, layers: Iterable[object], vllm_config: Any) -> bool:
@@ -183,7 +183,7 @@ class OperatorTarget(_Routed):
         parameters: the operator's parameters, in the order of its schema. A release of vLLM may
             have more at the end; calls that set any of these to another value than the default run
             the replaced kernel.
-        route: the conversion of the operator's arguments to the contract's. If it cannot be
+        route: the conversion from the operator's arguments to the contract. If it cannot be
             declared: a function, (the op with the contract's parameters) -> a kernel with
             `parameters`. The kernel writes the results where the operator does (`put`). For a call
             that is not the op it returns NotImplemented, and the replaced kernel runs.
@@ -192,9 +192,9 @@ class OperatorTarget(_Routed):
         grants: the contract's arguments that the operator overwrites: an implementation may also
             overwrite them. By default the `out` of a declared route.
         tokens: the parameter with the op's number of tokens as its first dimension, in every call
-            that `route` accepts. Calls with sizes that the plan assigns to `stock` then go directly
-            to the replaced kernel. Empty if no parameter has it, or if vLLM's calls must not reach
-            the kernel directly while the op is planned: `route` and `native` then convert them.
+            that `route` accepts. Calls with sizes that the plan assigns to `stock` then run the
+            replaced kernel directly. Empty if no parameter has it, or if vLLM's calls must not
+            reach the kernel directly while the op is planned: `route` and `native` convert them.
         on_cpu: whether vLLM's layers also call it on a CPU. Most layers use plain PyTorch there,
             even if the operator exists.
         within: whether `native` only works inside a call of the target, and raises elsewhere.
@@ -268,11 +268,11 @@ class FunctionTarget(_Routed):
 
 @dataclass(frozen=True)
 class IrTarget(_Routed):
-    """An op of vLLM's IR (`vllm.ir`).
+    """An op in vLLM's IR (`vllm.ir`).
 
     Args:
         name: the IR op, such as `fused_add_rms_norm`.
-        route: the conversion of the IR op's arguments to the contract's; or a function, (the op
+        route: the conversion from the IR op's arguments to the contract; or a function, (the op
             with the contract's parameters) -> the op with the IR op's parameters.
         grants: the contract's arguments that a provider may overwrite.
         parameters: the IR op's parameters; required for a declared route.
@@ -299,7 +299,7 @@ class IrTarget(_Routed):
 
 @dataclass(frozen=True)
 class AttentionTarget(Target):
-    """The attention backends of a model's layers, which vLLM loads by class path."""
+    """The attention backends of a model's layers. vLLM loads them by class path."""
 
     @property
     def claims(self) -> tuple[str, ...]:
@@ -358,9 +358,9 @@ class FusionTarget(Target):
 
 @dataclass(frozen=True)
 class GraphTarget(Target):
-    """An operator in compiled graphs, which a pass of vllm-fl replaces by the op.
+    """An operator in compiled graphs. A pass of vllm-fl replaces it by the op.
 
-    The pass does this in graphs for sizes at which the op is planned. In all other graphs, and in
+    It does so in graphs for sizes with an implementation in the plan. In all other graphs, and in
     eager mode, the operator stays.
 
     Args:
@@ -369,9 +369,9 @@ class GraphTarget(Target):
             with the op's result. An operator that overwrites an argument and returns nothing is
             found in its functional form (`auto_functionalized`), with arguments by name.
             Operators that the installed vLLM lacks are ignored.
-        find: a node of a graph (`torch.fx.Node`) that calls one of them -> the op's arguments, in
-            the order of the contract: nodes, numbers, strings and None; or None if the call is not
-            the op. It may create the nodes that it returns (`new_node`).
+        find: a node of a graph (`torch.fx.Node`) with a call of them -> the op's arguments, in the
+            order of the contract: nodes, numbers, strings and None; or None if the call is not the
+            op. It may create nodes (`new_node`).
         native: the operator's computation, with the contract's parameters.
         parts: the ops that `find` looks for, in vLLM's implementation. While any of them is
             planned, the op stays `stock`. Ops with different parts may share an operator.

@@ -88,7 +88,7 @@ def reset_default_manager() -> None:
 
 
 def get_policy() -> SelectionPolicy:
-    """Return the current policy: that of the enclosing `with` block, or the global policy."""
+    """Return the policy of the enclosing `with` block, or the global policy."""
     return override.get() or get_default_manager().policy
 
 
@@ -101,7 +101,7 @@ def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
         The previous global policy.
 
     Raises:
-        SettingsError: the previous policy is that of the settings, which cannot be read.
+        SettingsError: the previous policy cannot be read from the settings.
         PolicySealedError: an engine's layers are bound to a plan.
     """
     before = get_default_manager().policy
@@ -161,7 +161,7 @@ def discover_plugins(registry: OpRegistry) -> tuple[Plugin, ...]:
 
 
 def get_discovered_plugins() -> tuple[Plugin, ...]:
-    """Return the plugins that `discover_plugins` loaded, or otherwise the default manager's."""
+    """Return the plugins that `discover_plugins` or, without such a call, the manager loaded."""
     if _Discovered.plugins is not None:
         return _Discovered.plugins
     return get_default_manager().registry.plugins

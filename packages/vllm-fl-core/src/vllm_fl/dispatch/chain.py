@@ -117,7 +117,7 @@ class Chain:
         )
 
     def _attempt(self, impl: OpImpl, call: Call) -> tuple[str | None, Any]:
-        """Call a candidate, which may overwrite only granted arguments.
+        """Call a candidate. It may overwrite only granted arguments.
 
         Returns:
             (None, result), or (the reason why it does not support the call, None).

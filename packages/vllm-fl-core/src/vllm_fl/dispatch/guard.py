@@ -37,11 +37,11 @@ class Guard:
         self.chain, self._scope = chain, scope
 
     def switch(self) -> None:
-        """Call the first candidate of `chain` from now on, or the others if it is demoted."""
+        """Call the first candidate, or the others if it is demoted."""
         self.run(self.chain)
 
     def run(self, chain: Chain) -> None:
-        """Call the candidates of this chain from now on."""
+        """Call the candidates of `chain` instead."""
         first = chain.impls[0]
         skips = not chain.bare and (chain.op, first.impl_id) in chain.record.demotions
         self._scope["_chain"] = chain
@@ -52,12 +52,8 @@ class Guard:
 def uncontracted(op: str, impl: OpImpl) -> OpSpec:
     """Make a substitute contract for an op without a contract. It checks nothing.
 
-    Its parameters are those of the first implementation, if each can be passed by position and by
-    name. Otherwise it has none, which means that the op accepts any arguments.
-
-    Args:
-        op: the op's name.
-        impl: its first implementation.
+    It has the parameters of `impl`, the first implementation, if each can be passed by position and
+    by name. Otherwise it has no parameters, and the op accepts any arguments.
     """
     told = (parameters_of(impl.fn) or ())[impl.needs_layer :]
     # Names that begin with an underscore could collide with names in generated code.
@@ -84,7 +80,7 @@ def uncontracted(op: str, impl: OpImpl) -> OpSpec:
 
 
 def call_guard(chain: Chain) -> Callable[..., Any]:
-    """Return the op as a function of the contract's parameters: the implementation and one `try`.
+    """Return the op as a function: the implementation, called inside one `try`.
 
     Args:
         chain: the candidates. With several rows, the number of tokens of each call selects its row.

@@ -175,8 +175,7 @@ class OpManager:
         Args:
             settings: an engine's settings, which include its policy; by default the settings of
                 this process.
-            policy: the policy; by default that of the enclosing `with` block, or otherwise the
-                manager's.
+            policy: the policy; by default the policy of the enclosing `with` block, or `policy`.
             disabled: see `Resolver`; by default the demotions of this manager.
             more: other fields of `Resolver`.
 
@@ -208,7 +207,7 @@ class OpManager:
         return _candidates(resolver, resolver.rows(op)[-1][1])
 
     def get_selected_impl_id(self, op: str) -> str:
-        """Return the id of the first candidate of the largest calls of `op`."""
+        """Return the id of the first of `resolve_candidates`."""
         return self.resolve_candidates(op)[0].impl_id
 
     def resolve(self, op: str) -> Bound:
@@ -283,10 +282,7 @@ class OpManager:
     def bind(self, op: str, instance: object, grants: frozenset[str] = frozenset()) -> Bound:
         """Return `op` as a method of `instance`, without the parameters that the layer provides.
 
-        Args:
-            op: the op's name.
-            instance: the layer.
-            grants: arguments that the layer owns: an implementation may overwrite them.
+        An implementation may overwrite the arguments in `grants`, which the layer owns.
         """
         return MethodType(self._bound(op, grants), instance)
 
@@ -391,7 +387,7 @@ def _check_policy(policy: object) -> None:
 
 
 def set_global_policy(policy: SelectionPolicy | None) -> None:
-    """Set the policy of all managers created without a policy; None for that of the settings.
+    """Set the policy of all managers created without a policy; None: use the settings.
 
     Raises:
         PolicySealedError: an engine's layers are bound to a plan. The policy has not changed.

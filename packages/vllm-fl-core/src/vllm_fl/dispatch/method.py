@@ -115,7 +115,7 @@ def _leave(*_: Any) -> Any:
 
 
 def _unless_left(own: Bound, bound: Bound, *args: Any, **kwargs: Any) -> Any:
-    """Call `bound`, or `own` if that raises `Left`, which it does before any computation."""
+    """Call `bound`, or `own` if it raises `Left`. That happens before any computation."""
     try:
         return bound(*args, **kwargs)
     except Left:

@@ -41,8 +41,8 @@ class ForeignPlatform:
     def name(self) -> str:
         """The platform's name in settings: the name of the entry point, not of a device.
 
-        If vLLM has a platform of this name, whose settings files would then apply, it is the name
-        of the distribution instead.
+        If vLLM has a platform of this name, it is the name of the distribution instead: the
+        settings files of vLLM's platform must not apply.
         """
         return (
             canonical(self.distribution) if self.has_vllms_name else normalise_platform(self.entry)
@@ -58,7 +58,7 @@ class ForeignPlatform:
 
 
 def foreign_platform() -> ForeignPlatform | None:
-    """Return another package's platform for this machine, which vLLM then uses.
+    """Return the platform of another package that vLLM uses on this machine.
 
     None if no such plugin supports the machine, or if vLLM ignores plugins (`targets_cpu`).
     """

@@ -57,7 +57,7 @@ class Candidate:
 
     Args:
         impl: the implementation.
-        status: `selected` (first), `eligible` (a later one) or `rejected`.
+        status: `selected` (the first), `eligible` (any other) or `rejected`.
         reason: why it was rejected, or the selector that gives its position in the order.
     """
 

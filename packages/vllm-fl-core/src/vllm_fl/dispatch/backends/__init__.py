@@ -1,1 +1,1 @@
-"""The package from which plugins of the older form import `base.Backend`."""
+"""Kept for plugins of the older form, which import `base.Backend`."""
