@@ -90,7 +90,7 @@ class Tensor(Argument):
     may_be_one: bool = False
 
     def or_one(self) -> Self:
-        """Return the declaration of a tensor or one number for all rows, in at most 1-D."""
+        """Return a declaration that also allows one number for all rows, in at most 1-D."""
         return replace(self, may_be_one=True)
 
     def is_one(self, value: torch.Tensor) -> bool:

@@ -58,8 +58,8 @@ class Exact:
 class QuantisedPair:
     """Two results, a quantised value and its scale, compared as value * scale.
 
-    The oracle returns (value * scale in fp64 and not rounded, the scale in fp64). It saturates if
-    the op does. The value's dtype is an integer or floating-point one (`int8`, `float8_e4m3fn`)
+    The oracle returns (the exact value * scale, not rounded; the scale), both in fp64. It saturates
+    if the op does. The value's dtype is an integer or floating-point one (`int8`, `float8_e4m3fn`)
     with one element for each number: packed dtypes are not supported. The scale is one number (any
     shape of one element), one for each row (the value's shape without its last dimension), or one
     for each group: each dimension of the value is divided into groups of equal size, but the last
@@ -86,10 +86,10 @@ class QuantisedPair:
 class Routing:
     """Two results of shape (tokens, k): the weights of each token's experts, and their ids.
 
-    A token's experts may be in any order. They must be the oracle's if the k-th and (k+1)-th
-    highest scores differ by more than `margin`. Otherwise it is a tie, and any of the experts with
-    scores within the margin may be chosen. Each expert's weight must be within the tolerance; if a
-    tie was decided differently, the token's weights are sorted and then compared.
+    A token's experts may be in any order. They must be the oracle's experts if the k-th and
+    (k+1)-th highest scores differ by more than `margin`. Otherwise it is a tie between the experts
+    with scores within the margin. Each expert's weight must be within the tolerance; if a tie was
+    decided differently, the token's weights are sorted and then compared.
 
     Args:
         scores: the contract's parameters -> (tokens, experts), fp64; the oracle chooses the k

@@ -177,8 +177,8 @@ class OpSpec:
     """The contract of one op.
 
     Args:
-        oracle: computes the reference result in fp64 with plain torch. Its signature is that of the
-            contract, and its docstring documents the op.
+        oracle: computes and returns the reference result in fp64, with plain torch. Its signature
+            is the contract's signature, and its docstring documents the op.
         variants: the torch.library signatures; together they cover every valid call.
         fake: the parameters -> uninitialised tensors with the shapes and dtypes of the results.
         check: the parameters -> None, or (parameter, problem). Called only after an exception and

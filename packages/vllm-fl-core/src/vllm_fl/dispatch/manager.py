@@ -175,7 +175,7 @@ class OpManager:
         Args:
             settings: an engine's settings, which include its policy; by default the settings of
                 this process.
-            policy: the policy; by default the policy of the enclosing `with` block, or `policy`.
+            policy: by default the policy of the enclosing `with` block, or `self.policy`.
             disabled: see `Resolver`; by default the demotions of this manager.
             more: other fields of `Resolver`.
 
@@ -331,7 +331,7 @@ class OpManager:
         return True
 
     def seal(self, by: str) -> Callable[[], object]:
-        """Forbid changes of the policy. Errors report `by` as the holder of the seal.
+        """Forbid changes of policy and demotions, and resets. Errors report `by` as the holder.
 
         Returns:
             A function that ends this seal. A second call has no effect.

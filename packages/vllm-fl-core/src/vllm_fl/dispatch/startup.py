@@ -64,7 +64,7 @@ def detect_platform(plugins: Sequence[Plugin] = ()) -> str:
 
     The first of: the platform plugin of another package, by its entry point; vLLM's built-in
     platform; the device of a vllm-fl plugin; the device of torch (`ascend` by its extension); cpu.
-    torch is not imported for this: without it, no kernel can run on a device.
+    torch is not imported for this: a process without it cannot run a kernel on a device.
 
     Args:
         plugins: the plugins that may provide a device. Errors of plugins are logged.
