@@ -52,15 +52,15 @@ def targets(table: Mapping[str, Binding], kind: type[P]) -> list[tuple[str, P]]:
 
 
 def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
-    """Return (op, target) for every target of one kind whose op is not stock in `plan`."""
+    """Return (op, target) for every target of one kind, without the stock ops of `plan`."""
     return [each for each in targets(installed_bindings(), kind) if not plan.is_stock(each[0])]
 
 
 def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
     """Return the planned ops that vLLM has layers for, but the model has not.
 
-    An op with other targets is not returned if its binding has a condition on the model (`when`), or
-    if a planned op calls operators (`calls_operators`): code without a layer may then call it.
+    An op with other targets is not returned if its binding has a condition on the model (`when`)
+    or if a planned op calls operators (`calls_operators`): code without a layer may then call it.
 
     Args:
         plan: an engine's plan.
