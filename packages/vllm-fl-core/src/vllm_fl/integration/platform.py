@@ -198,7 +198,7 @@ def overlay_path(forced: str | None = None) -> str | None:
     Raises:
         PluginError: two devices claim the machine; the forced device is missing, cannot be imported
             or is excluded by VLLM_TARGET_DEVICE=cpu; a device hook failed and no device was found;
-            several platform plugins answer, or another one in addition to a forced device.
+            several platform plugins answer, or any in addition to a forced device.
     """
     from vllm.platforms import builtin_platform_plugins
 
@@ -226,7 +226,7 @@ def overlay_path(forced: str | None = None) -> str | None:
 def lay_in_place(forced: str | None = None) -> None:
     """Overlay the class of `current_platform`, unless vLLM took the platform from us.
 
-    The platform then comes from another plugin or from VLLM_TARGET_DEVICE. Modules of vLLM refer to
+    Another plugin or VLLM_TARGET_DEVICE has chosen the platform then. Modules of vLLM refer to
     the object, so only its class is changed. If that fails, the failure is logged and the platform
     stays unchanged.
 
