@@ -20,7 +20,7 @@ KEY = "vllm_fl"
 class Carried(dict[str, Any]):
     """The value under `KEY`, which travels between the processes of an engine.
 
-    A plain dictionary under `KEY` is an error: a user wrote it by hand, and it would be ignored.
+    A plain dictionary there was written by hand, which is an error: it would have no effect.
 
     Args:
         settings: the engine's settings; None before they are read and after the plan is sealed.
@@ -38,9 +38,9 @@ class Carried(dict[str, Any]):
 
 
 def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
-    """Add the plan's digest to the configuration that vLLM hashes into its compile-cache key.
+    """Set the plan's digest in the configuration, for vLLM's compile-cache key.
 
-    The digest replaces the settings: settings that do not change the plan must not miss the cache.
+    It replaces the settings: settings that do not change the plan must not miss the cache.
 
     Returns:
         A function that restores the previous entry, for a startup that must plan again.
@@ -63,7 +63,7 @@ def seal(vllm_config: VllmConfig, digest: str) -> Callable[[], None]:
 
 
 def is_sealed(vllm_config: VllmConfig) -> bool:
-    """Return whether a worker of this engine has sealed its plan, which is final then."""
+    """Return whether a worker of this engine has sealed its plan, which is then final."""
     return "plan" in entry_of(vllm_config)
 
 
@@ -73,10 +73,9 @@ def digest_of(vllm_config: VllmConfig) -> str:
 
 
 def entry_of(vllm_config: VllmConfig) -> Carried:
-    """Return our entry of the configuration, which is created if it is missing.
+    """Return our entry of the configuration; create it if it is missing.
 
-    If the user's `additional_config` is not a dictionary, the entry is not attached to it: changes
-    to it are lost.
+    If `additional_config` is an object of the user, changes to the entry are lost.
 
     Raises:
         SettingsError: the user has set the entry by hand.
@@ -99,15 +98,9 @@ def entry_of(vllm_config: VllmConfig) -> Carried:
 def carry_startup(parallel: ParallelConfig, env: Mapping[str, str] = os.environ) -> None:
     """Add our startup variables to the Ray runtime environment of an engine's workers.
 
-    All other settings travel in the engine's configuration. Startup variables are read earlier,
-    while vLLM chooses its platform. A Ray process inherits the environment of its node, and the Ray
-    executors of vLLM set the engine's variables in a worker too late for that.
-
-    Variables that `ray_runtime_env` already sets are kept.
-
-    Args:
-        parallel: the engine's configuration; without Ray it is not changed.
-        env: the environment.
+    Startup variables are read while vLLM chooses its platform, before a worker has a configuration.
+    A Ray process inherits the environment of its node, and the Ray executors of vLLM set the
+    variables of the engine in a worker only later. Variables in `ray_runtime_env` are kept.
     """
     if not parallel.use_ray:
         return

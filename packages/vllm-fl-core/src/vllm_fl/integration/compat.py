@@ -44,7 +44,6 @@ LAYER = re.compile(
 
 
 def vllm_version() -> str:
-    """Return the version of the installed vLLM."""
     release = vllm_release()
     if release is not None:
         return release[1]
@@ -60,12 +59,12 @@ def vllm_folders() -> list[Path]:
 
 
 def obstacle() -> str | None:
-    """Return why the installed vLLM is not supported, in one line; None if it is."""
+    """Return why the installed vLLM is not supported, in one line, or None."""
     return outside(vllm_version())
 
 
 def outside(version: str) -> str | None:
-    """Return why a vLLM of this version is not supported; None also if its release is unknown."""
+    """Return why this version of vLLM is not supported; None also for an unknown release."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = tuple(map(int, numbers.groups())) if numbers else UNTAGGED
     if release == UNTAGGED or OLDEST <= release < TOO_NEW:
@@ -95,9 +94,9 @@ def _has(path: str) -> bool:
 
 
 def opens_the_device(module: str) -> bool:
-    """Return whether importing a vLLM module would open the GPU that this process has not opened.
+    """Return whether importing a vLLM module would open this process's GPU.
 
-    vLLM could not fork an engine's processes then. Spawned processes import all of vLLM again (20 s
+    vLLM could then not fork an engine's processes. Spawned processes import all of vLLM again (20 s
     on one machine), and the parent process keeps GPU memory.
     """
     if not module.startswith(_OPENING) or module in sys.modules:
@@ -109,7 +108,7 @@ def opens_the_device(module: str) -> bool:
 
 
 def shared_table(path: str) -> MutableMapping[Any, Any] | None:
-    """Return the dictionary at a path of a binding's `shared`; None if there is none."""
+    """Return the dictionary at a path of a binding's `shared`, or None."""
     module, _, names = path.partition(":")
     try:
         found = attrgetter(names)(import_module(module))
@@ -120,10 +119,7 @@ def shared_table(path: str) -> MutableMapping[Any, Any] | None:
 
 @cache
 def declared_layers() -> dict[str, str]:
-    """Return layer class -> registered name, read from vLLM's source.
-
-    A process imports only a few of these classes.
-    """
+    """Read layer class -> registered name from vLLM's source: a process imports few classes."""
     files = (file for root in vllm_folders() for file in root.rglob("*.py"))
     found = (layer for file in files for layer in LAYER.findall(file.read_text("utf-8")))
     return {cls: name for _, name, cls in found}
@@ -133,9 +129,8 @@ def hide_our_variables(more: Iterable[str] = ()) -> None:
     """Register our variables with vLLM, which otherwise warns about unknown variables or fails.
 
     Up to 0.30 `vllm.envs.validate_environ` checks them, from 0.31 on `Platform.validate_environ`;
-    both read one table. The getters return None because values would enter vLLM's compile-cache
-    key; the plan's digest covers them better. Names enter the key too, so every name is always
-    registered.
+    both read one table. Getters return None, since values would enter vLLM's compile-cache key,
+    where the plan's digest is better. Names enter the key too, so all are always registered.
 
     Args:
         more: the variables of the settings of loaded plugins.

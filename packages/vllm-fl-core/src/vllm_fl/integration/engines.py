@@ -1,8 +1,8 @@
 """The engines of this process: what each of them has changed here, and which engine is calling.
 
-The calling engine is found by vLLM's forward context, which follows a forward pass into the threads
-of vLLM's micro-batches. If none is set (a vision encoder, a sampler), the calling engine is that of
-the worker method that the thread is running.
+vLLM's forward context identifies the calling engine, also in threads of micro-batches.
+Without a forward context (a vision encoder, a sampler), it is the engine of the worker method that
+the thread is running.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ method ends the engine."""
 
 @dataclass(eq=False)
 class Engine:
-    """One engine in this process, until it has ended or its startup has failed.
+    """One engine in this process, until it ends or its startup fails.
 
     Args:
-        facts: the engine's facts, read from its configuration.
+        facts: the engine's facts.
         rank: the worker's rank within the engine.
         worker: vLLM's worker.
         joins: whether the rank joins a running engine (elastic EP), which does not gather with it.
 
     Attributes:
         device: the worker's device, once it is open.
-        plan: the current plan, once it is made; replaced when something is disabled.
-        contents: the contents of the plan, ready for JSON.
+        plan: the current plan, once it is made; replaced when an implementation is disabled.
+        contents: the contents of the plan, JSON-serialisable.
         digest: the digest of the sealed plan.
         groups: makes the communicators of vLLM's rank groups; None if vLLM makes them.
         worker_facts: distribution -> facts that its plugin has reported.
         disabled: (op, impl id) -> why it is disabled on all ranks.
-        wrong: (op, impl id) -> why the last check found it incorrect, though it keeps serving.
+        wrong: (op, impl id) -> why it was incorrect at the last check; it keeps serving.
         unused: planned op -> why this engine is not expected to call it.
         remarks: moment -> phrases for the report.
         state: data that plugins and patchers keep for this engine, by owner.
@@ -71,7 +71,7 @@ class Engine:
         error: the last error of a worker method: `method`, `why`, `time`.
         is_loaded: whether the model is bound to the plan and has its weights.
         asleep: the kinds of memory that the worker has released (`updates.MEMORY`).
-        due: whether a verification is due at wake-up: weights were updated during sleep.
+        due: whether to verify at wake-up, since weights were updated during sleep.
     """
 
     facts: EngineFacts
@@ -99,20 +99,15 @@ class Engine:
     _on_serving: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     def gather(self, what: str, mine: T) -> list[T]:
-        """Return every rank's value, in rank order; for a rank that joins, only its own value.
-
-        Args:
-            what: the purpose, such as `settle on a plan`; all ranks gather the same things in the
-                same order.
-            mine: this rank's value; it is pickled.
+        """Return every rank's value (`exchange`); on a rank that joins, only its own.
 
         Raises:
-            StartError: a rank has failed, died or is too late; with `failures`, on all ranks.
+            StartError: a rank has failed, died or is late; with `failures`, on all ranks.
         """
         return [mine] if self.joins else exchange(what, mine)
 
     def fail(self, what: str, why: str) -> None:
-        """Report to the other ranks, which are gathering, why this rank has failed.
+        """Report a failure to the other ranks, which are gathering.
 
         Raises:
             StartError: always, on all ranks, with `failures`; never on a rank that joins.
@@ -121,7 +116,7 @@ class Engine:
             exchange(what, None, why)
 
     def on_unbind(self, undo: Callable[..., object], *args: Any) -> None:
-        """Call `undo` when the plan is unbound: at the engine's end, or for another plan."""
+        """Call `undo` when the plan is unbound, at the engine's end or for another plan."""
         self._bound.callback(undo, *args)
 
     def on_exit(self, f: Callable[[], object]) -> None:
@@ -160,7 +155,6 @@ class Engine:
 
     @property
     def config(self) -> VllmConfig:
-        """vLLM's configuration of the engine."""
         found: VllmConfig = self.worker.vllm_config
         return found
 
@@ -172,7 +166,7 @@ class Engine:
 
     @property
     def runner(self) -> Any:
-        """vLLM's model runner, if the worker has a runner."""
+        """vLLM's model runner, or None."""
         return getattr(self.worker, "model_runner", None)
 
     @property
@@ -202,8 +196,8 @@ def _logged(f: Callable[[], object]) -> None:
 
 
 _engines: dict[int, tuple[Engine, object]] = {}
-"""id of an engine's table of layers -> (the engine, the table). The table is kept alive because
-another object could otherwise get its id."""
+"""id of an engine's table of layers -> (engine, table). The entry keeps the table alive, and its id
+unique."""
 
 
 class _Thread(threading.local):
@@ -214,7 +208,7 @@ _thread = _Thread()
 
 
 def now() -> Engine | None:
-    """Return the engine that is calling; None if it is not one of `Engine`."""
+    """Return the engine that is calling, or None."""
     if is_forward_context_available():
         found = _engines.get(id(get_forward_context().no_compile_layers))
         if found is not None:
@@ -233,10 +227,10 @@ def calling(engine: Engine | None) -> Iterator[None]:
 
 
 def with_own_engine(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a worker's method: its thread then calls for the worker's engine.
+    """Wrap a worker's method to attribute its calls to the worker's engine.
 
-    If a method of `STARTS` fails, the engine ends, since vLLM does not shut down a worker in its
-    own process. The last error of a method is kept in `Engine.error`.
+    An error in a method of `STARTS` ends the engine, since vLLM does not shut down a worker that
+    shares its process.
     """
     name = method.__name__
     is_of_start = name in STARTS

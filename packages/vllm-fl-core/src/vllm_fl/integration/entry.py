@@ -1,7 +1,7 @@
 """vLLM's two plugin entry points. vLLM calls both in every process, possibly more than once.
 
-vLLM hides an error of a platform plugin, but an error of a general plugin ends the process. The
-platform plugin therefore logs errors, and the general plugin raises them.
+vLLM hides errors of platform plugins, but an error of a general plugin ends the process: the former
+logs errors, the latter raises them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def platform_plugin() -> str | None:
     """Return the class path of our overlay over vLLM's platform, or over a plugin's device.
 
     Returns:
-        None if vllm-fl is disabled, cannot run, or does not know the machine. None also if another
-        platform plugin answers: `general_plugin` then overlays the class of that plugin.
+        None if vllm-fl is disabled, cannot run or does not know the machine, or if another platform
+        plugin answers: `general_plugin` then overlays the class of that plugin.
     """
     try:
         startup = load_startup(os.environ)
@@ -39,7 +39,7 @@ def platform_plugin() -> str | None:
             return None
         return overlay_path(startup.platform)
     except VllmFLError as error:
-        log.error("%s", error)  # `general_plugin` raises it, and vLLM does not hide that
+        log.error("%s", error)  # `general_plugin` raises it
         return None
     except Exception as error:
         log.exception("vllm-fl steps aside, vLLM runs as stock: %s", quote(error))
@@ -52,13 +52,12 @@ def general_plugin() -> None:
     vLLM calls this in every process, before it makes a configuration from arguments.
 
     No backend is imported here: a worker loads the plugins that its engine's configuration allows
-    once it has that configuration (`planning.load_plugins`). Only a plugin's device is found
-    earlier, from the environment, which the processes of an engine inherit.
+    (`planning.load_plugins`). Only a plugin's device is found earlier, from the environment, which
+    the processes of an engine inherit.
 
     Raises:
         SettingsError: a startup variable is invalid.
-        PluginError: another distribution claims vllm-fl's entry points (`OwnerError`), or the
-            platform entry point failed with a plugin's error.
+        PluginError: another distribution claims our entry points, or `platform_plugin` failed.
         VllmFLError: a plugin's `process_start` ended the startup.
     """
     from .compat import hide_our_variables, obstacle

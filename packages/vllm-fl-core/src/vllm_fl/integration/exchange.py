@@ -1,8 +1,8 @@
 """Gather a value from each rank of an engine or a group, on all of its ranks.
 
 A rank that compiles a kernel may be minutes late, and gloo closes its connections after a time-out.
-Therefore each rank first announces its arrival in the group's store, and gloo gathers the values
-when all have arrived. Until then the waiting ranks log late ranks and check that these still run.
+Therefore each rank announces its arrival in the group's store, and gloo gathers the values when all
+have arrived. Until then the waiting ranks log late ranks and check that they still run.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TIMEOUT = timedelta(minutes=10)
 within seconds if a rank dies."""
 
 LOGGED_AFTER = (10.0, 60.0, 300.0)
-"""The late ranks are logged after these seconds of waiting."""
+"""Late ranks are logged after these seconds."""
 
 CHECKED_EVERY = 2.0
-"""Seconds between two checks that the late ranks still run."""
+"""Seconds between checks that late ranks still run."""
 
 LONGEST_PAUSE = 0.25
 """Maximum seconds between two reads of the store."""
@@ -45,8 +45,8 @@ UNUSED = 48
 def exchange(what: str, mine: T, failure: str = "") -> list[T]:
     """Return the value of every rank in vLLM's world, in rank order.
 
-    A worker's rank counts within its engine. vLLM joins the data-parallel engines of a mixture of
-    experts into one world, and errors have the ranks of this world.
+    vLLM joins the data-parallel engines of a mixture of experts into one world. Errors show ranks
+    of the world, while a worker's rank is within its engine.
 
     Args:
         what: the purpose, such as `settle on a plan`; all ranks exchange the same things in the
@@ -55,8 +55,8 @@ def exchange(what: str, mine: T, failure: str = "") -> list[T]:
         failure: why this rank has failed, or empty.
 
     Raises:
-        StartError: a rank has failed, died or is too late, or the ranks are at different steps;
-            with `failures`.
+        StartError: a rank has failed, died or is late, or ranks are at different steps; with
+            `failures`.
     """
     from vllm.distributed.parallel_state import get_world_group
 
@@ -82,7 +82,7 @@ def gathered(mine: T, cpu_group: Any, what: str) -> list[T]:
         what: the purpose, for the log and the error, such as `verify their kernels`.
 
     Raises:
-        RuntimeError: a rank died or did not arrive in time; the message has the ranks.
+        RuntimeError: a rank died or did not arrive in time; the message lists the ranks.
     """
     ranks = _Ranks(cpu_group, what)
     found: list[Any] = [mine] * cpu_group.size()

@@ -1,7 +1,6 @@
 """The base of the patchers: each replaces one kind of target in vLLM for the plan of an engine.
 
-Planning and the worker call the methods of every patcher (`patching.py` lists the patchers). The
-methods are in the order of these calls.
+`patching.py` lists the patchers. Methods are in the order of the calls by planning and worker.
 """
 
 from __future__ import annotations
@@ -78,14 +77,14 @@ class Patcher:
         """Return the fields of `EngineFacts` that the patcher reads from a configuration.
 
         Args:
-            vllm_config: the engine's configuration; its model may be None.
+            vllm_config: the engine's configuration; its `model_config` may be None.
             settings: the engine's settings.
             compiled: whether vLLM compiles the model.
         """
         return {}
 
     def opening(self, engine: Engine) -> AbstractContextManager[object]:
-        """Return a context for the time when vLLM opens the device and makes its rank groups."""
+        """Return the context for opening the device and making vLLM's rank groups."""
         return nullcontext()
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
@@ -99,24 +98,24 @@ class Patcher:
     def configure(
         self, plan: Plan, vllm_config: VllmConfig, entry: MutableMapping[str, Any]
     ) -> Iterable[str]:
-        """Change the configuration for a plan. The call for a later plan undoes the changes.
+        """Change the configuration for a plan, and undo changes for an earlier plan.
 
         Args:
             plan: the plan.
             vllm_config: the engine's configuration.
-            entry: a record of the changes, stored in the configuration.
+            entry: keeps a record of the changes.
 
         Returns:
-            The custom ops that must be enabled, by vLLM's names.
+            The custom ops to enable, by vLLM's names.
         """
         return ()
 
     def by_range(self, plan: Plan) -> Mapping[str, Chain]:
-        """Return op -> its candidates by size, for ops that graphs can select by range of sizes."""
+        """Return op -> candidates by size, for ops that graphs can select by range of sizes."""
         return {}
 
     def contents(self, plan: Plan) -> Mapping[str, Any]:
-        """Return the code of other plugins that runs under the plan: a part of its digest."""
+        """Return other plugins' code that runs under the plan, for its digest."""
         return {}
 
     def faults(self, plan: Plan, facts: EngineFacts) -> Mapping[Key, str]:
@@ -124,18 +123,14 @@ class Patcher:
         return {}
 
     def choose(self, engine: Engine) -> Mapping[str, Any]:
-        """Choose the targets to replace, without replacing them.
-
-        Returns:
-            The part of the choice that belongs to the plan's digest.
-        """
+        """Choose the targets to replace; return the part of the choice for the plan's digest."""
         return {}
 
     def apply(self, engine: Engine) -> None:
         """Replace the chosen targets until the plan is unbound (`Engine.on_unbind`)."""
 
     def building(self, engine: Engine) -> AbstractContextManager[object]:
-        """Return a context for the time when vLLM builds the model."""
+        """Return the context for building the model."""
         return nullcontext()
 
     def bind(self, engine: Engine, model: torch.nn.Module) -> None:

@@ -43,7 +43,7 @@ def merged(asked: Callable[[Patcher], Mapping[K, V]]) -> dict[K, V]:
 
 
 def why_not(facts: EngineFacts) -> WhyNot:
-    """Return every patcher's reasons not to replace targets in this engine."""
+    """Merge `Patcher.why_not` of every patcher."""
     found = [patcher.why_not(facts) for patcher in PATCHERS]
     return WhyNot(
         {op: why for each in found for op, why in each.ops.items()},

@@ -33,9 +33,6 @@ log = get_logger("engine")
 def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     """Read the engine's facts from its configuration, which vLLM completes step by step.
 
-    A worker's configuration is complete. It calls this when it opens the device and when it begins
-    to load the model.
-
     Raises:
         SettingsError: a setting is invalid.
         PluginError: this process has already loaded other plugins than the settings allow.
@@ -46,8 +43,8 @@ def facts_of(vllm_config: VllmConfig) -> EngineFacts:
     try:
         settings = _settings_of(vllm_config)
     except InvalidSettingError as error:
-        # Not a ValueError: pydantic, which validates vLLM's configuration, would wrap it in another
-        # error. The message is complete without the first traceback.
+        # pydantic, which validates vLLM's configuration, would wrap a ValueError in its own error.
+        # The message is complete without the first traceback.
         raise SettingsError(
             error.message, key=error.key, origin=error.origin, op=error.op, code=error.code
         ) from None
@@ -102,9 +99,8 @@ def lacks(vllm_config: VllmConfig, op: str, binding: Binding) -> bool:
 def _settings_of(vllm_config: VllmConfig) -> Settings:
     """Return the engine's settings, read once, in the process that makes its configuration.
 
-    They travel in `additional_config`: workers need them even without the environment, and two
-    engines of one process each keep their own. A process that could not read settings itself adopts
-    the engine's settings.
+    They travel in `additional_config`: a worker may not inherit the environment, and engines of one
+    process may have different settings. A process that cannot read settings adopts the engine's.
     """
     from vllm.platforms import current_platform
 
@@ -126,13 +122,12 @@ def _settings_of(vllm_config: VllmConfig) -> Settings:
 def load_plugins(vllm_config: VllmConfig) -> Settings | None:
     """Load the plugins that the engine's settings allow, once per process.
 
-    An error in the settings of this process is deferred until they are needed: a worker gets its
-    engine's settings with the configuration, and settings files may be gone by then.
-
-    The variables that the plugins declare are registered with vLLM.
+    Errors in the settings of this process are deferred until these are needed: a worker gets its
+    engine's settings with the configuration, and files may be gone. The variables that the plugins
+    declare are registered with vLLM.
 
     Returns:
-        The engine's settings; None if its configuration does not carry them.
+        The engine's settings, if the configuration has them.
 
     Raises:
         PluginError: this process has already loaded other plugins.
@@ -152,7 +147,6 @@ def load_plugins(vllm_config: VllmConfig) -> Settings | None:
 
 
 def _check_loaded(settings: Settings) -> None:
-    """Raise a PluginError if this process has loaded other plugins than the settings allow."""
     startup = get_default_manager().startup
     if startup is None or startup.loaded_under(settings):
         return
@@ -215,11 +209,7 @@ def plan_for(
 
 
 def refuse_unverified(facts: EngineFacts) -> None:
-    """Raise an error if no installed plugin implements what the settings require.
-
-    Raises:
-        StartError: no plugin verifies the planned ops, or no plugin reads a setting.
-    """
+    """Raise a StartError if no plugin verifies the planned ops or reads a setting."""
     startup, settings = get_default_manager().startup, facts.settings
     plugins = startup.plugins if startup else ()
     why = unread({key: each.value for key, each in settings.items()}, plugins)
@@ -232,11 +222,10 @@ def refuse_unverified(facts: EngineFacts) -> None:
 
 
 def plan_now() -> Plan | None:
-    """Return the plan for vLLM's current configuration, before a worker has made the engine's plan.
+    """Return the plan for vLLM's current configuration, before a worker has made the plan.
 
-    Returns:
-        None if the configuration was not made on our platform: a script can make one by hand before
-        the overlay is installed in place.
+    None if it was not made on our platform: a script can make a configuration before the overlay is
+    installed in place.
     """
     from vllm.config import get_current_vllm_config
 
@@ -248,10 +237,9 @@ def plan_now() -> Plan | None:
 
 
 def apply(plan: Plan, vllm_config: VllmConfig) -> None:
-    """Turn on the custom ops of planned ops, and undo what was turned on for an earlier plan.
+    """Configure vLLM for a plan: custom ops, compiler passes and compile ranges.
 
-    This includes compiler passes and edges of compile ranges. All other settings of vLLM and the
-    user stay.
+    Changes for an earlier plan are undone. All other settings of vLLM and the user stay.
     """
     custom_ops = vllm_config.compilation_config.custom_ops
     entry = entry_of(vllm_config)
@@ -286,10 +274,7 @@ def _kept_by_vllm(facts: EngineFacts) -> dict[str, str]:
 
 
 def note_user_priority(vllm_config: VllmConfig) -> None:
-    """Keep the user's `ir_op_priority` and passes that the user turned off.
-
-    vLLM later appends its defaults to the former, and turns off other passes.
-    """
+    """Keep the user's `ir_op_priority` and disabled passes, before vLLM changes both."""
     entry = entry_of(vllm_config)
     if "user" not in entry:
         entry["user"] = merged(lambda each: each.note_user(vllm_config))

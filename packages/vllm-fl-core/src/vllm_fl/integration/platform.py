@@ -42,7 +42,7 @@ log = get_logger("engine")
 
 
 class PlatformOverlay:
-    """Our changes to a platform: a mixin that precedes the platform's class."""
+    """A mixin over a platform class."""
 
     vllm_fl_platform: str
     """The platform's name, as settings files use it."""
@@ -111,7 +111,7 @@ class PlatformOverlay:
 
         if vllm_config.model_config is None:  # such an engine runs no model
             return
-        # vLLM calls this again after the workers have loaded. In one process with them, the plan is
+        # vLLM calls this again after the workers have loaded: in one process with them, the plan is
         # sealed by then. The platform may have set its own worker class again.
         wrap_worker(vllm_config)
         if is_sealed(vllm_config):
@@ -139,7 +139,6 @@ class PlatformOverlay:
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:
-        """Return the path of a pass manager with the platform's passes and ours."""
         from .graphs.passes import manager_path
 
         return manager_path(str(super().get_pass_manager_cls()))  # type: ignore[misc]
@@ -159,15 +158,14 @@ class PlatformOverlay:
 
 
 def is_overlay(platform: object) -> bool:
-    """Return whether a platform has our overlay."""
     return isinstance(platform, PlatformOverlay)
 
 
 class _Forwarding(type):
-    """The metaclass of an overlay in place: sets attributes on the platform's class below it.
+    """The metaclass of an overlay in place: sets attributes on the platform's class.
 
-    Platforms cache values on the class of `current_platform`, and their code reads them from the
-    class that they define.
+    Platforms cache values on the class of `current_platform`, and read them from the class that
+    they define.
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -193,7 +191,7 @@ def overlay_path(forced: str | None = None) -> str | None:
 
     Returns:
         None if the platform plugin of another distribution answers (`lay_in_place` overlays its
-        class), and on a machine that is unknown to vLLM and to plugins.
+        class), or if neither vLLM nor a plugin knows the machine.
 
     Raises:
         PluginError: two devices claim the machine; the forced device is missing, cannot be imported
@@ -226,9 +224,8 @@ def overlay_path(forced: str | None = None) -> str | None:
 def lay_in_place(forced: str | None = None) -> None:
     """Overlay the class of `current_platform`, unless vLLM took the platform from us.
 
-    Another plugin or VLLM_TARGET_DEVICE has chosen the platform then. Modules of vLLM refer to
-    the object, so only its class is changed. If that fails, the failure is logged and the platform
-    stays unchanged.
+    Another plugin or VLLM_TARGET_DEVICE has chosen the platform then. Modules of vLLM refer to the
+    object, so only its class is changed; a class that rejects this is logged and stays.
 
     Arguments and errors as for `overlay_path`.
     """

@@ -17,7 +17,7 @@ class Disabled(NamedTuple):
 
     Attributes:
         code: `FAILED`, `LACKED` or `REJECTED`.
-        rank: the rank that fails, lacks or rejects it.
+        rank: the rank that has failed with it, lacks it or rejects it.
         why: the reason; for `LACKED`, the distribution to install there.
         ends_strict: whether it ends the startup in strict mode.
     """
@@ -29,7 +29,6 @@ class Disabled(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The reason, for the plan and the report."""
         if self.code == FAILED:
             return f"failed at start on rank {self.rank}: {self.why}"
         if self.code == LACKED:
@@ -38,13 +37,13 @@ class Disabled(NamedTuple):
 
     @property
     def told(self) -> str:
-        """A remark for the report, or empty. The warning has the details."""
+        """A remark for the report, or empty; the warning has the details."""
         if self.code != REJECTED:
             return f"was taken out [{self.code}]"
         return f"refuses every call [{self.code}]" if self.why.startswith(REFUSES) else ""
 
     def warn(self, op: str, impl_id: str) -> None:
-        """Log a warning that it is disabled on all ranks; rank 0 calls this."""
+        """Log that it is disabled on all ranks; rank 0 calls this."""
         rank, why = self.rank, self.why
         here = f"at start, on rank {rank}; off on all"
         texts = {
@@ -76,12 +75,7 @@ class Opinion:
 
 
 def united(opinions: Sequence[Opinion], known: Container[Key]) -> dict[Key, Disabled]:
-    """Return (op, impl id) -> why all ranks must disable it.
-
-    Args:
-        opinions: the opinions of all ranks.
-        known: the keys that are already disabled.
-    """
+    """Return (op, impl id) -> why all ranks must disable it, without `known` keys."""
     found: dict[Key, Disabled] = {}
     for rank, opinion in enumerate(opinions):
         for key, each in opinion.objections.items():

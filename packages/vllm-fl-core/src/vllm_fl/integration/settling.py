@@ -27,22 +27,21 @@ log = get_logger("engine")
 
 
 def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
-    """Collect objections from every rank and disable their implementations on all, until no new
-    objection is raised.
+    """Gather objections and disable their implementations on all ranks, until no rank objects.
 
-    Patchers and plugins are called first, and verifiers only if no rank has objected.
+    Patchers and plugins are called first, verifiers only if no rank has objected.
 
     Returns:
-        At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, with the
-        rank. Empty at the other moments.
+        At UPDATED, when nothing can be disabled: (op, impl id) -> why it is incorrect, and the
+        rank. Empty at other moments.
 
     Raises:
-        StartError: a rank has failed (with `failures`), an objection ends the startup in strict
-            mode, or an objection is to an implementation that is already compiled.
+        StartError: a rank has failed (with `failures`); or an objection in strict mode, or to
+            compiled code.
         VllmFLError: an error of vllm-fl on this rank.
     """
-    # A change is made at the beginning of the next round, inside `_together`, which sends its error
-    # to the other ranks. From LOADED on, `_disable` settles PLANNED again by itself.
+    # A change is made in the next round, inside `_together`, which sends its error to the other
+    # ranks. From LOADED on, `_disable` settles PLANNED again by itself.
     next_change: Callable[[], object] | None = None
     while True:
         engine.remarks[moment] = []
@@ -76,7 +75,7 @@ def _say_what_differs(engine: Engine, moment: Moment, opinions: list[Opinion]) -
 
 
 def choices(plan: Plan) -> dict[Key, Any]:
-    """Return (op, impl id) -> what a planned implementation chose by timing, ready for JSON."""
+    """Return (op, impl id) -> what a planned implementation chose by timing, JSON-serialisable."""
     found: dict[Key, Any] = {}
     for impl in (impl for entry in plan.entries.values() for impl in entry.impls):
         if impl.choices is not None:
@@ -165,7 +164,7 @@ def inspect_plan(engine: Engine, moment: Moment, *, verifies: bool) -> dict[Key,
 
 
 def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> list[Opinion]:
-    """Return every rank's opinion. An error of this rank is sent to the others, which wait for it.
+    """Return every rank's opinion. An error of this rank is sent to the others, which wait.
 
     Raises:
         StartError: a rank has failed; with `failures`, on all ranks.
@@ -191,7 +190,7 @@ def _together(engine: Engine, moment: Moment, ask: Callable[[], Opinion]) -> lis
 
 
 def _opinion(engine: Engine, moment: Moment, change: Callable[[], object] | None) -> Opinion:
-    """Apply a change, and return the objections of patchers and plugins and the plan's contents."""
+    """Apply `change`; return the objections of patchers and plugins, and the plan's contents."""
     if change is not None:
         change()
     found = inspect_plan(engine, moment, verifies=False) | _patchers_object(engine, moment)
@@ -227,10 +226,7 @@ def _patchers_object(engine: Engine, moment: Moment) -> dict[Key, Objection]:
 
 
 def _drops_table(engine: Engine, opinions: list[Opinion]) -> bool:
-    """Drop the tuning table on all ranks if a rank cannot use it.
-
-    Returns:
-        Whether the table was dropped and another rank has planned with it.
+    """Drop the tuning table on all ranks if a rank cannot use it; return whether to plan again.
 
     Raises:
         StartError: strict mode, and the table has no effect.

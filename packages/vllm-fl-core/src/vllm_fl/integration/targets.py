@@ -32,7 +32,7 @@ ATTENTION_LAYERS = Binding(
 
 
 def all_bindings(snapshot: RegistrySnapshot) -> Mapping[str, Binding]:
-    """Return op -> its binding: the bindings of contracts, and the binding of attention."""
+    """Return op -> its binding, attention included."""
     return {ATTENTION: ATTENTION_LAYERS, **snapshot.bindings}
 
 
@@ -59,12 +59,12 @@ def planned(plan: Plan, kind: type[P]) -> list[tuple[str, P]]:
 def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
     """Return the planned ops that vLLM has layers for, but the model has not.
 
-    An op with other targets is not returned if its binding has a condition on the model (`when`)
-    or if a planned op calls operators (`calls_operators`): code without a layer may then call it.
+    Without ops that code without a layer may call: those have other targets, and their binding has
+    a condition on the model (`when`) or a planned op calls operators (`calls_operators`).
 
     Args:
         plan: an engine's plan.
-        has: the ops that the model has layers for; empty if they are unknown.
+        has: the ops that the model has layers for; empty if unknown.
     """
     if not has:
         return set()
@@ -87,10 +87,7 @@ def stock_form(
     *,
     traceable: bool = True,
 ) -> OpImpl | None:
-    """Return vLLM's implementation of an op, with the contract's parameters: the last candidate.
-
-    None if it cannot be called (`native` is None).
-    """
+    """Return vLLM's implementation with the contract's parameters: the last candidate of a plan."""
     if native is None:
         return None
     kind = BackendImplKind.REFERENCE
@@ -98,7 +95,7 @@ def stock_form(
 
 
 def planned_for_nothing(plan: Plan, facts: EngineFacts) -> dict[str, str]:
-    """Return op -> why the model does not call it, although an implementation is planned."""
+    """Return op -> why the model does not call it, for ops with planned implementations."""
     found = dict.fromkeys(without_layers(plan, facts.provided), "this model has no layer of it")
     named = "the settings name it, and this model has no place for it here"
     found |= dict.fromkeys(facts.absent, named)  # planned only because of settings

@@ -70,14 +70,14 @@ def _followed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check(engine: Engine, occasion: str) -> str:
-    """Verify the plan on all ranks of a serving engine.
+    """Verify the plan on all ranks of a serving engine, between two steps.
 
     Args:
-        engine: an engine between two steps.
+        engine: the engine.
         occasion: the reason, for the log.
 
     Returns:
-        What was verified, or the reason why nothing was.
+        What was verified, or why nothing was.
 
     Raises:
         ServingError: an implementation is incorrect on any rank. If one process calls several
@@ -132,10 +132,7 @@ def _has_replicas(engine: Engine) -> bool:
 def _update_failed(engine: Engine, error: Exception, *, others_wait: bool) -> None:
     """Log a failed update, without raising: the caller needs the update's error.
 
-    Args:
-        engine: the engine.
-        error: the update's error.
-        others_wait: whether the other ranks verify the plan now, and must be notified.
+    With `others_wait`, the other ranks are about to verify the plan, and are notified.
     """
     if not _is_checked(engine):
         return

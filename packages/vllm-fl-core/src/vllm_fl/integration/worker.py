@@ -1,5 +1,5 @@
-"""The worker: vLLM's worker class with a plan that is made, verified and sealed before the model is
-built, and verified again on the tensors of the loaded model."""
+"""The worker: makes, verifies and seals the plan, lets vLLM's worker build the model, and verifies
+again on the tensors of the loaded model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = get_logger("engine")
 
 
 class PlannedWorker:
-    """Our changes to a worker: a mixin that precedes the class that vLLM chose."""
+    """A mixin over the worker class that vLLM chose."""
 
     vllm_config: VllmConfig
     device: torch.device
@@ -49,8 +49,7 @@ class PlannedWorker:
     vllm_fl_engine: Engine | None = None
 
     def __init_subclass__(cls) -> None:
-        """Wrap the worker's methods to run for the worker's engine, and follow changes of weights
-        and memory.
+        """Wrap the worker's methods: they run for its engine, and weight updates are followed.
 
         The base class's `__init_subclass__` is not called: it may register or reject subclasses.
         """
@@ -112,11 +111,11 @@ class PlannedWorker:
         """Verify the plan with the KV cache, run vLLM's warm-up, and begin to serve.
 
         Before the warm-up the KV cache is allocated and no graph is captured. After it the model is
-        compiled, and patchers log what their passes found and who overrode an operator after us.
-        The later steps are steps of requests, which plugins may sample.
+        compiled, and patchers log the results of passes and later overrides of operators. From then
+        on steps serve requests, and plugins may sample them.
         """
         engine = self.vllm_fl_engine
-        # vLLM warms up again when ranks join or leave (elastic EP): the ranks do not gather then.
+        # vLLM warms up again when ranks join or leave (elastic EP), without gathering.
         if engine is None or not engine.is_loaded or engine.status != "starting":
             return super().compile_or_warm_up_model()  # type: ignore[misc]
         if not engine.joins:
@@ -139,7 +138,7 @@ class PlannedWorker:
     def vllm_fl_verify(self) -> str:
         """Verify the plan again on the loaded model's tensors, for `collective_rpc`.
 
-        For weights that were updated without vLLM's methods: after those it runs by itself.
+        For weight updates without vLLM's methods, which verify by themselves.
 
         Returns:
             What was verified, or the reason why nothing was.
@@ -155,7 +154,7 @@ class PlannedWorker:
     def vllm_fl_report(self) -> dict[str, Any]:
         """Return this worker's plan and counters, for `collective_rpc`.
 
-        Counters begin when the engine is about to serve. The result can be written as JSON;
+        Counters begin when the engine begins to serve. The result is JSON-serialisable;
         docs/worker-report.md describes its keys.
         """
         engine = self.vllm_fl_engine
@@ -199,7 +198,7 @@ class PlannedWorker:
         return report
 
     def shutdown(self) -> None:
-        """Log the fallbacks of the engine's run, and shut vLLM's worker down."""
+        """Log the engine's fallbacks, and shut vLLM's worker down."""
         engine = self.vllm_fl_engine
         if engine is not None:
             engine.end("ended")
@@ -260,7 +259,7 @@ def _say_plan(engine: Engine) -> None:
 
 
 def _remarks(engine: Engine) -> list[str]:
-    """Return remarks on settings and on classes that do not take this engine."""
+    """Return remarks on settings, and on classes that do not support this engine."""
     facts, found = engine.facts, []
     table, ordered = facts.settings.tuned, _orders_by_device(engine)
     if table is not None:
@@ -275,7 +274,7 @@ def _remarks(engine: Engine) -> list[str]:
 
 
 def _orders_by_device(engine: Engine) -> dict[str, str]:
-    """Return op -> origin and measurement of its order for this device, if the order applies."""
+    """Return op -> origin and measurement of its order for this device, for applied orders."""
     return engine.facts.ordered.settings.held_by_device
 
 
@@ -287,7 +286,7 @@ def _nested(table: Any) -> dict[str, dict[str, Any]]:
 
 
 def wrap_worker(vllm_config: VllmConfig) -> None:
-    """Replace the worker class that vLLM chose by our class over it, once."""
+    """Put our class over the worker class that vLLM chose, once."""
     parallel = vllm_config.parallel_config
     path = parallel.worker_cls
     if isinstance(path, str) and path != "auto" and not path.startswith(f"{__name__}.{PREFIX}"):

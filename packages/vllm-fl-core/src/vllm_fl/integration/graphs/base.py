@@ -39,7 +39,6 @@ class GraphPass(InductorPass):  # type: ignore[misc]
         self.tasks = self.find_tasks()
 
     def find_tasks(self) -> Collection[Any]:
-        """Return `tasks`."""
         raise NotImplementedError
 
     @property
@@ -49,7 +48,6 @@ class GraphPass(InductorPass):  # type: ignore[misc]
 
     @property
     def done(self) -> InGraphs:
-        """The results of the engine's passes."""
         return in_graphs(self.engine)
 
     def uuid(self) -> str:

@@ -162,7 +162,6 @@ def _called(tokens: Any, sizes: Range, graph: fx.Graph) -> Range | None:
     Args:
         tokens: an int, or a SymInt with an expression of the graph's symbols.
         sizes: the token counts that the graph is compiled for.
-        graph: the graph.
     """
     if isinstance(tokens, int):
         return Range(tokens, tokens)

@@ -61,6 +61,6 @@ class InGraphs:
 
 
 def in_graphs(engine: Engine) -> InGraphs:
-    """Return the engine's `InGraphs`, which is created at the first call."""
+    """Return the engine's `InGraphs`; create it at the first call."""
     found: InGraphs = engine.state.setdefault(InGraphs, InGraphs())
     return found

@@ -16,15 +16,14 @@ from torch.utils import _pytree as pytree
 
 
 def under_one(code: Callable[..., Any], values: Sequence[Any], results: Any) -> Any:
-    """Return the results of code that replaces an operator, run with one symbol for all tokens.
+    """Run code that replaces an operator, with one symbol for the number of tokens.
 
     The symbol is from the operator's results, if possible. The returned results have the symbols of
-    the graph again: later nodes, which are traced again when the graph is compiled, would otherwise
-    unify symbols.
+    the graph: otherwise later nodes would unify symbols when the compiler traces the graph again.
 
     Args:
         code: a function of the arguments that returns values in the structure of `results`.
-        values: the operator's arguments in the graph: tensors and other values.
+        values: the operator's arguments in the graph.
         results: the operator's results in the graph.
 
     Raises:

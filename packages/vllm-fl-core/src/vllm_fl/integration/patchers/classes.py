@@ -23,7 +23,7 @@ def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:
 
 
 def refusal_of(impl: ClassImpl, op: str, request: object) -> str | None:
-    """Return why a class does not support a request; None if it does."""
+    """Return why a class does not support a request, or None."""
     supports: Callable[[Any], object] | None = impl.supports
     if supports is None:
         return None

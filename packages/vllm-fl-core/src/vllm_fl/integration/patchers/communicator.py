@@ -37,12 +37,12 @@ FACTORY = f"{__name__}.make"
 """The path that vLLM gets instead of the class path of a communicator."""
 
 CAPTURED = ("CudaCommunicator", "XpuCommunicator")
-"""The classes of vLLM that it captures graphs through; a communicator must be a subclass."""
+"""The classes of vLLM that it captures graphs through: a replacement must be a subclass."""
 
 ELASTIC = "elastic expert parallelism changes the ranks, and its groups are vLLM's own"
 
 LIMIT = 120.0
-"""Seconds for one step: enough to connect the group of many machines. A longer step is a fault."""
+"""Seconds for one step, enough to connect many machines. A longer step is a fault."""
 
 log = get_logger("engine")
 
@@ -71,10 +71,7 @@ def refusals(facts: EngineFacts) -> dict[Key, str]:
 
 
 class Groups:
-    """The communicators of one worker's rank groups.
-
-    Args:
-        engine: an engine with several ranks.
+    """The communicators of the rank groups of one worker, for an engine with several ranks.
 
     Attributes:
         communicators: the candidates.
@@ -103,11 +100,7 @@ class Groups:
         return {name: impl.impl_id if impl else "stock" for name, (impl, *_) in self._made.items()}
 
     def make(self, arguments: dict[str, Any]) -> Any:
-        """Return the first candidate without a fault on any rank of the group, or `stock`.
-
-        Args:
-            arguments: the arguments of the communicator class.
-        """
+        """Return the first candidate without a fault on any rank of the group, or `stock`."""
         tried = ((impl, self._verified(impl, arguments)) for impl in self.communicators)
         impl, made = next((each for each in tried if each[1] is not None), (None, None))
         if made is None:
@@ -179,7 +172,7 @@ class Groups:
             yield from checks(plugin, self.engine, communicator, facts)
 
     def _is_off(self, impl: CommunicatorImpl, mine: Fault | None, group: Any) -> bool:
-        """Gather the faults of all ranks of the group; return whether there is any.
+        """Gather the faults of the group's ranks, which all call this; return whether any has one.
 
         Raises:
             StartError: a call of the communicator is stuck on any rank.

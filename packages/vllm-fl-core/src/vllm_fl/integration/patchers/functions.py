@@ -33,12 +33,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str
 
 
 class _Function(Replacement):
-    """The replacement of a function of vLLM in all its lookups.
-
-    Attributes:
-        own: vLLM's function.
-        lookups: the replaced lookups.
-    """
+    """The replacement of vLLM's function `own` in all its `lookups`."""
 
     def __init__(self, target: FunctionTarget) -> None:
         first = lookup_of(target.name)
@@ -82,9 +77,11 @@ class _Function(Replacement):
         return True
 
     def told(self) -> dict[str, Any]:
-        """Return `places`, the number of replaced lookups; `replaced_after_us`, a lookup that other
-        code has replaced since, or None; and `other_arguments`, the number of calls that went to
-        vLLM's function because they are not the op."""
+        """Return the function's entry in the worker report.
+
+        `places` is the number of replaced lookups, `replaced_after_us` a lookup that other code has
+        replaced since, or None, and `other_arguments` the number of calls that are not the op.
+        """
         others = (lookup for lookup in self.lookups if lookup.now is not self.function)
         after = (f"{getattr(o.owner, '__name__', o.owner)}.{o.attribute}" for o in others)
         return {

@@ -174,12 +174,7 @@ def _chain(plan: Plan, op: str, target: GraphTarget) -> Chain:
 
 
 def operator_of(plan: Plan, chain: Chain) -> Any:
-    """Return these candidates as a torch operator that does not overwrite its arguments.
-
-    Args:
-        plan: the plan.
-        chain: the candidates of a planned op with one variant.
-    """
+    """Return the chain of a planned op with one variant as a torch operator without mutations."""
     calls = symbolic_trace(opaque_op(chain, plan.place).fn).graph.nodes
     return next(call.target for call in calls if call.op == "call_function")
 
@@ -205,8 +200,7 @@ class OperatorsInGraphs(Patcher):
     def keep_stock(self, plan: Plan) -> dict[str, str]:
         """Return the ops that keep their original operator.
 
-        A reference implementation is no better than the operator, and our pass cannot match a part
-        that is planned itself.
+        It is as good as a reference implementation, and our pass cannot match a planned part.
         """
         found: dict[str, str] = {}
         for op, target in planned(plan, GraphTarget):

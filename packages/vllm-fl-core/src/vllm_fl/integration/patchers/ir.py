@@ -92,10 +92,7 @@ def prioritise(default: Any, plan: Plan) -> Any:
 def chain_of(plan: Plan, op: str, of_op: Iterable[IrTarget | LayerTarget]) -> Chain:
     """Return the candidates of an op in compiled code, with vLLM's layer code as the last.
 
-    Args:
-        plan: the plan.
-        op: the op, which must not be stock.
-        of_op: its targets.
+    The op must not be stock; `of_op` are its targets.
     """
     layers = targets(installed_bindings(), LayerTarget)
     native = next((target.native for of, target in layers if of == op), None)
@@ -116,8 +113,8 @@ def _compiled(plan: Plan, chain: Chain, by_range: bool) -> OpImpl:
 def _pure(function: Callable[..., Any]) -> Callable[..., Any]:
     """Remove mutations from `function` when vLLM traces it into a functionalised graph.
 
-    vLLM removes copies of activations that are never written to, and would miss a write to a part
-    of a copy.
+    vLLM removes copies of activations if nothing writes to the copy, and would miss a write to a
+    part of it.
     """
     pure = torch.func.functionalize(function, remove="mutations")
 

@@ -4,7 +4,7 @@ All four forwards are bound, including `forward_native`: in compiled mode the co
 traceable implementation, for any `custom_ops`. An op that compiled code calls as a vLLM IR op
 (`ir.py`) is bound here for its other calls.
 
-vLLM has several `CustomOp` classes: its hardware-agnostic layers use another one, with a separate
+vLLM has several `CustomOp` classes: its hardware-agnostic layers have another, with a separate
 table of replacements. Names in vLLM are looked up only when a model is planned and built: vLLM may
 rebind them temporarily while it runs general plugins.
 """
@@ -157,8 +157,8 @@ def taken_layers(plan: Plan) -> dict[str, type | None]:
     """Return the layer classes that replace other plugins' classes while the model is built.
 
     Returns:
-        Class name -> our class, or None for vLLM's class. Our class extends the other plugin's class
-        if that precedes `stock` in the order. Layers that the plan does not change are missing.
+        Class name -> our class, or None for vLLM's class. Our class extends the other plugin's if
+        that precedes `stock` in the order. Layers that the plan does not change are missing.
     """
     table = {layer.cls: layer for layer in layer_table() if _is_in_tree(layer)}
     found: dict[str, type | None] = {}
@@ -267,11 +267,7 @@ def _dispatch_forward(base: type) -> Callable[..., Any]:
 
 
 def foreign_layers() -> dict[str, str]:
-    """Return the layers of vLLM that another plugin has replaced.
-
-    Returns:
-        Class name -> the plugin's class and distribution, such as `acme.Silu of vllm-acme 1.0`.
-    """
+    """Return layer -> the class that replaced it, such as `acme.Silu of vllm-acme 1.0`."""
     return {name: owner_of(cls) for name, cls in _foreign().items()}
 
 
@@ -303,7 +299,7 @@ class Layers(Patcher):
         return {layer.op for layer in layer_table()}
 
     def layer_names(self) -> frozenset[str]:
-        """Return the registered names and class names of layers, with those of older releases."""
+        """Return the registered names and class names of layers, also from older releases."""
         from vllm.model_executor.custom_op import op_registry
 
         ours = {name for layer in layer_table() for name in (layer.cls, layer.registered)}

@@ -18,7 +18,7 @@ log = get_logger("engine")
 
 
 def named(path: str) -> Any:
-    """Import the object at `module.name`; raise any error of the import."""
+    """Import the object at `module.name`; errors of the import pass through."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 

@@ -43,12 +43,10 @@ def operator(name: str) -> Any:
 
 
 def _schema(name: str) -> Any:
-    """Return the schema of an operator; None if it is not defined."""
     return getattr(operator(name), "_schema", None)
 
 
 def _parameters(schema: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the parameter names of a schema, and the defaults."""
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     return tuple(argument.name for argument in schema.arguments), defaults
 
@@ -130,9 +128,9 @@ class _Override(Replacement):
         """Return the override's entry in the worker report.
 
         `replaced` and `overridden_by` are where the stock kernel and a later override were
-        registered, or None. `without_engine` and `other_arguments` count calls that went to the
-        stock kernel: without an engine; and calls that are not the op, or that set a parameter
-        unknown to the binding to another value than its default.
+        registered, or None. `without_engine` and `other_arguments` count calls of the stock kernel;
+        the latter are not the op, or set a parameter that the binding does not have to another
+        value than its default.
         """
         before = next(iter(self.beneath), "an unknown place")
         return {
@@ -151,7 +149,7 @@ def _registered(name: str, key: str) -> tuple[str, ...]:
 
 
 class Operators(Taking):
-    """Overrides kernels of vLLM's torch operators."""
+    """Overrides kernels of the torch operators of vLLM."""
 
     kind = OperatorTarget
     key = "operators"
@@ -198,8 +196,8 @@ class Operators(Taking):
         fitting = super().choice(plan, bindings, device, dtype)
         taken, left = dict(fitting.taken), {op: dict(why) for op, why in fitting.left.items()}
         for op, targets in fitting.taken.items():
-            # A pass of vLLM may insert a call that vLLM's kernel does not support: always override
-            # the operator, for the chain to fall back.
+            # A pass may insert calls that vLLM's kernel does not support: always override those
+            # operators, for the chain to fall back.
             by_pass = any(target.puts_operators for target in bindings[op].targets)
             calls: dict[str, str] = {}
             firsts = [impl for impl in plan.entries[op].firsts if not impl.needs_layer]

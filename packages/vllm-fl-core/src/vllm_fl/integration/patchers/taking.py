@@ -83,11 +83,7 @@ class Replacement:
         raise NotImplementedError
 
     def remove(self) -> bool:
-        """Restore the replaced code unless other code depends on the replacement.
-
-        Returns:
-            Whether it was restored.
-        """
+        """Restore the replaced code if no other code depends on the replacement; return whether."""
         raise NotImplementedError
 
     def told(self) -> dict[str, Any]:
@@ -99,10 +95,10 @@ class Replacement:
         return self.replaced(self.inside.how, *args, **named)
 
     def known(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
-        """Return the arguments for the parameters of the binding, or None for the replaced code.
+        """Return the arguments for the parameters of the binding; None to run the replaced code.
 
-        None if the call sets another parameter to a value that is not its default, or does not fit
-        the signature: the replaced code then raises the error.
+        None if another parameter has a value that is not its default, or if the call does not fit
+        the signature: the replaced code raises the error.
         """
         parameters, defaults, count = self.parameters, self.defaults, len(self.target.parameters)
         if len(args) > len(parameters) or not named.keys() <= set(parameters):
@@ -291,11 +287,9 @@ def _give_back(engine: Engine, ours: Replacement) -> None:
 
 
 def _leaving(target: Taken, is_stock: Callable[[int], bool] | None) -> Leaves | None:
-    """Return a predicate for calls that are stock for their size, or None without such calls.
+    """Return a predicate for calls that are stock for their size, or None if size does not matter.
 
-    Args:
-        target: the target.
-        is_stock: the result of `Plan.stock_at`.
+    `is_stock` is the result of `Plan.stock_at`.
     """
     if is_stock is None or not target.tokens:
         return None
