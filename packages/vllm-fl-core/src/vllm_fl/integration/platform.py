@@ -100,7 +100,7 @@ class PlatformOverlay:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Turn on the custom ops of planned ops, and set our worker class."""
+        """Configure vLLM for the plan, and set our worker class."""
         parallel = vllm_config.parallel_config
         if cls.vllm_fl_device is not None and parallel.worker_cls == "auto":
             parallel.worker_cls = cls.vllm_fl_device.worker_class

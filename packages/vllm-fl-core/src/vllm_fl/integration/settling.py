@@ -27,7 +27,7 @@ log = get_logger("engine")
 
 
 def settle(engine: Engine, moment: Moment) -> dict[Key, str]:
-    """Gather objections and disable their implementations on all ranks, until no rank objects.
+    """Gather objections and disable their implementations on all ranks, until no new ones occur.
 
     Patchers and plugins are called first, verifiers only if no rank has objected.
 

@@ -62,9 +62,7 @@ def without_layers(plan: Plan, has: Collection[str]) -> set[str]:
     Without ops that code without a layer may call: those have other targets, and their binding has
     a condition on the model (`when`) or a planned op calls operators (`calls_operators`).
 
-    Args:
-        plan: an engine's plan.
-        has: the ops that the model has layers for; empty if unknown.
+    `has` are the ops that the model has layers for; empty if unknown.
     """
     if not has:
         return set()

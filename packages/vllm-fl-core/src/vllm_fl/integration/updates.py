@@ -73,7 +73,6 @@ def check(engine: Engine, occasion: str) -> str:
     """Verify the plan on all ranks of a serving engine, between two steps.
 
     Args:
-        engine: the engine.
         occasion: the reason, for the log.
 
     Returns:

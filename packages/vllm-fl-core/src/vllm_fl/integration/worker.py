@@ -198,7 +198,6 @@ class PlannedWorker:
         return report
 
     def shutdown(self) -> None:
-        """Log the engine's fallbacks, and shut vLLM's worker down."""
         engine = self.vllm_fl_engine
         if engine is not None:
             engine.end("ended")

@@ -116,7 +116,6 @@ def planned(
 
 
 def told(chosen: Sequence[tuple[Range, str | None]]) -> str:
-    """Return the report's remark on one op of `planned`."""
     inside = [sizes for sizes, impl_id in chosen if impl_id is not None]
     where = ", ".join(str(sizes) for sizes in inside)
     return f"inlined in {len(inside)} of {len(chosen)} ranges ({where} tokens)"

@@ -43,7 +43,6 @@ def choose(
     """Return the class path of the attention backend for one layer; None if vLLM chooses it.
 
     Args:
-        plan: the engine's plan.
         selected_backend: the backend that the user has set, which takes precedence.
         attn_selector_config: vLLM's request; its fields depend on the release.
         num_heads: query heads of one rank, if vLLM passes them.
@@ -178,7 +177,6 @@ def attend(runner: Any, vllm_config: VllmConfig, *, is_eager: bool) -> None:
 
     Args:
         runner: vLLM's model runner, newer or older.
-        vllm_config: the engine's configuration.
         is_eager: whether nothing is compiled or captured.
     """
     from vllm.config.vllm import set_current_vllm_config

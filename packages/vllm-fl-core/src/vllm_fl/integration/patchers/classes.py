@@ -13,7 +13,6 @@ from ...text import quote
 from .lookups import named
 
 ClassImpl = AttentionImpl | CommunicatorImpl | LayerImpl
-"""An implementation by class path."""
 
 
 def _noted(what: str, op: str, impl_id: str) -> AbstractContextManager[None]:

@@ -109,12 +109,11 @@ class Groups:
         return made
 
     def faults_here(self) -> dict[Key, str]:
-        """Return (op, impl id) -> why, for faults that this rank has found."""
+        """Return (op, impl id) -> the fault that this rank has found."""
         rank = torch.distributed.get_rank()
         return {key: fault.why for key, fault in self.faults.items() if fault.rank == rank}
 
     def say(self) -> None:
-        """Log the chosen communicators on rank 0."""
         if self.engine.rank == 0 and self.served:
             served = ", ".join(f"{name}={impl_id}" for name, impl_id in self.served.items())
             compares = self.engine.facts.settings.preflight != "off"

@@ -96,7 +96,6 @@ class Fusions(Patcher):
         return {"passes_off": [flag for flag in flags if getattr(passes, flag, None) is False]}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return why a pass cannot insert its op in this engine."""
         known = targets(installed_bindings(), FusionTarget)
         found = {op: _note(target, facts) for op, target in known}
         return WhyNot({op: why for op, why in found.items() if why})

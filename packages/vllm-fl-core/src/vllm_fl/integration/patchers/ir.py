@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from vllm.ir.op import IrOp
 
 PROVIDER = "vllm_fl"
-"""The name of our provider."""
 
 
 def ir_ops() -> dict[str, list[IrTarget]]:
@@ -139,7 +138,6 @@ class Ir(Patcher):
         return {"ir_priority": {name: list(getattr(config, name, None) or ()) for name in names}}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return the user's priorities of ops, which take precedence."""
         notes: dict[str, str] = {}
         for op, of_op in ir_ops().items():
             for target in of_op:

@@ -63,7 +63,7 @@ class Layer:
     Args:
         base: the class.
         op: the op.
-        target: the op's target for the class, or for its parent class.
+        target: the target for the class, or for its parent class.
     """
 
     base: type
@@ -72,7 +72,6 @@ class Layer:
 
     @property
     def cls(self) -> str:
-        """The class name."""
         return self.base.__name__
 
     @property
@@ -267,7 +266,7 @@ def _dispatch_forward(base: type) -> Callable[..., Any]:
 
 
 def foreign_layers() -> dict[str, str]:
-    """Return layer -> the class that replaced it, such as `acme.Silu of vllm-acme 1.0`."""
+    """Return layer -> class of another plugin, such as `acme.Silu of vllm-acme 1.0`."""
     return {name: owner_of(cls) for name, cls in _foreign().items()}
 
 
@@ -299,7 +298,6 @@ class Layers(Patcher):
         return {layer.op for layer in layer_table()}
 
     def layer_names(self) -> frozenset[str]:
-        """Return the registered names and class names of layers, also from older releases."""
         from vllm.model_executor.custom_op import op_registry
 
         ours = {name for layer in layer_table() for name in (layer.cls, layer.registered)}

@@ -61,8 +61,7 @@ class Replacement:
     """The replacement of one target in this process.
 
     Args:
-        target: the target.
-        parameters: the names of all its parameters, in order.
+        parameters: the names of all parameters of the target, in order.
         defaults: optional parameter -> its default.
 
     Attributes:
@@ -83,11 +82,11 @@ class Replacement:
         raise NotImplementedError
 
     def remove(self) -> bool:
-        """Restore the replaced code if no other code depends on the replacement; return whether."""
+        """Restore the replaced code if no other code needs ours; return whether it did."""
         raise NotImplementedError
 
     def told(self) -> dict[str, Any]:
-        """Return the target's entry in the worker report."""
+        """Return the entry in the worker report."""
         raise NotImplementedError
 
     def native(self, *args: Any, **named: Any) -> Any:
@@ -153,8 +152,7 @@ def mismatch(target: Taken, names: Sequence[str], optional: Collection[str]) -> 
     """Return why a target does not have the parameters of its binding, or empty.
 
     Args:
-        target: the target.
-        names: its parameters in this vLLM, in order.
+        names: the target's parameters in this vLLM, in order.
         optional: its parameters with a default.
     """
     count = len(target.parameters)

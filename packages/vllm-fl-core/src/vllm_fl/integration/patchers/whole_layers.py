@@ -72,7 +72,6 @@ class WholeLayers(Patcher):
         return {"layers": request}
 
     def why_not(self, facts: EngineFacts) -> WhyNot:
-        """Return why layers are not replaced, and why classes do not support this engine."""
         notes: dict[str, str] = {}
         refused: dict[tuple[str, str], str] = {}
         vllms, ops = _vllms_classes(), {layer.cls: layer.op for layer in layer_table()}
