@@ -1,4 +1,4 @@
-"""What is installed: the hooks, what plugins hand over, and how they are found, loaded and called.
+"""Find, load and call plugins; the hooks and types that they use; the registry of their results.
 
-Authors of plugins import from `vllm_fl`; these modules are core's own.
+Plugin authors import from `vllm_fl`. These modules are internal.
 """

@@ -23,17 +23,18 @@ IMPLS = {
     "communicator": CommunicatorImpl,
     "layers": LayerImpl,
 }
-"""The hooks for implementations -> what each returns an iterable of."""
+"""Hook that returns an iterable of implementations -> their type."""
 
 PROVIDING = (*IMPLS, "contracts", "device", "policy")
-"""The hooks by which a backend provides something to choose."""
+"""The hooks through which a backend provides implementations, ops, a device or defaults."""
 
 OLD_FORM = "register_builtins"
 OLD_NAMES = (OLD_FORM, "vllm_fl_register", "register")
 
 
 def declare(plugin: Plugin, module: object) -> None:
-    """Set what a plugin's module declares: its hooks, and whose kernels it runs."""
+    """Set the hooks, the kernel distributions and the verifier flag that a plugin's module
+    declares."""
     _check_api(module)
     plugin.hooks = _hooks_of(module)
     _check_kind(plugin.kind, plugin.hooks)
@@ -42,7 +43,7 @@ def declare(plugin: Plugin, module: object) -> None:
 
 
 def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
-    """The hooks that a plugin implements, or its older `register_builtins(registry)`.
+    """Return the hooks that a plugin implements, or its older `register_builtins(registry)`.
 
     Raises:
         TypeError: it implements none.
@@ -70,7 +71,7 @@ def _hooks_of(plugin: object) -> Mapping[str, Callable[..., Any]]:
 
 
 def _check_kind(kind: Kind, hooks: Collection[str]) -> None:
-    """Check that a plugin implements only hooks that the group of its entry point is for."""
+    """Check that a plugin implements only the hooks that its entry-point group allows."""
     if kind == "contracts" and {*hooks} != {"contracts"}:
         raise TypeError(
             f"the group {CONTRACTS} is only for contracts, and it implements {', '.join(hooks)}: "
@@ -99,7 +100,7 @@ def _check_api(plugin: object) -> None:
 
 
 def _verifies_of(plugin: object, hooks: Collection[str]) -> bool:
-    """Whether the plugin declares itself a verifier."""
+    """Return whether the plugin declares itself a verifier."""
     verifies = getattr(plugin, "VERIFIES", False)
     if not isinstance(verifies, bool):
         raise TypeError(f"its VERIFIES is {verifies!r}; expected True or False")
@@ -109,7 +110,7 @@ def _verifies_of(plugin: object, hooks: Collection[str]) -> bool:
 
 
 def _kernels_of(plugin: object) -> tuple[str, ...]:
-    """The distributions that have the code which the plugin's implementations run."""
+    """Return the distributions of the kernels that the plugin's implementations run."""
     names = getattr(plugin, "KERNEL_DISTRIBUTIONS", ())
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"its KERNEL_DISTRIBUTIONS is {names!r}; expected a tuple of names")
@@ -117,12 +118,12 @@ def _kernels_of(plugin: object) -> tuple[str, ...]:
 
 
 def check_settings(specs: Sequence[Any], owner: Owner, holders: dict[str, str]) -> None:
-    """Check the settings that a plugin declares, and add their names to `holders`.
+    """Check the settings that a plugin declares, and add their keys and variables to `holders`.
 
     Args:
         specs: the settings.
         owner: the plugin's owner.
-        holders: key or variable -> the distribution that has it.
+        holders: key or variable -> the distribution that declares it.
     """
     names: dict[str, str] = {}
     for spec in specs:

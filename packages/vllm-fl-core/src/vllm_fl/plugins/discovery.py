@@ -1,4 +1,4 @@
-"""Find the installed plugins, and which of them the settings allow. Nothing is imported."""
+"""Find the installed plugins, and select those that the settings allow. Imports nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .reserved import EXTENDERS
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
-"""The group of plugins that have only contracts. They are data, and loaded with any backend."""
+"""The group of plugins that provide only contracts. They are loaded with any backend."""
 EXTENSIONS = "vllm_fl.extension"
 """The group of extensions: plugins of this project that add features to engines."""
 
 KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: "extension"}
-"""Group -> what its plugins are for."""
+"""Entry-point group -> the kind of its plugins."""
 
 
 def ban_of(plugin: Plugin) -> PluginError | None:
-    """The reason why a plugin is never imported; None if it may be imported."""
+    """Return the reason why a plugin must never be imported, or None."""
     if plugin.kind != "extension" or plugin.owner.is_of(*EXTENDERS):
         return None
     return plugin.owner.error(
@@ -34,9 +34,9 @@ def ban_of(plugin: Plugin) -> PluginError | None:
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
-    """The installed plugins, by distribution name, then the modules named by the user.
+    """Return the installed plugins by distribution name, then the modules set by the user.
 
-    Reads metadata only; nothing is imported.
+    Reads metadata only.
     """
     found = []
     for entry in entry_points(*KINDS):
@@ -56,14 +56,15 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
 
 
 def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> list[Plugin]:
-    """The plugins that may load: the backends that the user names, contracts and extensions.
+    """Return the plugins that may load: the backends that the user allows, contracts and
+    extensions.
 
-    Contracts are not loaded if the user names nothing.
+    Contracts are not loaded if the user allows no plugin.
     """
     names = {canonical(name) for name in only or ()}
 
     def is_named(each: Plugin) -> bool:
-        # A module has no distribution: VLLM_FL_PLUGIN_MODULES names it.
+        # Modules have no distribution; they come from VLLM_FL_PLUGIN_MODULES.
         return only is None or each.owner.distribution is None or each.owner.is_of(*names)
 
     kinds = {"extension"}
@@ -75,7 +76,7 @@ def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> lis
 
 
 def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
-    """How to do without a plugin that fails at loading, of these that are loaded."""
+    """Return how to run without a plugin that fails to load, given the allowed plugins."""
     if plugin.kind != "backend":
         return "Reinstall it."
     if plugin.owner.distribution is None:
@@ -87,7 +88,8 @@ def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
 
 
 def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
-    """One sentence for each name in VLLM_FL_PLUGINS that no installed plugin's distribution has."""
+    """Return a sentence for each name in VLLM_FL_PLUGINS that is not a distribution with a
+    plugin."""
     known = sorted({canonical(owner.distribution) for owner in owners if owner.distribution})
     found = []
     for name in only or ():
