@@ -318,8 +318,7 @@ def _per_op(env: Mapping[str, str]) -> Layer:
 def _stacked(
     layers: Sequence[Layer], declared: Declared, *, ignored: Mapping[str, Setting] = NOTHING
 ) -> Layer:
-    """Return the highest layer's setting, or the default, for each key, with all that it
-    overrides."""
+    """Return each key's highest setting, or its default, with the settings that it overrides."""
     defaults = {key: Setting(key, spec.default) for key, spec in declared.items()}
     layers = [*layers, defaults]
     stacked: Layer = {}
