@@ -42,7 +42,7 @@ def fingerprint(
     settings: Settings | None = None,
     plugins: Iterable[Plugin] = (),
 ) -> dict[str, Any]:
-    """Return the facts of a plan, JSON-able: two plans with equal facts run the same code.
+    """Return the facts of a plan, JSON-able: plans with equal facts run the same code.
 
     Args:
         plan: the plan.
@@ -53,10 +53,10 @@ def fingerprint(
         plugins: the loaded plugins.
 
     Returns:
-        `mode`, `strict` and `required`; `ops`: the candidates of each op, with the hash of their
-            code, also of each row by size (key `rms_norm(<=16)`); `contracts`: the code of the
-            contracts of planned ops; `versions` of core and `BENEATH`; `settings` of the plan's
-            plugins, because a compiler may have inlined their values.
+        `mode`, `strict` and `required`; `ops`: each op's candidates with the hash of their code,
+            also for each row by size (key `rms_norm(<=16)`); `contracts`: the code of planned ops'
+            contracts; `versions` of core and `BENEATH`; `settings` of the plan's plugins, which a
+            compiler may have inlined.
     """
     rows = {
         f"{op}(<={ceiling})" if ceiling else op: [
@@ -93,7 +93,7 @@ def _values(setting: Setting) -> list[Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `BENEATH` and core; for core with the hash of its code."""
+    """Return the versions of `BENEATH` and core, and the hash of core's code."""
     beneath = {name: found for name in BENEATH if (found := installed_version(name))}
     return {**beneath, CORE: f"{installed_version(CORE)} {code_of(CORE, 'vllm_fl')}"}
 
@@ -117,7 +117,7 @@ def _candidate(impl: Impl, owner: Owner) -> dict[str, Any]:
 
 
 def code_facts(owner: Owner, module: str) -> dict[str, Any]:
-    """Return the hash of the owner's code, and version and hash of each of its kernel distributions."""
+    """Return hashes of the owner's code, and versions and hashes of its kernel distributions."""
     facts: dict[str, Any] = {"source": code_of(owner.distribution, module)}
     if owner.kernels:
         facts["kernels"] = {
@@ -127,7 +127,6 @@ def code_facts(owner: Owner, module: str) -> dict[str, Any]:
 
 
 def digest(facts: Mapping[str, Any]) -> str:
-    """Return a short hash of JSON-able facts."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -148,7 +147,7 @@ def code_of(distribution: str | None, module: str = "") -> str:
 
 @cache
 def _code_of(distribution: str | None, module: str, file: str) -> str:
-    """Return the hash for `code_of`; computed again if the module is loaded from another file."""
+    """Return the hash, computed again if the module is loaded from another file."""
     tops = {_top(module), *_top_levels(distribution)} - {"", *BENEATH}
     found = sorted(each for top in tops for each in _files(top))
     state = hashlib.sha256()
@@ -160,7 +159,7 @@ def _code_of(distribution: str | None, module: str, file: str) -> str:
 
 
 def _top_levels(name: str | None) -> set[str]:
-    """Return the names of a distribution's top-level modules."""
+    """Return a distribution's top-level modules."""
     dist = next(iter(distributions(name=name)), None) if name else None
     if dist is None:
         return set()
@@ -221,7 +220,7 @@ def _top(module: str) -> str:
 
 
 def _module_of(code: Callable[..., Any] | str) -> str:
-    """Return the module of a function or of a class path; empty if unknown."""
+    """Return the module of a function or of a class path, or an empty text."""
     if isinstance(code, str):
         return code.rpartition(".")[0]
     code = inspect.unwrap(code)

@@ -1,4 +1,4 @@
-"""The facts that the plan and its verification need from an engine's configuration, read once."""
+"""The facts of an engine's configuration for its plan and verification, read once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class EngineFacts:
     """The configuration of one engine; created by `planning.facts_of`.
 
-    The patchers provide `attention`, `communicator`, `layers` and `foreign` (`request`), and
-    `ir_priority` and `passes_off` (`note_user`), in integration/patchers.
+    The patchers (integration/patchers) provide `attention`, `communicator`, `layers` and `foreign`
+    in `request`, and `ir_priority` and `passes_off` in `note_user`.
 
     Args:
         settings: vllm-fl's settings, including the policy.
@@ -33,16 +33,16 @@ class EngineFacts:
         communicator: the ranks that a communicator would connect; None for a single rank.
         layers: the request for whole layers, without the field `layer`; None without a model.
         custom_ops: vLLM's list of custom ops, including our additions.
-        ir_priority: op -> the IR providers that the user prefers in vLLM's configuration.
-        attention_backend: the name of the attention backend that is set in vLLM, or None.
+        ir_priority: op -> the IR providers that the user prefers.
+        attention_backend: the attention backend that is set in vLLM, or None.
         batch_invariant: whether vLLM uses its batch-invariant kernels (VLLM_BATCH_INVARIANT).
         compile_backend: vLLM's compiler backend; empty for its default.
-        passes_off: the vLLM passes that match an op of ours and that the user disabled.
-        absent: the ops that the model cannot have, according to its configuration, and ops that
-            only layers run if it has no such layer.
+        passes_off: vLLM passes for our ops that the user disabled.
+        absent: the ops that the model cannot have, according to its configuration or because it has
+            none of the layers that run them.
         provided: op -> the dtypes of the parameters that the model's layers provide (parameter ->
             dtype), without duplicates. Excludes ops without layers, or with unknown ones.
-        captured: the batch sizes, in tokens, for which vLLM captures graphs.
+        captured: the batch sizes, in tokens, of captured graphs.
         by_range: whether vLLM compiles the model separately for each range of token counts, and
             runs its passes on the graphs.
         foreign: op -> its layers that another vLLM plugin has replaced -> the replacing class, with
@@ -72,7 +72,7 @@ class EngineFacts:
 
     @property
     def ordered(self) -> EngineFacts:
-        """Return these facts with settings that include the orders for the device."""
+        """Return these facts with the orders for the device in the settings."""
         settings = self.settings.with_devices(self.device, self.mode)
         return self if settings is self.settings else replace(self, settings=settings)
 
@@ -99,9 +99,9 @@ class EngineFacts:
         return "VLLM_BATCH_INVARIANT=1" if self.batch_invariant else ""
 
     def custom_op_note(self, registered: str) -> str:
-        """Return the entry of `custom_ops` by which the user keeps this layer unchanged, or empty.
+        """Return the entry of `custom_ops` by which the user keeps this layer, or empty.
 
-        In compiled mode `none` is vLLM's default and not a choice of the user.
+        In compiled mode `none` is vLLM's default, not a choice of the user.
 
         Args:
             registered: vLLM's registered name of the layer.

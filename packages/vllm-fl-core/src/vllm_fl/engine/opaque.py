@@ -26,7 +26,7 @@ from ..plugins.types import OpImpl
 
 
 class Watched(TorchDispatchMode):
-    """Records the calls of some operators in the block.
+    """Records calls of operators in the block.
 
     Args:
         is_wanted: operator -> whether to record its calls.
@@ -82,22 +82,22 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""By name. A process cannot define an operator twice, but its body can change: a plan in the place
-of an ended engine's plan reuses its operators, with new bodies."""
+"""By name. A process cannot define an operator twice, so a plan in the place of an ended engine's
+plan reuses its operators, with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
-    """Return the operators of this process, by name: (op, impl id for the largest calls)."""
+    """Return the operators of this process by name: (op, impl id for the largest calls)."""
     return {name: (of.op, of.impl_id) for name, of in _operators.items()}
 
 
 def ordered() -> dict[Callable[..., Any], Site]:
-    """Return the operators of this process that are ordered by size and overwrite no argument."""
+    """Return the operators that are ordered by size and overwrite no argument."""
     return {_overload(name): of.site for name, of in _operators.items() if of.site is not None}
 
 
 def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
-    """Return `impl` as traceable code with the contract's parameters. It has no fallback.
+    """Return `impl` as traceable code with the contract's parameters, without a fallback.
 
     Args:
         chain: a chain of the op.
@@ -108,7 +108,7 @@ def inlined(chain: Chain, impl: OpImpl) -> Callable[..., Any]:
 
 
 def unique_name(readable: str, *identity: object) -> str:
-    """Return a name for vLLM or torch: ASCII, readable, and different for each identity.
+    """Return a readable ASCII name for vLLM or torch, different for each identity.
 
     Args:
         readable: the readable part, in lower-case letters, digits and underscores.
@@ -122,8 +122,8 @@ def unique_name(readable: str, *identity: object) -> str:
 def is_opaque(impl: OpImpl) -> bool:
     """Return whether a compiler must not trace the implementation.
 
-    A traceable implementation with `supports` is opaque: in a trace, `supports` would be evaluated
-    only once, for the shapes of the first compilation.
+    With `supports` it is opaque even if traceable: a trace would evaluate `supports` only once, for
+    the shapes of the first compilation.
     """
     return not impl.traceable or impl.supports is not None
 
@@ -137,8 +137,8 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
     """Return the arguments to which the operator of this variant writes its results.
 
     The schema is fixed when the operator is defined, so one row decides for all sizes: if an
-    implementation for up to 8 tokens overwrites `x`, and the one for the rest does not, the
-    operator overwrites nothing, and the first implementation gets a copy.
+    implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not,
+    the operator overwrites nothing, and the first one gets a copy.
 
     Args:
         chain, rest_is_inlined: as for `opaque_op`.
@@ -155,19 +155,18 @@ def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) ->
 def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) -> OpImpl:
     """Return the first implementation of `chain`, with a torch.library operator as its function.
 
-    The operator's name depends on the chain and the plan's place. Therefore a graph that one
-    process has compiled finds it in the next one, and two plans that run at the same time have
-    separate operators. Registering the same chain in the same place again replaces the operator's
-    body.
+    The chain and the plan's place determine the operator's name, so a compiled graph finds it in
+    another process, and two plans that run at the same time have separate operators. Registering
+    the same chain in the same place again replaces the operator's body.
 
     Args:
         chain: the candidates, and the arguments that the caller grants. If it has several rows, the
             operator selects the row when it runs (in a CUDA graph once, at capture). It mutates its
             arguments if the first candidate of the largest calls does.
-        place: the plan's place among the plans of this process (`Plan.place`).
-        rest_is_inlined: whether the operator is replaced by the code of rows that can be inlined,
-            whatever its schema. It then mutates its arguments if the first candidate of the largest
-            calls that it still runs does.
+        place: the plan's place (`Plan.place`).
+        rest_is_inlined: whether code of rows that can be inlined replaces the operator, whatever
+            its schema. It then mutates its arguments if the first candidate of the largest calls
+            that it still runs does.
     """
     spec, first = chain.spec, chain.impls[0]
     rows = [[n, [impl.impl_id for impl in impls]] for n, impls in chain.rows]
@@ -197,8 +196,7 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
 def _site(chain: Chain, variant: Variant) -> Site:
     """Return how to replace the operator of a variant.
 
-    The results of the replacement are contiguous and do not alias an argument, like those of the
-    operator.
+    The results of the replacement are contiguous and alias no argument, like those of the operator.
     """
     spec = chain.spec
     tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
@@ -210,7 +208,7 @@ def _site(chain: Chain, variant: Variant) -> Site:
 
 
 def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `guard` as the body of an operator that does not mutate its arguments."""
+    """Return the body of an operator that does not mutate its arguments."""
     single = variant.returns == 1
 
     def body(*args: Any) -> Any:
@@ -221,20 +219,20 @@ def _returning(variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any
 
 
 def _writing(spec: OpSpec, variant: Variant, guard: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `guard` as the body of an operator that writes its results to its arguments."""
+    """Return the body of an operator that writes its results to its arguments."""
     targets = [spec.parameters.index(parameter) for parameter in variant.overwrites]
 
     def body(*args: Any) -> None:
         result = guard(*args)
-        # An implementation may be unable to write to an argument, and a later candidate may write
-        # to none.
+        # An implementation may be unable to write to an argument; a later candidate may write to
+        # none.
         put(tuple(args[at] for at in targets), result)
 
     return body
 
 
 def _define(name: str, spec: OpSpec, variant: Variant, *, written: bool) -> None:
-    """Define the operator of a variant unless it exists; it calls its body in `_operators`."""
+    """Define the operator of a variant unless it exists. It calls its body in `_operators`."""
     if name in _operators:
         return
     LIBRARY.define(name + (variant.mutating_schema if written else variant.schema))
@@ -274,8 +272,8 @@ def _router(
 
     Args:
         spec: the contract.
-        branches: (variant, the arguments that contain its results afterwards, its operator), the
-            variants with the fewest parameters first.
+        branches: (variant, the arguments that contain its results afterwards, its operator),
+            variants with fewer parameters first.
     """
     scope: dict[str, Any] = {}
     lines = [f"def {spec.name}({', '.join(spec.parameters)}):"]
@@ -294,10 +292,10 @@ def _router(
 
 
 def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
-    """Return the results, copied where necessary.
+    """Copy results where necessary.
 
-    An operator must not return an input, a view of one, or one tensor twice. Its results are
-    contiguous, because its fake returns contiguous tensors.
+    An operator must not return an input, a view of one, or one tensor twice. Its results must be
+    contiguous, like those of its fake.
     """
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []

@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Phases:
-    """Seconds per phase. The time of a nested phase is not part of the outer phase.
+    """Seconds per phase, without nested phases.
 
     Attributes:
-        seconds: phase -> its seconds so far, in the order in which the phases first ended.
+        seconds: phase -> its seconds so far, ordered by when each first ended.
     """
 
     def __init__(self) -> None:

@@ -81,13 +81,13 @@ class PlanEntry:
 
     @property
     def _largest_first(self) -> tuple[tuple[Impl, ...], ...]:
-        """The candidates of the largest calls, then those of each other row."""
+        """The candidates of the largest calls, then those of the other rows."""
         *rows, rest = (impls for _, impls in self.candidates)
         return rest, *rows
 
     @property
     def impls(self) -> tuple[OpImpl, ...]:
-        """Every candidate that is a function, of all rows."""
+        """Every candidate that is a function."""
         return _once(i for impls in self._largest_first for i in _callable(impls))
 
     @property
@@ -96,7 +96,7 @@ class PlanEntry:
         return _once(i for impls in self._largest_first for i in _callable(impls)[:1])
 
     def classes(self, kind: type[Named]) -> tuple[Named, ...]:
-        """Return the candidates of a kind that is a class, such as attention backends."""
+        """Return the candidates that are classes of a kind, such as attention backends."""
         return tuple(i for _, impls in self.candidates for i in impls if isinstance(i, kind))
 
     @property
@@ -141,7 +141,6 @@ class PlanEntry:
 
 
 def _reason(trace: Trace) -> str:
-    """Return a short reason for the first candidate."""
     if not trace.candidates:
         return "no candidate"
     reason = trace.candidates[0].reason
@@ -156,14 +155,14 @@ class Plan:
 
     Args:
         mode: how the engine runs the model.
-        entries: the plan of each op, by name.
-        strict: whether a failure is raised instead of falling back to the next candidate.
+        entries: the plan of each op.
+        strict: whether failures are raised, without a fallback to the next candidate.
         counts_calls: whether calls are counted (VLLM_FL_DISPATCH_DEBUG=1).
         record: counters, and the implementations disabled at startup.
         kept_layers: classes of vLLM that settings exclude, though their op is planned.
         contracts: every op's contract.
         place: its number among the plans of compiled engines in this process (`take_place`). It is
-            part of the names of their operators, because torch allows only one operator per name.
+            part of the names of operators, because torch allows only one operator per name.
     """
 
     mode: Mode
@@ -223,7 +222,7 @@ class Plan:
     def without_layer(
         self, op: str, grants: frozenset[str] = frozenset(), *, last: OpImpl | None = None
     ) -> Callable[..., Any] | None:
-        """Return the op for uncompiled callers without a layer; the arguments are as for `chain`.
+        """Return the op for uncompiled callers without a layer; arguments as for `chain`.
 
         None if the op is stock, or all of its candidates take the calling layer.
         """
@@ -238,7 +237,7 @@ class Plan:
 
     @property
     def layers(self) -> dict[str, LayerImpl]:
-        """The planned whole layers: name of vLLM's class -> the implementation that replaces it."""
+        """The planned whole layers: name of vLLM's class -> the implementation."""
         return {op: impl for op, e in self.entries.items() for impl in e.classes(LayerImpl)[:1]}
 
     def chain(
@@ -294,7 +293,7 @@ class Plan:
         Args:
             op, grants, last: as for `chain`.
             layer: provides the parameters that the contract takes from a layer.
-            own: the layer's original method, or a function that calls it; used at stock sizes if
+            own: the layer's original method, or a function that calls it; runs at stock sizes if
                 the layer is not compiled.
             traced: False if no compiler sees the calls, in any mode.
         """
@@ -310,7 +309,7 @@ class Plan:
             bound = self._guard(chain, asks_layer, compiled), asks_layer
             self._bound[key] = bound
         function, asks_layer = bound
-        # Without the layer if it provides nothing: one argument less at every call.
+        # Without a layer that provides nothing: one argument less at every call.
         return MethodType(function, layer) if asks_layer else function
 
     def _guard(
@@ -338,8 +337,8 @@ class Plan:
         Args:
             op: the op's name.
             first: one of the entry's `firsts`; its row is verified.
-            inlined: whether to inline its code though the op is ordered by size, as in graphs that
-                are compiled by range.
+            inlined: whether to inline an op that is ordered by size, as in graphs compiled by
+                range.
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
@@ -359,7 +358,7 @@ def make_plan(
 ) -> Plan:
     """Resolve every op with a contract, the attention backend, the communicator and whole layers.
 
-    Ops that the model cannot have are omitted, unless the user's settings name them.
+    Omits ops that the model cannot have, unless the user's settings name them.
 
     Args:
         manager: provides the installed implementations.
@@ -431,7 +430,7 @@ def take_place(plan: Plan) -> Plan:
 
 
 def leave_place(plan: Plan) -> None:
-    """Release the place of a plan whose engine has ended."""
+    """Release the place of a plan after its engine has ended."""
     if plan.mode == "compiled":
         _places.discard(plan.place)
 

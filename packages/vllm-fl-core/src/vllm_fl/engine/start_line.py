@@ -1,4 +1,4 @@
-"""Text for a plan: the line that is logged at startup, and remarks for the report."""
+"""A plan as text: the line that is logged at startup, and remarks for the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..dispatch.resolver import FOREIGN
 from .plan import Plan
 
 LONGEST, NAMED = 200, 5
-"""Maximum number of characters in a line, and of ops in it."""
+"""Maximum characters of a line, and maximum ops in it."""
 
 
 def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
@@ -20,7 +20,7 @@ def line(plan: Plan, *facts: str, not_reached: Collection[str] = ()) -> str:
     Args:
         plan: the plan.
         facts: phrases after the mode.
-        not_reached: the planned ops that this model does not use; they are not counted.
+        not_reached: planned ops that this model does not use; not counted.
     """
     ops = sorted(plan.entries, key=lambda op: op in plan.contracts)
     ours = [op for op in ops if any(impls for _, impls in plan.entries[op].candidates)]

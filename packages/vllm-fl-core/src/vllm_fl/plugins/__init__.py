@@ -1,4 +1,4 @@
-"""Find, load and call plugins; the hooks and types that they use; the registry of their results.
+"""Plugins: hooks, types, discovery, loading and the registry of their results.
 
-Plugin authors import from `vllm_fl`. These modules are internal.
+Plugin authors import from `vllm_fl`; these modules are internal.
 """

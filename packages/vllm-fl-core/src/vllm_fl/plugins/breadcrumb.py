@@ -1,10 +1,10 @@
-"""Record which third-party code is running: in a file, and in the log if it is slow.
+"""Record which third-party code is running, in a file, and log it if it is slow.
 
-An import that calls `os._exit`, or a kernel that aborts, ends the process without an error message.
-Therefore a process writes what it is about to run to a small file in the user's cache, and removes
-the file afterwards. It locks the file while it is alive, so a file without a lock is from a dead
-process. The next process of the same environment and `vllm-fl doctor` report it. If the file cannot
-be written (no home, a full disk), nothing is recorded.
+An import that calls `os._exit`, or a kernel that aborts, ends a process without an error message.
+Therefore a process writes what it is about to run to a file in the user's cache, and removes it
+afterwards. The file is locked while the process is alive. The next process of the same environment
+and `vllm-fl doctor` report files without a lock. If a file cannot be written (no home, a full
+disk), nothing is recorded.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ..text import clean
 log = logging.getLogger("vllm_fl.plugins")
 
 FOLDER = "_VLLM_FL_RUNNING"
-"""The variable with the folder of the notes, set by commands for child processes that they may
-kill. Empty: write no notes."""
+"""The variable with the folder of the notes, which commands set for child processes. Empty: write
+no notes."""
 
 SLOW = 10.0
-"""Seconds after which running code is logged."""
+"""Seconds until running code is logged."""
 
 LARGEST = 16384
 """Bytes read of a file."""
 
 FORGOTTEN = 30 * 24 * 3600
-"""Seconds after which a dead process's file is removed."""
+"""Seconds until the file of a dead process is removed."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Crumb:
 
 
 _notes: dict[Path, int] = {}
-"""Path of each note of this process -> its file descriptor."""
+"""Path of each note of this process -> file descriptor."""
 
 _running: list[str] = []
-"""The third-party code that this process is running, the innermost last."""
+"""The third-party code that this process is running, innermost last."""
 
 
 def _forget_in_child() -> None:
@@ -96,7 +96,7 @@ def now() -> str:
 
 
 def folder() -> Path | None:
-    """Return the folder of the notes, `~/.cache/vllm-fl/running`; None without a home."""
+    """Return `~/.cache/vllm-fl/running` or its override; None without a home."""
     if (given := os.environ.get(FOLDER)) is not None:
         return Path(given) if given else None
     cache = os.environ.get("XDG_CACHE_HOME", "")
@@ -107,12 +107,11 @@ def folder() -> Path | None:
 
 @contextlib.contextmanager
 def running(what: str, *, named: bool = True) -> Iterator[None]:
-    """Leave a note with `what` while the block runs, and log it if it takes longer than `SLOW`.
+    """Keep a note of `what` while the block runs, and log it after `SLOW` seconds.
 
     Args:
         what: the code and its distribution: `the import of plugin 'acme' of vllm-fl-acme 1.0`.
-        named: False if the caller logs slow code itself. If `FOLDER` is set, the command that set
-            it reports slow code.
+        named: False if the caller logs slow code. If `FOLDER` is set, the command that set it does.
     """
     what = clean(what)[:1000]
     path = _write(what)
@@ -136,7 +135,7 @@ def running(what: str, *, named: bool = True) -> Iterator[None]:
 
 
 def _write(what: str) -> Path | None:
-    """Write a note and lock its file; None if that is not possible."""
+    """Write and lock a note; None if that fails."""
     where, host, pid, when = folder(), os.uname().nodename, os.getpid(), time.time()
     if where is None:
         return None
@@ -156,7 +155,7 @@ def _write(what: str) -> Path | None:
 
 
 class Watchdog:
-    """A thread that logs a call that has been running for longer than `SLOW` seconds."""
+    """A thread that logs calls that run longer than `SLOW` seconds."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.seconds = 0.0
@@ -176,7 +175,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """Time the block as one call, logged as `what`."""
+        """Time the block as one call with the name `what`."""
         self._call = time.monotonic(), what
         try:
             yield
@@ -196,10 +195,10 @@ class Watchdog:
 
 
 def lost() -> tuple[Crumb, ...]:
-    """Return the notes of dead processes of this environment, the oldest first.
+    """Return the notes of dead processes of this environment, oldest first.
 
-    Keeps and returns one note per process, the innermost, and one per `what`; deletes older
-    duplicates. Code that has ended normally since has no note.
+    Keeps one note per process (the innermost) and per `what`, and deletes older ones. Code that has
+    ended normally since has no note.
     """
     found: list[Crumb] = []
     for crumb in _crumbs(folder()):
@@ -219,24 +218,24 @@ _left = cache(lost)
 
 
 def last(where: Path) -> Crumb | None:
-    """Return the latest note in a folder, of a living or a dead process, or None."""
+    """Return the latest note in a folder, of a living or a dead process."""
     return next(reversed(_crumbs(where)), None)
 
 
 def run_by(host: str, pid: int, since: float) -> str:
-    """Return the third-party code that a process is running; empty if there is no note.
+    """Return the third-party code that another process is running, or an empty text.
 
     Args:
         host: its host. Several hosts may share a home.
         pid: its process ID.
-        since: a time after its start. Older notes are from another process with this ID.
+        since: a time after its start. Older notes are from a former process with this ID.
     """
     of_it = [c for c in _crumbs(folder()) if (c.host, c.pid) == (host, pid) and c.when >= since]
     return of_it[-1].what if of_it else ""
 
 
 def _crumbs(where: Path | None) -> list[Crumb]:
-    """Return the notes of other processes in a folder, the oldest first."""
+    """Return the notes of other processes, oldest first."""
     try:
         paths = [*where.iterdir()] if where is not None else []
     except OSError:
@@ -246,7 +245,7 @@ def _crumbs(where: Path | None) -> list[Crumb]:
 
 
 def _read(path: Path) -> Crumb | None:
-    """Read a note; None if the file is not one, or has expired and is deleted."""
+    """Read a note; None if it is invalid or has expired, which also deletes it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,7 +1,6 @@
-"""Call the hooks of plugins, and check their results. Every error states the plugin and its
-distribution.
+"""Call the hooks of plugins, and check their results. Errors state the plugin and its distribution.
 
-With `passing`, errors of core (`VllmFLError`) are raised unchanged. Any other exception becomes a
+With `passing`, errors of core (`VllmFLError`) are raised unchanged. Other exceptions become a
 `PluginError`.
 """
 
@@ -38,12 +37,12 @@ if TYPE_CHECKING:
 log = get_logger("plugins")
 
 ENDED: dict[str, str] = {}
-"""`whose(owner)` of each plugin that ended an earlier process of this command -> how. It is not run
+"""`whose(owner)` of plugins that ended an earlier process of this command -> how. They are not run
 again."""
 
 
 def whose(owner: Owner) -> str:
-    """Return the plugin and its distribution, for the notes of `breadcrumb`."""
+    """Return the plugin and its distribution, for notes."""
     return clean(f"plugin {owner.plugin!r} of {owner.label}")
 
 
@@ -51,10 +50,9 @@ def whose(owner: Owner) -> str:
 def contained(
     plugin: Plugin, what: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> Iterator[None]:
-    """Run a plugin's code: any exception becomes one `PluginError` that names the plugin.
+    """Run a plugin's code, with a note (`breadcrumb.running`); exceptions become a `PluginError`.
 
-    A KeyboardInterrupt is raised unchanged. Leaves a note while the code runs
-    (`breadcrumb.running`).
+    A KeyboardInterrupt is raised unchanged.
 
     Args:
         plugin: the plugin.
@@ -103,20 +101,16 @@ def _line(error: BaseException, plugin: Plugin) -> str:
 def in_hook(
     plugin: Plugin, hook: str, todo: str = "", *, named: bool = True, passing: bool = False
 ) -> AbstractContextManager[None]:
-    """Contain a plugin's hook, or code that the hook has returned.
+    """Run a plugin's hook, or code that it has returned, in `contained`.
 
-    Args:
-        plugin: the plugin.
-        hook: the hook.
-        todo, named, passing: as for `contained`. A verifier is never logged as slow: it logs each
-            implementation that it runs.
+    A verifier is not logged as slow: it logs each implementation that it runs.
     """
     named = named and not plugin.verifies
     return contained(plugin, f"its {hook} hook", todo, named=named, passing=passing)
 
 
 def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> list[Any]:
-    """Call a plugin's hook, inside a block of `in_hook`. At most one result, without None.
+    """Call a plugin's hook in a block of `in_hook`. Returns at most one result, and no None.
 
     Raises:
         TypeError: a result is not a `kind`.
@@ -131,14 +125,13 @@ def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> li
 
 
 Results = tuple[list[tuple[Owner, Any]], list[PluginError]]
-"""The results of a hook, each with the owner of its plugin, and the errors of plugins that
-failed."""
+"""The results of a hook by owner, and the errors of plugins that failed."""
 
 
 def results_of_each(
     plugins: Sequence[Plugin], hook: str, kind: type, todo: str = "", **given: Any
 ) -> Results:
-    """Call a hook of each plugin with `results_of`, each in its own `in_hook` block."""
+    """Call a hook of each plugin, each in a separate `in_hook` block."""
     found: list[tuple[Owner, Any]] = []
     errors = []
     for plugin in plugins:
@@ -153,12 +146,7 @@ def results_of_each(
 def policy_files(
     plugins: Sequence[Plugin], platform: str
 ) -> tuple[list[tuple[str, Any]], list[PluginError]]:
-    """Return the settings files that plugins provide for `platform`, and the errors of those that
-    failed.
-
-    Returns:
-        [(distribution, path)] and the errors.
-    """
+    """Return [(distribution, path)] of the plugins' settings files for `platform`, and errors."""
     kept = "Its implementations are kept, its settings not."
     found, errors = results_of_each(plugins, "policy", PolicyDefaults, kept, platform=platform)
     return [(owner.name, defaults.path) for owner, defaults in found], errors
@@ -175,15 +163,15 @@ def rejections(
     """Return the implementations of `op` that plugins reject: impl id -> the reason.
 
     Calls the plugins for which a declared setting is set. If the engine requires batch-invariant
-    implementations, calls verifiers as well; without a verifier no component measures invariance,
-    and all implementations are rejected.
+    implementations, calls verifiers as well; without a verifier, invariance cannot be measured and
+    all implementations are rejected.
 
     Args:
         plugins: the loaded plugins.
         settings: the effective settings.
         op: the op.
         impls: its implementations.
-        facts: the facts of the engine (`EngineFacts`); None outside an engine.
+        facts: the engine's `EngineFacts`; None outside an engine.
         contract: the contract of the op.
 
     Raises:
@@ -206,11 +194,7 @@ def rejections(
 
 
 def findings(plugin: Plugin, settings: Any) -> list[Finding]:
-    """Return a plugin's findings for `vllm-fl doctor`.
-
-    Raises:
-        PluginError: its hook failed.
-    """
+    """Return a plugin's findings for `vllm-fl doctor`. Raises PluginError if its hook fails."""
     with in_hook(plugin, "doctor"):
         results = results_of(plugin, "doctor", Iterable, settings=settings)
         return [Finding(**vars(finding)) for found in results for finding in found]
@@ -226,7 +210,7 @@ def start_in_worker(
 
     Raises:
         PluginError: a hook failed. An engine must not run with an incomplete setup.
-        VllmFLError: a plugin raised an error of core, such as for a setting that only it can check.
+        VllmFLError: a plugin raised an error of core, such as for an invalid setting.
     """
     reports = {}
     for plugin in plugins:
@@ -239,13 +223,12 @@ def start_in_worker(
 
 
 def asking(plugins: Iterable[Plugin], hook: str) -> list[Plugin]:
-    """Return the loaded plugins that implement `hook`, in order of loading, verifiers last."""
+    """Return the loaded plugins with a `hook`, in order of loading, verifiers last."""
     asked = [each for each in plugins if each.is_loaded and hook in each.hooks]
     return sorted(asked, key=lambda each: each.verifies)
 
 
 def objections(plugin: Plugin, engine: Engine, moment: Moment) -> dict[Key, Objection]:
-    """Return a plugin's objections at this moment (`inspect_plan`)."""
     with in_hook(plugin, "inspect_plan", passing=True):
         found: dict[Key, Objection] = {}
         for each in results_of(plugin, "inspect_plan", Mapping, engine=engine, moment=moment):
@@ -279,14 +262,9 @@ def enter_session(plugin: Plugin, engine: Engine) -> Callable[[], None]:
 def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict[str, object]:
     """Return a plugin's keys of the worker report (`worker_report`).
 
-    Args:
-        plugin: the plugin.
-        engine: the engine.
-        taken: the keys that the report already has.
-
     Raises:
-        PluginError: the hook failed, or returned one of `taken`, or a value that JSON cannot
-            represent.
+        PluginError: the hook failed, or returned a key of the report (`taken`) or a value that JSON
+            cannot represent.
     """
     with in_hook(plugin, "worker_report", named=False, passing=True):
         results = results_of(plugin, "worker_report", Mapping, engine=engine)
@@ -300,7 +278,6 @@ def sections(plugin: Plugin, engine: Engine, taken: Container[str] = ()) -> dict
 
 
 def checks(plugin: Plugin, engine: Engine, communicator: Any, group: GroupFacts) -> list[Check]:
-    """Return a plugin's checks of a communicator (`communicator_checks`)."""
     arguments = {"engine": engine, "communicator": communicator, "group": group}
     with in_hook(plugin, "communicator_checks", passing=True):
         results = results_of(plugin, "communicator_checks", Iterable, **arguments)

@@ -1,4 +1,4 @@
-"""Hardware without a vLLM platform, as described by plugins."""
+"""Hardware without a vLLM platform."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ log = get_logger("plugins")
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """The paths of the classes that an engine needs on hardware without a vLLM platform.
+    """The classes that an engine needs on hardware without a vLLM platform.
 
-    The classes are imported when the device is chosen.
+    They are imported when the device is chosen.
 
     Args:
         name: the platform's name in settings (`ascend`): a lower-case identifier.
-        platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT` and its own
+        platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT`,
             `device_name`, `device_type` and `dispatch_key`.
         worker_class: the worker, which creates the model runner. A user's `worker_cls` replaces it.
-        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None keeps the one of the
-            platform class.
-        dist_backend: the torch.distributed backend between the ranks (`hccl`); None keeps the one
-            of the platform class.
-        detect: () -> True, or the reason why this machine does not have the device. It runs in
-            every process while vLLM looks for its platform, so it must not initialize the device or
-            import vllm.
+        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None: as in the platform
+            class.
+        dist_backend: the torch.distributed backend between ranks (`hccl`); None: as in the platform
+            class.
+        detect: () -> True, or the reason why this machine does not have the device. Called in every
+            process while vLLM looks for its platform: it must not initialize the device or import
+            vllm.
 
     Raises:
         ValueError: the name is not a lower-case identifier, or a path is not `module.Class`.
@@ -55,22 +55,21 @@ class DeviceProfile:
                 check_path(f"DeviceProfile({name!r})", which, path)
 
     def detection(self) -> Availability:
-        """Return True, or the reason why this machine does not have the device."""
+        """Return True, or why this machine does not have the device."""
         with running(f"the detection of the device {self.name}"):
             return answered("its detection", self.detect)
 
 
 def devices(plugins: Sequence[Plugin]) -> Results:
-    """Return the `DeviceProfile` of each plugin that has one."""
     return results_of_each(plugins, "device", DeviceProfile)
 
 
 def find_device(plugins: Sequence[Plugin], name: str | None = None) -> DeviceProfile | None:
-    """Return the device that this machine has, or None if no plugin supports one.
+    """Return the device of this machine, or None if no plugin supports it.
 
     Args:
         plugins: the loaded plugins.
-        name: the platform that the user forced: only the device of this name is considered.
+        name: the platform that the user forced; other devices are ignored.
 
     Raises:
         DeviceError: several plugins detect their device, or the forced device is not detected.

@@ -1,4 +1,4 @@
-"""Find the installed plugins, and select those that the settings allow. Imports nothing."""
+"""Find the installed plugins, and select the allowed ones. Imports nothing."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from .reserved import EXTENDERS
 
 GROUP = "vllm_fl.plugin"
 CONTRACTS = "vllm_fl.contracts"
-"""The group of plugins that provide only contracts. They are loaded with any backend."""
+"""Plugins with only contracts, loaded with any backend."""
 EXTENSIONS = "vllm_fl.extension"
-"""The group of extensions: plugins of this project that add features to engines."""
+"""Extensions: plugins of this project that add features to engines."""
 
 KINDS: dict[str, Kind] = {GROUP: "backend", CONTRACTS: "contracts", EXTENSIONS: "extension"}
-"""Entry-point group -> the kind of its plugins."""
 
 
 def ban_of(plugin: Plugin) -> PluginError | None:
-    """Return the reason why a plugin must never be imported, or None."""
+    """Return why a plugin must never be imported, or None."""
     if plugin.kind != "extension" or plugin.owner.is_of(*EXTENDERS):
         return None
     return plugin.owner.error(
@@ -34,10 +33,8 @@ def ban_of(plugin: Plugin) -> PluginError | None:
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
-    """Return the installed plugins by distribution name, then the modules set by the user.
-
-    Reads metadata only.
-    """
+    """Return the installed plugins by distribution name, then the user's modules. Reads only
+    metadata."""
     found = []
     for entry in entry_points(*KINDS):
         dist = entry.dist
@@ -56,15 +53,14 @@ def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
 
 
 def select_allowed(found: Sequence[Plugin], only: Collection[str] | None) -> list[Plugin]:
-    """Return the plugins that may load: the backends that the user allows, contracts and
-    extensions.
+    """Return the plugins that may load: allowed backends, contracts and extensions.
 
     Contracts are not loaded if the user allows no plugin.
     """
     names = {canonical(name) for name in only or ()}
 
     def is_named(each: Plugin) -> bool:
-        # Modules have no distribution; they come from VLLM_FL_PLUGIN_MODULES.
+        # Modules have no distribution: VLLM_FL_PLUGIN_MODULES lists them.
         return only is None or each.owner.distribution is None or each.owner.is_of(*names)
 
     kinds = {"extension"}

@@ -1,9 +1,9 @@
-"""Adapt implementations whose trailing parameters differ from their contract's.
+"""Adapt implementations with fewer or more trailing parameters than their contract.
 
 Contracts only gain trailing parameters with defaults, so existing implementations keep working. At
-registration each gets the parameters of its contract. If it lacks one, it does not support calls
-that pass a value other than the default, and reports the parameter. Further parameters with
-defaults are not passed. `*args` receives the remaining parameters of the contract.
+registration each gets the parameters of its contract. A call with a value other than the default
+for a parameter that it lacks is unsupported. Its additional parameters are not passed. `*args`
+receives the remaining parameters of the contract.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Parameters = Sequence[inspect.Parameter]
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 RAISES, RETURNS = "raise NotImplementedError({!r})", "return {!r}"
-"""The statements by which an implementation, or its `supports`, reports an unsupported call."""
+"""Statements for an unsupported call, in an implementation and in `supports`."""
 
 INPLACE = "inplace"
 """The flag of the older form that lets an implementation overwrite its arguments."""
@@ -33,7 +33,7 @@ INPLACE = "inplace"
 def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
     """Return the function that decides whether `impl` supports a call; None if it supports all.
 
-    An implementation that takes the layer supports only plain layers, as defined by the contract.
+    An implementation that needs the layer supports only plain layers, as defined by the contract.
     """
     return spec.plain if impl.needs_layer else impl.supports
 
@@ -46,12 +46,12 @@ def verdict_of(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> object:
 
 
 def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
-    """Return `impl` with the contract's parameters, if it differs only in trailing optional ones.
+    """Return `impl` with the contract's parameters if only trailing optional ones differ.
 
-    Returns an implementation that differs otherwise unchanged. If `consumes` is empty and `fn` has
-    a parameter `inplace`, it is called with `inplace=False`, so its arguments stay intact. An
-    implementation that takes the layer overwrites tensors that the layer owns, like vLLM's kernels,
-    and its form cannot declare that: its `consumes` is everything that the contract allows.
+    Otherwise `impl` is returned unchanged. If `consumes` is empty and `fn` has a parameter
+    `inplace`, it is called with `inplace=False`, so its arguments stay intact. An implementation
+    that needs the layer overwrites tensors of the layer, like vLLM's kernels, but cannot declare
+    that: it consumes everything that the contract allows.
     """
     fn, supports, available = impl.fn, impl.supports, impl.available
     if impl.takes is not None and not impl.needs_layer:
@@ -76,7 +76,7 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
             supports = _bridged(supports, wanted, asked, RETURNS, lacking=missing)
         elif missing:
             supports = _written(nothing, wanted, [*_refusing(missing, RETURNS), "return True"])
-        # It does not receive the parameters of a newer contract, so it overwrites none of them.
+        # It does not receive the parameters of a newer contract, so it does not overwrite them.
         consumes -= {p.name for p in further}
     if fn is not impl.fn:  # the older form's probe is an attribute of the wrapped function
         available = available or older_probe(impl.fn)
@@ -88,19 +88,19 @@ def fitted(impl: OpImpl, spec: OpSpec) -> OpImpl:
 
 
 def shape(parameters: Parameters) -> list[tuple[object, ...]]:
-    """Return what must be equal in two lists of parameters: names and defaults, in order."""
+    """Return the part of a signature that must be equal: names and defaults, in order."""
     return [(p.name, p.default) for p in parameters]
 
 
 def _spread(own: Parameters, wanted: Parameters) -> Parameters:
-    """Return `own` with the rest of `wanted` instead of `*args` and `**kwargs`."""
+    """Return `own`, with the rest of `wanted` instead of `*args` and `**kwargs`."""
     plain = [p for p in own if p.kind in NAMED]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in own)
     return [*plain, *wanted[len(plain) :]] if takes_any else own
 
 
 def _without_inplace(own: Parameters, wanted: Parameters) -> Parameters:
-    """Return `own` without the flag `inplace`, unless it is a parameter of the contract."""
+    """Return `own` without the flag `inplace`, unless the contract has that parameter."""
     if any(p.name == INPLACE for p in wanted):
         return own
     return [p for p in own if p.name != INPLACE or p.default is p.empty]
@@ -109,7 +109,7 @@ def _without_inplace(own: Parameters, wanted: Parameters) -> Parameters:
 def _rest(wanted: Parameters, own: Parameters) -> tuple[Parameters, Parameters] | None:
     """Return the optional parameters that `own` lacks, and its additional ones.
 
-    None if something else differs.
+    None if the parameters differ otherwise.
     """
     common = min(len(wanted), len(own))
     missing, further = wanted[common:], own[common:]
@@ -141,8 +141,8 @@ def _bridged(
         fn: the implementation, or its `supports`.
         wanted: the parameters of the contract.
         own: the parameters of `fn`, without the layer.
-        refuse: the statement for a call with a parameter that it lacks.
-        lacking: other parameters for which it must refuse a call.
+        refuse: the statement for an unsupported call.
+        lacking: further parameters that must have their default.
         layer: the name of the first parameter, if that is the layer.
         intact: whether it must leave its arguments unchanged.
     """
@@ -170,7 +170,7 @@ def _bridged(
 
 
 def _refusing(missing: Parameters, how: str) -> list[str]:
-    """Return lines that refuse a call in which one of `missing` is not its default."""
+    """Generate code that refuses calls in which one of `missing` is not its default."""
     lines = []
     for p in missing:
         default = f"_default_{p.name}"
@@ -185,7 +185,7 @@ def _refusing(missing: Parameters, how: str) -> list[str]:
 def _written(
     fn: Callable[..., Any], wanted: Parameters, body: list[str], *, layer: str | None = None
 ) -> Callable[..., Any]:
-    """Generate a function of `wanted`: it costs one call, and a compiler can trace it."""
+    """Generate a function of `wanted`. It costs one call, and a compiler can trace it."""
     scope: dict[str, Any] = {"_fn": fn, "_differs": differs}
     heads = [layer] if layer is not None else []
     for p in wanted:
@@ -201,7 +201,7 @@ def _written(
 
 
 def nothing() -> None:
-    """Stand in as the wrapped function if an implementation has no `supports`."""
+    """Stand in for a missing `supports` as the wrapped function."""
 
 
 def from_older_form(impl: OpImpl) -> AttentionImpl:

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 PROJECT = "vllm_fl"
 
 HOOK_API = 1
-"""The version of the hook interface. A plugin for another version declares it in a module-level
-`HOOK_API = <number>`; without it, a plugin is assumed to be for this version."""
+"""The version of the hook interface. A plugin for another version sets a module-level
+`HOOK_API`."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -50,11 +50,11 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
-    """Return the implementations that this backend provides.
+    """Return the implementations of this backend.
 
     Called once per process, before the first call or before the engine's layers are built. A device
     may not exist yet, so check for it in `OpImpl.available`. The implementations of all plugins are
-    candidates. If two plugins provide the same (op, impl id), both fail.
+    candidates. If two plugins have the same (op, impl id), both fail.
 
     Example::
 
@@ -66,11 +66,11 @@ def register_ops() -> Iterable[OpImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
-    """Return the attention backends that this backend provides, by class path.
+    """Return the attention backends of this backend, by class path.
 
-    Called once per process, with `register_ops`. The policy orders the candidates of all plugins
-    and vLLM's choice (`stock`). An attention backend that the user sets in vLLM overrides the
-    policy.
+    Called once per process, with `register_ops`. The candidates of all plugins and vLLM's choice
+    (`stock`) follow the order of the policy. An attention backend that the user sets in vLLM
+    overrides it.
 
     Example::
 
@@ -83,13 +83,13 @@ def attention_backend() -> Iterable[AttentionImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
-    """Return the communicators that this backend provides, by class path.
+    """Return the communicators of this backend, by class path.
 
-    Called once per process, with `register_ops`. The policy orders the candidates of all plugins.
-    The last one is `stock`: vLLM's communicator, or the one of a plugin's device. Each worker
-    creates the chosen communicator for each of vLLM's groups of ranks. Before other code uses it,
-    every collective must return the known results on all ranks; otherwise the next candidate is
-    used on all of them.
+    Called once per process, with `register_ops`. The candidates of all plugins follow the order of
+    the policy; the last candidate is `stock`: the communicator of vLLM or of a plugin's device.
+    Each worker creates the chosen communicator for each of vLLM's groups of ranks. Before it is
+    used, each collective must return the known results on all ranks of the group; otherwise all of
+    them use the next candidate.
 
     Example::
 
@@ -102,13 +102,12 @@ def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
-    """Return the classes that this backend provides for whole vLLM layers, by class path.
+    """Return the classes of this backend for whole vLLM layers, by class path.
 
     Called once per process, with `register_ops`. For layers without an op: linear layers,
-    embeddings, convolutions, mixers, encoder attention. In settings, policies and plans the class
-    name of the layer is used like the name of an op. vLLM's class is the last candidate (`stock`).
-    The chosen class is in vLLM's table of replacements only while the engine's model is built. It
-    is not verified.
+    embeddings, convolutions, mixers, encoder attention. Settings and plans use the layer's class
+    name like the name of an op. vLLM's class is the last candidate (`stock`). The chosen class is
+    in vLLM's table of replacements only while the engine's model is built. It is not verified.
 
     Example::
 
@@ -122,12 +121,12 @@ def layers() -> Iterable[LayerImpl]:  # type: ignore[empty-body]
 
 @hookspec
 def contracts() -> Iterable[Contract]:  # type: ignore[empty-body]
-    """Return the ops that this distribution provides.
+    """Return the ops of this distribution.
 
-    Called once per process, with `register_ops`. The ops of vllm-fl-ops use this hook too, and
-    every other op has the same features: plan, verification, digest, explain and the conformance
-    kit. Any plugin may provide implementations of it. If two plugins provide the same op, both
-    fail. The names of the ops of vllm-fl-ops are reserved for vllm-fl-ops.
+    Called once per process, with `register_ops`. The ops have all features of the ops of
+    vllm-fl-ops, which uses the same hook: plan, verification, digest, explain, conformance kit. Any
+    plugin may provide implementations. If two plugins have the same op, both fail, except that the
+    names in vllm-fl-ops are reserved for it.
 
     Example::
 
@@ -162,10 +161,10 @@ def policy(platform: str) -> PolicyDefaults | None:
 
     Called when settings are read, possibly more than once per process, with the platform's
     lower-case name (`cuda`, `ascend`, `cpu`). The settings of several plugins are merged:
-    blacklists are joined, each file ranks the implementations of its own distribution in the order
-    of an op, and any other setting with different values returns to its default. A conflict never
-    fails the startup. An error in the file does, and so does `allow_vendors`, which would exclude
-    third-party vendors.
+    blacklists are joined, each file ranks its distribution's implementations in the order of an op,
+    and any other setting with different values returns to its default. A conflict does not fail the
+    startup. An error in the file does; so does `allow_vendors`, which would exclude third-party
+    vendors.
 
     Example::
 
@@ -178,12 +177,12 @@ def policy(platform: str) -> PolicyDefaults | None:
 
 @hookspec
 def settings() -> Iterable[SettingSpec[Any]]:  # type: ignore[empty-body]
-    """Return the settings that this backend adds to those of core.
+    """Return the settings of this backend.
 
-    Called once per process, with `register_ops`. If a variable or key is already declared by core
-    or another plugin, the plugin that is loaded later fails. The key of a setting that a file may
-    set begins with its kind: `flagos_`, `reference_` or `vendor_<vendor>_`. A file with such a key
-    can therefore be read without this backend, where the setting is kept without effect.
+    Called once per process, with `register_ops`. If core or another plugin already has the variable
+    or key, the plugin that is loaded later fails. The key of a setting that a file may set begins
+    with its kind: `flagos_`, `reference_` or `vendor_<vendor>_`. Such a file can be read without
+    this backend: the setting is kept without effect.
 
     Example::
 
@@ -203,13 +202,12 @@ def rejections(
 ) -> Mapping[str, str] | None:
     """Return the implementations of `op` that this plugin rejects: impl id -> the reason, or None.
 
-    Called when an op is resolved, if one of the settings that this plugin declares is set.
-    `settings` maps each key to its effective setting: `settings["acme_streams"].value`, with its
-    `.origin`. `impls` are all installed implementations of the op. A verifier (`VERIFIES = True`)
-    is also called if the engine requires batch-invariant implementations: `facts` then describe the
-    engine, and `contract` is the contract of the op. Otherwise both are None. List only the
-    arguments that you use, without defaults. An exception fails the call or the startup: an
-    implementation that the user has excluded must not run.
+    Called when an op is resolved, if a setting of this plugin is set. `settings` maps each key to
+    its effective setting: `settings["acme_streams"].value`, with its `.origin`. `impls` are all
+    installed implementations of the op. A verifier (`VERIFIES = True`) is also called if the engine
+    requires batch-invariant implementations, with the engine's `facts` and the op's `contract`;
+    otherwise both are None. List only the arguments that you use, without defaults. An exception
+    fails the call or the startup: an implementation that the user has excluded must not run.
 
     Example::
 
@@ -223,7 +221,7 @@ def rejections(
 
 @hookspec
 def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
-    """Return the findings of this backend for `vllm-fl doctor`: on its settings and its libraries.
+    """Return findings for `vllm-fl doctor` about this backend, its settings and its libraries.
 
     Called only by that command. `settings` is as for `rejections`; `settings.chosen` are the
     settings that the user set, and `setting.named` is one as the user wrote it.
@@ -240,11 +238,11 @@ def doctor(settings: Any) -> Iterable[Finding]:  # type: ignore[empty-body]
 
 @hookspec
 def worker_start(context: WorkerContext) -> WorkerReport | None:
-    """Set up this backend in a worker and return a report of it, or None.
+    """Set up this backend in a worker and report it, or return None.
 
     Called once per worker process and engine, after the device exists, and before the plan is
-    verified and the weights are loaded. The reports of all plugins are logged and enter the plan's
-    digest. An exception fails the startup: an engine must not run with an incomplete setup.
+    verified and the weights are loaded. All reports enter the log and the plan's digest. An
+    exception fails the startup: an engine must not run with an incomplete setup.
 
     Example::
 
@@ -261,9 +259,8 @@ def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | No
     """Return the planned implementations that must not run on this rank, and why; or None.
 
     Called on all ranks at each `Moment` of the startup, and again while a rank has a new objection.
-    Core merges the objections of all ranks, disables these implementations on all ranks, and plans
-    again. Verifiers are called last, and only if there was no objection. An exception fails the
-    startup on all ranks.
+    Core disables all of these implementations on all ranks, and plans again. Verifiers are called
+    last, if no other plugin objected. An exception fails the startup on all ranks.
 
     Example::
 
@@ -280,8 +277,8 @@ def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | No
 def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
     """Return a context manager that is entered once for this engine, or None.
 
-    Entered on every rank after the first plan is sealed, and left when the engine ends or its
-    startup fails, before vLLM's code is restored. `engine.plan` may change in between.
+    Entered on every rank after the first plan is sealed. Left when the engine ends or its startup
+    fails, before vLLM's code is restored. `engine.plan` may change in between.
     `engine.on_serving(f)` calls `f` just before the engine takes requests. An exception at entry
     fails the startup.
 
@@ -301,8 +298,8 @@ def engine_session(engine: Engine) -> AbstractContextManager[object] | None:
 def worker_report(engine: Engine) -> Mapping[str, object] | None:
     """Return top-level keys of the worker report with their JSON-able values, or None.
 
-    Called for every report of this rank, from any thread, at any time after the plan is sealed. It
-    must not use the device. A key that the report already has is an error.
+    Called for every report of this rank, from any thread, at any time after the plan is sealed.
+    Must not use the device. A key that the report already has is an error.
 
     Example::
 
@@ -318,8 +315,8 @@ def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) ->
     """Return the checks that a new communicator must pass before its group of ranks uses it.
 
     Called on all ranks of the group, which must return the same checks in the same order. Core runs
-    each check on all ranks at the same time, for at most 120 seconds. If a check fails on a rank,
-    all ranks of the group use the next candidate.
+    each check on all ranks at the same time, for at most 120 seconds. If one fails on a rank, all
+    ranks of the group use the next candidate.
 
     Example::
 
@@ -339,7 +336,7 @@ def process_start() -> None:
     """Prepare a process before it creates a configuration or an engine. Only for extensions.
 
     Called once in every process that loads vLLM's plugins, including the API server, which has no
-    engine. A `SettingsError` fails the startup; any other exception is logged.
+    engine. A `SettingsError` fails the startup; other exceptions are logged.
 
     Example::
 

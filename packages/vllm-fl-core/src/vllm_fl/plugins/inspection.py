@@ -15,22 +15,20 @@ FAILED, LACKED, REJECTED = "FL410", "FL411", "FL412"
 """Codes of objections."""
 
 REFUSES = "it refuses every call of this model"
-"""The beginning of a REJECTED reason, for a correct implementation that supports no call of the
-model."""
+"""How a REJECTED reason begins if a correct implementation supports no call of the model."""
 
 Key = tuple[str, str]
 """(op, impl id)."""
 
 
 class Moment(enum.StrEnum):
-    """The moments at which an engine calls `inspect_plan`."""
+    """Moments when `inspect_plan` is called."""
 
     GROUPED = "grouped"
-    """vLLM's groups of ranks exist. If a communicator is disabled, its group gets the next
-    candidate."""
+    """vLLM's groups of ranks exist. If a communicator is disabled, its group gets the next one."""
     PLANNED = "planned"
-    """The plan exists, and nothing is bound to it. Repeated after LOADED or CACHED if an
-    implementation was disabled there, with the model in memory."""
+    """The plan exists, and nothing is bound to it. Repeated, with the model in memory, if an
+    implementation was disabled at LOADED or CACHED."""
     LOADED = "loaded"
     """The model is bound to the plan and has its weights. Nothing is compiled."""
     CACHED = "cached"
@@ -45,7 +43,7 @@ class Objection:
 
     Args:
         code: the code of the warning: FL410 for a failure, FL411 if the implementation is not
-            installed on a rank, FL412 if it is correct and must not run for another reason.
+            installed on a rank, FL412 for a correct implementation.
         reason: one sentence without a full stop.
         ends_strict: whether it fails the startup in strict mode.
     """
@@ -61,7 +59,7 @@ class GroupFacts:
 
     Args:
         name: vLLM's name of the group.
-        rank: the rank of this process in the group.
+        rank: this process's rank in the group.
         size: the number of ranks.
         device: the `torch.device` of its tensors.
         dtype: the model's `torch.dtype`.
@@ -79,8 +77,8 @@ class Check:
     """One check of a communicator, run by all ranks of the group at the same time.
 
     Args:
-        what: the subject of the check, for the message.
-        run: returns the fault as one sentence, or None; an exception is a fault too.
+        what: the subject, for the message.
+        run: returns the fault as one sentence, or None. An exception is a fault.
     """
 
     what: str
@@ -89,17 +87,17 @@ class Check:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The argument of a plugin's `worker_start`.
+    """The argument of the hook `worker_start`.
 
     Args:
         settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
         device: the worker's `torch.device`.
         dtype: the model's `torch.dtype`.
-        rank: this worker's rank, 0 for the first.
+        rank: this worker's rank.
         vllm_config: vLLM's configuration, for everything else.
-        wants_invariance: the setting by which only implementations that were measured as
-            batch-invariant may run, vLLM's included, as the user wrote it; empty if none requires
-            that. With VLLM_BATCH_INVARIANT=1 vLLM replaces PyTorch operators for it.
+        wants_invariance: the setting that requires implementations, including vLLM's, to be
+            measured as batch-invariant, as the user wrote it; or empty. With VLLM_BATCH_INVARIANT=1
+            vLLM replaces PyTorch operators.
     """
 
     settings: Any
@@ -112,12 +110,11 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """The result of a plugin's `worker_start`.
+    """The result of the hook `worker_start`.
 
     Args:
         lines: for the log, one sentence each.
-        facts: JSON-able values. They enter the plan's digest, so compiled code is not reused when
-            they change.
+        facts: JSON-able values for the plan's digest: compiled code is not reused when they change.
     """
 
     lines: tuple[str, ...] = ()
@@ -132,7 +129,7 @@ class Finding:
         check: the check that found it, for programs (`vllm-plugins`).
         what: the problem, one sentence.
         why: its consequence or its cause.
-        todo: the fix: a command that a shell runs unchanged.
+        todo: a shell command that fixes it.
     """
 
     check: str
@@ -142,7 +139,7 @@ class Finding:
 
 
 class Engine(Protocol):
-    """One engine in this process: its data, and a few methods.
+    """One engine in this process.
 
     A plugin may change only `remarks`, `unused`, and its entry of `state`.
     """
@@ -151,10 +148,10 @@ class Engine(Protocol):
     """The current plan (`vllm_fl.engine.plan.Plan`). Disabling an implementation changes it."""
 
     facts: Any
-    """The configuration and the settings of the engine (`vllm_fl.engine.facts.EngineFacts`)."""
+    """The facts of its configuration (`vllm_fl.engine.facts.EngineFacts`)."""
 
     rank: int
-    """The number of this worker within the engine."""
+    """The rank of this worker in the engine."""
 
     device: Any
     """The worker's `torch.device`."""
@@ -169,8 +166,8 @@ class Engine(Protocol):
 
     @property
     def models(self) -> Mapping[str, Any]:
-        """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names.
-        Empty before `Moment.LOADED`."""
+        """The model and its draft model (`torch.nn.Module`), by the prefix of their layers' names;
+        empty before `Moment.LOADED`."""
 
     groups: Any
     """The communicators of the groups of ranks; None if vLLM creates them."""
@@ -186,10 +183,10 @@ class Engine(Protocol):
     """Planned op -> why the model does not call it."""
 
     remarks: dict[Moment, list[str]]
-    """Moment -> remarks on it, for the log and the report."""
+    """Remarks for the log and the report."""
 
     state: dict[object, Any]
-    """Owner -> its data about this engine. Use an object of your plugin as the key."""
+    """Owner -> its data about this engine. The key is an object of your plugin."""
 
     def gather(self, what: str, mine: T) -> list[T]:
         """Exchange a value with all ranks, which must all call this in the same order.
@@ -201,15 +198,14 @@ class Engine(Protocol):
             mine: this rank's value; it is pickled.
 
         Returns:
-            The value of every rank, in the order of the ranks.
+            The values of all ranks, in order.
         """
 
     def on_exit(self, f: Callable[[], object]) -> None:
-        """Call `f` when the engine ends or its startup fails, the latest `f` first."""
+        """Call `f` when the engine ends or its startup fails; the last `f` is called first."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Return a context in which calls of this thread are calls of this engine, and use its
-        plan."""
+        """Return a context in which this thread's calls belong to this engine and use its plan."""
 
     def on_serving(self, f: Callable[[], object]) -> None:
         """Call `f` just before the engine takes requests."""

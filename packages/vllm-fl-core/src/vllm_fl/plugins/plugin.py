@@ -17,7 +17,7 @@ from .types import Impl
 Status = Literal["found", "ok", "failed", "disabled"]
 
 Kind = Literal["backend", "contracts", "extension"]
-"""The purpose of a plugin, given by the group of its entry point."""
+"""The purpose of a plugin, set by the group of its entry point."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Owner:
         plugin: the name of the entry point or of the module.
         distribution: the installed distribution, or None for a bare module.
         version: its version, or None.
-        path: the location of the module.
+        path: its location.
         kernels: other distributions with code that its implementations run.
     """
 
@@ -45,7 +45,7 @@ class Owner:
 
     @property
     def release(self) -> str | None:
-        """`vllm-fl-cuda 0.1.0`, the value in errors; None without a distribution."""
+        """`vllm-fl-cuda 0.1.0`, for errors; None without a distribution."""
         return f"{self.distribution} {self.version}" if self.distribution else None
 
     @property
@@ -54,24 +54,18 @@ class Owner:
         return self.distribution or self.plugin
 
     def is_of(self, *names: str | None) -> bool:
-        """Return whether its distribution is one of these (canonical names)."""
+        """Return whether its distribution has one of these canonical names."""
         return self.distribution is not None and canonical(self.distribution) in names
 
     @property
     def who(self) -> str:
-        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, as errors begin."""
+        """`Plugin 'cuda' of vllm-fl-cuda 0.1.0 (/path)`, the beginning of errors."""
         return f"Plugin {clean(self.plugin)!r} of {clean(str(self))}"
 
     def error(
         self, message: str, *, kind: type[PluginError] = PluginError, **facts: Any
     ) -> PluginError:
-        """Return an error that this plugin has caused. Its message begins with `who`.
-
-        Args:
-            message: the rest of the message.
-            kind: its class.
-            facts: its other fields.
-        """
+        """Return an error that this plugin has caused. Its message begins with `who`."""
         told = f"{self.who}{message}"
         return kind(told, plugin=self.plugin, distribution=self.release, **facts)
 
@@ -84,7 +78,7 @@ class Plugin:
     """One installed plugin and its state. Only `load` changes it.
 
     Args:
-        owner: its entry point's name, distribution, version and path.
+        owner: its owner.
         target: the value of the entry point (`acme.plugin`).
         load: imports the target.
         kind: its purpose. A plugin of kind `contracts` provides only contracts. An `extension`
@@ -94,7 +88,7 @@ class Plugin:
         error: why it failed.
         hooks: the hooks that it implements, each as a function that returns a list of results;
             `register_builtins` is the older form.
-        verifies: whether it is a verifier: its module declares `VERIFIES = True`.
+        verifies: whether its module declares `VERIFIES = True`.
         impls: its implementations.
         settings: the settings that it declares.
         contracts: its ops, each with its targets in vLLM.
@@ -127,7 +121,7 @@ class Plugin:
         return frozenset(contracts | {(impl.op_name, impl.impl_id) for impl in named})
 
     def fail(self, error: PluginError) -> None:
-        """Mark it as failed: none of its settings and contracts is used."""
+        """Mark it as failed: its settings and contracts are not used."""
         self.status, self.error, self.settings, self.contracts = "failed", error, (), ()
 
     @property

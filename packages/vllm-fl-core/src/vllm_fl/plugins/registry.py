@@ -33,8 +33,7 @@ class OpRegistry:
     """The registered implementations and contracts. Writes are all or nothing; reads take no lock.
 
     Args:
-        first: the initial content; None for the contracts of distributions that provide only
-            contracts (`known_contracts`), so that the ops are defined in a script's registry.
+        first: the initial content; None: `known_contracts`, so a script's registry has the ops.
     """
 
     def __init__(self, first: RegistrySnapshot | None = None) -> None:
@@ -44,7 +43,7 @@ class OpRegistry:
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._first = self._snapshot = first
         self.plugins: tuple[Plugin, ...] = ()
-        """All plugins that `load` was called with, including failed and disabled ones."""
+        """All plugins that were passed to `load`, including failed and disabled ones."""
 
     def collector(self) -> Collector:
         """Return a registry with the current content, for a plugin of the older form."""
@@ -88,10 +87,10 @@ class OpRegistry:
         self.register_many([impl], owner)
 
     def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
-        """Add several implementations: all of them, or none if one is refused.
+        """Add several implementations, or none if one is refused.
 
         Raises:
-            PluginError: an (op, id) exists or is reserved, or parameters differ from the contract.
+            PluginError: as for `register_impl`.
         """
         with self._lock:
             by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
@@ -129,7 +128,7 @@ class OpRegistry:
             self._change(replace(self._snapshot, impls_by_op=ordered, owners=owners))
 
     def add_contract(self, contract: Contract, binding: Binding, owner: Owner) -> None:
-        """Add an op that a plugin provides.
+        """Add an op of a plugin.
 
         Raises:
             DuplicateError: another plugin has a contract of this name, or core reserves the name.
@@ -149,6 +148,7 @@ class OpRegistry:
             )
 
     def remove(self, owner: Owner) -> None:
+        """Remove everything that `owner` has registered."""
         with self._lock:
             before = self._snapshot
             owners = {key: each for key, each in before.owners.items() if each != owner}
@@ -180,7 +180,7 @@ def _as_it_is_now(impl: Impl, specs: Mapping[str, OpSpec]) -> Impl:
 
 
 def _check_contract(known: RegistrySnapshot, op: str, binding: Binding, owner: Owner) -> None:
-    """Check that neither the contract's name nor one of its targets belongs to another op."""
+    """Check that the contract's name and its targets do not belong to another op."""
     what = f"the contract of op {op!r}"
     if op in known.contracts or op in NAMED_CLASSES:
         why = f"{what}: {known.authors.get(op, CORE)} has this op; give yours another name"
@@ -232,7 +232,7 @@ def _refusal(
 
 
 class Collector(OpRegistry):
-    """The registry that is passed to the older form: it collects, so a failure registers nothing.
+    """The registry for the older form: it collects implementations, so a failure registers nothing.
 
     Reads return the registered and the collected implementations.
     """
@@ -254,8 +254,7 @@ class Collector(OpRegistry):
 def known_contracts() -> RegistrySnapshot:
     """Return the contracts of contract-only distributions, regardless of the settings.
 
-    For the registry of a script, and for callers that only need to know the ops. Plugins that fail
-    to load are logged once.
+    For a script's registry, and for callers that only need the ops. Logs plugins that fail to load.
     """
     registry = OpRegistry(EMPTY)
     for plugin in load(registry, [each for each in discover() if each.kind == "contracts"]):

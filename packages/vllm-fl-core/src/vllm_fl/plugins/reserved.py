@@ -24,15 +24,14 @@ OFF = "set VLLM_FL_PREFLIGHT=off"
 
 
 def holder_of(impl_id: str) -> str | None:
-    """Return the only distribution that may use an id; None if there is none."""
+    """Return the only distribution that may use an id, or None."""
     return RESERVED.get(_reserved(impl_id))
 
 
 def reservation(impl_id: str, owner: Owner) -> str:
     """Return why `owner` may not use this id; empty if it may.
 
-    For an owner without a distribution (a script, a module set by the user), only `stock.` is
-    reserved.
+    An owner without a distribution (a script, a user's module) may use all ids except `stock.`.
     """
     reserved = _reserved(impl_id)
     is_prefix = reserved.endswith(".")
@@ -65,7 +64,7 @@ def unverified(preflight: str, plugins: Iterable[Plugin], *, plans_others: bool)
 
     Args:
         preflight: the value of VLLM_FL_PREFLIGHT.
-        plugins: all installed plugins, including those that failed to load.
+        plugins: all installed plugins, including failed ones.
         plans_others: whether the plan has implementations other than `stock`.
     """
     if preflight == "off" or not plans_others:

@@ -20,18 +20,17 @@ class SettingSpec(Generic[T]):
     Args:
         key: its name in files and in reports.
         variable: its environment variable.
-        default: the value if it is not set. It determines the type: boolean if it is one, a list if
+        default: the value if it is not set. The type is boolean if the default is, a list if
             `names` is set, otherwise text.
         in_file: whether a YAML file may set it. VLLM_FL_CONFIG overrides exactly these settings.
-        names: the kind of the names in a list, for messages (`vendor`). When several platform files
-            set the list, it is their union if the default is `()`, and their intersection if the
-            default is None.
+        names: the kind of names in a list, for messages (`vendor`). Lists of several platform files
+            are joined if the default is `()`, and intersected if it is None.
         choices: the allowed words; empty for any text.
         read: parses a text instead of the rules above; raises ValueError.
-        excludes: for a whitelist, whose default is None, the key of its blacklist: one layer may
-            set only one of the two.
-        known: for a blacklist, all names that have an effect in an engine, since `vllm-fl bisect`
-            tries subsets of them. It may import the backend's library, and is called in its own
+        excludes: for a whitelist (default None), the key of its blacklist: one layer may set only
+            one of them.
+        known: for a blacklist, all names that have an effect in an engine: `vllm-fl bisect` tries
+            subsets of them. It may import the backend's library, and is called in a separate
             process.
 
     Raises:

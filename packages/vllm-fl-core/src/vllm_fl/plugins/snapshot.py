@@ -17,9 +17,9 @@ class RegistrySnapshot:
     """Implementations and contracts at one moment, each with its owner; read-only.
 
     Args:
-        impls_by_op: op -> its implementations, ordered by impl id. The key is `attention_backend`
-            for attention backends, `communicator` for communicators, and the name of vLLM's class
-            for whole layers.
+        impls_by_op: op -> its implementations, ordered by impl id. The op is `attention_backend`
+            for attention backends, `communicator` for communicators, and vLLM's class name for
+            whole layers.
         owners: (op, impl id) -> the owner of the implementation.
         contracts: op -> its contract.
         bindings: op -> its targets in vLLM.
@@ -38,12 +38,12 @@ class RegistrySnapshot:
 
     @property
     def ops(self) -> tuple[str, ...]:
-        """Every op that has a contract or an implementation, sorted by name."""
+        """Every op with a contract or an implementation, sorted by name."""
         return tuple(sorted({*self.contracts, *self.impls_by_op}))
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The whole layers of vLLM that have an implementation."""
+        """The whole vLLM layers that have an implementation."""
         return tuple(op for op, i in self.impls_by_op.items() if isinstance(i[0], LayerImpl))
 
     @property

@@ -40,7 +40,7 @@ class BackendPriority(enum.IntEnum):
 
 
 class _Impl:
-    """Common part of all implementations: vendor, priority and availability."""
+    """Vendor, priority and availability of an implementation."""
 
     op_name: str
     impl_id: str
@@ -119,27 +119,28 @@ class OpImpl(_Impl):
         op_name: the op, as in its contract (`rms_norm`).
         impl_id: unique within the op: `default.flagos`, `reference.torch`, `vendor.<vendor>`.
         kind: its kind.
-        fn: the implementation; its parameters equal those of the contract: names, order and
-            defaults. If the first parameter is `self` or `obj`, the implementation needs a layer.
+        fn: the implementation, with the contract's parameters: names, order and defaults. A first
+            parameter `self` or `obj` means that it needs a layer.
         vendor: the vendor's name; required for kind VENDOR and rejected for others. A name that
             differs from the id only in case is deprecated: settings may use either.
-        priority: order within a kind, higher first; None: the default of the kind.
+        priority: order within a kind, higher first; None: the kind's `BackendPriority`.
         available: () -> True, or the reason why it cannot run on this machine. Called once per
             process, so it may look for a device; it should not import a large library.
-        supports: the contract's parameters -> True, or the reason why it does not support these
-            arguments. It may use dtype, rank, layout and whether an argument is None, but neither
-            values nor the batch size.
-        takes: instead of `supports`: the supported calls are those that satisfy the contract and
-            these rules, each an expression such as `epsilon >= 0`, or a function of some arguments
-            (`contracts/takes.py`). Compiled when the implementation is registered. If it is empty
-            and `fn` is traceable, `fn` itself raises NotImplementedError for other calls.
+        supports: the contract's parameters -> True, or the reason why it does not support them. It
+            may use dtype, rank, layout and whether an argument is None, but neither values nor the
+            batch size.
+        takes: instead of `supports`: rules for supported calls, in addition to the contract. A rule
+            is an expression such as `epsilon >= 0`, or a function of some arguments
+            (`contracts/takes.py`). Compiled when the implementation is registered. If `takes` is
+            empty and `fn` is traceable, `fn` itself raises NotImplementedError for unsupported
+            calls.
         consumes: parameters that `fn` may overwrite, in calls whose variant writes results to them
             (`OpSpec.consumed`). `fn` still returns its results.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
         choices: () -> the choices that `fn` has made by timing so far, such as tile sizes: a
             mapping of JSON-able values. Called for each report, by any thread; must not use the
             device. The ranks compare it once the KV cache is allocated (FL503).
-        supported_dtypes, min_arch: accepted and ignored: use `supports` and `available`.
+        supported_dtypes, min_arch: ignored: use `supports` and `available`.
 
     Raises:
         ValueError: a VENDOR without vendor, an id that is not `vendor.<vendor>`, a name that is not
@@ -184,19 +185,19 @@ class OpImpl(_Impl):
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """vLLM's requirements of an attention backend, the argument of `AttentionImpl.supports`.
+    """vLLM's requirements of an attention backend, for `AttentionImpl.supports`.
 
     Args:
         head_size: features of one head.
         dtype: the model's dtype, as torch prints it (`torch.bfloat16`).
         kv_cache_dtype: `auto`, `fp8`, …
-        block_size: tokens in one KV-cache block, or None if it is not decided yet.
-        use_mla, has_sink, use_sparse: as in vLLM's selector; False if the vLLM release lacks the
+        block_size: tokens in one KV-cache block, or None if undecided.
+        use_mla, has_sink, use_sparse: as in vLLM's selector; False if a vLLM release lacks the
             field.
         num_heads: query heads of one rank, or None.
-        extras: further fields of newer vLLM releases, by name; read them with `.get`, because older
-            releases have none. A request for the whole model has `is_hybrid`: whether other layers
-            keep states, so vLLM stores pages of two layouts in one memory.
+        extras: further fields of newer vLLM releases; read them with `.get`. A request for the
+            whole model has `is_hybrid`: whether other layers keep states, so vLLM stores pages of
+            two layouts in one memory.
     """
 
     head_size: int
@@ -212,7 +213,7 @@ class AttentionRequest:
 
 @dataclass(frozen=True, eq=False)
 class _ClassImpl(_Impl, Generic[R]):
-    """A class for vLLM, by its path; imported when it is chosen."""
+    """An implementation by class path. The class is imported when it is chosen."""
 
     impl_id: str
     class_path: str | Callable[[R], str]
@@ -235,10 +236,10 @@ class AttentionImpl(_ClassImpl[AttentionRequest]):
     Args:
         impl_id: as for `OpImpl`.
         class_path: `module.Class`, a subclass of vLLM's `AttentionBackend`; or AttentionRequest ->
-            such a path, if one backend has several classes (MLA, sparse). The class's `get_name()`
-            must be known to vLLM: the name of its parent, or `CUSTOM`.
+            such a path, if one backend has several classes (MLA, sparse). vLLM must know the
+            class's `get_name()`: the name of its parent, or `CUSTOM`.
         kind, vendor, priority, available: as for `OpImpl`.
-        supports: AttentionRequest -> True, or the reason why it is not supported.
+        supports: AttentionRequest -> True, or the reason why not.
     """
 
     op_name = "attention_backend"
@@ -246,12 +247,12 @@ class AttentionImpl(_ClassImpl[AttentionRequest]):
 
 @dataclass(frozen=True)
 class CommunicatorRequest:
-    """The ranks that a communicator would connect, the argument of `CommunicatorImpl.supports`.
+    """The ranks that a communicator would connect, for `CommunicatorImpl.supports`.
 
     Args:
         settings: the engine's effective settings (`vllm_fl.settings.schema.Settings`).
         device_type: the type of `torch.device` (`cuda`).
-        world_size: the number of ranks of the engine, including replicas that share experts.
+        world_size: the engine's number of ranks, including replicas that share experts.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as set in vLLM.
         expert_parallel: whether the experts are distributed over the ranks.
         elastic: whether ranks may join and leave while the engine runs.
@@ -281,8 +282,8 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
             CommunicatorRequest -> such a path. The function is called in each worker before the
             first group is created, and may load a library.
         kind, vendor, priority, available: as for `OpImpl`.
-        supports: CommunicatorRequest -> True, or the reason why it is not supported. Called in
-            every process of an engine: it may look for files, but should load no library.
+        supports: CommunicatorRequest -> True, or the reason why not. Called in every process of an
+            engine: it may look for files, but should load no library.
     """
 
     op_name = "communicator"
@@ -290,14 +291,14 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
 
 @dataclass(frozen=True)
 class LayerRequest:
-    """The engine in which a whole layer would run, the argument of `LayerImpl.supports`.
+    """The engine in which a whole layer would run, for `LayerImpl.supports`.
 
     Args:
-        layer: vLLM's class that would be replaced.
+        layer: the vLLM class that would be replaced.
         dtype: the model's dtype, as torch prints it (`torch.bfloat16`).
-        quantization: vLLM's name of the model's quantisation method; None without.
+        quantization: vLLM's name of the model's quantisation method, or None.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as set in vLLM.
-        expert_parallel_size: the number of ranks over which the experts are distributed, or 1.
+        expert_parallel_size: the number of ranks that share the experts, or 1.
         lora: whether LoRA adapters may be loaded. Some of vLLM's LoRA wrappers call the layer's
             quantisation method instead of its forward.
         compiled: whether the model is compiled.
@@ -319,13 +320,13 @@ class LayerImpl(_Impl):
     """A class for a whole vLLM layer, imported when it is chosen.
 
     Args:
-        layer: the exact name of vLLM's class (`RowParallelLinear`), used in settings like the name
-            of an op. Subclasses of that class are separate layers.
+        layer: the exact name of vLLM's class (`RowParallelLinear`), used in settings like an op's
+            name. Subclasses of that class are separate layers.
         class_path: `module.Class`, a subclass of that class.
         kind, vendor, priority, available: as for `OpImpl`.
         impl_id: as for `OpImpl`; for a VENDOR it is `vendor.<vendor>`, and may be omitted.
-        supports: LayerRequest -> True, or the reason why it is not supported. Called once per
-            engine, before its model is built; not called again for the same request in one process.
+        supports: LayerRequest -> True, or the reason why not. Called once per engine, before its
+            model is built, but only once per process for equal requests.
     """
 
     layer: str
@@ -353,7 +354,7 @@ ATTENTION, COMMUNICATOR = AttentionImpl.op_name, CommunicatorImpl.op_name
 """The op names of attention backends and communicators."""
 
 NAMED_CLASSES = (ATTENTION, COMMUNICATOR)
-"""The ops whose implementations are classes and which have no contract."""
+"""The ops whose implementations are classes, without contracts."""
 
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 """Any implementation."""
@@ -361,11 +362,11 @@ Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 
 @dataclass(frozen=True)
 class PolicyDefaults:
-    """A plugin's settings for one platform, in a YAML file that it provides.
+    """A plugin's settings for one platform, in a YAML file.
 
     Args:
-        path: the YAML file. Its keys are those of a user's file, except `extends`, `allow_vendors`,
-            `table` and the order of `default`. Orders by size are allowed only under `devices`.
+        path: the file, with the keys of a user's file except `extends`, `allow_vendors`, `table`
+            and the order of `default`. Orders by size are allowed only under `devices`.
     """
 
     path: str | os.PathLike[str]

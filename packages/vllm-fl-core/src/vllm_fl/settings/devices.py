@@ -1,6 +1,6 @@
-"""Orders that apply to some devices only: from backends, from the user, and from a tuning table.
+"""Orders for some devices: from backends, the user, or a tuning table.
 
-An order for a device overrides the orders for all devices; see `Settings.with_devices`.
+They override the orders for all devices; see `Settings.with_devices`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class DeviceOrder:
     """One op's order on some devices.
 
     Args:
-        order: the selectors by mode and size. Those of a backend's file or a tuning table come
-            before the op's order on any device; those of a user are the only ones that are tried.
+        order: the selectors by mode and size. A user's selectors are the only ones that are tried;
+            those of a backend or a tuning table come before the op's order on any device.
         origin: its origin, like the origin of a setting.
         name: a pattern of device names, such as `NVIDIA H100*`.
         measured: the measurement as text; empty if the user gave none.
-        of_table: whether it is from the tuning table in the setting `table`.
+        of_table: whether it is from the tuning table (setting `table`).
     """
 
     order: OpOrder
@@ -33,15 +33,14 @@ class DeviceOrder:
 
     @property
     def why(self) -> str:
-        """Its origin and its measurement."""
         return ", ".join(filter(None, (self.origin, self.measured)))
 
     def holds(self, device: str) -> bool:
-        """Return whether it applies to a device of this name."""
+        """Return whether it applies to a device."""
         return fnmatchcase(device, self.name)
 
     def over(self, base: tuple[Token, ...], mode: Mode) -> Rows[tuple[Token, ...]]:
-        """Return the rows of one mode, completed by the op's order on any device (`base`)."""
+        """Return the rows of one mode, completed by `base`, the op's order on any device."""
         rows = self.order.rows(mode)
         if self.order.pinned:
             return rows
@@ -53,7 +52,7 @@ class DeviceOrder:
 
 @dataclass(frozen=True)
 class Table:
-    """The tuning table in the setting `table`, and the conditions under which its orders apply.
+    """The tuning table (setting `table`), with the conditions for its orders.
 
     Args:
         file: its path.
@@ -71,11 +70,11 @@ class Table:
 
     @property
     def reason(self) -> str:
-        """Why it has no effect, as a sentence without a full stop."""
+        """Why it has no effect, without a full stop."""
         return f"The table {self.file} has no effect: {self.unused}" if self.unused else ""
 
     def differs(self, device: str, version: Callable[[str], str | None]) -> str:
-        """Return the first condition that is not met here; empty if all are.
+        """Return the first condition that is not met, or empty.
 
         Args:
             device: the name of the device.

@@ -1,4 +1,4 @@
-"""Read settings files (YAML and JSON); each setting has its line as origin."""
+"""Read settings files (YAML and JSON). The origin of each setting includes its line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BY_SIZE = (
 
 
 class Lines(dict[str, Any]):
-    """A mapping in a file; `lines` has the line of each key."""
+    """A mapping in a file, with the line of each key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,11 +69,11 @@ def read_settings_file(
     """Read a YAML file of settings.
 
     Args:
-        path: the file, as accepted by `os.fspath`.
+        path: the file, for `os.fspath`.
         declared: the known settings.
         key: the setting with this path, for the error if the file cannot be read.
-        distribution: the distribution that provides the file, or None for a user's file. The orders
-            of a user's file are pinned.
+        distribution: the distribution that provides the file; None for a user's file, which has
+            pinned orders.
         asked_by: the origin of `path`, if it is from a variable.
 
     Raises:
@@ -86,10 +86,10 @@ def read_settings_file(
 
 
 def read_orders(path: str) -> Layer:
-    """Read the JSON file of VLLM_FL_OP_CONFIG: op -> a value that `OpOrder.of` accepts.
+    """Read the JSON file of VLLM_FL_OP_CONFIG: op -> a value for `OpOrder.of`.
 
     Raises:
-        SettingsError: the file cannot be read, or has an error; with its line.
+        SettingsError: as for `read_settings_file`.
     """
     origin = f"environment {OP_CONFIG}"
     file = _File(path, "op_config", f" ({origin})", True)
@@ -97,10 +97,10 @@ def read_orders(path: str) -> Layer:
 
 
 def read_table(path: str, origin: str) -> tuple[Table, Layer]:
-    """Read the tuning table in the setting `table`: `holds`, and orders under `devices`.
+    """Read a tuning table: the conditions `holds`, and orders under `devices`.
 
     Raises:
-        SettingsError: the file cannot be read, or has an error; with its line.
+        SettingsError: as for `read_settings_file`.
     """
     file = _File(path, "table", "", False)
     root = file.load(origin)
@@ -121,7 +121,7 @@ class _File:
 
     Args:
         path: its path.
-        key: the setting that contains the path.
+        key: the setting with the path.
         suffix: appended to the line in an origin.
         users: whether it is a user's file.
     """
@@ -132,7 +132,6 @@ class _File:
     users: bool
 
     def load(self, origin: str) -> Lines:
-        """Read the file; an empty file is an empty mapping."""
         import yaml  # takes 15 ms, and many processes read no file
 
         text = read_text(self.path, self.key, origin)
@@ -159,7 +158,6 @@ class _File:
         return f"{self.path}:{number}{self.suffix}"
 
     def at(self, mapping: Lines, name: str) -> str:
-        """Return the origin of an entry."""
         return self.line(mapping.lines[name])
 
     def settings(self, root: Lines, declared: Declared) -> Iterator[Setting]:
@@ -211,7 +209,7 @@ class _File:
             yield Setting(key, order, origin)
 
     def devices(self, value: object, origin: str, *, of_table: bool = False) -> Iterator[Setting]:
-        """Read the orders of each op, for each section of devices."""
+        """Read the orders by op, for all sections of devices."""
         key, found = DEVICES.rstrip("."), dict[str, list[DeviceOrder]]()
         if not isinstance(value, list):
             raise wrong(key, origin, f"expected a list of sections, got {kind_of(value)}")
@@ -305,7 +303,6 @@ def _loader() -> Any:
 
 
 def _value(spec: SettingSpec[Any], value: object, origin: str) -> object:
-    """Read the value of a setting."""
     if isinstance(spec.default, bool) or isinstance(value, bool):
         if isinstance(value, bool) and isinstance(spec.default, bool):
             return value
@@ -321,7 +318,6 @@ def _value(spec: SettingSpec[Any], value: object, origin: str) -> object:
 
 
 def _scalar(key: str, value: object, origin: str) -> str:
-    """Convert text, a number or a date to text."""
     if isinstance(value, bool) or not isinstance(value, str | int | float | date):
         raise wrong(key, origin, f"expected a text, a number or a date, got {kind_of(value)}")
     return str(value)

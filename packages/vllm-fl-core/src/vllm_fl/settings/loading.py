@@ -1,8 +1,7 @@
-"""Read the settings from four layers; for each item the highest layer that sets it wins.
+"""Read the settings from four layers; the highest layer that sets an item wins.
 
 The layers are: the file of VLLM_FL_CONFIG, the environment, the platform files of plugins, and the
-defaults. Without `extends: platform`, the file overrides every item that a file can set, whether it
-sets the item or not.
+defaults. Without `extends: platform`, the file overrides every item that a file can set.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ Groups = Mapping[str, Collection[str]]
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 SWITCHES: Declared = {"strict": Settings.strict, "deny_vendors": Settings.deny_vendors}
-"""The safety switches: an error is raised if their variables would have no effect."""
+"""The safety switches. It is an error if a file overrides their variables."""
 
 
 def load_startup(env: Mapping[str, str] = os.environ) -> Settings:
@@ -90,16 +89,16 @@ def load_settings(
     platforms: Sequence[str] = (),
     foreign: bool = False,
 ) -> Settings:
-    """Read the effective settings. Names are checked later, by `check_names`.
+    """Read the effective settings. `check_names` checks their names later.
 
     Args:
-        env: the environment; by default the process's own.
+        env: the environment.
         platform: the detected platform; VLLM_FL_PLATFORM overrides it.
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
-        brought: the installed implementations. Each distribution's file orders its own.
+        brought: the installed implementations, of which each distribution's file orders its own.
         groups: group -> its ops.
         plugins: the settings that plugins declare.
-        platforms: the known platforms, in addition to those of vLLM and vllm-plugin-FL.
+        platforms: known platforms in addition to those of vLLM and vllm-plugin-FL.
         foreign: whether another plugin provides the platform. Without a platform file that applies
             to it, `prefer` defaults to `stock`.
 
@@ -175,7 +174,7 @@ def load_settings(
 
 
 def _add_table(entries: Layer) -> Table | None:
-    """Read the tuning table, and insert its orders before the orders of backends."""
+    """Read the tuning table, and insert its orders before those of backends."""
     named = entries["table"]
     if named.value is None:
         return None
@@ -203,12 +202,11 @@ def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
 
 
 def _of(declared: Declared, *, in_file: bool) -> Declared:
-    """Return the declarations of the settings that a file may, or may not, set."""
     return {key: spec for key, spec in declared.items() if spec.in_file is in_file}
 
 
 def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> list[Layer]:
-    """Return the layers of the environment for settings that a file may set, the highest first."""
+    """Return the layers of the environment for settings that a file may set, highest first."""
     own = _environment(env, _of(declared, in_file=True))
     close_pairs(own, declared)
     orders = [read_orders(path)] if (path := _text(env, OP_CONFIG, "op_config")) else []
@@ -216,7 +214,7 @@ def _variables(env: Mapping[str, str], groups: Groups, declared: Declared) -> li
 
 
 def _unread(env: Mapping[str, str], declared: Declared, ignored: Collection[str]) -> Layer:
-    """Return the variables that a complete override ignores, as settings with unparsed text."""
+    """Return the variables that a complete override ignores, unparsed."""
     return {
         key: Setting(key, ascii(env[spec.variable])[1:-1], f"environment {spec.variable}")
         for key, spec in declared.items()
@@ -246,12 +244,11 @@ def _refuse_idle(env: Mapping[str, str], entries: Layer) -> None:
 
 
 def _orders(layer: Layer) -> dict[str, OpOrder]:
-    """Return the orders of a layer, by key."""
     return {key: s.value for key, s in layer.items() if isinstance(s.value, OpOrder)}
 
 
 def _spread(layer: Layer, groups: Groups) -> Layer:
-    """Replace the order of each group by orders of its ops; an op's own order overrides it.
+    """Replace the orders of groups by orders of their ops; an op's own order overrides them.
 
     The order of a group without an op is kept.
     """
@@ -356,7 +353,6 @@ def _united(
 
 
 def _reorder(entries: Layer, change: Callable[[OpOrder], OpOrder], how: str) -> None:
-    """Apply `change` to each order of a layer."""
     for key, setting in entries.items():
         if isinstance(setting.value, OpOrder):
             order = change(setting.value)

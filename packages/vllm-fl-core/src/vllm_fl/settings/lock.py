@@ -1,5 +1,4 @@
-"""Read the lock file of `vllm-fl plan --save`: the facts and the result of an engine, and its
-seed."""
+"""Read the lock file of `vllm-fl plan --save`: an engine's facts, its result and its seed."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ MARK = "vllm_fl_lock"
 VERSION = 3
 
 WARN = "warn:"
-"""Prefix of a path in VLLM_FL_LOCK: an engine that differs from the file only logs a warning."""
+"""Prefix of a path in VLLM_FL_LOCK: an engine that differs only logs a warning."""
 
 MAX_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Locked:
-    """A lock file, in the processes of an engine.
+    """A lock file.
 
     Args:
         file: its path, in the process that read the settings.
         facts: name -> a property of the engine. Empty in the file with which `vllm-fl plan --save`
             starts an engine: that startup is not compared.
-        result: the outcome: `ops`, the plan; its `digest`; `out`, the disabled implementations.
+        result: `ops`, the plan; its `digest`; `out`, the disabled implementations.
         seed: the seed of its verification, or None.
         warns: whether an engine that differs only logs a warning.
     """
@@ -45,7 +44,7 @@ def read_lock(path: str, *, key: str = "lock", origin: str = "") -> Locked:
     """Read a lock file.
 
     Args:
-        path: the file. After `warn:`, an engine that differs only logs a warning.
+        path: the file, after `warn:` if an engine that differs only logs a warning.
         key: the setting, or option, with this path, for errors.
         origin: the origin of `path`.
 

@@ -18,7 +18,7 @@ from .values import DEVICES, ORDER_PREFIX, PLATFORMS, wrong
 Impls = Collection[Impl]
 
 OURS = ("op", "group", "vendor", "layer", "setting")
-"""The kinds of names in core's own settings."""
+"""The kinds of names in core's settings."""
 
 OLDER_LAYERS = frozenset(
     (
@@ -28,8 +28,8 @@ OLDER_LAYERS = frozenset(
         "unquantized_fused_moe_method",
     )
 )
-"""Layers in lists and platform files of vllm-plugin-FL that belong to no op here, and that some
-releases of vLLM lack. The layers of ops are in their bindings."""
+"""Layers in files of vllm-plugin-FL that belong to no op here, and that some releases of vLLM lack.
+The layers of ops are in their bindings."""
 
 
 class _Use(NamedTuple):
@@ -57,7 +57,7 @@ def check_names(
     """Check names in settings. Kinds of names that are not given remain unchecked, for a later
     call.
 
-    An unknown op or vendor is kept, since its plugin may be installed later. It is a warning if a
+    An unknown op or vendor is kept, since its plugin may be installed later, and is a warning if a
     known name is similar.
 
     Args:
@@ -140,8 +140,8 @@ def unmatched(
     """Yield (op, a sentence) for each order of the user with selectors that match nothing usable.
 
     An implementation is unusable if a vendor filter excludes it or it is not available. A selector
-    of another platform is reported only if the whole order has no usable implementation, because
-    one file may be used on several machines.
+    of another platform is reported only if no implementation of the order is usable, because one
+    file may be used on several machines.
 
     Args:
         settings: the settings.

@@ -1,6 +1,6 @@
 """Selectors, orders, and the policy that chooses between implementations.
 
-`loading` creates them from settings, and `dispatch/resolver.py` applies them.
+`loading` creates them from settings; `dispatch/resolver.py` applies them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ Mode = Literal["eager", "compiled"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 KINDS = tuple(kind.value for kind in BackendImplKind)
-"""The kinds as spelled in settings: flagos, vendor, reference."""
 
 UNTOUCHED = ("foreign", "stock")
-"""The selectors that replace nothing: another plugin's layers, and vLLM's implementation."""
+"""Selectors that replace nothing: another plugin's layers, and vLLM's implementation."""
 
 DEFAULT = "default"
-"""The key, in orders, for all ops without their own order."""
+"""The key of the order for ops without their own order."""
 
 GROUP = "group:"
-"""The prefix, in orders, of a group of ops: `group:norms`."""
+"""The prefix of a group of ops in orders: `group:norms`."""
 
 PREFERENCES = (*KINDS, "stock")
-"""The values of `prefer`: a kind, or `stock` for vLLM's implementations."""
 
 DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "reference"),
@@ -46,7 +44,7 @@ DEFAULT_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
     "stock": ("flagos", "vendor", "reference"),
 }
-"""Preference -> the order of an op without its own order, in a script."""
+"""Preference -> default order of an op in a script."""
 
 ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "flagos": ("flagos", "vendor", "stock", "reference"),
@@ -54,7 +52,8 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
     "stock": UNTOUCHED,
 }
-"""Preference -> the same in an engine: vLLM's implementation comes before the reference backend."""
+"""Preference -> default order in an engine: vLLM's implementation precedes the reference
+backend."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """Parse one selector. Raises ValueError, with a suggestion."""
+        """Parse a selector. Raises ValueError, with a suggestion."""
         if not isinstance(text, str):
             told = "a mapping (vendor:NAME has no space after its colon)"
             found = told if isinstance(text, Mapping) else kind_of(text)
@@ -99,20 +98,20 @@ class Token:
 
     @property
     def preference(self) -> str | None:
-        """The kind of the selected implementations; for an id, given by its first part."""
+        """The kind of the selected implementations; of an id, by its first part."""
         if self.kind == "impl" and self.name is not None:
             return {"default": "flagos"}.get(head := self.name.split(".")[0], head)
         return "stock" if self.kind in UNTOUCHED else self.kind
 
 
 REST = "rest"
-"""The key of the row for calls of more tokens than the maximum of any other row."""
+"""The key of the row for calls larger than all other rows."""
 
 Rows = tuple[tuple[int | None, T], ...]
-"""Values by the size of a call: (maximum tokens, the value for calls of at most that many tokens).
+"""Values by call size: (maximum tokens, the value for calls of at most that many tokens).
 
-The maximums ascend. The last one is None: its value is for all larger calls. If size does not
-matter, it is the only row.
+Sorted by maximum tokens. The last maximum is None, for all larger calls. If size does not matter,
+there is only this row.
 """
 
 
@@ -130,12 +129,12 @@ def joined(rows: Rows[T], alike: Callable[[T, T], bool] = operator.eq) -> Rows[T
 
 @dataclass(frozen=True)
 class OpOrder:
-    """The selectors of one op: only these are tried, in this order.
+    """The selectors of one op; only these are tried, in this order.
 
     Args:
-        eager, compiled: the selectors of each mode, by the size of a call; empty if the order
-            leaves the mode open.
-        pinned: whether the user wrote it; `prefer` does not re-sort it then.
+        eager, compiled: the selectors of each mode, by the size of a call; empty if the mode is
+            open.
+        pinned: whether the user wrote it, so `prefer` does not re-sort it.
         group: the group for which the order was written (`norms`); empty if for the op itself.
 
     Raises:
@@ -164,12 +163,12 @@ class OpOrder:
                     raise ValueError(f"the order of {_row_key(ceiling)} is empty")
 
     def rows(self, mode: Mode) -> Rows[tuple[Token, ...]]:
-        """Return the selectors of one mode by the size of a call; empty if the mode is open."""
+        """Return the rows of one mode; empty if the mode is open."""
         return self.eager if mode == "eager" else self.compiled
 
     @property
     def every(self) -> tuple[Token, ...]:
-        """The selectors of all modes and rows, without duplicates."""
+        """The selectors of all rows, without duplicates."""
         rows = (*self.eager, *self.compiled)
         return tuple(dict.fromkeys(token for _, tokens in rows for token in tokens))
 
@@ -201,7 +200,7 @@ class OpOrder:
     def preferring(self, kind: str) -> OpOrder:
         """Return this order with the preferred kind first in each row, unless it is pinned.
 
-        Adds no selector except `stock`, if that is preferred.
+        Adds only `stock`, if that is preferred.
         """
 
         def front(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
@@ -216,7 +215,7 @@ class OpOrder:
     def above_plain(self) -> OpOrder:
         """This order with `stock` before a `reference` that follows another kind.
 
-        A `reference` at the beginning of a row remains first. Scripts ignore `stock`.
+        A `reference` that comes first stays there. Scripts ignore `stock`.
         """
 
         def raised(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
@@ -238,8 +237,8 @@ class OpOrder:
 
     @property
     def written(self) -> Any:
-        """The order in the form that `of` reads, JSON-able: one value if both modes are equal, and
-        open modes omitted."""
+        """The order as read by `of`, JSON-able: one value for equal modes, and open modes
+        omitted."""
         sides: dict[str, Any] = {}
         for mode in filter(self.rows, MODES):
             rows = {_row_key(ceiling): [*map(str, tokens)] for ceiling, tokens in self.rows(mode)}
@@ -260,7 +259,6 @@ def _text(rows: Rows[tuple[Token, ...]]) -> str:
 
 
 def _row_key(ceiling: int | None) -> str:
-    """Return the key of a row: `<=16`, or `rest`."""
     return REST if ceiling is None else f"<={ceiling}"
 
 
@@ -269,7 +267,7 @@ def _is_by_size(value: Mapping[Any, object]) -> bool:
 
 
 def _ceiling(key: object) -> int | None:
-    """Return the maximum tokens of a row: 16 for `<=16`, None for `rest`. Raises ValueError."""
+    """Parse `<=16`, or `rest` (None). Raises ValueError."""
     if key == REST:
         return None
     found = re.fullmatch(r"<=\s*([1-9][0-9]{0,8})", str(key).strip())
@@ -282,7 +280,6 @@ def _ceiling(key: object) -> int | None:
 
 
 def _side(value: object) -> Rows[tuple[Token, ...]]:
-    """Read the rows of one mode."""
     if not isinstance(value, Mapping):
         return ((None, _tokens(value)),)
     rows = [(_ceiling(key), _tokens(tokens)) for key, tokens in value.items()]
@@ -305,8 +302,8 @@ class SelectionPolicy:
     """The choice between implementations. Frozen, hashable, printable.
 
     Args:
-        prefer: the kind that is tried first for ops without an order, before other kinds. `stock`
-            keeps vLLM's implementation of such an op.
+        prefer: the kind that is tried first for ops without an order. `stock` keeps vLLM's
+            implementation of such an op.
         strict: the first failure is raised and no other implementation is tried.
         per_op_order: op -> OpOrder, or a value that `OpOrder.of` reads; or pairs of the two. The
             key `default` is for ops without an order.
@@ -341,7 +338,7 @@ class SelectionPolicy:
         if self.allow_vendors is not None:
             object.__setattr__(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
         object.__setattr__(self, "deny_vendors", _names("deny_vendors", self.deny_vendors))
-        # A policy is a key of the call path's table, so its hash is computed once.
+        # Hashed once: a policy is a key of the call path's table.
         fields = (self.prefer, self.strict, tuple(orders.items()))
         object.__setattr__(self, "_hash", hash((fields, self.allow_vendors, self.deny_vendors)))
 
@@ -365,7 +362,7 @@ class SelectionPolicy:
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
-        """Return the maximum tokens of each row of the order of `op`, ascending."""
+        """Return the maximum tokens of each row for `op`, ascending."""
         listed = self.listed(op, mode)
         return tuple(n for n, _ in listed.rows(mode) if n is not None) if listed else ()
 
@@ -377,12 +374,12 @@ class SelectionPolicy:
         engine: bool = False,
         tokens: int | None = None,
     ) -> tuple[Token, ...]:
-        """Return the selectors that are tried for `op`, in order.
+        """Return the selectors for `op`, in order.
 
         Args:
             op: the op's name.
             mode: the engine's mode.
-            engine: whether it is for an engine, whose default order has `stock`.
+            engine: whether to use an engine's default order, with `stock`.
             tokens: the number of tokens of the call; None is larger than any maximum.
         """
         listed = self.listed(op, mode)

@@ -49,8 +49,8 @@ class Setting:
         value: text, a boolean, None, a tuple of names, an `OpOrder`, or a tuple of `DeviceOrder`.
         origin: its source: `default`, `detected`, `environment VLLM_FL_PREFER`, `/etc/fl.yaml:3`,
             `/opt/cuda.yaml:12 (vllm-fl-cuda 0.1.0)`.
-        overrides: (value, origin) of each setting that it replaces or was merged from, the nearest
-            first. A variable that VLLM_FL_CONFIG overrides has its unparsed text.
+        overrides: (value, origin) of the settings that it replaces or merges, nearest first. A
+            variable that VLLM_FL_CONFIG overrides has its unparsed text.
     """
 
     key: str
@@ -98,19 +98,19 @@ def undo(origin: str) -> str:
 class Settings(Mapping[str, Setting]):
     """All settings by key, read-only.
 
-    The class attributes are declarations. On an instance each returns its effective value
+    The class attributes are declarations; on an instance they are the effective values
     (`SettingSpec.__get__`).
 
-    `load_startup` reads only the settings that a process needs before its plugins are known; any
-    other attribute then raises KeyError.
+    Of the settings, `load_startup` reads only those that a process needs before its plugins are
+    known; other attributes then raise KeyError.
 
     Args:
         entries: the settings, in the order of the reference.
         warnings: warnings for the user, one sentence each.
         unchecked: names that are unknown or not checked yet, such as `oot_blacklist.fused_moe`;
-            `check_names` removes the known ones.
-        tuned: the tuning table in the setting `table`.
-        locked: the lock file in the setting `lock`.
+            `check_names` removes known names.
+        tuned: the tuning table (setting `table`).
+        locked: the lock file (setting `lock`).
         declared: the declarations of core and of the loaded plugins.
     """
 
@@ -134,7 +134,7 @@ class Settings(Mapping[str, Setting]):
     allow_vendors = SettingSpec[SomeNames](
         "allow_vendors", "VLLM_FL_ALLOW_VENDORS", None, in_file=True, names="vendor"
     )
-    """The only vendors that may be used, or None."""
+    """The only vendors that may be used, or None for all."""
     deny_vendors = SettingSpec[Names](
         "deny_vendors", "VLLM_FL_DENY_VENDORS", (), in_file=True, names="vendor"
     )
@@ -142,12 +142,12 @@ class Settings(Mapping[str, Setting]):
     require = SettingSpec(
         "require", "VLLM_FL_REQUIRE", "none", in_file=True, choices=("none", "batch_invariant")
     )
-    """A property that all implementations in an engine must have, or `none`."""
+    """The property that implementations in an engine must have."""
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
-    """The tuning table of `vllm-fl tune` for the measured device, or None."""
+    """A tuning table for the measured device, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
-    """A lock file of `vllm-fl plan --save`, from which an engine must not differ, or None. After
-    `warn:`, an engine that differs only logs a warning."""
+    """A lock file, from which an engine must not differ, or None. After `warn:`, an engine that
+    differs only logs a warning."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -166,8 +166,7 @@ class Settings(Mapping[str, Setting]):
     preflight = SettingSpec(
         "preflight", "VLLM_FL_PREFLIGHT", "verify", choices=("verify", "run", "off")
     )
-    """How implementations are tested before the model is built: verified, only run, or not at
-    all."""
+    """How implementations are tested before the model is built."""
     log_level = SettingSpec(
         "log_level", "VLLM_FL_LOG_LEVEL", "INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
@@ -175,11 +174,11 @@ class Settings(Mapping[str, Setting]):
     debug = SettingSpec("debug", "VLLM_FL_DISPATCH_DEBUG", False)
     """Whether to print every resolution and count calls."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
-    """The file to which each worker writes its counters, with its rank in the name, or None."""
+    """The file for the counters of each worker, which adds its rank to the name; or None."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
-    """The share of steps with a shadow check of the plan's calls, or None."""
+    """The fraction of steps with a shadow check of the plan's calls, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")
-    """The distributions whose plugins are loaded, or None for all."""
+    """The distributions with plugins to load, or None for all."""
     plugin_modules = SettingSpec[Names](
         "plugin_modules", "VLLM_FL_PLUGIN_MODULES", (), names="module"
     )
@@ -216,7 +215,7 @@ class Settings(Mapping[str, Setting]):
         )
 
     def without_table(self, why: str) -> Settings:
-        """Return these settings without the orders of the tuning table; `why` is the reason."""
+        """Return these settings with the tuning table disabled; `why` is the reason."""
         if self.tuned is None:
             return self
         return dataclasses.replace(self, tuned=dataclasses.replace(self.tuned, unused=why))
@@ -224,9 +223,9 @@ class Settings(Mapping[str, Setting]):
     def with_devices(self, device: str, mode: Mode) -> Settings:
         """Return these settings with the orders for a device.
 
-        The user's orders for the device override all other orders. The user's orders for any device
-        override those of the tuning table, which override those of backends for the device. The
-        user's `prefer` also overrides those of backends.
+        Precedence: the user's orders for the device, the user's orders for any device, those of the
+        tuning table, those of backends for the device. The user's `prefer` also overrides those of
+        backends.
 
         Args:
             device: the name of the engine's device; if it is empty, the settings are returned
@@ -256,8 +255,7 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def by_device(self) -> dict[str, tuple[DeviceOrder, ...]]:
-        """Op -> its orders on some devices; the first one that matches the engine's device is
-        used."""
+        """Op -> its orders on some devices. The first match for the engine's device is used."""
         return {
             key.removeprefix(DEVICES): cast("tuple[DeviceOrder, ...]", setting.value)
             for key, setting in self.items()
@@ -273,7 +271,7 @@ class Settings(Mapping[str, Setting]):
 
     @property
     def unowned(self) -> tuple[str, ...]:
-        """The keys, or variables, of settings without a loaded plugin; they have no effect."""
+        """The keys or variables of settings without a loaded plugin, which have no effect."""
         return tuple(
             key
             for key in self
@@ -289,7 +287,7 @@ class Settings(Mapping[str, Setting]):
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:
-                continue  # a list closes the other list of its pair, which then has the same origin
+                continue  # a list closes the other one of its pair, which then has the same origin
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
             by_variable = setting.origin.startswith("environment ")
             if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
@@ -297,18 +295,17 @@ class Settings(Mapping[str, Setting]):
         return chosen
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Declarations of plugins are not pickled, since their `read` may not be picklable.
+        # Declarations of plugins are not pickled: their `read` may not be picklable.
         return Settings, (self.entries, self.warnings, self.unchecked, self.tuned, self.locked)
 
 
 ITEMS: Declared = MappingProxyType(
     {spec.key: spec for spec in vars(Settings).values() if isinstance(spec, SettingSpec)}
 )
-"""Core's own settings."""
 
 
 def variables(declared: Declared) -> tuple[str, ...]:
-    """Return every environment variable of a setting."""
+    """Return the environment variables of all settings."""
     return (*(spec.variable for spec in declared.values()), PER_OP, OP_CONFIG)
 
 
@@ -324,7 +321,7 @@ def file_keys(declared: Declared) -> tuple[str, ...]:
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
-    """Return (whitelist, blacklist) of each pair; a layer may set only one of the two."""
+    """Return (whitelist, blacklist) of each pair; a layer may set only one of them."""
     return tuple((spec.key, spec.excludes) for spec in declared.values() if spec.excludes)
 
 
@@ -336,7 +333,6 @@ def is_absent(name: str, declared: Declared) -> bool:
 
 
 VARIABLES = variables(ITEMS)
-"""The variables of core's settings."""
 
 TAKEN = (*VARIABLES, *ITEMS)
-"""The keys and variables of core's settings, which plugins must not use."""
+"""Keys and variables that plugins must not use."""

@@ -15,15 +15,15 @@ from .schema import Declared, Setting, pairs
 from .values import ORDER_PREFIX, wrong
 
 Brought = Mapping[str, Sequence[tuple[str, Impl]]]
-"""Op -> [(its distribution, as in platform files; the implementation)] of all installed ones."""
+"""Op -> [(distribution, as in platform files; implementation)], all installed ones."""
 
 
 def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declared) -> Layer:
-    """Merge files into one layer. The result does not depend on the order of the files.
+    """Merge files into one layer, independently of their order.
 
-    In an op's order, each file ranks the implementations of its own distribution. Blacklists and
-    `deny_vendors` are joined. A whitelist is reduced to the common names, without those in a
-    blacklist. Any other setting with different values returns to its default.
+    In the order of an op, each file ranks its distribution's implementations. Blacklists and
+    `deny_vendors` are joined. Whitelists are intersected, without names of a blacklist. Any other
+    setting with different values returns to its default.
 
     Args:
         files: (distribution, its settings).
@@ -61,7 +61,7 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
 
 
 def close_pairs(layer: Layer, declared: Declared) -> None:
-    """Make a layer's whitelist also set its blacklist (to empty), and the blacklist its whitelist.
+    """Clear a layer's blacklist if it sets the whitelist, and the other way round.
 
     Raises:
         SettingsError: the layer sets both.
@@ -102,9 +102,9 @@ def _united_order(
 ) -> Setting:
     """Merge the orders of one op, for each of the engine's modes.
 
-    The files are sorted by the kinds of implementations that their distributions provide, in the
-    default order. The first file's order comes first. The selectors of the others follow directly
-    before `stock`, or after it, as in their files.
+    The files are sorted by the kinds that their distributions provide, in the default order. The
+    first file's order comes first. Selectors of other files follow directly before `stock`, or
+    after it, as in those files.
     """
 
     def rank(distribution: str) -> tuple[int, str]:
@@ -146,7 +146,6 @@ def _narrowed(
 
 
 def _merged(settings: Sequence[Setting], value: object, origin: str) -> Setting:
-    """Return the setting that replaces these, with them as its overrides."""
     overrides = tuple((setting.value, setting.origin) for setting in settings)
     return dataclasses.replace(settings[0], value=value, origin=origin, overrides=overrides)
 

@@ -19,16 +19,16 @@ PER_OP = "VLLM_FL_PER_OP"
 OP_CONFIG = "VLLM_FL_OP_CONFIG"
 
 ORDER_PREFIX = "op_backends."
-"""Prefix of the key of an op's order: the order of each op is a separate setting."""
+"""Prefix of the key of an op's order: each op is a separate setting."""
 
 DEVICES = "devices."
 """Prefix of the key of an op's orders for some devices."""
 
 EXTENDS = "extends"
-"""The key with which a user's file keeps the settings of lower layers."""
+"""The key with which a user's file extends lower layers."""
 
 GROUPS = f"{ORDER_PREFIX}{GROUP}"
-"""Prefix of the key of a group's order, before orders of its ops replace it."""
+"""Prefix of the key of a group's order, until orders of its ops replace it."""
 
 IN_TREE = ("cuda", "cpu", "rocm", "tpu", "xpu")
 """The platforms in vLLM, by its names."""
@@ -37,7 +37,7 @@ PLATFORMS = (*IN_TREE, "ascend")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
 MAX_BYTES = 64 * 1024
-"""The maximum size of a settings file. Each line is parsed at each startup."""
+"""The maximum size of a settings file: each startup parses it."""
 
 BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -54,7 +54,7 @@ def normalise_platform(name: str) -> str:
 def wrong(
     key: str, origin: str, problem: str, *, kind: type[SettingsError] = InvalidSettingError
 ) -> SettingsError:
-    """Return the error of one setting, with its origin and its key."""
+    """Return the error of one setting."""
     op = key.removeprefix(ORDER_PREFIX) if key.startswith(ORDER_PREFIX) else None
     key = _short(key if key.isprintable() else ascii(key), 80)
     return kind(f"{origin}: {key}: {_short(problem, 600)}", key=key, origin=origin, op=op)
@@ -73,7 +73,7 @@ def _short(text: str, most: int) -> str:
 
 
 def name_of(value: str) -> str:
-    """Read one name of a list: an op, a layer, a vendor, a module. Raises ValueError."""
+    """Check a name in a list: an op, a layer, a vendor, a module. Raises ValueError."""
     if not re.fullmatch(r"[\w.+:-]+", value):
         problem = "is not a valid name; a name has no spaces, quotes or separators"
         raise ValueError(f"{value!r} {problem}")
@@ -86,7 +86,7 @@ def is_ordered(name: str) -> bool:
 
 
 def expected(spec: SettingSpec[Any]) -> str:
-    """Describe the values that the setting accepts, for an error."""
+    """Describe the accepted values, for an error."""
     if isinstance(spec.default, bool):
         return "true or false"
     if spec.names:
@@ -95,7 +95,7 @@ def expected(spec: SettingSpec[Any]) -> str:
 
 
 def value_of(spec: SettingSpec[Any], text: str) -> object:
-    """Read the text of a setting. Raises ValueError."""
+    """Parse the text of a setting. Raises ValueError."""
     if spec.read is not None:
         try:
             return spec.read(text)
@@ -144,7 +144,7 @@ def read_text(path: str, key: str, origin: str, *, most: int = MAX_BYTES) -> str
 
 
 def read_share(text: str) -> str | None:
-    """Check a fraction such as `0.01`; returns None for 0. Raises ValueError."""
+    """Check a fraction such as `0.01`; None for 0. Raises ValueError."""
     try:
         share = float(text)
     except ValueError:
@@ -155,7 +155,7 @@ def read_share(text: str) -> str | None:
 
 
 def read_platform(text: str) -> str:
-    """Return the normalised name of a platform. Raises ValueError."""
+    """Normalise a platform's name. Raises ValueError."""
     name = normalise_platform(text)
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name):
         raise ValueError(f"expected a platform such as {', '.join(PLATFORMS)}, got {text!r}")
