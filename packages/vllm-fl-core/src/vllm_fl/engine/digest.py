@@ -26,7 +26,7 @@ BENEATH = ("vllm", "torch", "triton")
 """Distributions below all implementations, identified by version: too large to hash."""
 
 LARGE = 8 * 2**20
-"""Size in bytes from which a file is identified by its size, its beginning and its end."""
+"""Minimum bytes of a large file: only its size, beginning and end are hashed."""
 
 UNKNOWN = "no file of it is found"
 NO_CODE = {"__pycache__", ".git"}
@@ -55,8 +55,8 @@ def fingerprint(
     Returns:
         `mode`, `strict` and `required`; `ops`: each op's candidates with the hash of their code,
             also for each row by size (key `rms_norm(<=16)`); `contracts`: the code of planned ops'
-            contracts; `versions` of core and `BENEATH`; `settings` of the plan's plugins, which a
-            compiler may have inlined.
+            contracts; `versions` of core and `BENEATH`; `settings` of the plan's plugins (a
+            compiler may have inlined them).
     """
     rows = {
         f"{op}(<={ceiling})" if ceiling else op: [
@@ -93,7 +93,7 @@ def _values(setting: Setting) -> list[Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `BENEATH` and core, and the hash of core's code."""
+    """Return the versions of `BENEATH` and core; core also has its code hash."""
     beneath = {name: found for name in BENEATH if (found := installed_version(name))}
     return {**beneath, CORE: f"{installed_version(CORE)} {code_of(CORE, 'vllm_fl')}"}
 

@@ -99,7 +99,7 @@ class EngineFacts:
         return "VLLM_BATCH_INVARIANT=1" if self.batch_invariant else ""
 
     def custom_op_note(self, registered: str) -> str:
-        """Return the entry of `custom_ops` by which the user keeps this layer, or empty.
+        """Return the user's `custom_ops` entry that keeps this layer in vLLM, or empty.
 
         In compiled mode `none` is vLLM's default, not a choice of the user.
 

@@ -82,8 +82,8 @@ class _Operator:
 
 
 _operators: dict[str, _Operator] = {}
-"""By name. A process cannot define an operator twice, so a plan in the place of an ended engine's
-plan reuses its operators, with new bodies."""
+"""By name. A process cannot define an operator twice, so a plan that reuses the place of an ended
+engine also reuses its operators, with new bodies."""
 
 
 def operators() -> dict[str, tuple[str, str]]:
@@ -134,7 +134,7 @@ def is_inlined(impl: OpImpl) -> bool:
 
 
 def mutated(chain: Chain, variant: Variant, *, rest_is_inlined: bool = False) -> tuple[str, ...]:
-    """Return the arguments to which the operator of this variant writes its results.
+    """Return the arguments that the operator of this variant overwrites with its results.
 
     The schema is fixed when the operator is defined, so one row decides for all sizes: if an
     implementation for up to 8 tokens overwrites `x`, and the implementation for the rest does not,
@@ -157,15 +157,15 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
 
     The chain and the plan's place determine the operator's name, so a compiled graph finds it in
     another process, and two plans that run at the same time have separate operators. Registering
-    the same chain in the same place again replaces the operator's body.
+    the chain again in that place replaces the body.
 
     Args:
         chain: the candidates, and the arguments that the caller grants. If it has several rows, the
             operator selects the row when it runs (in a CUDA graph once, at capture). It mutates its
             arguments if the first candidate of the largest calls does.
         place: the plan's place (`Plan.place`).
-        rest_is_inlined: whether code of rows that can be inlined replaces the operator, whatever
-            its schema. It then mutates its arguments if the first candidate of the largest calls
+        rest_is_inlined: whether code of rows that can be inlined replaces the operator, regardless
+            of its schema. It then mutates its arguments if the first candidate of the largest calls
             that it still runs does.
     """
     spec, first = chain.spec, chain.impls[0]
@@ -173,7 +173,7 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
     branches = []
     for variant in sorted(spec.variants, key=lambda variant: len(variant.parameters)):
         written = mutated(chain, variant, rest_is_inlined=rest_is_inlined)
-        # An operator must not change its inputs unless its schema says so.
+        # An operator must not change its inputs unless its schema allows it.
         granting = dataclasses.replace(chain, grants=frozenset(written))
         guard = call_guard(granting)
         name = unique_name(
@@ -196,7 +196,8 @@ def opaque_op(chain: Chain, place: int = 1, *, rest_is_inlined: bool = False) ->
 def _site(chain: Chain, variant: Variant) -> Site:
     """Return how to replace the operator of a variant.
 
-    The results of the replacement are contiguous and alias no argument, like those of the operator.
+    The results of the replacement are contiguous and alias no argument, like the operator's
+    results.
     """
     spec = chain.spec
     tokens = _of_variant(spec, variant, lambda *args: spec.tokens(args))
@@ -255,7 +256,7 @@ def _overload(name: str) -> Callable[..., Any]:
 
 
 def _of_variant(spec: OpSpec, variant: Variant, op: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert `op` from the contract's parameters to those of a variant's operator.
+    """Convert `op`, with the contract's parameters, to the parameters of a variant's operator.
 
     A variant omits parameters, and torch omits trailing arguments that equal the schema's defaults.
     """
@@ -295,7 +296,7 @@ def _fresh(result: Any, args: tuple[Any, ...]) -> Any:
     """Copy results where necessary.
 
     An operator must not return an input, a view of one, or one tensor twice. Its results must be
-    contiguous, like those of its fake.
+    contiguous, because its fake returns contiguous tensors.
     """
     taken = [arg for arg in args if isinstance(arg, torch.Tensor)]
     parts = []

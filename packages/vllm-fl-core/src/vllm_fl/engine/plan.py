@@ -33,7 +33,7 @@ log = get_logger("engine")
 
 
 def _callable(impls: Iterable[Impl | Stock], *, with_layer: bool = True) -> tuple[OpImpl, ...]:
-    """Return the functions; without `with_layer`, only those that do not take the calling layer."""
+    """Return the functions; without `with_layer`, omit functions that need a layer."""
     called = (impl for impl in impls if isinstance(impl, OpImpl))
     return tuple(impl for impl in called if with_layer or not impl.needs_layer)
 
@@ -81,7 +81,7 @@ class PlanEntry:
 
     @property
     def _largest_first(self) -> tuple[tuple[Impl, ...], ...]:
-        """The candidates of the largest calls, then those of the other rows."""
+        """The candidates of the largest calls, then of the other rows."""
         *rows, rest = (impls for _, impls in self.candidates)
         return rest, *rows
 
@@ -192,16 +192,16 @@ class Plan:
 
     @property
     def fallbacks(self) -> Counter[tuple[str, str]]:
-        """(op, impl id) -> calls for which the chain fell back to this candidate."""
+        """(op, impl id) -> calls that fell back to this candidate."""
         return self.record.fallbacks
 
     def is_stock(self, op: str) -> bool:
-        """Return whether the op has no candidate of ours that is a function, at any size."""
+        """Return whether no function is planned for the op, at any size."""
         entry = self.entries.get(op)
         return entry is None or not entry.impls
 
     def is_partly_stock(self, op: str) -> bool:
-        """Return whether the op has candidates of ours only at some sizes."""
+        """Return whether the op has planned candidates only at some sizes."""
         entry = self.entries[op]
         return bool(entry.ceilings) and not all(impls for _, impls in entry.candidates)
 
@@ -237,7 +237,7 @@ class Plan:
 
     @property
     def layers(self) -> dict[str, LayerImpl]:
-        """The planned whole layers: name of vLLM's class -> the implementation."""
+        """The planned whole layers: vLLM class name -> implementation."""
         return {op: impl for op, e in self.entries.items() for impl in e.classes(LayerImpl)[:1]}
 
     def chain(
@@ -256,8 +256,8 @@ class Plan:
             grants: arguments that the caller owns.
             last: vLLM's implementation, for calls that no candidate supports and for stock sizes.
             own: replaces `last` at stock sizes in eager mode: the layer's original method. In a
-                layer that replaces another plugin's class, `last` and `own` are that plugin's
-                method.
+                layer that replaces another plugin's class, `last` and `own` are the method of that
+                plugin.
             without_layer: omit the candidates that take the calling layer.
         """
         entry, with_layer = self.entries[op], not without_layer
@@ -337,8 +337,7 @@ class Plan:
         Args:
             op: the op's name.
             first: one of the entry's `firsts`; its row is verified.
-            inlined: whether to inline an op that is ordered by size, as in graphs compiled by
-                range.
+            inlined: whether to inline an op that is ordered by size (for graphs compiled by range).
         """
         plan = dataclasses.replace(self, counts_calls=False, record=Record(log), place=0)
         rows = (_callable(impls) for _, impls in reversed(self.entries[op].candidates))
@@ -358,7 +357,7 @@ def make_plan(
 ) -> Plan:
     """Resolve every op with a contract, the attention backend, the communicator and whole layers.
 
-    Omits ops that the model cannot have, unless the user's settings name them.
+    Omits ops that the model cannot have, unless the user has set an order for the op itself.
 
     Args:
         manager: provides the installed implementations.

@@ -1,4 +1,4 @@
-"""Ranges of token counts for which a compiler may inline one implementation of an op.
+"""Ranges of token counts that allow a compiler to inline one implementation of an op.
 
 An op that is ordered by size is one operator in a traced graph, because a graph is traced only
 once. vLLM can compile that graph separately for several ranges of token counts. If all rows in a
@@ -71,7 +71,7 @@ def edges(chains: Iterable[Chain], largest: int, captured: int = 0) -> tuple[int
 
     Splits only at the maximum tokens of rows. The gain of inlining an op is measured in doublings
     of the token count: from 64 to 128 as much as from 4096 to 8192. Chooses the largest total gain
-    above the captured sizes, where the host launches each operator; then the largest gain over all
+    above the captured sizes (the host launches each operator there); then the largest gain over all
     sizes, the fewest ranges, and the largest edges.
 
     Args:

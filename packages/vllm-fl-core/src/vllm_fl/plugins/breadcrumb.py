@@ -175,7 +175,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """Time the block as one call with the name `what`."""
+        """Time the block as a call labelled `what`."""
         self._call = time.monotonic(), what
         try:
             yield

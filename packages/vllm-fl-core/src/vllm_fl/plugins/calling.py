@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 log = get_logger("plugins")
 
 ENDED: dict[str, str] = {}
-"""`whose(owner)` of plugins that ended an earlier process of this command -> how. They are not run
-again."""
+"""Plugin, as text -> how it ended an earlier process of this command. It is not run again."""
 
 
 def whose(owner: Owner) -> str:
@@ -162,7 +161,7 @@ def rejections(
 ) -> dict[str, str]:
     """Return the implementations of `op` that plugins reject: impl id -> the reason.
 
-    Calls the plugins for which a declared setting is set. If the engine requires batch-invariant
+    Calls the plugins with a declared setting that is set. If the engine requires batch-invariant
     implementations, calls verifiers as well; without a verifier, invariance cannot be measured and
     all implementations are rejected.
 

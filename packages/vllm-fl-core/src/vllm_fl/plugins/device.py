@@ -23,10 +23,10 @@ class DeviceProfile:
 
     Args:
         name: the platform's name in settings (`ascend`): a lower-case identifier.
-        platform_class: a subclass of vLLM's `Platform` with `_enum = PlatformEnum.OOT`,
-            `device_name`, `device_type` and `dispatch_key`.
+        platform_class: a vLLM `Platform` subclass with `_enum = PlatformEnum.OOT`, `device_name`,
+            `device_type` and `dispatch_key`.
         worker_class: the worker, which creates the model runner. A user's `worker_cls` replaces it.
-        communicator_class: a subclass of vLLM's `DeviceCommunicatorBase`; None: as in the platform
+        communicator_class: a vLLM `DeviceCommunicatorBase` subclass; None: as in the platform
             class.
         dist_backend: the torch.distributed backend between ranks (`hccl`); None: as in the platform
             class.

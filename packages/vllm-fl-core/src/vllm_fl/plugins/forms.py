@@ -160,7 +160,7 @@ def _bridged(
     names = {p.name for p in wanted}
     by_name = False
     for p in spread:
-        by_name |= p.kind is p.KEYWORD_ONLY or p.name not in names  # one before it is omitted
+        by_name |= p.kind is p.KEYWORD_ONLY or p.name not in names  # positions shift
         if p.name in names:
             given.append(f"{p.name}={p.name}" if by_name else p.name)
     if intact and flagged:
@@ -170,7 +170,7 @@ def _bridged(
 
 
 def _refusing(missing: Parameters, how: str) -> list[str]:
-    """Generate code that refuses calls in which one of `missing` is not its default."""
+    """Generate code that refuses a call if a `missing` parameter is not its default."""
     lines = []
     for p in missing:
         default = f"_default_{p.name}"

@@ -86,10 +86,10 @@ def communicator() -> Iterable[CommunicatorImpl]:  # type: ignore[empty-body]
     """Return the communicators of this backend, by class path.
 
     Called once per process, with `register_ops`. The candidates of all plugins follow the order of
-    the policy; the last candidate is `stock`: the communicator of vLLM or of a plugin's device.
-    Each worker creates the chosen communicator for each of vLLM's groups of ranks. Before it is
-    used, each collective must return the known results on all ranks of the group; otherwise all of
-    them use the next candidate.
+    the policy; the last candidate is `stock`: the communicator of vLLM or of the device plugin.
+    Each worker creates the chosen communicator for each group of ranks in vLLM. Before it is used,
+    each collective must return the known results on all ranks of the group; otherwise all of them
+    use the next candidate.
 
     Example::
 
@@ -142,8 +142,9 @@ def device() -> DeviceProfile | None:
 
     For hardware without a vLLM platform. Called in every process, possibly more than once, while
     vLLM looks for its platform and before the device exists, if vLLM has no platform or
-    VLLM_FL_PLATFORM names another one. A plugin with this hook must not import vLLM at its own
-    import. If two devices are detected, an error names both, unless VLLM_FL_PLATFORM selects one.
+    VLLM_FL_PLATFORM selects a different platform. A plugin with this hook must not import vLLM at
+    its own import. If two devices are detected, an error lists both, unless VLLM_FL_PLATFORM
+    selects one.
 
     Example::
 
@@ -159,12 +160,11 @@ def device() -> DeviceProfile | None:
 def policy(platform: str) -> PolicyDefaults | None:
     """Return this backend's default settings for `platform`, or None.
 
-    Called when settings are read, possibly more than once per process, with the platform's
-    lower-case name (`cuda`, `ascend`, `cpu`). The settings of several plugins are merged:
-    blacklists are joined, each file ranks its distribution's implementations in the order of an op,
-    and any other setting with different values returns to its default. A conflict does not fail the
-    startup. An error in the file does; so does `allow_vendors`, which would exclude third-party
-    vendors.
+    Called when settings are read, possibly more than once per process, with a lower-case platform
+    name (`cuda`, `ascend`, `cpu`). The settings of several plugins are merged: blacklists are
+    joined, each file ranks its distribution's implementations in the order of an op, and any other
+    setting with different values returns to its default. A conflict does not fail the startup. An
+    error in the file does; so does `allow_vendors`, which would exclude third-party vendors.
 
     Example::
 
@@ -259,8 +259,8 @@ def inspect_plan(engine: Engine, moment: Moment) -> Mapping[Key, Objection] | No
     """Return the planned implementations that must not run on this rank, and why; or None.
 
     Called on all ranks at each `Moment` of the startup, and again while a rank has a new objection.
-    Core disables all of these implementations on all ranks, and plans again. Verifiers are called
-    last, if no other plugin objected. An exception fails the startup on all ranks.
+    Core disables these implementations on all ranks, and plans again. Verifiers are called last, if
+    no other plugin objected. An exception fails the startup on all ranks.
 
     Example::
 
@@ -335,8 +335,8 @@ def communicator_checks(engine: Engine, communicator: Any, group: GroupFacts) ->
 def process_start() -> None:
     """Prepare a process before it creates a configuration or an engine. Only for extensions.
 
-    Called once in every process that loads vLLM's plugins, including the API server, which has no
-    engine. A `SettingsError` fails the startup; other exceptions are logged.
+    Called once in every process that loads vLLM's plugins, including the API server (without an
+    engine). A `SettingsError` fails the startup; other exceptions are logged.
 
     Example::
 

@@ -95,9 +95,9 @@ class WorkerContext:
         dtype: the model's `torch.dtype`.
         rank: this worker's rank.
         vllm_config: vLLM's configuration, for everything else.
-        wants_invariance: the setting that requires implementations, including vLLM's, to be
-            measured as batch-invariant, as the user wrote it; or empty. With VLLM_BATCH_INVARIANT=1
-            vLLM replaces PyTorch operators.
+        wants_invariance: the setting, as the user wrote it, that requires all implementations, also
+            vLLM code, to be measured as batch-invariant; or empty. With VLLM_BATCH_INVARIANT=1 vLLM
+            replaces PyTorch operators.
     """
 
     settings: Any
@@ -205,7 +205,7 @@ class Engine(Protocol):
         """Call `f` when the engine ends or its startup fails; the last `f` is called first."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Return a context in which this thread's calls belong to this engine and use its plan."""
+        """Return a context: calls of this thread belong to this engine and use its plan."""
 
     def on_serving(self, f: Callable[[], object]) -> None:
         """Call `f` just before the engine takes requests."""

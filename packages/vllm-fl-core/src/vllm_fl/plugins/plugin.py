@@ -54,7 +54,7 @@ class Owner:
         return self.distribution or self.plugin
 
     def is_of(self, *names: str | None) -> bool:
-        """Return whether its distribution has one of these canonical names."""
+        """Return whether `names` contains the canonical name of its distribution."""
         return self.distribution is not None and canonical(self.distribution) in names
 
     @property

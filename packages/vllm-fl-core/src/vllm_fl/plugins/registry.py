@@ -30,7 +30,7 @@ SCRIPT = Owner(plugin="(registered by a script)")
 
 
 class OpRegistry:
-    """The registered implementations and contracts. Writes are all or nothing; reads take no lock.
+    """The registered implementations and contracts. Writes are atomic; reads take no lock.
 
     Args:
         first: the initial content; None: `known_contracts`, so a script's registry has the ops.
@@ -87,7 +87,7 @@ class OpRegistry:
         self.register_many([impl], owner)
 
     def register_many(self, impls: Iterable[Impl], owner: Owner = SCRIPT) -> None:
-        """Add several implementations, or none if one is refused.
+        """Add several implementations, or on an error none of them.
 
         Raises:
             PluginError: as for `register_impl`.
@@ -96,7 +96,7 @@ class OpRegistry:
             by_op = {op: list(found) for op, found in self._snapshot.impls_by_op.items()}
             owners = dict(self._snapshot.owners)
             for each in impls:
-                # Not with `map`, which a StopIteration of a plugin would end early.
+                # Not with `map`: a StopIteration of a plugin would end it early.
                 impl = _as_it_is_now(each, self._snapshot.contracts)
                 if not isinstance(impl, Impl):
                     expected = "expected OpImpl, AttentionImpl, CommunicatorImpl or LayerImpl"

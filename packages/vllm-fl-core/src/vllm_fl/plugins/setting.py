@@ -27,8 +27,8 @@ class SettingSpec(Generic[T]):
             are joined if the default is `()`, and intersected if it is None.
         choices: the allowed words; empty for any text.
         read: parses a text instead of the rules above; raises ValueError.
-        excludes: for a whitelist (default None), the key of its blacklist: one layer may set only
-            one of them.
+        excludes: for a whitelist (default None), the key of its blacklist: a layer must not set
+            both.
         known: for a blacklist, all names that have an effect in an engine: `vllm-fl bisect` tries
             subsets of them. It may import the backend's library, and is called in a separate
             process.

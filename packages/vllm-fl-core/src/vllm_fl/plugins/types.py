@@ -1,4 +1,4 @@
-"""The values by which plugins describe implementations to core. No torch, no vllm."""
+"""The values by which plugins describe implementations to core. Does not import torch or vllm."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class OpImpl(_Impl):
     """One backend's implementation of one op.
 
     Args:
-        op_name: the op, as in its contract (`rms_norm`).
+        op_name: the name of the op in its contract (`rms_norm`).
         impl_id: unique within the op: `default.flagos`, `reference.torch`, `vendor.<vendor>`.
         kind: its kind.
         fn: the implementation, with the contract's parameters: names, order and defaults. A first
@@ -127,15 +127,15 @@ class OpImpl(_Impl):
         available: () -> True, or the reason why it cannot run on this machine. Called once per
             process, so it may look for a device; it should not import a large library.
         supports: the contract's parameters -> True, or the reason why it does not support them. It
-            may use dtype, rank, layout and whether an argument is None, but neither values nor the
-            batch size.
+            may use dtype, rank, layout and whether an argument is None. It must not use values or
+            the batch size.
         takes: instead of `supports`: rules for supported calls, in addition to the contract. A rule
             is an expression such as `epsilon >= 0`, or a function of some arguments
             (`contracts/takes.py`). Compiled when the implementation is registered. If `takes` is
             empty and `fn` is traceable, `fn` itself raises NotImplementedError for unsupported
             calls.
-        consumes: parameters that `fn` may overwrite, in calls whose variant writes results to them
-            (`OpSpec.consumed`). `fn` still returns its results.
+        consumes: parameters that `fn` may overwrite if the variant of the call writes results to
+            them (`OpSpec.consumed`). `fn` still returns its results.
         traceable: True lets the compiler trace into `fn`; False makes it one opaque op.
         choices: () -> the choices that `fn` has made by timing so far, such as tile sizes: a
             mapping of JSON-able values. Called for each report, by any thread; must not use the
@@ -178,7 +178,7 @@ class OpImpl(_Impl):
 
     @cached_property  # read for every unsupported call
     def needs_layer(self) -> bool:
-        """Whether `fn` takes the calling layer first (a parameter `self` or `obj`)."""
+        """Whether the first parameter of `fn` is the calling layer (`self` or `obj`)."""
         parameters = parameters_of(self.fn)
         return bool(parameters and parameters[0].name in ("self", "obj"))
 
@@ -235,9 +235,9 @@ class AttentionImpl(_ClassImpl[AttentionRequest]):
 
     Args:
         impl_id: as for `OpImpl`.
-        class_path: `module.Class`, a subclass of vLLM's `AttentionBackend`; or AttentionRequest ->
-            such a path, if one backend has several classes (MLA, sparse). vLLM must know the
-            class's `get_name()`: the name of its parent, or `CUSTOM`.
+        class_path: `module.Class`, a vLLM `AttentionBackend` subclass; or AttentionRequest -> such
+            a path, if one backend has several classes (MLA, sparse). vLLM must know the class's
+            `get_name()`: the name of its parent, or `CUSTOM`.
         kind, vendor, priority, available: as for `OpImpl`.
         supports: AttentionRequest -> True, or the reason why not.
     """
@@ -277,8 +277,8 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
 
     Args:
         impl_id: as for `OpImpl`.
-        class_path: `module.Class`, a subclass of vLLM's `DeviceCommunicatorBase`, and of
-            `CudaCommunicator` or `XpuCommunicator` if vLLM's communicator is one; or
+        class_path: `module.Class`, a vLLM `DeviceCommunicatorBase` subclass, and a
+            `CudaCommunicator` or `XpuCommunicator` if the communicator of vLLM is; or
             CommunicatorRequest -> such a path. The function is called in each worker before the
             first group is created, and may load a library.
         kind, vendor, priority, available: as for `OpImpl`.
@@ -291,7 +291,7 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
 
 @dataclass(frozen=True)
 class LayerRequest:
-    """The engine in which a whole layer would run, for `LayerImpl.supports`.
+    """The engine of a whole layer, for `LayerImpl.supports`.
 
     Args:
         layer: the vLLM class that would be replaced.
@@ -299,8 +299,8 @@ class LayerRequest:
         quantization: vLLM's name of the model's quantisation method, or None.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: as set in vLLM.
         expert_parallel_size: the number of ranks that share the experts, or 1.
-        lora: whether LoRA adapters may be loaded. Some of vLLM's LoRA wrappers call the layer's
-            quantisation method instead of its forward.
+        lora: whether LoRA adapters may be loaded. Some LoRA wrappers in vLLM call the quantisation
+            method of the layer instead of its forward.
         compiled: whether the model is compiled.
     """
 
@@ -320,8 +320,8 @@ class LayerImpl(_Impl):
     """A class for a whole vLLM layer, imported when it is chosen.
 
     Args:
-        layer: the exact name of vLLM's class (`RowParallelLinear`), used in settings like an op's
-            name. Subclasses of that class are separate layers.
+        layer: the exact name of vLLM's class (`RowParallelLinear`), used as an op name in settings.
+            Subclasses of that class are separate layers.
         class_path: `module.Class`, a subclass of that class.
         kind, vendor, priority, available: as for `OpImpl`.
         impl_id: as for `OpImpl`; for a VENDOR it is `vendor.<vendor>`, and may be omitted.
@@ -354,7 +354,7 @@ ATTENTION, COMMUNICATOR = AttentionImpl.op_name, CommunicatorImpl.op_name
 """The op names of attention backends and communicators."""
 
 NAMED_CLASSES = (ATTENTION, COMMUNICATOR)
-"""The ops whose implementations are classes, without contracts."""
+"""The ops with classes as implementations, without contracts."""
 
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 """Any implementation."""
@@ -365,8 +365,8 @@ class PolicyDefaults:
     """A plugin's settings for one platform, in a YAML file.
 
     Args:
-        path: the file, with the keys of a user's file except `extends`, `allow_vendors`, `table`
-            and the order of `default`. Orders by size are allowed only under `devices`.
+        path: the file. It may have the keys of a user file except `extends`, `allow_vendors`,
+            `table` and the order of `default`. Orders by size are allowed only under `devices`.
     """
 
     path: str | os.PathLike[str]

@@ -17,8 +17,8 @@ class DeviceOrder:
     """One op's order on some devices.
 
     Args:
-        order: the selectors by mode and size. A user's selectors are the only ones that are tried;
-            those of a backend or a tuning table come before the op's order on any device.
+        order: the selectors by mode and size. For a user, no other selectors are tried. Selectors
+            of a backend or a tuning table precede the op's order on any device.
         origin: its origin, like the origin of a setting.
         name: a pattern of device names, such as `NVIDIA H100*`.
         measured: the measurement as text; empty if the user gave none.

@@ -72,8 +72,8 @@ def read_settings_file(
         path: the file, for `os.fspath`.
         declared: the known settings.
         key: the setting with this path, for the error if the file cannot be read.
-        distribution: the distribution that provides the file; None for a user's file, which has
-            pinned orders.
+        distribution: the distribution that provides the file; None for a user's file, with pinned
+            orders.
         asked_by: the origin of `path`, if it is from a variable.
 
     Raises:
@@ -132,7 +132,7 @@ class _File:
     users: bool
 
     def load(self, origin: str) -> Lines:
-        import yaml  # takes 15 ms, and many processes read no file
+        import yaml  # takes 15 ms; many processes do not need it
 
         text = read_text(self.path, self.key, origin)
         if self.key == "op_config":

@@ -95,10 +95,10 @@ def load_settings(
         env: the environment.
         platform: the detected platform; VLLM_FL_PLATFORM overrides it.
         platform_files: (distribution, YAML file) of each plugin's file for the platform.
-        brought: the installed implementations, of which each distribution's file orders its own.
+        brought: the installed implementations; each distribution's file orders its own.
         groups: group -> its ops.
         plugins: the settings that plugins declare.
-        platforms: known platforms in addition to those of vLLM and vllm-plugin-FL.
+        platforms: known platforms that are not in `PLATFORMS`.
         foreign: whether another plugin provides the platform. Without a platform file that applies
             to it, `prefer` defaults to `stock`.
 
@@ -174,7 +174,7 @@ def load_settings(
 
 
 def _add_table(entries: Layer) -> Table | None:
-    """Read the tuning table, and insert its orders before those of backends."""
+    """Read the tuning table, and insert its orders before orders of backends."""
     named = entries["table"]
     if named.value is None:
         return None
@@ -188,7 +188,7 @@ def _add_table(entries: Layer) -> Table | None:
 
 
 def policy_from_config(path: str | os.PathLike[str]) -> SelectionPolicy:
-    """Return the policy of a user's YAML file, ignoring `extends`.
+    """Return the policy from a user's YAML file, ignoring `extends`.
 
     Raises:
         SettingsError: the file cannot be read, or has an error.
@@ -248,7 +248,7 @@ def _orders(layer: Layer) -> dict[str, OpOrder]:
 
 
 def _spread(layer: Layer, groups: Groups) -> Layer:
-    """Replace the orders of groups by orders of their ops; an op's own order overrides them.
+    """Replace the orders of groups by orders of their ops. An op's own order has priority.
 
     The order of a group without an op is kept.
     """
@@ -339,8 +339,7 @@ def _united(
 ) -> Layer:
     """Merge the platform files into one layer.
 
-    If vLLM has kernels for the device (`has_stock`), `stock` comes before a fallback to
-    `reference`.
+    If vLLM has kernels for the device (`has_stock`), `stock` precedes a fallback to `reference`.
     """
     files = [
         (name, read_settings_file(path, declared, key="platform_files", distribution=name))

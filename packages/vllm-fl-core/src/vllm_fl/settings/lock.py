@@ -26,8 +26,8 @@ class Locked:
 
     Args:
         file: its path, in the process that read the settings.
-        facts: name -> a property of the engine. Empty in the file with which `vllm-fl plan --save`
-            starts an engine: that startup is not compared.
+        facts: name -> a property of the engine. Empty in the file for the engine that `vllm-fl plan
+            --save` starts: it is not compared.
         result: `ops`, the plan; its `digest`; `out`, the disabled implementations.
         seed: the seed of its verification, or None.
         warns: whether an engine that differs only logs a warning.

@@ -65,8 +65,8 @@ def check_names(
         impls: op -> the installed implementations, for the selectors in the user's orders; or None.
         bindings: the bindings of the ops, with their names in vllm-plugin-FL.
         plugins: as for `unmatched`.
-        known: the known names by kind: `op` and `group`, of contracts and plugins; `vendor`, of
-            plugins; `layer`, of vLLM. `op` is required.
+        known: the known names by kind: `op` and `group` from contracts and plugins, `vendor` from
+            plugins, `layer` from vLLM. `op` is required.
 
     Raises:
         SettingsError: vLLM has no such layer. A layer of vllm-plugin-FL is a warning.

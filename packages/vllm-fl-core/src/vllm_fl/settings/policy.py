@@ -135,11 +135,11 @@ class OpOrder:
         eager, compiled: the selectors of each mode, by the size of a call; empty if the mode is
             open.
         pinned: whether the user wrote it, so `prefer` does not re-sort it.
-        group: the group for which the order was written (`norms`); empty if for the op itself.
+        group: the group of the order (`norms`); empty for an order of the op itself.
 
     Raises:
-        ValueError: maximum tokens that are not ascending positive integers, no row for larger
-            calls, or a row without selectors.
+        ValueError: maximum tokens that are not ascending positive integers, a missing row for
+            larger calls, or a row without selectors.
     """
 
     eager: Rows[tuple[Token, ...]]
@@ -215,7 +215,7 @@ class OpOrder:
     def above_plain(self) -> OpOrder:
         """This order with `stock` before a `reference` that follows another kind.
 
-        A `reference` that comes first stays there. Scripts ignore `stock`.
+        A leading `reference` stays there. Scripts ignore `stock`.
         """
 
         def raised(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
@@ -302,8 +302,8 @@ class SelectionPolicy:
     """The choice between implementations. Frozen, hashable, printable.
 
     Args:
-        prefer: the kind that is tried first for ops without an order. `stock` keeps vLLM's
-            implementation of such an op.
+        prefer: the kind that is tried first for ops without an order. With `stock`, such an op runs
+            vLLM's implementation.
         strict: the first failure is raised and no other implementation is tried.
         per_op_order: op -> OpOrder, or a value that `OpOrder.of` reads; or pairs of the two. The
             key `default` is for ops without an order.

@@ -101,8 +101,8 @@ class Settings(Mapping[str, Setting]):
     The class attributes are declarations; on an instance they are the effective values
     (`SettingSpec.__get__`).
 
-    Of the settings, `load_startup` reads only those that a process needs before its plugins are
-    known; other attributes then raise KeyError.
+    `load_startup` reads only settings that a process needs before its plugins are known; other
+    attributes then raise KeyError.
 
     Args:
         entries: the settings, in the order of the reference.
@@ -146,8 +146,8 @@ class Settings(Mapping[str, Setting]):
     table = SettingSpec[str | None]("table", "VLLM_FL_TABLE", None, in_file=True)
     """A tuning table for the measured device, or None."""
     lock = SettingSpec[str | None]("lock", "VLLM_FL_LOCK", None)
-    """A lock file, from which an engine must not differ, or None. After `warn:`, an engine that
-    differs only logs a warning."""
+    """A lock file that the engine must match, or None. After `warn:`, a difference only logs a
+    warning."""
     oot_enabled = SettingSpec("oot_enabled", "VLLM_FL_OOT_ENABLED", True)
     """Whether vLLM's layers are replaced."""
     oot_whitelist = SettingSpec[SomeNames](
@@ -223,9 +223,8 @@ class Settings(Mapping[str, Setting]):
     def with_devices(self, device: str, mode: Mode) -> Settings:
         """Return these settings with the orders for a device.
 
-        Precedence: the user's orders for the device, the user's orders for any device, those of the
-        tuning table, those of backends for the device. The user's `prefer` also overrides those of
-        backends.
+        Precedence: the user's orders for the device; the user's orders for any device; the tuning
+        table; orders of backends for the device. The user's `prefer` also overrides backends.
 
         Args:
             device: the name of the engine's device; if it is empty, the settings are returned
@@ -287,7 +286,7 @@ class Settings(Mapping[str, Setting]):
         chosen = {}
         for key, setting in self.items():
             if key in paired and not setting.value:
-                continue  # a list closes the other one of its pair, which then has the same origin
+                continue  # emptied by the other list of its pair
             in_file = self.config is not None and setting.origin.startswith(f"{self.config}:")
             by_variable = setting.origin.startswith("environment ")
             if in_file or by_variable or f"(environment {OP_CONFIG})" in setting.origin:
@@ -321,7 +320,7 @@ def file_keys(declared: Declared) -> tuple[str, ...]:
 
 
 def pairs(declared: Declared) -> tuple[tuple[str, str], ...]:
-    """Return (whitelist, blacklist) of each pair; a layer may set only one of them."""
+    """Return (whitelist, blacklist) of each pair; a layer must not set both."""
     return tuple((spec.key, spec.excludes) for spec in declared.values() if spec.excludes)
 
 

@@ -15,7 +15,7 @@ from .schema import Declared, Setting, pairs
 from .values import ORDER_PREFIX, wrong
 
 Brought = Mapping[str, Sequence[tuple[str, Impl]]]
-"""Op -> [(distribution, as in platform files; implementation)], all installed ones."""
+"""Op -> [(`Owner.name`, implementation)] for all installed implementations."""
 
 
 def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declared) -> Layer:
@@ -103,8 +103,8 @@ def _united_order(
     """Merge the orders of one op, for each of the engine's modes.
 
     The files are sorted by the kinds that their distributions provide, in the default order. The
-    first file's order comes first. Selectors of other files follow directly before `stock`, or
-    after it, as in those files.
+    first file's order begins the result. Selectors of other files follow directly before `stock`,
+    or after it if they follow `stock` there.
     """
 
     def rank(distribution: str) -> tuple[int, str]:

@@ -25,7 +25,7 @@ DEVICES = "devices."
 """Prefix of the key of an op's orders for some devices."""
 
 EXTENDS = "extends"
-"""The key with which a user's file extends lower layers."""
+"""The key for a user's file that extends lower layers."""
 
 GROUPS = f"{ORDER_PREFIX}{GROUP}"
 """Prefix of the key of a group's order, until orders of its ops replace it."""
