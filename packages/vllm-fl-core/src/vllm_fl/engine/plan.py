@@ -206,7 +206,7 @@ class Plan:
         return bool(entry.ceilings) and not all(impls for _, impls in entry.candidates)
 
     def stock_at(self, op: str) -> Callable[[int], bool] | None:
-        """Return tokens of a call without a layer -> whether vLLM's implementation runs.
+        """Return (tokens of a call without a layer) -> whether vLLM's implementation runs.
 
         None if the size does not matter.
         """

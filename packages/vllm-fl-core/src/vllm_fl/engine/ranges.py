@@ -32,7 +32,7 @@ class Range:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def without(self, sizes: Collection[int]) -> Range:
-        """Remove sizes at its ends that are compiled separately, but never all of them.
+        """Return the range without sizes at its ends that are compiled separately; never empty.
 
         Args:
             sizes: the token counts that are compiled separately.

@@ -34,7 +34,7 @@ SLOW = 10.0
 """Seconds until running code is logged."""
 
 LARGEST = 16384
-"""Bytes read of a file."""
+"""Maximum bytes to read from a file."""
 
 FORGOTTEN = 30 * 24 * 3600
 """Seconds until the file of a dead process is removed."""
@@ -79,8 +79,7 @@ _running: list[str] = []
 
 
 def _forget_in_child() -> None:
-    """Close the parent's files: an open descriptor would keep the lock after the parent has
-    died."""
+    """Close the parent's files: open descriptors would keep its locks after its death."""
     for fd in _notes.values():
         os.close(fd)
     _notes.clear()

@@ -109,7 +109,7 @@ def in_hook(
 
 
 def results_of(plugin: Plugin, hook: str, kind: type, **arguments: object) -> list[Any]:
-    """Call a plugin's hook in a block of `in_hook`. Returns at most one result, and no None.
+    """Call a plugin's hook. Must be in an `in_hook` block. Returns at most one result, never None.
 
     Raises:
         TypeError: a result is not a `kind`.

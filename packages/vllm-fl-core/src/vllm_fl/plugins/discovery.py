@@ -33,8 +33,7 @@ def ban_of(plugin: Plugin) -> PluginError | None:
 
 
 def discover(modules: Iterable[str] = ()) -> tuple[Plugin, ...]:
-    """Return the installed plugins by distribution name, then the user's modules. Reads only
-    metadata."""
+    """Return the installed plugins by distribution name, then the user's modules, from metadata."""
     found = []
     for entry in entry_points(*KINDS):
         dist = entry.dist
@@ -84,8 +83,7 @@ def remedy_for(plugin: Plugin, allowed: Iterable[Plugin]) -> str:
 
 
 def unmatched(owners: Iterable[Owner], only: Collection[str] | None) -> tuple[str, ...]:
-    """Return a sentence for each name in VLLM_FL_PLUGINS that is not a distribution with a
-    plugin."""
+    """Return a sentence for each name in VLLM_FL_PLUGINS without an installed plugin."""
     known = sorted({canonical(owner.distribution) for owner in owners if owner.distribution})
     found = []
     for name in only or ():

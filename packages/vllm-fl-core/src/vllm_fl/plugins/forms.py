@@ -39,8 +39,7 @@ def asked_for(impl: OpImpl, spec: OpSpec) -> Callable[..., object] | None:
 
 
 def verdict_of(impl: OpImpl, spec: OpSpec, args: Sequence[Any]) -> object:
-    """Return True if `impl` supports the call or has no `supports`, otherwise the result of
-    `supports`."""
+    """Return True if `impl` supports the call or has no `supports`, otherwise its answer."""
     asked = asked_for(impl, spec)
     return True if asked is None else asked(*args)
 

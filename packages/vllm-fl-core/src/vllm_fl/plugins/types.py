@@ -195,9 +195,9 @@ class AttentionRequest:
         use_mla, has_sink, use_sparse: as in vLLM's selector; False if a vLLM release lacks the
             field.
         num_heads: query heads of one rank, or None.
-        extras: further fields of newer vLLM releases; read them with `.get`. A request for the
-            whole model has `is_hybrid`: whether other layers keep states, so vLLM stores pages of
-            two layouts in one memory.
+        extras: further fields of newer vLLM releases; read them with `.get`, because older releases
+            lack them. A request for the whole model has `is_hybrid`: whether other layers keep
+            states, so vLLM stores pages of two layouts in one memory.
     """
 
     head_size: int
@@ -278,7 +278,7 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
     Args:
         impl_id: as for `OpImpl`.
         class_path: `module.Class`, a vLLM `DeviceCommunicatorBase` subclass, and a
-            `CudaCommunicator` or `XpuCommunicator` if the communicator of vLLM is; or
+            `CudaCommunicator` or `XpuCommunicator` if vLLM's communicator is one; or
             CommunicatorRequest -> such a path. The function is called in each worker before the
             first group is created, and may load a library.
         kind, vendor, priority, available: as for `OpImpl`.
@@ -291,7 +291,7 @@ class CommunicatorImpl(_ClassImpl[CommunicatorRequest]):
 
 @dataclass(frozen=True)
 class LayerRequest:
-    """The engine of a whole layer, for `LayerImpl.supports`.
+    """The engine that would use a whole layer, for `LayerImpl.supports`.
 
     Args:
         layer: the vLLM class that would be replaced.
@@ -354,7 +354,7 @@ ATTENTION, COMMUNICATOR = AttentionImpl.op_name, CommunicatorImpl.op_name
 """The op names of attention backends and communicators."""
 
 NAMED_CLASSES = (ATTENTION, COMMUNICATOR)
-"""The ops with classes as implementations, without contracts."""
+"""Ops that are implemented by classes and have no contract."""
 
 Impl = OpImpl | AttentionImpl | CommunicatorImpl | LayerImpl
 """Any implementation."""

@@ -17,8 +17,8 @@ class DeviceOrder:
     """One op's order on some devices.
 
     Args:
-        order: the selectors by mode and size. For a user, no other selectors are tried. Selectors
-            of a backend or a tuning table precede the op's order on any device.
+        order: the selectors by mode and size. If the user wrote it, no other selectors are tried.
+            Selectors of a backend or a tuning table precede the op's order on any device.
         origin: its origin, like the origin of a setting.
         name: a pattern of device names, such as `NVIDIA H100*`.
         measured: the measurement as text; empty if the user gave none.
@@ -70,7 +70,7 @@ class Table:
 
     @property
     def reason(self) -> str:
-        """Why it has no effect, without a full stop."""
+        """Why it has no effect: a sentence without a full stop."""
         return f"The table {self.file} has no effect: {self.unused}" if self.unused else ""
 
     def differs(self, device: str, version: Callable[[str], str | None]) -> str:

@@ -69,7 +69,7 @@ def read_settings_file(
     """Read a YAML file of settings.
 
     Args:
-        path: the file, for `os.fspath`.
+        path: the file (text, bytes or `os.PathLike`).
         declared: the known settings.
         key: the setting with this path, for the error if the file cannot be read.
         distribution: the distribution that provides the file; None for a user's file, with pinned

@@ -27,7 +27,7 @@ class Locked:
     Args:
         file: its path, in the process that read the settings.
         facts: name -> a property of the engine. Empty in the file for the engine that `vllm-fl plan
-            --save` starts: it is not compared.
+            --save` starts: that engine is not compared.
         result: `ops`, the plan; its `digest`; `out`, the disabled implementations.
         seed: the seed of its verification, or None.
         warns: whether an engine that differs only logs a warning.

@@ -54,8 +54,7 @@ def check_names(
     plugins: Sequence[Plugin] = (),
     **known: Collection[str],
 ) -> Settings:
-    """Check names in settings. Kinds of names that are not given remain unchecked, for a later
-    call.
+    """Check the names in settings. Kinds that are not given stay unchecked, for a later call.
 
     An unknown op or vendor is kept, since its plugin may be installed later, and is a warning if a
     known name is similar.

@@ -52,8 +52,7 @@ ENGINE_ORDERS: Mapping[str, tuple[str, ...]] = {
     "reference": ("reference", "flagos", "vendor"),
     "stock": UNTOUCHED,
 }
-"""Preference -> default order in an engine: vLLM's implementation precedes the reference
-backend."""
+"""Preference -> default order in an engine. `stock` precedes `reference` unless it is preferred."""
 
 
 @dataclass(frozen=True)
@@ -362,7 +361,7 @@ class SelectionPolicy:
         return next((order for order in lists if order is not None and order.rows(mode)), None)
 
     def ceilings(self, op: str, mode: Mode = "eager") -> tuple[int, ...]:
-        """Return the maximum tokens of each row for `op`, ascending."""
+        """Return the maximum tokens of each row for `op` but the last, ascending."""
         listed = self.listed(op, mode)
         return tuple(n for n, _ in listed.rows(mode) if n is not None) if listed else ()
 

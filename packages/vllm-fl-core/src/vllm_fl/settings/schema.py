@@ -174,7 +174,7 @@ class Settings(Mapping[str, Setting]):
     debug = SettingSpec("debug", "VLLM_FL_DISPATCH_DEBUG", False)
     """Whether to print every resolution and count calls."""
     metrics = SettingSpec[str | None]("metrics", "VLLM_FL_METRICS", None)
-    """The file for the counters of each worker, which adds its rank to the name; or None."""
+    """The file for each worker's counters, with its rank in the name; or None."""
     shadow = SettingSpec[str | None]("shadow", "VLLM_FL_SHADOW", None, read=read_share)
     """The fraction of steps with a shadow check of the plan's calls, or None."""
     plugins = SettingSpec[SomeNames]("plugins", "VLLM_FL_PLUGINS", None, names="distribution")

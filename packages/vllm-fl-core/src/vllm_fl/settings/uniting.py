@@ -61,7 +61,9 @@ def unite(files: Sequence[tuple[str, Layer]], brought: Brought, declared: Declar
 
 
 def close_pairs(layer: Layer, declared: Declared) -> None:
-    """Clear a layer's blacklist if it sets the whitelist, and the other way round.
+    """Clear a layer's blacklist if it sets the whitelist, and vice versa.
+
+    Otherwise the other list of a lower layer would apply as well.
 
     Raises:
         SettingsError: the layer sets both.

@@ -25,7 +25,7 @@ DEVICES = "devices."
 """Prefix of the key of an op's orders for some devices."""
 
 EXTENDS = "extends"
-"""The key for a user's file that extends lower layers."""
+"""The key that makes a user's file extend the lower layers."""
 
 GROUPS = f"{ORDER_PREFIX}{GROUP}"
 """Prefix of the key of a group's order, until orders of its ops replace it."""
@@ -37,7 +37,7 @@ PLATFORMS = (*IN_TREE, "ascend")
 PLATFORM_ALIASES = {"nvidia": "cuda", "npu": "ascend"}
 
 MAX_BYTES = 64 * 1024
-"""The maximum size of a settings file: each startup parses it."""
+"""Maximum bytes of a settings file: each startup parses it."""
 
 BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
