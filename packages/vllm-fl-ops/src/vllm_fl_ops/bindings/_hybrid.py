@@ -1,4 +1,4 @@
-"""What the bindings of linear attention share: when a model has it, and its sizes."""
+"""Sizes of linear attention, Mamba and short convolutions, and which models have them."""
 
 from __future__ import annotations
 
@@ -44,17 +44,19 @@ NULL_BLOCK = 0
 """The block of vLLM's caches that no sequence has."""
 
 FLA_EPSILON = 1e-6
-"""What vLLM's Triton kernels add to the squared length of a head before they divide by its root."""
+"""The number that vLLM's Triton kernels add to a head's squared length before they divide by its
+root."""
 
 CPU_EPSILON = 1e-5
-"""What the recurrent kernel of its CPU build adds; the chunked one is told."""
+"""The number that the CPU build's recurrent kernel adds; the chunked kernel has a parameter for
+it."""
 
 
 def has_states(config: Any) -> bool:
-    """Whether a model keeps states beside its KV cache, or instead of one.
+    """Return whether a model keeps states in addition to its KV cache, or instead of it.
 
-    vLLM knows it by the model's class. Which kind of state it is, configurations say in words of
-    their own.
+    vLLM determines this from the model's class. Configurations name the kinds of states
+    differently.
 
     Args:
         config: vLLM's VllmConfig.
@@ -64,7 +66,7 @@ def has_states(config: Any) -> bool:
 
 
 def activation_of(activation: bool | str | None) -> str | None:
-    """What the contracts call an activation of vLLM's short convolutions."""
+    """Return the contracts' name for an activation of vLLM's short convolutions."""
     return "silu" if activation in (True, "silu", "swish") else None
 
 
@@ -79,7 +81,7 @@ _KERNELS = (
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size", "mamba_state_dim")
 _GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _BIASES = ("mamba_conv_bias", "use_conv_bias", "conv_bias")
-"""What configurations call the numbers of Mamba and of other short convolutions."""
+"""Configuration names of the sizes of Mamba and of other short convolutions."""
 
 
 def _text(config: Any) -> Any:
@@ -91,7 +93,7 @@ def _ranks(config: Any) -> int:
 
 
 def mamba_width(config: Any) -> int:
-    """Features of a Mamba layer's inner width, over all ranks."""
+    """Return the features of a Mamba layer's inner width, over all ranks."""
     text = _text(config)
     whole = first_told(text, ("mamba_d_ssm", "mamba_intermediate_size"))
     if whole is None:
@@ -102,12 +104,12 @@ def mamba_width(config: Any) -> int:
 
 
 def _kimi(config: Any) -> Any:
-    """Kimi's delta attention in words of its own, or nothing."""
+    """Return the configuration of Kimi's delta attention, or an empty dictionary."""
     return getattr(_text(config), "linear_attn_config", None) or {}
 
 
 def _conv_features(config: Any) -> int:
-    """Features that a short convolution has on one rank."""
+    """Return the features of a short convolution on one rank."""
     text, ranks = _text(config), _ranks(config)
     if getattr(text, "linear_num_value_heads", None):
         keys = int(text.linear_num_key_heads) * int(text.linear_key_head_dim)
@@ -127,7 +129,7 @@ def _conv_taps(config: Any) -> int:
 
 
 def _linear(name: str, typical: int, *, shared: bool = False) -> SizeRule:
-    """A size of linear attention; `shared` out among the ranks."""
+    """Return the rule of a size of linear attention; a `shared` size is divided among the ranks."""
 
     def ask(config: Any) -> int:
         value = int(getattr(_text(config), name.replace("linear_", "linear_num_", shared)))

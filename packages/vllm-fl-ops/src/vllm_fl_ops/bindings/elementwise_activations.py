@@ -1,4 +1,4 @@
-"""Where vLLM runs activations of every feature."""
+"""Bindings of elementwise activations."""
 
 from __future__ import annotations
 
