@@ -1,4 +1,4 @@
-"""Shared code of paged attention backends: request checks, and a cache of all keys, then all
+"""Shared code of paged attention backends: unsupported requests, and a cache of all keys, then
 values."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ KV_CACHE_DTYPES = (None, "auto", *HALVES)
 def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | None:
     """Return why a kernel for decoders in half precision does not support a request, or None.
 
-    Unknown flags, such as the flags that a newer vLLM adds, are not supported.
+    Unknown flags, such as new flags of a newer vLLM, are unsupported.
 
     Args:
         request: the request.
-        backend: the backend's name, with which the reason begins.
+        backend: the first word of the reason.
         harmless: the flags that the kernel supports.
     """
     extras, dtype = request.extras, str(request.dtype).removeprefix("torch.")
@@ -50,10 +50,10 @@ class InPlanes:
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return a spec of the same memory size, with one head slot for keys and one for values.
+        """Return a spec of the same size, with a head slot for keys and a head slot for values.
 
-        This is for a vLLM that shapes the cache. Up to vLLM 0.28 a backend shapes it in
-        `get_kv_cache_shape`, and `spec` is returned unchanged.
+        Up to vLLM 0.28 the backend shapes the cache, in `get_kv_cache_shape`: the spec is
+        unchanged.
 
         Raises:
             ValueError: keys and values have different sizes.
@@ -72,25 +72,23 @@ class InPlanes:
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return the layout (layers, keys and values, blocks, tokens): each plane of a layer is
-        contiguous."""
+        """(layers, keys and values, blocks, tokens): each plane of a layer is contiguous."""
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
         return (KVCacheLayout.LHBNC,)
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Return False: connectors move blocks, and expect a block's keys and values to be
-        contiguous."""
+        """False: connectors move blocks, and expect a block's keys and values to be contiguous."""
         return False
 
 
 def planes_of(kv_cache: torch.Tensor, heads: int, size: int) -> list[torch.Tensor] | None:
-    """Return keys and values, each a contiguous (blocks, block_size, heads, size), or None.
+    """Return keys and values, each contiguous (blocks, block_size, heads, size), or None.
 
     Args:
         kv_cache: (2, blocks, block_size, heads, size), or (blocks, 2, block_size, heads * size).
-        heads, size: the number of key heads, and features of a head.
+        heads, size: of keys.
     """
     planes = kv_cache.transpose(0, 1) if kv_cache.ndim == 4 else kv_cache
     is_whole = planes.shape[0] == 2 and planes.shape[3:].numel() == heads * size

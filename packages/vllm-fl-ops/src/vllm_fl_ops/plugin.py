@@ -13,8 +13,8 @@ from . import bindings
 
 @hookimpl
 def contracts() -> list[Contract]:
-    """Return the contract of each op that has a module, or a family's module, in `contracts` and a
-    module of the same name in `bindings`."""
+    """Return the contracts of every module in `bindings`, from the module of the same name in
+    `contracts`."""
     names = [found.name for found in iter_modules(bindings.__path__) if found.name[0] != "_"]
     found = (
         Contract(spec, f"{bindings.__name__}.{name}") for name in names for spec in _specs(name)

@@ -26,13 +26,13 @@ def holds_as_is(kv_cache_dtype: str, cache: Tensor, rows: Tensor) -> bool:
 
 
 def without_padding(rows: Tensor, tokens: int) -> Tensor:
-    """Return the rows with a slot: vLLM's CUDA graphs pad the rows, but not the slots."""
+    """Return the rows with a slot: vLLM's CUDA graphs pad rows, but not slots."""
     return rows if rows.shape[0] == tokens else rows[:tokens]
 
 
 def no_scale(slot_mapping: Tensor) -> Tensor:
-    """Return an uninitialised scale. Kernels require one, and without scaling do not read it: to
-    write it would be a launch in each layer."""
+    """An uninitialised scale, which kernels require but do not read: writing it would be a launch
+    per layer."""
     import torch
 
     return torch.empty(1, dtype=torch.float32, device=slot_mapping.device)

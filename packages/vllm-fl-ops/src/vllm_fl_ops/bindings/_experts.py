@@ -25,12 +25,7 @@ _WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_si
 
 
 def may_have_experts(config: Any) -> bool:
-    """Return whether a setting in the model's configuration with "expert" or "moe" in its name has
-    a value.
-
-    Args:
-        config: vLLM's VllmConfig.
-    """
+    """Return whether a setting of the model with "expert" or "moe" in its name has a value."""
     named = _named(config.model_config.hf_config.to_dict())
     return any(("expert" in name or "moe" in name) and value for name, value in named)
 
@@ -43,7 +38,7 @@ def _named(told: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def first(config: Any, names: tuple[str, ...]) -> int:
-    """Return the first of these numbers that the configuration has, from a list its first layer's.
+    """The first of these numbers in the configuration, from a list the first layer's.
 
     Raises:
         StopIteration: it has none of them.
@@ -54,8 +49,7 @@ def first(config: Any, names: tuple[str, ...]) -> int:
 
 
 def _intermediate(config: Any) -> int:
-    """Return the features of one half of an expert on one rank. Expert parallelism does not divide
-    them."""
+    """Features of one half of an expert on one rank. Expert parallelism does not divide them."""
     parallel = config.parallel_config
     try:
         width = first(config, _WIDTHS)
@@ -69,8 +63,7 @@ def _intermediate(config: Any) -> int:
 
 
 def _shared(config: Any) -> int:
-    """Return the features of one half of the shared experts on one rank; 0 without shared
-    experts."""
+    """Features of one half of the shared experts on one rank; 0 without shared experts."""
     text = config.model_config.hf_text_config
     width = getattr(text, "shared_expert_intermediate_size", None)
     if not width:

@@ -44,12 +44,10 @@ NULL_BLOCK = 0
 """The block of vLLM's caches that no sequence has."""
 
 FLA_EPSILON = 1e-6
-"""The number that vLLM's Triton kernels add to a head's squared length before they divide by its
-root."""
+"""Added by vLLM's Triton kernels to a head's squared length, before they divide by its root."""
 
 CPU_EPSILON = 1e-5
-"""The number that the CPU build's recurrent kernel adds; the chunked kernel has a parameter for
-it."""
+"""Added by the CPU build's recurrent kernel; the chunked kernel has a parameter for it."""
 
 
 def has_states(config: Any) -> bool:
@@ -57,16 +55,13 @@ def has_states(config: Any) -> bool:
 
     vLLM determines this from the model's class. Configurations name the kinds of states
     differently.
-
-    Args:
-        config: vLLM's VllmConfig.
     """
     model = config.model_config
     return bool(model.is_hybrid or model.is_attention_free)
 
 
 def activation_of(activation: bool | str | None) -> str | None:
-    """Return the contracts' name for an activation of vLLM's short convolutions."""
+    """The contracts' name for an activation of vLLM's short convolutions."""
     return "silu" if activation in (True, "silu", "swish") else None
 
 
@@ -93,7 +88,7 @@ def _ranks(config: Any) -> int:
 
 
 def mamba_width(config: Any) -> int:
-    """Return the features of a Mamba layer's inner width, over all ranks."""
+    """Features of a Mamba layer's inner width, over all ranks."""
     text = _text(config)
     whole = first_told(text, ("mamba_d_ssm", "mamba_intermediate_size"))
     if whole is None:
@@ -104,12 +99,12 @@ def mamba_width(config: Any) -> int:
 
 
 def _kimi(config: Any) -> Any:
-    """Return the configuration of Kimi's delta attention, or an empty dictionary."""
+    """The configuration of Kimi's delta attention, or an empty dictionary."""
     return getattr(_text(config), "linear_attn_config", None) or {}
 
 
 def _conv_features(config: Any) -> int:
-    """Return the features of a short convolution on one rank."""
+    """Features of a short convolution on one rank."""
     text, ranks = _text(config), _ranks(config)
     if getattr(text, "linear_num_value_heads", None):
         keys = int(text.linear_num_key_heads) * int(text.linear_key_head_dim)
@@ -129,7 +124,7 @@ def _conv_taps(config: Any) -> int:
 
 
 def _linear(name: str, typical: int, *, shared: bool = False) -> SizeRule:
-    """Return the rule of a size of linear attention; a `shared` size is divided among the ranks."""
+    """A size of linear attention; a `shared` size is divided among the ranks."""
 
     def ask(config: Any) -> int:
         value = int(getattr(_text(config), name.replace("linear_", "linear_num_", shared)))

@@ -9,13 +9,11 @@ __all__ = ["has_experts", "has_paged_attention", "is_multimodal", "is_quantised"
 
 
 def has_experts(config: Any) -> bool:
-    """Return whether the model is a mixture of experts."""
     return bool(config.model_config.get_num_experts())
 
 
 def has_paged_attention(config: Any) -> bool:
-    """Return whether attention uses the cache functions of vLLM's GPU backends. On a CPU it has
-    other operators."""
+    """Return whether attention uses the cache functions of vLLM's GPU backends, unlike on a CPU."""
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()
@@ -28,7 +26,7 @@ def is_multimodal(config: Any) -> bool:
 
 
 def mentions(word: str, *, or_multimodal: bool = False) -> Callable[[Any], bool]:
-    """Return the condition that `word` is in a setting's name, or its value, of the model's
+    """Return the condition that `word` is in a setting's name or value in the model's
     configuration.
 
     Activations have many such names: `hidden_act`, `activation_function`, `projector_hidden_act`.
@@ -47,7 +45,7 @@ def mentions(word: str, *, or_multimodal: bool = False) -> Callable[[Any], bool]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield every name and every string in a configuration, and in the configurations inside it."""
+    """Yield every name and every string in a configuration, including nested ones."""
     if isinstance(value, str):
         yield value.lower()
     elif isinstance(value, Mapping):

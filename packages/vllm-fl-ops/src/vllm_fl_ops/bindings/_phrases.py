@@ -1,4 +1,4 @@
-"""Phrases that several bindings share, and a parser of names written as text."""
+"""Phrases that several bindings share, and names written as text."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ HW_AGNOSTIC = (
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return the parameters of a vLLM function, written as in a signature: `x, weight, bias`."""
+    """The parameters of a vLLM function, written as in a signature: `x, weight, bias`."""
     return tuple(text.split(", "))

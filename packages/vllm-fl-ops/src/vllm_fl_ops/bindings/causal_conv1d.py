@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 PAD_SLOT = -1
-"""The default value of padding in vLLM's function, in addition to its null block."""
+"""Padding in vLLM's function by default, in addition to its null block."""
 
 TAKEN = names(
     "x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, "
@@ -60,7 +60,7 @@ def _left(results: tuple[Tensor, Tensor], conv_states: Tensor) -> Tensor:
 
 
 def _target(paths: tuple[str, ...], *further: str) -> FunctionTarget:
-    """Return the target of one release; `further` are its parameters after `TAKEN`."""
+    """The target of one release; `further` are its parameters after `TAKEN`."""
     return FunctionTarget(
         paths,
         (*TAKEN, *further),

@@ -41,8 +41,7 @@ def _over_x(results: tuple[Tensor, Tensor], x: Tensor, conv_state: Tensor) -> Te
 
 
 def _beside_x(results: tuple[Tensor, Tensor], conv_state: Tensor) -> Tensor:
-    """Return the result without changing x: the CPU build's operator does not change it, despite
-    its schema."""
+    """Return the result without changing x, like the CPU build's operator, despite its schema."""
     out, after = results
     put(conv_state, after)
     return out

@@ -25,7 +25,7 @@ def _native(
     cu_seqlens: Tensor,
     epsilon: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute with vLLM's Triton kernels, which take the state in float32."""
+    """vLLM's Triton kernels, which take the state in float32."""
     from vllm.third_party.flash_linear_attention.ops import chunk_gated_delta_rule
 
     if epsilon not in (None, FLA_EPSILON):
@@ -77,8 +77,8 @@ def _as_layer(layer: Any, op: Bound) -> Bound:
 
 
 def _into(op: Bound) -> Bound:
-    """Adapt the op to the CPU build's operator, which overwrites states of (key_size, value_size)
-    in a cache."""
+    """Adapt the op to the CPU build's operator, which overwrites (key_size, value_size) states in a
+    cache."""
 
     def kernel(*call: Any) -> Any:
         *tensors, cache, _, cu_seqlens, head_first, is_normed, indices, epsilon = call

@@ -25,8 +25,11 @@ def _fits(k_pe: Tensor, slot_mapping: Tensor) -> bool:
 
 
 def _is_written(kv_cache_dtype: str, kv_cache: Tensor, kv_c_normed: Tensor) -> bool:
-    """Return whether there is a cache, and it stores the rows unchanged. vLLM also runs the model
-    before there is one, to measure memory, and then writes nothing."""
+    """Return whether a cache exists, and stores the rows unchanged.
+
+    vLLM runs the model before there is a cache, to measure memory: its function then returns at
+    once.
+    """
     return bool(kv_cache.numel()) and holds_as_is(kv_cache_dtype, kv_cache, kv_c_normed)
 
 

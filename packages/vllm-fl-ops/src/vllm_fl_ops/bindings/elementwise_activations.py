@@ -85,4 +85,3 @@ BINDING: Mapping[str, Binding] = {
     ),
     "xielu": activation("XIELU", _xielu_native, when=mentions("xielu")),
 }
-"""Op -> its binding."""

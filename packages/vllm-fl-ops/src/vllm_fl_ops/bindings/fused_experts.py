@@ -1,12 +1,10 @@
 """Binding of `fused_experts`.
 
 On CUDA the target is a method of the experts of vLLM's Triton backend. On the CPU it is an
-operator, with weights that another operator packs once, after they are loaded. If the op is
-planned, the other operator leaves them unpacked: there is one copy of each, in the contract's
-layout.
+operator, whose weights another operator packs once, after loading. If the op is planned, that
+operator leaves them unpacked: there is one copy, in the contract's layout.
 
-On a plugin's device, vLLM has no experts: if the op is planned, the device uses the experts of the
-Triton backend.
+On a plugin's device vLLM has no experts: if the op is planned, it gets those of the Triton backend.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ def _answering(call: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _weights(topk_weights: Tensor, on_input: bool) -> Tensor:
-    """Return the op's weights. vLLM applies weights on the input before it calls its kernels."""
+    """The op's weights. vLLM applies weights on the input before it calls its kernels."""
     return topk_weights.new_ones(topk_weights.shape) if on_input else topk_weights
 
 
@@ -99,8 +97,7 @@ def _is_plain(experts: Any, x: Tensor, w1: Tensor, activation: Any) -> bool:
 
 
 def _of_tokens(topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the routing without the id -1, which routers may assign to padding tokens of a
-    batch."""
+    """The routing without the id -1, which routers may assign to padding tokens."""
     import vllm.envs
     from vllm.forward_context import get_forward_context, is_forward_context_available
 

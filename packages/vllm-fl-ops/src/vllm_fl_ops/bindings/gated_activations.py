@@ -136,4 +136,3 @@ BINDING: Mapping[str, Binding] = {
         former_layers=("silu_and_mul_with_clamp",),
     ),
 }
-"""Op -> its binding."""

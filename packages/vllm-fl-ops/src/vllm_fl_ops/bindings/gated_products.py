@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 GATE = "gate"
-"""The gate in a formula. A formula is an operator and its arguments: numbers, the gate or formulas,
-and last a dictionary of arguments by name, if there are any."""
+"""The gate in a formula: an operator and its arguments, each a number, the gate or a formula, and
+last a dictionary of arguments by name, if any."""
 
 CONVERTED = "prims.convert_element_type.default"
 
@@ -35,10 +35,10 @@ def _gated_product(
     """Return the binding of a product with an activation.
 
     Args:
-        part: the activation's op, which vLLM's implementation computes if this op is planned.
+        part: the activation's op, which stays vLLM's if this op is planned.
         activation: of the gate, by PyTorch.
-        formulas: its forms in graphs: decomposed by Inductor, and as one operator. In half
-            precision, the first is computed in float32 and converted back.
+        formulas: its forms in graphs: decomposed by Inductor (in half precision computed in float32
+            and converted back), and as one operator.
         has_it: VllmConfig -> whether the model has an MLP with this activation.
     """
 
@@ -70,8 +70,8 @@ def _gated_product(
 
 
 def _find(formulas: tuple[Any, ...], node: Any) -> tuple[Any, ...] | None:
-    """Return x and weight of activation(gate) * up, if both are the halves of one product that
-    nothing else reads; or None."""
+    """x and weight of activation(gate) * up, if both are the halves of a product that nothing else
+    reads."""
     for activated, up in (node.args, node.args[::-1]):
         gate = next(filter(None, (_gate_of(activated, each) for each in formulas)), None)
         product = _whole_of(gate, first=True)
@@ -85,8 +85,8 @@ def _find(formulas: tuple[Any, ...], node: Any) -> tuple[Any, ...] | None:
 
 
 def _is_read_by(node: Any, product: Any) -> bool:
-    """Return whether all nodes between a product and a node are read only by each other and that
-    node."""
+    """Return whether a product, and each node between it and `node`, is read only on the way
+    there."""
     between = [node]
     for of in between:
         between += [each for each in of.all_input_nodes if each not in (product, *between)]
@@ -94,7 +94,7 @@ def _is_read_by(node: Any, product: Any) -> bool:
 
 
 def _gate_of(activated: Any, formula: Any) -> Any:
-    """Return the gate that a node is the activation of, or None."""
+    """The gate of an activation, or None."""
     result = activated.args[0] if _target(activated) == CONVERTED else activated
     gates: dict[Any, None] = {}
     if not _is(result, formula, gates) or len(gates) != 1:
@@ -119,7 +119,7 @@ def _is(part: Any, formula: Any, gates: dict[Any, None]) -> bool:
 
 
 def _whole_of(half: Any, first: bool) -> Any:
-    """Return the matrix that has a node as its first or second half of columns, or None."""
+    """The matrix that has a node as its first or second half of columns, or None."""
     match _target(half):
         case "aten.slice.Tensor":
             whole, begins, ends = _sliced(*half.args)
@@ -136,20 +136,19 @@ def _whole_of(half: Any, first: bool) -> Any:
 def _sliced(
     whole: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> tuple[Any, bool, bool]:
-    """Return (the sliced node, whether the slice has its first element, whether it has its
-    last)."""
+    """(sliced node, whether the slice has its first column, whether it has its last)."""
     to_end = end is None or (isinstance(end, int) and end >= _width(whole))
     return whole, step == 1 and start in (0, None), step == 1 and to_end
 
 
 def _split(parts: Any, at: int) -> tuple[Any, bool, bool]:
-    """Return the same for a part of a split node."""
+    """Like `_sliced`, for a part of a split."""
     is_split = _target(parts) in ("aten.split.Tensor", "aten.split_with_sizes.default")
     return parts.args[0] if is_split else None, is_split and at == 0, is_split and at == 1
 
 
 def _width(matrix: Any) -> int:
-    """Return the columns of a matrix; 0 if the number is unknown, or the node is not a matrix."""
+    """Columns of a matrix; 0 if unknown, or if it is not a matrix."""
     match [*getattr(matrix.meta["val"], "shape", ())]:
         case [_, int(columns)]:
             return columns
@@ -190,4 +189,3 @@ BINDING: Mapping[str, Binding] = {
         "gelu_and_mul", gelu_tanh, GELU, mentions("gelu_pytorch_tanh")
     ),
 }
-"""Op -> its binding."""

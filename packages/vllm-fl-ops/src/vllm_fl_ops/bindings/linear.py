@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["BINDING", "DENSE_INTERMEDIATE", "OPERATORS", "may_have", "product_of"]
 
 OPERATORS = ("aten.mm.default", "aten.addmm.default", "aten.sum.dim_IntList")
-"""The last is Inductor's form of a product of one row, if vLLM compiles for that size only: a sum
-of the products of its factors."""
+"""The last is Inductor's form of a product of one row, compiled for that size only: a sum of
+products."""
 
 
 def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -27,8 +27,8 @@ def _native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product_of(node: Any) -> tuple[Any, ...] | None:
-    """Return x, weight and bias of a product with a transposed weight that is an input of the
-    graph, or None."""
+    """x, weight and bias of a product with a transposed weight that is an input of the graph, or
+    None."""
     if node.kwargs:  # factors of a sum, or another result dtype
         return None
     x: Any
@@ -47,8 +47,7 @@ def product_of(node: Any) -> tuple[Any, ...] | None:
 
 
 def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any, Any]:
-    """Return x and the turned weight of `(x.unsqueeze(2) * turned.unsqueeze(0)).sum(1)`, or two
-    None."""
+    """x and the turned weight of `(x.unsqueeze(2) * turned.unsqueeze(0)).sum(1)`, or two None."""
     if dims == [1] and not keepdim and str(product.target) == "aten.mul.Tensor":
         match [(str(getattr(part, "target", "")), part) for part in product.args]:
             case [("aten.unsqueeze.default", x), ("aten.unsqueeze.default", turned)]:
@@ -58,7 +57,7 @@ def _factors(product: Any, dims: list[int], keepdim: bool = False) -> tuple[Any,
 
 
 def _transposed(turned: Any) -> Any:
-    """Return the transposed matrix if it is an input of the graph with contiguous rows, or None."""
+    """The transposed matrix, if it is an input of the graph with contiguous rows, or None."""
     match str(getattr(turned, "target", "")):
         case "aten.permute.default" if list(turned.args[1]) == [1, 0]:
             weight = turned.args[0]
@@ -72,8 +71,8 @@ def _transposed(turned: Any) -> Any:
 
 
 def _dense_intermediate(config: Any) -> int:
-    """Return the features of one half of the MLP; 0 for a mixture of experts, in which some layers
-    may still have an MLP."""
+    """Features of one half of the MLP; 0 for a mixture of experts, even if some layers have an
+    MLP."""
     return 0 if may_have_experts(config) else int(INTERMEDIATE.ask(config))
 
 
@@ -83,13 +82,13 @@ DENSE_INTERMEDIATE = SizeRule(
 
 
 def _router_experts(config: Any) -> int:
-    """Return the number of experts that a router chooses from; 0 for a model without experts."""
+    """The number of experts that a router chooses from; 0 without experts."""
     return int(EXPERT_COUNT.ask(config)) if may_have_experts(config) else 0
 
 
 def _biased(config: Any) -> int:
-    """Return which products have a bias, as a sum: 1 for queries, keys and values; 2 for the
-    attention's result; 4 for the MLP's products."""
+    """Products with a bias, as a sum: 1 for queries, keys and values; 2 for the attention's result;
+    4 for the MLP's."""
     text = config.model_config.hf_text_config
 
     def told(*names: str) -> bool:
@@ -103,7 +102,7 @@ def _biased(config: Any) -> int:
 
 
 def may_have(config: Any) -> bool:
-    """Return whether the model has weights as loaded: not quantised, and not packed by vLLM's CPU
+    """Return whether the model has weights as loaded: not quantised, nor packed by vLLM's CPU
     platform."""
     from vllm.platforms import current_platform
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["BINDING"]
 
 W8A8 = ("fp8", "fbgemm_fp8", "ptpc_fp8", "fp8_per_tensor", "fp8_per_channel", "online")
-"""vLLM's names of methods that quantise all linear layers like this. The last three quantise while
+"""vLLM's names of methods that make all linear layers fp8. The last three quantise while
 loading."""
 
 
@@ -35,7 +35,7 @@ def _native(
 
 
 def _find(node: Any) -> tuple[Any, ...] | None:
-    """Return the contract's arguments of an fp8 product without block scales, or None."""
+    """The contract's arguments of an fp8 product without block scales, or None."""
     import torch
 
     given = node.kwargs
@@ -50,12 +50,11 @@ def _find(node: Any) -> tuple[Any, ...] | None:
 
 
 def _sizes(scale: Any) -> list[Any]:
-    """Return the sizes of a scale, with 0 for a size that is unknown before the call."""
+    """The sizes of a scale; 0 for a size that is unknown before the call."""
     return [size if isinstance(size, int) else 0 for size in scale.meta["val"].shape]
 
 
 def _scale(scale: Any) -> Any:
-    """Return a scale in the contract's shape."""
     import torch
 
     match _sizes(scale):
@@ -85,8 +84,7 @@ def _may_have(config: Any) -> bool:
 
 
 def _is_w8a8(group: Any) -> bool:
-    """Return whether a group of layers, described by compressed-tensors, has such weights and
-    activations."""
+    """Return whether a compressed-tensors group of layers has such weights and activations."""
     weights, activations = group["weights"], group.get("input_activations") or {}
     is_fp8 = all(
         (part.get("type"), part.get("num_bits")) == ("float", 8) for part in (weights, activations)

@@ -34,7 +34,7 @@ def _is_plain(
 
 
 def _heads_first(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the results with heads before tokens in log-sum-exps, as in vLLM."""
+    """The results with heads before tokens in log-sum-exps, like vLLM's."""
     output, sums = results
     return output, sums.T
 

@@ -17,21 +17,20 @@ __all__ = ["BINDING"]
 
 
 def _marked(routing: tuple[Tensor, Tensor], is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return weights and ids like vLLM's kernels: padding tokens have no expert."""
+    """Weights and ids like those of vLLM's kernels: padding tokens have no expert."""
     weights, ids = routing
     return weights, ids if is_padding is None else ids.masked_fill(is_padding.unsqueeze(-1), -1)
 
 
 def _rows(gating_output: Tensor, topk: int) -> Tensor:
-    """Return a tensor that a kernel also writes to, and that no supported release reads."""
+    """A tensor that a kernel also writes to, and that no supported release reads."""
     from torch import int32
 
     return gating_output.new_empty((gating_output.shape[0], topk), dtype=int32)
 
 
 def _operator(scores: str, *further: str) -> OperatorTarget:
-    """Return the target of the operator with these scores; `further` are a release's other
-    parameters."""
+    """The operator with these scores; `further` are a release's other parameters."""
     pads = "is_padding" in further
     return OperatorTarget(
         f"_moe_C::topk_{scores}",

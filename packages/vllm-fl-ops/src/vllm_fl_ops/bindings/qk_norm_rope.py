@@ -28,7 +28,7 @@ def _apart(
     epsilon: float,
     rotary_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return query and key after the norms and the rope, computed like vLLM's layers."""
+    """Query and key after the norms and the rope, computed like vLLM's layers."""
     size = q_weight.shape[0]
     query, key = (heads * size, kv_heads * size)
     q = qkv[:, :query].reshape(-1, heads, size)
@@ -59,8 +59,7 @@ def _rope(
     cos_sin_cache: Tensor,
     is_neox: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the code that vLLM compiles instead of the operator that its rope calls as a custom
-    op."""
+    """The code that vLLM compiles instead of the operator that its rope calls as a custom op."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
     # In a graph the two token counts may be two unknowns; the layer's code has only one.

@@ -84,7 +84,7 @@ def _has_e4m3fn() -> bool:
 
 
 def _own_forward(layer: Any) -> Bound:
-    """Return the forward of vLLM's class that this platform would use without the op."""
+    """The forward of vLLM's class that this platform would use without the op."""
     from vllm.platforms import current_platform
 
     name = "forward_native"
@@ -122,8 +122,7 @@ def _steps(x: Tensor, per_token: bool) -> Tensor:
 
 
 def _static(*further: str) -> OperatorTarget:
-    """Return the target for given scales; `further` is the scale's layout, in releases that have
-    it."""
+    """The target for given scales; `further` is their layout, in releases that have it."""
     return OperatorTarget(
         "_C::static_scaled_fp8_quant",
         ("result", "input", "scale", *further),
@@ -140,8 +139,7 @@ def _static(*further: str) -> OperatorTarget:
 
 
 def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> OperatorTarget:
-    """Return the target for computed scales; `further` is their bound, which one of two operators
-    has."""
+    """The target for computed scales; `further` is their bound, which one operator has."""
     return OperatorTarget(
         f"_C::{name}",
         ("result", "input", "scale", *further),
@@ -158,8 +156,7 @@ def _dynamic(name: str, only: Selection, *further: str, per_token: bool) -> Oper
 
 
 def _may_have(config: Any) -> bool:
-    """Return whether the model may quantise: layers, queries for an fp8 cache, or vision
-    encoders."""
+    """Return whether layers, queries for an fp8 cache, or vision encoders may be quantised."""
     return (
         is_quantised(config)
         or str(config.cache_config.cache_dtype).startswith("fp8")

@@ -26,7 +26,7 @@ def _is_plain(input: Tensor, output_q: Tensor, output_s: Tensor, group_size: int
 
 
 def _operator(*layout: str) -> OperatorTarget:
-    """Return the target in one release; `layout` are flags that its kernel does not read."""
+    """The target in one release; `layout` are flags that its kernel does not read."""
     return OperatorTarget(
         "_C::per_token_group_fp8_quant",
         (
@@ -63,7 +63,7 @@ def _in_powers_of_two(use_ue8m0: bool | None) -> bool:
 def _shaped(
     results: tuple[Tensor, Tensor], x: Tensor, column_major_scales: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the results in the function's shapes and layout."""
+    """The results in the function's shapes and layout."""
     value, steps = results
     steps = steps.view(*x.shape[:-1], steps.shape[-1])
     if column_major_scales:

@@ -30,7 +30,7 @@ def _zero_points(x: Tensor, asymmetric: bool | None) -> Tensor | None:
 def _shaped(
     results: tuple[Tensor, ...], input: Tensor, scale: Tensor, azp: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return the results in the operator's shapes."""
+    """The results in the operator's shapes."""
     value, steps, *zero = results
     zero_points = [] if azp is None else [zero[0].view(azp.shape)]
     return value.view(input.shape), steps.view(scale.shape), *zero_points

@@ -23,7 +23,7 @@ def native(
     epsilon: float,
     variance_size: int | None = None,
 ) -> Any:
-    """Compute like vLLM's layers and the native implementation of its IR, with their order and
+    """Like vLLM's layers and the native implementation of its IR, in their order of operations and
     casts."""
     import torch
 

@@ -62,8 +62,8 @@ class _FusedAsRMSNormGated(StandIn):
 
 
 def _on_this_rank(layer: Any, norm: Bound) -> Bound:
-    """Adapt the op to Mamba 2's norm; without a norm, or if groups span ranks, vLLM's method
-    stays."""
+    """Adapt the op to Mamba 2's norm. vLLM's method stays for layers without a norm, or with groups
+    that span ranks."""
     if not layer.use_rms_norm or layer.n_groups % layer.tp_size:
         return partial(_vllms(layer).forward_native, layer)
 
@@ -74,8 +74,8 @@ def _on_this_rank(layer: Any, norm: Bound) -> Bound:
 
 
 def _without_residual(layer: Any, norm: Bound) -> Bound:
-    """Adapt the op to Kimi's norm; calls that add a residual, or have no weight, use vLLM's
-    kernel."""
+    """Adapt the op to Kimi's norm. vLLM's kernel stays for calls with a residual, or without a
+    weight."""
 
     def forward(
         x: Tensor,
@@ -92,12 +92,12 @@ def _without_residual(layer: Any, norm: Bound) -> Bound:
 
 
 def _vllms(layer: Any) -> Any:
-    """Return vLLM's class of a layer, which may be an instance of a subclass by vllm-fl."""
+    """vLLM's class of a layer, which may be an instance of our subclass."""
     return next(cls for cls in type(layer).__mro__ if cls.__module__.startswith("vllm."))
 
 
 def _width(config: Any) -> int:
-    """Return the features of a row: of a head in linear attention, of this rank in Mamba 2."""
+    """Features of a row: of a head in linear attention, of this rank in Mamba 2."""
     text = config.model_config.hf_text_config
     head = getattr(text, "linear_value_head_dim", None)
     if head is None:
@@ -108,7 +108,7 @@ def _width(config: Any) -> int:
 
 
 def _groups(config: Any) -> int:
-    """Return how many groups of features with one mean this rank has; 1 if a row is a head."""
+    """Groups of features with one mean on this rank; 1 if a row is a head."""
     text = config.model_config.hf_text_config
     if getattr(text, "linear_value_head_dim", None) or getattr(text, "linear_attn_config", None):
         return 1

@@ -86,7 +86,7 @@ def _of_heads(layer: Any, rotate: Bound) -> Bound:
 
 
 def _by_rows(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to the rope of Ernie 4.5 and Bailing: a row of cos and sin per token, made of
+    """Adapt the op to Ernie 4.5's and Bailing's rope: a token's row of cos and sin is made of
     three.
 
     The first pairs alternate between height and width, and the last have the time.

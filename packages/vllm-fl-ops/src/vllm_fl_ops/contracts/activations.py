@@ -48,14 +48,14 @@ def activation(
         second_form: the same by another formula.
         tolerances: by dtype.
         gated: whether x is two halves, (..., 2 * d), and the result (..., d).
-        special: whether NaN must give NaN, and infinity infinity. Otherwise the results of a row
-            with either are unspecified.
+        special: whether NaN must give NaN, and infinity infinity; otherwise a row with either has
+            an unspecified result.
         beside: the further arguments.
-        samples: the calls that every implementation must compute correctly; None: made from
+        samples: calls that every implementation must compute correctly; None: from
             `activation_inputs`.
-        further: more of these calls.
+        further: more calls.
         call: x -> the arguments of a call.
-        power: the power of x's magnitude with which results grow in a served model's calls.
+        power: results of a served model's calls grow with this power of x's magnitude.
         more: see `contract`.
     """
     parts = 2 if gated else 1

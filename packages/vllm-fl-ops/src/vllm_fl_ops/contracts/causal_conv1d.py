@@ -58,9 +58,9 @@ def causal_conv1d(
         implementation consumes it: it then returns the same tensor.
 
     Raises:
-        CallError: an argument does not meet these requirements. The values of query_start_loc and
-            cache_indices are not checked before the call: on an accelerator incorrect values are a
-            device error, or undefined.
+        CallError: an argument violates this contract. The values of query_start_loc and
+            cache_indices are not checked before the call: on an accelerator, a device error or
+            undefined.
 
     Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states as in vLLM's
     `causal_conv1d_fn`.
@@ -85,7 +85,7 @@ def causal_conv1d(
 
 
 def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute PyTorch's convolution over each padded sequence."""
+    """PyTorch's convolution over each padded sequence."""
     import torch
     import torch.nn.functional as F
 
@@ -110,8 +110,7 @@ def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _call(
     source: Source, ends: tuple[int, ...], dim: int = 64, width: int = 4, more: int = 0
 ) -> dict[str, Any]:
-    """Return a call over sequences with these ends; the first and every other one after it has a
-    state.
+    """A call over sequences with these ends; every other one, from the first, has a state.
 
     The states have `more` further columns.
     """
@@ -157,11 +156,8 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def served_features(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
-    """Return `served` of a convolution.
-
-    Args:
-        made: (source, tokens, dim, width) -> the arguments of a call, by parameter.
-    """
+    """`served` of a convolution, from `made`: (source, tokens, dim, width) -> arguments by
+    parameter."""
 
     def served(
         source: Source, sizes: ModelSizes, conv_features: int, conv_taps: int

@@ -54,9 +54,8 @@ def causal_conv1d_update(
         it, and x if it may consume x: it then returns the same tensors.
 
     Raises:
-        CallError: an argument does not meet these requirements. The values of conv_state_indices
-            are not checked before the call: on an accelerator incorrect values are a device error,
-            or undefined.
+        CallError: an argument violates this contract. The values of conv_state_indices are not
+            checked before the call: on an accelerator, a device error or undefined.
 
     Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states and padding as
     in vLLM's `causal_conv1d_update`.
@@ -77,7 +76,7 @@ def causal_conv1d_update(
 
 
 def _by_taps(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute token by token and tap by tap, and roll the state."""
+    """Token by token and tap by tap, rolling the state."""
     x, conv_state, weight, bias, activation, conv_state_indices = call
     import torch.nn.functional as F
 

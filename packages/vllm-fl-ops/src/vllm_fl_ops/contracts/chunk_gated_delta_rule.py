@@ -54,8 +54,8 @@ def chunk_gated_delta_rule(
         The inputs are not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements. cu_seqlens is not checked before
-            the call: on an accelerator incorrect values are a device error, or undefined.
+        CallError: an argument violates this contract. cu_seqlens is not checked before the call: on
+            an accelerator, a device error or undefined.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
     """
@@ -81,7 +81,7 @@ def _widened(
     beta: torch.Tensor,
     epsilon: float | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return all in fp64, q and k normalised and repeated for each head of v, and q scaled."""
+    """All in fp64, q and k normalised and repeated for each head of v, and q scaled."""
     q, k = q.double(), k.double()
     if epsilon is not None:
         q, k = (x * (x.pow(2).sum(-1, keepdim=True) + epsilon).rsqrt() for x in (q, k))
@@ -91,8 +91,7 @@ def _widened(
 
 
 def _by_triangular_systems(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a sequence as one chunk: the additions of its tokens to the state solve a linear
-    system."""
+    """A sequence as one chunk: the additions of its tokens to the state solve a linear system."""
     import torch
 
     q, k, v, g, beta, initial_state, cu_seqlens, epsilon = call
@@ -127,7 +126,7 @@ def _call(
     value_size: int = 64,
     strength: float = 1.0,
 ) -> dict[str, Any]:
-    """Return a call over sequences with these ends; states fade faster with a larger `strength`."""
+    """A call over sequences with these ends; states fade faster with a larger `strength`."""
     import torch
     import torch.nn.functional as F
 
@@ -147,7 +146,7 @@ def _call(
 def qkv(
     source: Source, tokens: int, heads: int, value_heads: int, key_size: int, value_size: int
 ) -> dict[str, torch.Tensor]:
-    """Return q, k and v as a model passes them: views of one convolution's result."""
+    """q, k and v as a model passes them: views of one convolution's result."""
     sizes = heads * key_size, heads * key_size, value_heads * value_size
     q, k, v = source.normal(tokens, sum(sizes)).split(sizes, dim=-1)
     q, k = (x.unflatten(-1, (heads, key_size)) for x in (q, k))
@@ -155,7 +154,7 @@ def qkv(
 
 
 def normed(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the call with q and k already normalised, and no epsilon."""
+    """The call with q and k already normalised, and no epsilon."""
     import torch.nn.functional as F
 
     turned = {name: F.normalize(call[name].float(), dim=-1).to(call[name].dtype) for name in "qk"}
@@ -191,12 +190,8 @@ def _samples(source: Source) -> Iterator[Sample]:
 
 
 def served_heads(made: Callable[..., dict[str, Any]]) -> Callable[..., Iterator[Sample]]:
-    """Return `served` of a delta rule.
-
-    Args:
-        made: (source, tokens, heads, value_heads, key_size, value_size) -> the arguments of a call,
-            by parameter.
-    """
+    """`served` of a delta rule, from `made`: (source, tokens, heads, value_heads, key_size,
+    value_size) -> arguments by parameter."""
 
     def served(
         source: Source,

@@ -27,14 +27,14 @@ def contract(
     served: Callable[..., Iterable[Sample]],
     **more: Any,
 ) -> OpSpec:
-    """Return the contract of an op whose inputs are drawn from a `Source`.
+    """Return the contract of an op with inputs from a `Source`.
 
     Args:
         oracle, arguments, results, more: see `declared`.
         samples: source -> the calls that every implementation must compute correctly.
-        served: (source, model sizes, size, ...) -> the calls of a served model. Each `size`
-            parameter has the name of a `ModelSizes` field, or of a key of its `more`. If one of
-            these sizes is unknown, there are no calls.
+        served: (source, model sizes, size, ...) -> the calls of a served model. The name of each
+            `size` is a field of `ModelSizes`, or a key of its `more`. No calls if such a size is
+            unknown.
     """
     asked = list(inspect.signature(served).parameters)[2:]
 
@@ -57,14 +57,14 @@ ROUNDED = {
     "float16": (2e-3, "4 roundings of 2^-11"),
     "bfloat16": (1.6e-2, "4 roundings of 2^-8, as vLLM's bf16 default"),
 }
-"""The relative tolerances of results that were rounded a few times, with the reasons."""
+"""Relative tolerances of results that were rounded a few times, with reasons."""
 
 
 def rounded(**beside: tuple[float, str]) -> dict[str, Tolerance]:
-    """Return the tolerances of results that were rounded a few times.
+    """Return tolerances of results that were rounded a few times.
 
     Args:
-        beside: dtype -> (atol, text to append to the reason in `ROUNDED`).
+        beside: dtype -> (atol, text after the reason in `ROUNDED`).
     """
     return {
         dtype: Tolerance(ROUNDED[dtype][0], atol, ROUNDED[dtype][1] + why)
@@ -73,8 +73,6 @@ def rounded(**beside: tuple[float, str]) -> dict[str, Tolerance]:
 
 
 class OfLayer(TypedDict):
-    """The `OpSpec` fields that `of_layer` returns."""
-
     from_layer: Mapping[str, Callable[[Any], Any]]
     layer: Callable[..., object]
 
@@ -97,8 +95,7 @@ def of_layer(*same: str, **other: str) -> OfLayer:
 
 
 def _reader(attribute: str) -> Callable[[Any], Any]:
-    """Return a function that reads an attribute. PyTorch's compiler can trace it, but not an
-    `attrgetter`."""
+    """Return a function that PyTorch's compiler can trace, unlike an `attrgetter`."""
     first, _, second = attribute.partition(".")
     if second:
         return lambda layer: getattr(getattr(layer, first), second)
@@ -106,14 +103,14 @@ def _reader(attribute: str) -> Callable[[Any], Any]:
 
 
 def activations(source: Source, *shape: int, scale: float) -> torch.Tensor:
-    """Return normal numbers; with `source.large`, some features are as large as activations get."""
+    """Normal numbers; with `source.large`, some features are as large as activations get."""
     x = source.normal(*shape)
     return source.spiked(*shape, scale=scale, peak=peak(source.dtype)) if source.large else x
 
 
 def outside(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield bad inputs with indices of `count` or more, and below 0, on the CPU only: they would
-    make an accelerator unusable."""
+    """Yield bad inputs with indices from `count` on, and below 0; none on an accelerator, which
+    they would make unusable."""
     at = good[name]
     if at.device.type == "cpu":
         yield f"{name} beyond the last one", {name: at + count}
@@ -121,7 +118,7 @@ def outside(good: Mapping[str, Any], name: str, count: int) -> Iterator[tuple[st
 
 
 def not_finite(*names: str) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield bad inputs with NaN and infinity, for numbers that implementations read before they
+    """Yield bad inputs with NaN and infinity in numbers that implementations read before they
     compute."""
     for name in names:
         yield from ((f"{name}: {value}", {name: value}) for value in (math.nan, math.inf))

@@ -14,16 +14,15 @@ __all__ = ["adjacent", "joint_cos_sin"]
 
 
 def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-    """Return the cache whose left half is `cos` and whose right half is `sin`, without a copy.
+    """Return the cache with `cos` as left half and `sin` as right half, without a copy.
 
-    For kernels that expect a single table. It compares addresses: do not call it in traced code.
+    For kernels that need a single table. It compares addresses: do not call it in traced code.
 
     Args:
         cos, sin: (max_position, half) tables.
 
     Returns:
-        A contiguous (max_position, 2 * half) tensor in their storage, or None if the two are not
-        adjacent halves of its rows.
+        Contiguous (max_position, 2 * half), or None if the two are not adjacent halves of its rows.
     """
     key = id(cos), id(sin)
     known = _joint.get(key)
@@ -40,7 +39,7 @@ def joint_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
 
 
 def adjacent(cos: torch.Tensor, sin: torch.Tensor) -> Availability:
-    """Return True, or why a kernel cannot read both as one table: a rule for `OpImpl`."""
+    """True, or why a kernel cannot read both as one table: a rule for `OpImpl`."""
     return joint_cos_sin(cos, sin) is not None or "cos and sin are not the two halves of one cache"
 
 
@@ -48,8 +47,7 @@ _joint: dict[
     tuple[int, int],
     tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], torch.Tensor],
 ] = {}
-"""Cache of the result for each live pair of tables, since a layer passes the same pair at every
-step."""
+"""The caches of live pairs: a layer passes the same pair at every step."""
 
 
 def _as_one(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:

@@ -27,12 +27,11 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
         x: float32, float16 or bfloat16, of any shape and layout.
 
     Returns:
-        A contiguous tensor of x's shape and dtype, on its device. x is not modified. The result for
-        a value below -3 may be 0: vLLM's implementation and its CUDA kernels round 1 + tanh to x's
-        dtype.
+        Contiguous, of x's shape, dtype and device. x is not modified. The result for a value below
+        -3 may be 0: vLLM's implementation and its CUDA kernels round 1 + tanh to x's dtype.
 
     Raises:
-        CallError: x is not a tensor of such a dtype.
+        CallError: an argument violates this contract.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), section 2, the
     approximation by tanh; `gelu_new` of Hugging Face Transformers, GPT-2's activation.
@@ -58,12 +57,11 @@ def gelu_fast(x: torch.Tensor) -> torch.Tensor:
         x: float32, float16 or bfloat16, of any shape and layout.
 
     Returns:
-        A contiguous tensor of x's shape and dtype, on its device. x is not modified. The result for
-        a value below -3 may be 0: vLLM's implementation and its CUDA kernels round 1 + tanh to x's
-        dtype.
+        Contiguous, of x's shape, dtype and device. x is not modified. The result for a value below
+        -3 may be 0: vLLM's implementation and its CUDA kernels round 1 + tanh to x's dtype.
 
     Raises:
-        CallError: x is not a tensor of such a dtype.
+        CallError: an argument violates this contract.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), section 2, the
     approximation by tanh; `gelu_fast` of Hugging Face Transformers.
@@ -86,10 +84,10 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
         x: float32, float16 or bfloat16, of any shape and layout.
 
     Returns:
-        A contiguous tensor of x's shape and dtype, on its device. x is not modified.
+        Contiguous, of x's shape, dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype.
+        CallError: an argument violates this contract.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415), section 2, the
     approximation by a sigmoid; `QuickGELU` of OpenAI's CLIP.
@@ -111,10 +109,10 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
             unspecified: vLLM's CUDA kernel reads it as 0.
 
     Returns:
-        A contiguous tensor of x's shape and dtype, on its device. x is not modified.
+        Contiguous, of x's shape, dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype.
+        CallError: an argument violates this contract.
 
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling"
     (arXiv:2109.08668).
@@ -151,11 +149,10 @@ def xielu(
         eps: one element, of x's dtype or bfloat16, at most 0: where expm1 begins.
 
     Returns:
-        A contiguous tensor of x's shape and dtype, on its device. The inputs are not modified.
+        Contiguous, of x's shape, dtype and device. The inputs are not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, or another argument is not a tensor of one
-            element, of such a dtype and on x's device.
+        CallError: an argument violates this contract.
 
     Source: Huang, "Deriving Activation Functions Using Integration" (arXiv:2411.13010), xIELU,
     computed as in vLLM's `XIELU`.
@@ -189,8 +186,7 @@ def _xielu_by_torch(
 def _learned(
     x: torch.Tensor, alpha_p: float = 0.2, alpha_n: float = -1.05, beta: float = 0.5
 ) -> tuple[torch.Tensor, ...]:
-    """Return the arguments of a call. A model starts with a softplus of 0.8 and 0.3, and a slope of
-    0.5."""
+    """Arguments of a call. A model starts with a softplus of 0.8 and 0.3, and a slope of 0.5."""
     return (
         x,
         x.new_full((1,), alpha_p),

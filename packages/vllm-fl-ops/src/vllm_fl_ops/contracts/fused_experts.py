@@ -24,12 +24,10 @@ ALPHA, LIMIT = 1.702, 7.0
 """Constants of gpt-oss's activation."""
 
 ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
-"""The most weights for which a served model's call has its full size: of all experts, and of
-one."""
+"""The most weights of a served model's call of full size: of all experts, and of one."""
 
 FEW_EXPERTS, NARROW = 4, (128, 64)
-"""Sizes of the calls of a larger model: the experts with all features, and the features of all
-experts."""
+"""Of a larger model's calls: the experts with all features, and the features of all experts."""
 
 
 def fused_experts(
@@ -55,8 +53,8 @@ def fused_experts(
         hidden_states: (tokens, hidden), float32, float16 or bfloat16, of any layout. A row with NaN
             affects no other row; its own result is unspecified if one of its positions has no
             expert.
-        w13: (experts, 2 * intermediate, hidden), of hidden_states' dtype and on its device: the
-            rows of the gate, then of up. For "swigluoai" they alternate.
+        w13: (experts, 2 * intermediate, hidden), of hidden_states' dtype and device: the rows of
+            the gate, then of up. For "swigluoai" they alternate.
         w2: (experts, hidden, intermediate), of the same dtype.
         topk_weights: (tokens, k), floating, without unit, of any layout: the weights of the
             experts.
@@ -75,12 +73,12 @@ def fused_experts(
         w2_bias: (experts, hidden), of hidden_states' dtype.
 
     Returns:
-        (tokens, hidden), contiguous, of hidden_states' dtype and on its device: the sum over this
-        rank's experts. The inputs are not modified.
+        (tokens, hidden), contiguous, of hidden_states' dtype and device: the sum over this rank's
+        experts. The inputs are not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements. An id beyond the experts is an
-            error on a CPU; an accelerator does not check it: it is a device error, or undefined.
+        CallError: an argument violates this contract. An id beyond the experts is an error on a
+            CPU; an accelerator does not check it: a device error, or undefined.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer" (arXiv:1701.06538), with the gated experts of Jiang et al., "Mixtral
@@ -122,7 +120,7 @@ def _activated(inner: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _dense(*call: Any) -> torch.Tensor:
-    """Compute every token through every expert of the model; experts on other ranks are zeros."""
+    """Every token through every expert of the model; experts on other ranks are zeros."""
     import torch
 
     hidden_states, w13, w2, topk_weights, topk_ids, *rest = call
@@ -167,7 +165,7 @@ def _dense(*call: Any) -> torch.Tensor:
 def _routing(
     source: Source, tokens: int, experts: int, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (weights, ids) of a router: k distinct experts for each token."""
+    """(weights, ids) of a router: k distinct experts for each token."""
     import torch
 
     ids = taken_ids(source, tokens, k, experts)
@@ -178,7 +176,7 @@ def _routing(
 def _weights(
     source: Source, experts: int, hidden: int, inner: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (w13, w2) for which results have the magnitude of the inputs."""
+    """(w13, w2) that keep the magnitude of the inputs."""
     w13 = source.normal(experts * 2 * inner, hidden, scale=hidden**-0.5)
     w2 = source.normal(experts * hidden, inner, scale=inner**-0.5)
     return w13.view(experts, 2 * inner, hidden), w2.view(experts, hidden, inner)
@@ -235,8 +233,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("beyond the limit of swigluoai", (*far, "swigluoai", *plain[1:]), 10.0)
 
     def padded(k: int) -> tuple[torch.Tensor, ...]:
-        """Return (x, weights, ids): one position has no expert, and two stale rows have no
-        experts."""
+        """(x, weights, ids): one position has no expert, and two stale rows have no experts."""
         x, (weights, ids) = source.normal(9, 64), _routing(source, 9, 8, k)
         ids[2, 0], ids[7] = -1, -1
         weights[2, 0], weights[7] = math.nan, math.inf
@@ -285,7 +282,7 @@ def _shapes(
     """Yield ((experts, hidden, intermediate), experts of a token, how it is reduced) of the calls.
 
     A large model has calls of all experts with few features, and of few experts with all features:
-    for all of both, the oracle would take seconds. Live verification has the model's weights.
+    the oracle of both would take seconds. Live verification has the model's weights.
     """
     if 3 * experts * hidden * inner <= ALL_EXPERTS:
         yield (experts, hidden, inner), k, ""

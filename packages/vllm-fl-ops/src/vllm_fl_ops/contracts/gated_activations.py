@@ -32,10 +32,10 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is not modified.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, or its last dimension is odd.
+        CallError: an argument violates this contract.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU.
     """
@@ -57,10 +57,10 @@ def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: up, then gate projection.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is not modified.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, or its last dimension is odd.
+        CallError: an argument violates this contract.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU; the order of the
     halves as in Molmo and Ultravox.
@@ -90,11 +90,10 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         approximate: "none" or "tanh".
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is not modified.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, or `approximate` is
-            neither word.
+        CallError: an argument violates this contract.
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); Shazeer, "GLU
     Variants Improve Transformer" (arXiv:2002.05202), GEGLU.
@@ -138,22 +137,20 @@ def gelu_and_mul_sparse(
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection, of
-            this rank's part of a layer; d is at least 1, unless there are no rows. The result of a
-            row with NaN or infinity, which has no mean, is unspecified.
-        std_multiplier: the distance of the cutoff from the mean, in standard deviations: the normal
+            this rank's part of a layer; d is at least 1, unless there are no rows. A row with NaN
+            or infinity has an unspecified result.
+        std_multiplier: the distance of cutoff and mean in standard deviations: the normal
             distribution's quantile of the share of gates to set to 0. A finite number, or a tensor
             with one, which layers before vLLM 0.30 have.
         approximate: "none" or "tanh".
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is not modified.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, std_multiplier is
-            not such a number, or `approximate` is neither word.
+        CallError: an argument violates this contract.
 
-    Source: Gemma 3n, computed as in `Gemma3nTextMLP` of Hugging Face Transformers 4.53
-    (`_gaussian_topk`).
+    Source: Gemma 3n, as in `Gemma3nTextMLP` of Hugging Face Transformers 4.53 (`_gaussian_topk`).
     """
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
@@ -213,11 +210,10 @@ def fatrelu_and_mul(x: torch.Tensor, threshold: float = 0.0) -> torch.Tensor:
             that dtype before the comparison.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is not modified.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, or `threshold` is
-            not such a number.
+        CallError: an argument violates this contract.
 
     Source: Song et al., "ProSparse: Introducing and Enhancing Intrinsic Activation Sparsity within
     Large Language Models" (arXiv:2402.13516), FATReLU.
@@ -253,11 +249,10 @@ def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0)
             rounded to that dtype.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is not modified.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, or alpha or limit
-            is not such a number.
+        CallError: an argument violates this contract.
 
     Source: OpenAI, gpt-oss (arXiv:2508.10925), the activation of its experts, computed as in
     `GptOssExperts` of Hugging Face Transformers 4.55.
@@ -315,11 +310,10 @@ def silu_and_mul_with_clamp(
         beta: added to up, in the units of x; finite.
 
     Returns:
-        (..., d), contiguous, of x's dtype and on its device. x is not modified.
+        (..., d), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: x is not a tensor of such a dtype, its last dimension is odd, or limit, alpha or
-            beta is not such a number.
+        CallError: an argument violates this contract.
 
     Source: the `swiglu_limit` of DeepSeek-V4's experts, computed as in vLLM's
     `SiluAndMulWithClamp`; alpha and beta as in gpt-oss (arXiv:2508.10925).

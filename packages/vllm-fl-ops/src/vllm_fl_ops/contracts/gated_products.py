@@ -25,16 +25,16 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Args:
         x: (tokens, in_features), float32, float16 or bfloat16, of any layout; in_features is at
             least 1. NaN and infinity affect only their own row.
-        weight: (2 * out_features, in_features), of x's dtype and on its device, of any layout: the
-            rows of gate, then of up.
+        weight: (2 * out_features, in_features), of x's dtype and device, of any layout: the rows of
+            gate, then of up.
 
     Returns:
-        (tokens, out_features), contiguous, of x's dtype and on its device. Rounding both products
-        and silu to that dtype is allowed, and so is keeping them in a wider dtype. The inputs are
-        not modified.
+        (tokens, out_features), contiguous, of x's dtype and device. Rounding both products and silu
+        to that dtype is allowed, and so is keeping them in a wider dtype. The inputs are not
+        modified.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), SwiGLU; in vLLM,
     `MergedColumnParallelLinear` followed by `SiluAndMul`.
@@ -51,16 +51,16 @@ def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     Args:
         x: (tokens, in_features), float32, float16 or bfloat16, of any layout; in_features is at
             least 1. NaN and infinity affect only their own row.
-        weight: (2 * out_features, in_features), of x's dtype and on its device, of any layout: the
-            rows of gate, then of up.
+        weight: (2 * out_features, in_features), of x's dtype and device, of any layout: the rows of
+            gate, then of up.
 
     Returns:
-        (tokens, out_features), contiguous, of x's dtype and on its device. Rounding both products
-        and gelu to that dtype is allowed, and so is keeping them in a wider dtype. The inputs are
-        not modified.
+        (tokens, out_features), contiguous, of x's dtype and device. Rounding both products and gelu
+        to that dtype is allowed, and so is keeping them in a wider dtype. The inputs are not
+        modified.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202), GEGLU; Hendrycks and
     Gimpel, "Gaussian Error Linear Units" (arXiv:1606.08415); in vLLM, `MergedColumnParallelLinear`
@@ -72,14 +72,12 @@ def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
 
 
 def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
-    """gelu's approximation by tanh, from PyTorch."""
     from torch.nn.functional import gelu
 
     return gelu(gate, approximate="tanh")
 
 
 def silu(gate: torch.Tensor) -> torch.Tensor:
-    """silu, from PyTorch."""
     from torch.nn.functional import silu as by_torch
 
     return by_torch(gate)
@@ -93,7 +91,7 @@ def _gated_product(
 
     Args:
         oracle: the op, in fp64.
-        activation: of the gate, by another formula than the oracle's.
+        activation: of the gate, by another formula.
     """
 
     def by_other_formulas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

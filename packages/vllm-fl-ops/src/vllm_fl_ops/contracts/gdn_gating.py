@@ -38,7 +38,7 @@ def gdn_gating(
         not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), with the parameters of Mamba 2
     (Dao and Gu, arXiv:2405.21060).

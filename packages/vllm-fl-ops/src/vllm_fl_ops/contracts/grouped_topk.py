@@ -48,15 +48,15 @@ def grouped_topk(
 
     Args:
         gating_output: (tokens, experts), the router's logits without unit: float32, float16 or
-            bfloat16, of any layout. The result of a token with a logit that is not finite is
-            unspecified; other tokens are not affected.
+            bfloat16, of any layout. A token with a logit that is not finite has an unspecified
+            result, and affects no other token.
         topk: the number of experts of a token, from 1 to the number in topk_group groups.
         renormalize: whether to divide a token's weights by their sum. The weights of a token with
             all chosen scores below 1e-6 are then unspecified: kernels add small numbers to the sum.
         num_expert_group: the number of groups, of equal size; with a bias, of at least two experts.
         topk_group: the number of groups to choose a token's experts from, 1 to num_expert_group.
         scoring_func: "softmax" or "sigmoid".
-        routed_scaling_factor: a finite number by which the weights are multiplied last.
+        routed_scaling_factor: a finite factor of the weights, applied last.
         e_score_correction_bias: (experts,), finite, float32, float16 or bfloat16, or None.
 
     Returns:
@@ -66,7 +66,7 @@ def grouped_topk(
         modified.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2, and its published code; vLLM's
     `grouped_topk`.

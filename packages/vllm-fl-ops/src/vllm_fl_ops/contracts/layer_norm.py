@@ -38,10 +38,10 @@ def layer_norm(
         epsilon: added to the variance, in its units; finite and above 0.
 
     Returns:
-        (..., hidden), contiguous, of x's dtype and on its device. x is not modified.
+        (..., hidden), contiguous, of x's dtype and device. x is not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization" (arXiv:1607.06450), equation 4, with the
     epsilon of `torch.nn.LayerNorm`.

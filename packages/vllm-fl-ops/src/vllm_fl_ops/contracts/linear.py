@@ -57,15 +57,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         x: (tokens, in_features), float32, float16 or bfloat16, of any layout: a part of a wider
             projection is a strided view. in_features is at least 1. NaN and infinity affect only
             their own row.
-        weight: (out_features, in_features), of x's dtype and on its device, of any layout.
-        bias: (out_features,), of x's dtype and on its device, of any layout, or None for 0.
+        weight: (out_features, in_features), of x's dtype and device, of any layout.
+        bias: (out_features,), of x's dtype and device, of any layout, or None for 0.
 
     Returns:
-        (tokens, out_features), contiguous, of x's dtype and on its device. The inputs are not
-        modified.
+        (tokens, out_features), contiguous, of x's dtype and device. The inputs are not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: `torch.nn.functional.linear`; vLLM's layers with `UnquantizedLinearMethod`.
     """
@@ -76,10 +75,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def product(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x @ (weight * scale).T in float64, with a scale per row or one for all rows.
+    """x @ (weight * scale).T in float64, with a scale per row or one for all rows.
 
-    It converts a few rows at a time, which stay in a processor's cache. Converting a large weight
-    at once takes a host two to five times as long.
+    A few converted rows at a time stay in a processor's cache; a large weight at once takes a host
+    two to five times as long.
     """
     import torch
 
@@ -95,7 +94,7 @@ def product(
 def by_features(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return x @ weight.T + bias, summed over blocks of input features."""
+    """x @ weight.T + bias, summed over blocks of input features."""
     result = x.new_zeros(x.shape[0], weight.shape[0]).double()
     if bias is not None:
         result += bias.double()
@@ -138,7 +137,7 @@ def layouts(source: Source) -> Iterator[tuple[str, torch.Tensor, int]]:
 
 
 def broken_rows(source: Source) -> torch.Tensor:
-    """Return x with a NaN in row 1, and an infinity in row 3."""
+    """x with a NaN in row 1, and an infinity in row 3."""
     x = source.normal(5, 256)
     x[1, 7], x[3, 200] = float("nan"), float("inf")
     return x
@@ -169,14 +168,15 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
 
 
 def repeated(few: Sample, columns: torch.Tensor, *places: int, parts: int = 1) -> Sample:
-    """Return a call whose weights repeat the rows of a smaller call, which determines its results.
+    """Return a call with weights that repeat the rows of a smaller call, which determines its
+    results.
 
     Args:
         few: the smaller call.
-        columns: for each output feature of the call, its number in the smaller call.
-        places: positions of the arguments with a row per output feature, or per output feature of
-            each part. None, and one number for all rows, are kept.
-        parts: the number of parts of these arguments.
+        columns: for each output feature, its number in the smaller call.
+        places: positions of arguments with a row per output feature, or per output feature of each
+            part. None, and one number for all rows, are kept.
+        parts: of these arguments.
     """
     import torch
 
@@ -196,7 +196,7 @@ def projections(sizes: ModelSizes, router: bool = True) -> Iterator[tuple[int, i
     once.
 
     Args:
-        sizes: the model's sizes.
+        sizes: the model's.
         router: whether to include the router of experts, which checkpoints do not quantise.
     """
     hidden, size = sizes.hidden, sizes.head_size

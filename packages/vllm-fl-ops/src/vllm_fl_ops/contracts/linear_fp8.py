@@ -47,7 +47,7 @@ def linear_fp8(
         modified.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: vLLM's `cutlass_scaled_mm`, with scales for a tensor, a token or an output channel;
     `torch._scaled_mm` with row-wise scales.
@@ -73,7 +73,7 @@ def _by_features(
 
 
 def _eight_bits(values: torch.Tensor, *, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (fp8 values, scale) of float32 values: scale is (rows, 1) with `by_row`, else (1,)."""
+    """(fp8 values, scale) of float32 values: scale is (rows, 1) with `by_row`, else (1,)."""
     import torch
 
     size = values.abs()
@@ -86,14 +86,14 @@ def _eight_bits(values: torch.Tensor, *, by_row: bool) -> tuple[torch.Tensor, to
 
 
 def _rows(source: Source, count: int, features: int, scale: float = 1.0) -> torch.Tensor:
-    """Return normal numbers in float32, made uneven."""
+    """Normal numbers in float32, uneven."""
     import torch
 
     return _uneven(source.normal(count, features, scale=scale, dtype=torch.float32))
 
 
 def _uneven(rows: torch.Tensor) -> torch.Tensor:
-    """Make two of three rows a half and a quarter as large, for different scales."""
+    """Multiply rows by 1, 1/2, 1/4, 1, ..., to make their scales differ."""
     import torch
 
     power = torch.arange(len(rows), device=rows.device) % 3
@@ -103,8 +103,7 @@ def _uneven(rows: torch.Tensor) -> torch.Tensor:
 def _call(
     source: Source, values: torch.Tensor, out: int, *, token: bool, channel: bool, bias: bool
 ) -> tuple[Any, ...]:
-    """Return a call for float32 activations, with scales per token and per channel, or one for
-    all."""
+    """A call for float32 activations, with scales per token and per channel, or one for all."""
     x, x_scale = _eight_bits(values, by_row=token)
     features = values.shape[1]
     weight = _rows(source, out, features, features**-0.5)

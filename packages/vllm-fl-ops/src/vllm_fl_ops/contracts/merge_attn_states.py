@@ -47,7 +47,7 @@ def merge_attn_states(
         0; otherwise output is either 0 or prefix_output.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: Ye et al., "FlashInfer" (arXiv:2501.01005), section 2.2; the values that mean no keys:
     vLLM's `merge_attn_states`.
@@ -97,7 +97,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
     def lse(tokens: int, heads: int, scale: float = 2.0) -> torch.Tensor:
-        """Return log-sum-exps with heads first in memory, as in vLLM."""
+        """Log-sum-exps with heads first in memory, like vLLM's."""
         return source.normal(heads, tokens, scale=scale, dtype=torch.float32).T
 
     def call(tokens: int, heads: int, width: int, scale: float = 2.0) -> list[torch.Tensor]:

@@ -56,8 +56,8 @@ def moe_align_block_size(
         are not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements. An id above num_experts - 1 is an
-            error on a CPU; an accelerator does not check it: it is a device error, or undefined.
+        CallError: an argument violates this contract. An id above num_experts - 1 is an error on a
+            CPU; an accelerator does not check it: a device error, or undefined.
 
     Source: block-sparse products of experts, Gale et al., "MegaBlocks" (arXiv:2211.15841), section
     5.2; the results: vLLM's `moe_align_block_size`, as of 0.26.
@@ -89,7 +89,7 @@ def moe_align_block_size(
 
 
 def places(numel: Any, block_size: int, num_experts: int, pad_sorted_ids: bool) -> Any:
-    """Return the length of `sorted_token_ids`. `numel`, of topk_ids, may be symbolic."""
+    """The length of `sorted_token_ids`. `numel`, of topk_ids, may be symbolic."""
     import torch
 
     most = numel + num_experts * (block_size - 1)
@@ -99,7 +99,7 @@ def places(numel: Any, block_size: int, num_experts: int, pad_sorted_ids: bool) 
 
 
 def round_up(number: Any, block_size: int) -> Any:
-    """Return the smallest multiple of block_size that is at least `number`."""
+    """The smallest multiple of block_size that is at least `number`."""
     return (number + block_size - 1) // block_size * block_size
 
 
@@ -136,7 +136,7 @@ def _one_by_one(*call: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _on_this_rank(source: Source, experts: int) -> torch.Tensor:
-    """Return the map of a rank that has every third expert, in descending order."""
+    """The map of a rank that has every third expert, in descending order."""
     import torch
 
     number = torch.arange(experts, dtype=torch.int32, device=source.device)

@@ -37,12 +37,12 @@ def moe_sum(
             -1 for an expert on another rank, which is not added either. Only with topk_ids.
 
     Returns:
-        (tokens, hidden), contiguous, of input's dtype and on its device; 0 if nothing is added. The
-        inputs are not modified.
+        (tokens, hidden), contiguous, of input's dtype and device; 0 if nothing is added. The inputs
+        are not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements. An id beyond expert_map is an error
-            on a CPU; an accelerator does not check it: it is a device error, or undefined.
+        CallError: an argument violates this contract. An id beyond expert_map is an error on a CPU;
+            an accelerator does not check it: a device error, or undefined.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), equation 1; the
     positions without an expert: vLLM's `moe_sum`, as of 0.26.
@@ -81,7 +81,7 @@ def _one_by_one(
 
 
 def _every_third(source: Source, experts: int) -> torch.Tensor:
-    """Return the map of a rank that has the experts 0, 3, 6, ..."""
+    """The map of a rank that has the experts 0, 3, 6, ..."""
     import torch
 
     number = torch.arange(experts, dtype=torch.int32, device=source.device)

@@ -39,8 +39,8 @@ def multimodal_rotary_embedding(
     or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout: usually a
-            strided view of the qkv buffer. A NaN affects only its own pair.
+        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout, such as a
+            strided view of qkv. A NaN affects only its own pair.
         key: (tokens, kv_heads, head_size), of query's dtype and device, of any layout.
         cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
             device, 2 * half <= head_size. A layer passes views of its single (max_position, 2 *
@@ -56,8 +56,8 @@ def multimodal_rotary_embedding(
         (query, key) rotated, contiguous, of their shapes and dtype. The inputs are not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements. A position outside the tables is
-            not checked before the call: on an accelerator it is a device error, or undefined.
+        CallError: an argument violates this contract. A position outside the tables is not checked
+            before the call: on an accelerator, a device error or undefined.
 
     Source: Wang et al., "Qwen2-VL" (arXiv:2409.12191), section 2.1, multimodal rotary position
     embedding; the interleaved axes: vLLM's `MRotaryEmbedding`.
@@ -111,8 +111,7 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
-    """Return (tokens, 3) positions, each axis in another order; transposed, as a layer passes
-    them."""
+    """(tokens, 3) positions, each axis in another order; transposed, like a layer's."""
     import torch
 
     ids = torch.arange(tokens, device=source.device)

@@ -35,16 +35,15 @@ BLOCK_SIZE = 16
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    """Return how many blocks give each token of a sample its own slot, with some slots left over.
+    """Return enough blocks to give each token of a sample a slot, and leave some slots unused.
 
-    All small batches have the same number, because a model's cache is the same for all batches.
+    The number is the same for all small batches, like the cache of a model.
     """
     return max(320 // block_size, 3, tokens // block_size + 2)
 
 
 def served_slots(tokens: int, blocks: int, block_size: int, device: torch.device) -> torch.Tensor:
-    """Return (tokens,) slots as vLLM assigns them, int64: consecutive within blocks, which are
-    scattered.
+    """(tokens,) slots as vLLM assigns them, int64: consecutive within blocks, which are scattered.
 
     Every thirteenth token is padding and has the slot -1.
     """
@@ -74,12 +73,12 @@ def far_slots(source: Source, tokens: int, block_size: int) -> tuple[int, torch.
 
 
 def slots(tokens: int, capacity: int, device: torch.device, *, skipped: int = 0) -> torch.Tensor:
-    """Return (tokens,) distinct slots, int64, scattered over a cache of `capacity` slots.
+    """(tokens,) distinct slots, int64, scattered over a cache.
 
     Args:
         tokens: at most `capacity`.
         capacity: the number of slots of the cache.
-        device: the device of the result.
+        device: of the result.
         skipped: every `skipped`-th token has the slot -1; 0: no token.
     """
     import torch
@@ -94,10 +93,8 @@ def slots(tokens: int, capacity: int, device: torch.device, *, skipped: int = 0)
 
 
 def written(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of `cache`, in its dtype, with `rows` in their slots.
-
-    Numbers are only moved, so that fp64 would not be more exact.
-    """
+    """A contiguous copy of `cache` with `rows` in their slots, in its dtype: fp64 would not be more
+    exact."""
     import torch
 
     whole = cache.clone(memory_format=torch.contiguous_format)
@@ -109,7 +106,7 @@ def written(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor)
 def written_one_by_one(
     cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
-    """Return `written`, computed token by token: for `second_form`."""
+    """`written`, token by token: for `second_form`."""
     import torch
 
     blocks = [block.clone() for block in cache.unbind(0)]

@@ -50,12 +50,12 @@ def qk_norm_rope(
         rotary_interleaved: which features make a pair.
 
     Returns:
-        A contiguous tensor of qkv's shape and dtype, on its device. qkv is not modified, unless the
-        implementation may consume it. Rounding to qkv's dtype between norm and rotation is allowed.
+        Contiguous, of qkv's shape, dtype and device. qkv is not modified, unless the implementation
+        may consume it. Rounding to qkv's dtype between norm and rotation is allowed.
 
     Raises:
-        CallError: an argument does not meet these requirements. A position outside the table is not
-            checked before the call: on an accelerator it is a device error, or undefined.
+        CallError: an argument violates this contract. A position outside the table is not checked
+            before the call: on an accelerator, a device error or undefined.
 
     Source: query-key norm as in Henry et al. (arXiv:2010.04245), with the RMS norm of Zhang and
     Sennrich (arXiv:1910.07467) and the embedding of Su et al. (arXiv:2104.09864), equation 34; in
@@ -85,7 +85,7 @@ def qk_norm_rope(
 
 
 def _by_parts(*call: Any) -> torch.Tensor:
-    """Split the heads, divide each by its norm, and rotate by a product of complex numbers."""
+    """Heads separately, divided by their norms, and rotated by a product of complex numbers."""
     import torch
 
     qkv, q_weight, k_weight, cos_sin_cache, position_ids, *rest = call
@@ -117,7 +117,7 @@ def _by_parts(*call: Any) -> torch.Tensor:
 def _weights(
     source: Source, head_size: int, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights of query and key: near 1 as in trained models, and different."""
+    """Weights of query and key: near 1 as in trained models, and different."""
     query, key = source.normal(head_size, scale=0.25), source.normal(head_size, scale=0.25)
     return (query + 1).to(dtype or source.dtype), (key + 0.75).to(dtype or source.dtype)
 

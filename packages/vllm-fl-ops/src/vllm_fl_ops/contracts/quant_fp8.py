@@ -49,13 +49,11 @@ def quant_fp8(
 
     Returns:
         (value, scale): contiguous, on x's device, sharing no memory with an argument. value:
-        float8_e4m3fn, (tokens, hidden); the rounding of a number half-way between two neighbours is
-        unspecified. scale: float32, (1,), or (tokens, 1) with `per_token`, or a copy of the
-        argument in its shape. x is not modified.
+        float8_e4m3fn, (tokens, hidden); ties may round either way. scale: float32, (1,), or
+        (tokens, 1) with `per_token`, or a copy of the argument in its shape. x is not modified.
 
     Raises:
-        CallError: x is not such a tensor, scale or scale_ub is not one float32 number on x's
-            device, or two arguments exclude each other.
+        CallError: an argument violates this contract.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433), E4M3; scales as
     in vLLM's `QuantFP8`.

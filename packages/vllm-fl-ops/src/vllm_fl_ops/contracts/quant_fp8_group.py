@@ -31,20 +31,19 @@ def quant_fp8_group(
     448. With `ue8m0` it is rounded up to a power of two.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
-            result of a row with NaN or infinity is unspecified; other rows are not affected.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. A
+            row with NaN or infinity has an unspecified result, and affects no other row.
         group_size: features of a group, at least 1; divides hidden.
         eps: in the units of x; finite and above 0.
         ue8m0: whether scales are powers of two. The result of a group with a scale below 1e-10 is
             then unspecified, because some kernels have a minimum scale of that size.
 
     Returns:
-        (value, scale): contiguous, on x's device. value: float8_e4m3fn, (tokens, hidden); the
-        rounding of a number half-way between two neighbours is unspecified. scale: float32,
-        (tokens, hidden / group_size). x is not modified.
+        (value, scale): contiguous, on x's device. value: float8_e4m3fn, (tokens, hidden); ties may
+        round either way. scale: float32, (tokens, hidden / group_size). x is not modified.
 
     Raises:
-        CallError: x is not such a tensor, or group_size, eps or ue8m0 is not such a value.
+        CallError: an argument violates this contract.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (arXiv:2412.19437), section 3.3.2: tiles of
     1 x 128; the powers of two are the scales of the Open Compute Project's "Microscaling Formats
@@ -80,7 +79,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
     def uneven(tokens: int, groups: int, size: int) -> torch.Tensor:
-        """Return groups of very different magnitudes, from 1/8 up."""
+        """Groups of very different magnitudes, from 1/8 up."""
         x = source.normal(tokens, groups * size)
         power = torch.arange(tokens * groups, device=source.device).view(tokens, groups, 1) % 7
         return (x.view(tokens, groups, size) * (2.0**power).to(source.dtype) / 8).flatten(1)

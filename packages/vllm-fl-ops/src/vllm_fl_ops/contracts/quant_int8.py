@@ -35,8 +35,8 @@ def quant_int8(
     the zero point of a row of zeros is -128.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
-            result of a row with NaN or infinity is unspecified; other rows are not affected.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. A
+            row with NaN or infinity has an unspecified result, and affects no other row.
         scale: one float32 number, in any shape, in the units of x, above 0 and not subnormal; None
             for a scale per token.
         azp: one int32 number, in any shape: the value that represents x = 0. Only with `scale`;
@@ -46,14 +46,12 @@ def quant_int8(
 
     Returns:
         (value, scale), or (value, scale, azp) with `asymmetric`; contiguous, on x's device, sharing
-        no memory with an argument. value: int8, (tokens, hidden); the rounding of a number half-way
-        between two neighbours is unspecified. scale: float32, (tokens, 1), or a copy of the
-        argument in its shape. A row of zeros has a scale of at most 1e-12. azp: int32, (tokens, 1).
-        x is not modified.
+        no memory with an argument. value: int8, (tokens, hidden); ties may round either way. scale:
+        float32, (tokens, 1), or a copy of the argument in its shape. A row of zeros has a scale of
+        at most 1e-12. azp: int32, (tokens, 1). x is not modified.
 
     Raises:
-        CallError: x is not such a tensor, scale or azp is not one number of its dtype on x's
-            device, azp is given without scale, or asymmetric is given with scale or is False.
+        CallError: an argument violates this contract.
 
     Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient
     Integer-Arithmetic-Only Inference" (arXiv:1712.05877), section 2.1; ranges as in vLLM's
@@ -84,7 +82,7 @@ def _by_limits(
     azp: torch.Tensor | None = None,
     asymmetric: bool | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Clamp x itself, to the limits in its units, instead of the quantised values."""
+    """Clamp x to the limits in its units, instead of the quantised values."""
     import torch
 
     wide = x.to(torch.float64)
@@ -107,7 +105,7 @@ def _by_limits(
 
 
 def _uneven(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Return x with these limits in every row, which keep zero points from half-way between two
+    """x with these limits in every row, which keep zero points from half-way between two
     integers."""
     x = x.clamp(low, high)
     x[:, 0], x[:, -1] = low, high

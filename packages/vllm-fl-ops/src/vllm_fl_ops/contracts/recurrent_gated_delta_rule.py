@@ -61,8 +61,8 @@ def recurrent_gated_delta_rule(
         then returns the same tensor.
 
     Raises:
-        CallError: an argument does not meet these requirements. state_indices is not checked before
-            the call: on an accelerator incorrect values are a device error, or undefined.
+        CallError: an argument violates this contract. state_indices is not checked before the call:
+            on an accelerator, a device error or undefined.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
     """
@@ -84,7 +84,7 @@ def recurrent_gated_delta_rule(
 def _normed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, epsilon: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return q and k in fp64, repeated for each head of v; q is scaled."""
+    """q and k in fp64, repeated for each head of v; q is scaled."""
     q, k = q.double(), k.double()
     if epsilon is not None:
         q, k = (x / (x.pow(2).sum(-1, keepdim=True) + epsilon).sqrt() for x in (q, k))
@@ -94,7 +94,7 @@ def _normed(
 
 
 def _by_matrices(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute S (alpha (I - beta k k^T)) + beta v k^T, token by token."""
+    """S (alpha (I - beta k k^T)) + beta v k^T, token by token."""
     import torch
 
     q, k, v, a, b, A_log, dt_bias, state, state_indices, epsilon = call

@@ -43,9 +43,9 @@ def reshape_and_cache(
         key: (tokens, kv_heads, head_size), float32, float16 or bfloat16, of any layout: usually a
             view of the qkv buffer.
         value: of key's shape, dtype and device, of any layout.
-        key_cache: (blocks, block_size, kv_heads, head_size), of key's dtype and on its device, of
-            any layout. A cache with heads before slots in memory (HND) is passed as a view, and so
-            is one half of a tensor with keys and values next to each other.
+        key_cache: (blocks, block_size, kv_heads, head_size), of key's dtype and device, of any
+            layout. A cache with heads before slots in memory (HND) is passed as a view, and so is
+            one half of a tensor with keys and values next to each other.
         value_cache: of key_cache's shape, dtype and device, of any layout, without an element in
             common with it.
         slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
@@ -57,8 +57,8 @@ def reshape_and_cache(
         into them and returns the same tensors, in an engine and in `call_op`.
 
     Raises:
-        CallError: an argument does not meet these requirements. A slot beyond the cache is not
-            checked before the call: on an accelerator it is a device error, or undefined.
+        CallError: an argument violates this contract. A slot beyond the cache is not checked before
+            the call: on an accelerator, a device error or undefined.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention" (arXiv:2309.06180), section 4.2; vLLM's `reshape_and_cache_flash` with
@@ -81,35 +81,34 @@ def _one_by_one(
 
 
 def _separate(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two caches with separate storages, slots before heads (NHD)."""
+    """Two caches with separate storages, slots before heads (NHD)."""
     return source.normal(*shape), source.normal(*shape)
 
 
 def _of_one_tensor(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of (blocks, 2, block_size, heads, head_size): keys before values in each
-    block."""
+    """Views of (blocks, 2, block_size, heads, head_size): keys before values in each block."""
     both = source.normal(shape[0], 2, *shape[1:])
     return both[:, 0], both[:, 1]
 
 
 def _heads_first(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of vLLM 0.32's (blocks, heads, block_size, 2 * head_size): heads before slots
-    (HND), each key next to its value."""
+    """Views of vLLM 0.32's (blocks, heads, block_size, 2 * head_size): heads before slots (HND),
+    each key next to its value."""
     blocks, size, heads, width = shape
     both = source.normal(blocks, heads, size, 2 * width).transpose(1, 2)
     return both[..., :width], both[..., width:]
 
 
 def _slots_first(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of vLLM 0.33's LBNHC, its first choice: slots before heads (NHD), each key next
-    to its value."""
+    """Views of vLLM 0.33's LBNHC, its first choice: slots before heads (NHD), each key next to its
+    value."""
     both = source.normal(*shape[:3], 2 * shape[3])
     return both[..., : shape[3]], both[..., shape[3] :]
 
 
 def _of_the_second_layer(source: Source, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views like `_slots_first`, with the pages of all layers, here two, in each block: vLLM
-    0.33's BLNHC."""
+    """Like `_slots_first`, with the pages of all layers, here two, in each block: vLLM 0.33's
+    BLNHC."""
     both = source.normal(shape[0], 2, *shape[1:3], 2 * shape[3])[:, 1]
     return both[..., : shape[3]], both[..., shape[3] :]
 

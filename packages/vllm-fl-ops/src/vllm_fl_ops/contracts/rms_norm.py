@@ -45,7 +45,7 @@ def rms_norm(
         unless there is a residual and the implementation may consume it or x.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467); order of
     the casts: `vllm.ir.ops.rms_norm` and `fused_add_rms_norm`.
@@ -156,8 +156,8 @@ def _served(source: Source, sizes: ModelSizes) -> Iterator[Sample]:
 
 
 def _activations(source: Source, *shape: int) -> torch.Tensor:
-    """Return rows of a residual stream. Unless large, epsilon matters in every 16th row, and every
-    64th is zero."""
+    """Rows of a residual stream. Unless large, epsilon matters in every 16th row, and every 64th is
+    zero."""
     if source.large:
         return source.spiked(*shape, scale=30.0, peak=peak(source.dtype))
     x = source.normal(*shape)

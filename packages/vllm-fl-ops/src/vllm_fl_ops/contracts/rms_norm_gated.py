@@ -46,10 +46,10 @@ def rms_norm_gated(
         activation: act: `silu` or `swish` for z * sigmoid(z), `sigmoid` for sigmoid(z).
 
     Returns:
-        (..., hidden), contiguous, of x's dtype and on its device. x and z are not modified.
+        (..., hidden), contiguous, of x's dtype and device. x and z are not modified.
 
     Raises:
-        CallError: an argument does not meet these requirements.
+        CallError: an argument violates this contract.
 
     Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.2, the norm before the
     last projection; variants: vLLM's `RMSNormGated`.

@@ -40,8 +40,8 @@ def rotary_embedding(
     as in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
-        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout: usually a
-            strided view of the qkv buffer. A NaN affects only its own pair.
+        query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout, such as a
+            strided view of qkv. A NaN affects only its own pair.
         key: (tokens, kv_heads, head_size), of query's dtype and device, of any layout, or None.
         cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
             device, 2 * half <= head_size. A layer passes views of its single (max_position, 2 *
@@ -54,8 +54,8 @@ def rotary_embedding(
         inputs are not modified, unless the implementation may consume query or key.
 
     Raises:
-        CallError: an argument does not meet these requirements. A position outside the tables is
-            not checked before the call: on an accelerator it is a device error, or undefined.
+        CallError: an argument violates this contract. A position outside the tables is not checked
+            before the call: on an accelerator, a device error or undefined.
 
     Source: Su et al., "RoFormer" (arXiv:2104.09864), equation 34; pairings: vLLM's
     `ApplyRotaryEmb`.
@@ -89,7 +89,7 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def by_complex_numbers(x: torch.Tensor, factor: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return x with its pairs multiplied by a number for each token and pair: for `second_form`."""
+    """x, with pairs multiplied by a number for each token and pair: for `second_form`."""
     import torch
 
     rotary = 2 * factor.shape[-1]
@@ -104,7 +104,7 @@ def by_complex_numbers(x: torch.Tensor, factor: torch.Tensor, interleaved: bool)
 def tables(
     source: Source, max_position: int, rotary: int, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin as a vLLM layer passes them: views of a cache made by `table`."""
+    """cos and sin as a vLLM layer passes them: views of a cache made by `table`."""
     cache = table(source, max_position, rotary, *rest, **named)
     return cache[:, : rotary // 2], cache[:, rotary // 2 :]
 
@@ -116,7 +116,7 @@ def table(
     dtype: torch.dtype | None = None,
     base: float = 10000.0,
 ) -> torch.Tensor:
-    """Return (max_position, rotary): the cosines of each position, then its sines."""
+    """(max_position, rotary): the cosines of each position, then its sines."""
     import torch
 
     exponents = torch.arange(0, rotary, 2, dtype=torch.float32, device="cpu") / rotary
@@ -129,7 +129,7 @@ def table(
 def _positions(
     source: Source, tokens: int, max_position: int, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return positions out of order, repeated if `tokens` exceeds `max_position`."""
+    """Positions out of order, repeated after `max_position` tokens."""
     import torch
 
     ids = torch.arange(tokens, device=source.device) * 31 + 7
@@ -139,7 +139,7 @@ def _positions(
 def heads_of_qkv(
     source: Source, tokens: int, heads: int, kv_heads: int, head_size: int, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query and key as a model passes them: strided views of one qkv buffer."""
+    """query and key as a model passes them: strided views of one qkv buffer."""
     qkv = source.normal(tokens, (heads + 2 * kv_heads) * head_size, scale=scale)
     q, k, _ = qkv.split((heads * head_size, kv_heads * head_size, kv_heads * head_size), dim=-1)
     return q.view(tokens, heads, head_size), k.view(tokens, kv_heads, head_size)
@@ -220,14 +220,13 @@ def _served(
 def _of_latent(
     source: Source, tokens: int, heads: int, rank: int, rope: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return query and key as latent attention passes them: the ends of wider heads, and of a
-    latent."""
+    """query and key as latent attention passes them: the ends of wider heads, and of a latent."""
     query = source.normal(tokens, heads, rope + 2 * rope, scale=scale)[..., 2 * rope :]
     return query, source.normal(tokens, 1, rank + rope, scale=scale)[..., rank:]
 
 
 def served_positions(source: Source, tokens: int, max_position: int, large: bool) -> torch.Tensor:
-    """Return the positions of a batch as vLLM makes it, with both ends of the model's length."""
+    """Positions of a batch as vLLM makes it, including both ends of the model's length."""
     import torch
 
     before = 5  # a single token is in the middle of its prompt

@@ -27,8 +27,8 @@ SCORING = ("softmax", "sigmoid")
 """The functions from a router's logits to scores."""
 
 MARGIN = 5e-7
-"""The smallest difference between two scores, of at most 1 before a bias, that makes their order
-certain: several times the fp32 rounding of a score and of its sum with a bias."""
+"""The smallest difference of two scores, of at most 1 before a bias, with a certain order: several
+times the fp32 rounding of a score and of its sum with a bias."""
 
 RESULTS = (tensor("tokens, topk", "float32"), tensor("tokens, topk", "int32"))
 """The weights of each token's experts, and their ids."""
@@ -38,7 +38,7 @@ _GRID = 1024
 
 
 def scored(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
-    """Return the scores of every expert in fp64; raise ValueError for an unknown function."""
+    """The scores of all experts in fp64; ValueError for an unknown function."""
     if scoring_func not in SCORING:
         raise ValueError(f"scoring_func must be one of {', '.join(SCORING)}, got {scoring_func!r}")
     wide = logits.double()
@@ -46,13 +46,12 @@ def scored(logits: torch.Tensor, scoring_func: str) -> torch.Tensor:
 
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids of the `count` highest scores, highest first; of equal scores, the lower id
-    first."""
+    """The ids of the `count` highest scores, highest first; of equal scores, the lower id first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def by_argmax(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return `highest`, found one at a time: for `second_form`."""
+    """`highest`, found one at a time: for `second_form`."""
     import torch
 
     left, found = scores.clone(), []
@@ -63,15 +62,15 @@ def by_argmax(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def router_logits(source: Source, tokens: int, experts: int, spread: float = 1.0) -> torch.Tensor:
-    """Return (tokens, experts) logits, in random order and distinct within each token.
+    """(tokens, experts) logits, in random order and distinct within each token.
 
     Random numbers rounded to 16 bits often tie, and an implementation that breaks ties differently
-    would choose other experts. Up to 1024 experts, these logits are exact in every dtype.
+    would choose other experts. Up to 1024 experts, these are exact in every dtype.
 
     Args:
-        source: the source of the order.
+        source: of the order.
         tokens, experts: the sizes.
-        spread: a power of two, by which numbers between -4 and 4 are multiplied.
+        spread: a power of two, the factor of numbers between -4 and 4.
     """
     import torch
 
@@ -89,14 +88,14 @@ def router_logits(source: Source, tokens: int, experts: int, spread: float = 1.0
 
 
 def taken_ids(source: Source, tokens: int, topk: int, experts: int) -> torch.Tensor:
-    """Return (tokens, topk) expert ids, distinct within each token; some experts have no token."""
+    """(tokens, topk) expert ids, distinct within each token; some experts have no token."""
     import torch
 
     return source.normal(tokens, experts, dtype=torch.float32).argsort(-1)[:, :topk]
 
 
 def bias_for_choice(source: Source, experts: int, scale: float) -> torch.Tensor:
-    """Return (experts,) biases in float32, the dtype that models use."""
+    """(experts,) biases in float32, the dtype of models."""
     import torch
 
     return source.normal(experts, scale=scale, dtype=torch.float32)

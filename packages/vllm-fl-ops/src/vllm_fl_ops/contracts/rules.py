@@ -28,21 +28,19 @@ _ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 _EPSILONS = ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "norm_eps")
 
 _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
-"""Model types whose code in vLLM rotates half of each head, without a setting in their
+"""Model types whose vLLM code rotates half of each head, without a setting in their
 configuration."""
 
 
 def _intermediate(config: Any) -> int:
-    """Return the features of one half of the MLP. From a list with a width per layer, use the
-    first."""
+    """Features of one half of the MLP. In a list with a width per layer, the first counts."""
     value = first_told(config.model_config.hf_text_config, _WIDTHS)
     width = int(value[0] if isinstance(value, list | tuple) else value)
     return max(1, width // int(config.parallel_config.tensor_parallel_size))
 
 
 def _rotary(config: Any) -> int:
-    """Return how many features of a head rotate, as in
-    `vllm.model_executor.layers.rotary_embedding`."""
+    """Rotated features of a head, as in `vllm.model_executor.layers.rotary_embedding`."""
     text = config.model_config.hf_text_config
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if not isinstance(parameters, dict):
@@ -58,7 +56,7 @@ def _rotary(config: Any) -> int:
 
 
 def first_told(text: Any, names: tuple[str, ...]) -> Any:
-    """Return the first of these attributes that is not None, or None."""
+    """The first of these attributes that is not None, or None."""
     return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
 
@@ -81,10 +79,10 @@ RULES = (HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, ROTARY, EPSILON)
 
 
 def typical_sizes(bindings: Iterable[Binding] = ()) -> ModelSizes:
-    """Return the typical value of each rule, for use without a model.
+    """Return the typical values of all rules, for use without a model.
 
     Args:
-        bindings: bindings whose own rules are included.
+        bindings: with further rules.
     """
     rules = by_name((*RULES, *(rule for binding in bindings for rule in binding.sizes)))
     return with_values({name: rule.typical for name, rule in rules.items()})

@@ -21,17 +21,17 @@ LONG = 257
 """Tokens of the first sequence in a batch of 300 or more: one more than four chunks of 64."""
 
 STATES, INPUTS = 256, 2**20
-"""The most head states (tokens x heads), and the most inputs of a convolution (tokens x features),
-for which the oracle is computed in a call."""
+"""The most head states (tokens x heads), and inputs of a convolution (tokens x features), of a call
+that the oracle computes."""
 
 
 def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
-    """Return the ends of the sequences of a batch: a long prompt, short prompts, and decode tokens.
+    """Ends of the sequences of a batch: a long prompt, short prompts, and decode tokens.
 
     Args:
         tokens: of the batch.
-        turned: whether the long prompt is last, and a token shorter: a call with the same shapes
-            and other ends.
+        turned: whether the long prompt is last, and a token shorter: the same shapes, with other
+            ends.
     """
     first, others = (LONG if tokens >= 300 else -(-tokens // 2)), cycle(_LENGTHS)
     lengths = [first]
@@ -43,7 +43,7 @@ def ends(tokens: int, turned: bool = False) -> tuple[int, ...]:
 
 
 def state_slots(count: int, device: torch.device) -> torch.Tensor:
-    """Return (count,) slots of states, int32, from 2 to count + 1.
+    """(count,) slots of states, int32, from 2 to count + 1.
 
     The first two are consecutive, as for requests that arrived together; the rest descend.
     """
@@ -58,7 +58,7 @@ def fitting_heads(tokens: int, heads: int, value_heads: int) -> tuple[int, int, 
     tokens.
 
     Heads are independent and the oracle is slow. Calls with few tokens have all heads; longer calls
-    have one key head with its value heads, or one head of each.
+    have one key head with its value heads, or one of each.
     """
     share = value_heads // heads
     choices = ((heads, value_heads), (1, share), (1, 1))
@@ -68,7 +68,7 @@ def fitting_heads(tokens: int, heads: int, value_heads: int) -> tuple[int, int, 
 
 
 def fitting_features(tokens: int, features: int) -> tuple[int, str]:
-    """Return (features, how the call is reduced) for a convolution, which treats all features
+    """Return (features, how the call is reduced) of a convolution, which treats all features
     alike."""
     fitting = min(features, max(64, INPUTS // tokens // 64 * 64))
     is_smaller = fitting < features
@@ -76,7 +76,7 @@ def fitting_features(tokens: int, features: int) -> tuple[int, str]:
 
 
 def boundaries(name: str, value: torch.Tensor, tokens: int) -> Problem:
-    """Check that `value` has the start of each sequence and the end of the last: from 0 to
+    """Check that `value` has the start of each sequence and the end of the last one, from 0 to
     `tokens`."""
     at = [0, tokens] if value.is_meta else value.tolist()
     if at[0] != 0 or at[-1] != tokens or at != sorted(at):
