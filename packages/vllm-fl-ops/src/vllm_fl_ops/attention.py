@@ -1,5 +1,4 @@
-"""Shared code of paged attention backends: unsupported requests, and a cache of all keys, then
-values."""
+"""Shared by paged attention backends: request checks, and a cache of all keys, then all values."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ def refused(request: AttentionRequest, backend: str, *harmless: str) -> str | No
 
     Args:
         request: the request.
-        backend: the first word of the reason.
+        backend: how the reason begins.
         harmless: the flags that the kernel supports.
     """
     extras, dtype = request.extras, str(request.dtype).removeprefix("torch.")
@@ -52,7 +51,7 @@ class InPlanes:
     def customize_spec(cls, spec: Any) -> Any:
         """Return a spec of the same size, with a head slot for keys and a head slot for values.
 
-        Up to vLLM 0.28 the backend shapes the cache, in `get_kv_cache_shape`: the spec is
+        Up to vLLM 0.28 the backend shapes the cache in `get_kv_cache_shape`, and the spec is
         unchanged.
 
         Raises:

@@ -1,5 +1,4 @@
-"""Builders of the bindings of activations: layers, and operators that write to a caller's
-tensor."""
+"""Builders of the bindings of activations: layers, and operators that write to a given tensor."""
 
 from __future__ import annotations
 
@@ -32,11 +31,11 @@ def activation(
     """Return the binding of an activation.
 
     Args:
-        layer: the class of vLLM's layer, such as `SiluAndMul`.
+        layer: the name of vLLM's class, such as `SiluAndMul`.
         native: vLLM's implementation, by the contract's parameters.
         more_targets: operators of vLLM, and its hardware-agnostic layer.
-        not_reached, when, more: as in `Binding`.
-        sizes: sizes in addition to the width of an MLP.
+        not_reached, when, more: see `Binding`.
+        sizes: in addition to the width of an MLP.
     """
     is_everywhere = any(target.needs_layer for target in more_targets)
     in_tree = LayerTarget(f"vllm.model_executor.layers.activation.{layer}", native)

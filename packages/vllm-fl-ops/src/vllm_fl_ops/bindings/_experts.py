@@ -38,10 +38,10 @@ def _named(told: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def first(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these numbers in the configuration, from a list the first layer's.
+    """The first of these numbers in the configuration; of a list, the number of the first layer.
 
     Raises:
-        StopIteration: it has none of them.
+        StopIteration: the configuration does not have them.
     """
     text = config.model_config.hf_text_config
     value = next(v for name in names if (v := getattr(text, name, None)))

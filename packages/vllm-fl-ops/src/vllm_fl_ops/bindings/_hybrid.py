@@ -41,7 +41,7 @@ CONVOLVING = (
 """The modules that import vLLM's short convolutions by name."""
 
 NULL_BLOCK = 0
-"""The block of vLLM's caches that no sequence has."""
+"""The block in vLLM's caches that no sequence uses."""
 
 FLA_EPSILON = 1e-6
 """Added by vLLM's Triton kernels to a head's squared length, before they divide by its root."""
@@ -51,7 +51,7 @@ CPU_EPSILON = 1e-5
 
 
 def has_states(config: Any) -> bool:
-    """Return whether a model keeps states in addition to its KV cache, or instead of it.
+    """Return whether a model keeps states, with or without a KV cache.
 
     vLLM determines this from the model's class. Configurations name the kinds of states
     differently.
@@ -61,7 +61,7 @@ def has_states(config: Any) -> bool:
 
 
 def activation_of(activation: bool | str | None) -> str | None:
-    """The contracts' name for an activation of vLLM's short convolutions."""
+    """The contracts' name for an activation in vLLM's short convolutions."""
     return "silu" if activation in (True, "silu", "swish") else None
 
 

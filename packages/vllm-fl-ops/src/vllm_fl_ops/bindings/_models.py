@@ -13,7 +13,8 @@ def has_experts(config: Any) -> bool:
 
 
 def has_paged_attention(config: Any) -> bool:
-    """Return whether attention uses the cache functions of vLLM's GPU backends, unlike on a CPU."""
+    """Return whether attention uses vLLM's cache functions for GPUs: on a CPU, it has other
+    operators."""
     from vllm.platforms import current_platform
 
     return not current_platform.is_cpu()
@@ -26,8 +27,7 @@ def is_multimodal(config: Any) -> bool:
 
 
 def mentions(word: str, *, or_multimodal: bool = False) -> Callable[[Any], bool]:
-    """Return the condition that `word` is in a setting's name or value in the model's
-    configuration.
+    """Return the condition that `word` is in the name or the value of a setting of the model.
 
     Activations have many such names: `hidden_act`, `activation_function`, `projector_hidden_act`.
 

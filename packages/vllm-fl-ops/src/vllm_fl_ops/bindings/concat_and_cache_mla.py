@@ -66,7 +66,7 @@ BINDING = Binding(
                 },
                 only=_is_written,
                 out="kv_cache",
-                own_args={  # the function reads no attention object and no scale
+                own_args={  # the function ignores the attention object and the scale
                     "self": lambda: None,
                     "k_pe": lambda k_pe: k_pe.unsqueeze(1),
                     "slot_mapping": lambda slot_mapping: slot_mapping,

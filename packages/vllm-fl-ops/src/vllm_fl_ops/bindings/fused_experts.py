@@ -1,10 +1,10 @@
 """Binding of `fused_experts`.
 
-On CUDA the target is a method of the experts of vLLM's Triton backend. On the CPU it is an
-operator, whose weights another operator packs once, after loading. If the op is planned, that
+On CUDA the target is a method in vLLM's Triton backend for experts. On the CPU it is an operator
+with weights that another operator packs once, after loading. If the op is planned, the other
 operator leaves them unpacked: there is one copy, in the contract's layout.
 
-On a plugin's device vLLM has no experts: if the op is planned, it gets those of the Triton backend.
+On a plugin's device vLLM has no experts: if the op is planned, the Triton backend is used there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALONE = "vLLM's own experts run inside a call of their layer's only"
 
 
 class _Thread(threading.local):
-    """The vLLM call that a thread is computing, as the arguments of its target."""
+    """The arguments of the call by vLLM that a thread is computing."""
 
     call: tuple[Any, ...] | None = None
 

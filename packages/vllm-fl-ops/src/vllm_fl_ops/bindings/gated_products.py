@@ -160,8 +160,8 @@ def _target(node: Any) -> str:
 
 
 def _has_silu(config: Any) -> bool:
-    """Return whether the configuration names silu, or no activation, such as ChatGLM's and
-    LFM2's."""
+    """Return whether the configuration names silu, or no activation, such as for ChatGLM and
+    LFM2."""
     named = [word for word in ("silu", "swiglu", "_act", "activation") if mentions(word)(config)]
     return not named or named[0] in ("silu", "swiglu")
 

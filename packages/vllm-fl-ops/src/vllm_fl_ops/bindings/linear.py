@@ -87,8 +87,8 @@ def _router_experts(config: Any) -> int:
 
 
 def _biased(config: Any) -> int:
-    """Products with a bias, as a sum: 1 for queries, keys and values; 2 for the attention's result;
-    4 for the MLP's."""
+    """Products with a bias, as a sum: 1 for queries, keys and values; 2 for the attention's output;
+    4 for the MLP."""
     text = config.model_config.hf_text_config
 
     def told(*names: str) -> bool:
@@ -102,8 +102,7 @@ def _biased(config: Any) -> int:
 
 
 def may_have(config: Any) -> bool:
-    """Return whether the model has weights as loaded: not quantised, nor packed by vLLM's CPU
-    platform."""
+    """Return whether the model has weights as loaded: not quantised, and not packed, as on CPUs."""
     from vllm.platforms import current_platform
 
     return not is_quantised(config) and not current_platform.is_cpu()

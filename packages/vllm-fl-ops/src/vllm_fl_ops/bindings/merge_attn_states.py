@@ -34,7 +34,7 @@ def _is_plain(
 
 
 def _heads_first(results: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The results with heads before tokens in log-sum-exps, like vLLM's."""
+    """The results with heads before tokens in log-sum-exps, for vLLM."""
     output, sums = results
     return output, sums.T
 

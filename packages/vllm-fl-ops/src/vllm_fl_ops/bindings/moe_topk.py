@@ -17,7 +17,7 @@ __all__ = ["BINDING"]
 
 
 def _marked(routing: tuple[Tensor, Tensor], is_padding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights and ids like those of vLLM's kernels: padding tokens have no expert."""
+    """Weights and ids as in vLLM's kernels: padding tokens have no expert."""
     weights, ids = routing
     return weights, ids if is_padding is None else ids.masked_fill(is_padding.unsqueeze(-1), -1)
 

@@ -1,4 +1,4 @@
-"""Binding of `qk_norm_rope`: an operator that a pass of vLLM's compiler inserts into graphs."""
+"""Binding of `qk_norm_rope`: an operator that a compiler pass of vLLM inserts into graphs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _apart(
     k = qkv[:, query : query + key].reshape(-1, kv_heads, size)
     q = rms_norm.native(q, None, q_weight, epsilon)
     k = rms_norm.native(k, None, k_weight, epsilon)
-    # With the whole table, as in layers: to gather rows first would take separate kernels.
+    # Pass the whole table, like layers: gathering rows first would take separate kernels.
     return _rope(position_ids, q, k, size, cos_sin_cache, not rotary_interleaved)
 
 

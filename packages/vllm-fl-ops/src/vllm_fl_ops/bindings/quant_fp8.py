@@ -45,7 +45,7 @@ def _native(
 
 
 def _of_layer(layer: Any, op: Bound) -> Bound:
-    """Adapt the op to a QuantFP8; its other layouts of scales stay vLLM's."""
+    """Adapt the op to a QuantFP8. vLLM's code computes its other layouts of scales."""
     own = _own_forward(layer)
 
     def forward(
@@ -84,7 +84,7 @@ def _has_e4m3fn() -> bool:
 
 
 def _own_forward(layer: Any) -> Bound:
-    """The forward of vLLM's class that this platform would use without the op."""
+    """vLLM's forward that this platform would use without the op."""
     from vllm.platforms import current_platform
 
     name = "forward_native"

@@ -1,4 +1,4 @@
-"""Binding of `rms_norm`: layers, two ops of vLLM's IR, and operators."""
+"""Binding of `rms_norm`: layers, two ops in vLLM's IR, and operators."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ BINDING = Binding(
             grants=("x", "residual"),
             parameters=("x", "x_residual", "weight", "epsilon", "variance_size"),
         ),
-        # The parameters of vLLM's CUDA build, and of its CPU build.
+        # With the parameters of the CUDA build, and of the CPU build.
         *(
             OperatorTarget(
                 "_C::rms_norm",

@@ -55,7 +55,7 @@ def _from_positions(layer: Any, rotate: Bound) -> Bound:
         except RuntimeError:  # of a layout that their op's contract does not allow
             return forward(positions, query.contiguous(), None if key is None else key.contiguous())
         q_out, k_out = rotate(q, k, cos, sin, positions, not layer.is_neox_style)
-        # Results that were rotated in place need no copy.
+        # Do not copy results that were rotated in place.
         return (
             query if q_out is q else q_out.reshape(query.shape),
             key if key is None or k_out is k else k_out.reshape(key.shape),
@@ -86,8 +86,8 @@ def _of_heads(layer: Any, rotate: Bound) -> Bound:
 
 
 def _by_rows(layer: Any, rotate: Bound) -> Bound:
-    """Adapt the op to Ernie 4.5's and Bailing's rope: a token's row of cos and sin is made of
-    three.
+    """Adapt the op to the rope of Ernie 4.5 and Bailing: a token's cos and sin come from three
+    rows.
 
     The first pairs alternate between height and width, and the last have the time.
     """

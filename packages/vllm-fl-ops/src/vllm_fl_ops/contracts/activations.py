@@ -48,10 +48,10 @@ def activation(
         second_form: the same by another formula.
         tolerances: by dtype.
         gated: whether x is two halves, (..., 2 * d), and the result (..., d).
-        special: whether NaN must give NaN, and infinity infinity; otherwise a row with either has
-            an unspecified result.
+        special: whether NaN must give NaN, and infinity infinity; otherwise the result of a row
+            with either is unspecified.
         beside: the further arguments.
-        samples: calls that every implementation must compute correctly; None: from
+        samples: calls that every implementation must compute correctly; None: made from
             `activation_inputs`.
         further: more calls.
         call: x -> the arguments of a call.

@@ -1,4 +1,4 @@
-"""The short convolution over whole sequences, before linear attention and Mamba in prefill."""
+"""The short convolution over whole sequences, in prefill of linear attention and Mamba."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out[t] = act(bias + sum of weight[:, i] * x[t - width + 1 + i] for i from 0 to width - 1).
 
-    Each feature is convolved separately. The inputs before the first token of a sequence are in its
-    state, or are 0 if it has none. Afterwards the state has the last width - 1 inputs of the
-    sequence, newest last; after a shorter sequence, some of them are from the state before.
+    Each feature is convolved separately. The inputs before the first token of a sequence are its
+    state, or 0 without a state. Afterwards the state is the last width - 1 inputs of the sequence,
+    newest last; for a shorter sequence it includes inputs of the previous state.
 
     Args:
         x: (tokens, dim), float32, float16 or bfloat16, of any layout: one sequence after another. A
-            NaN affects only its own feature of its own sequence.
+            NaN affects only its feature of its sequence.
         weight: (dim, width), of x's dtype, width from 2 to 5.
         bias: (dim,), of x's dtype, or None for 0.
-        conv_states: (slots, dim, state_len), of x's dtype, of any layout, state_len at least width
-            - 1. The first width - 1 columns are the state; further columns, for speculative
+        conv_states: (slots, dim, state_len), of x's dtype, of any layout, state_len at least
+            width - 1. The first width - 1 columns are the state; further columns, for speculative
             decoding, are unchanged.
-        query_start_loc: (sequences + 1,), int32 or int64: the start of each sequence, and the end
-            of the last. The state of an empty sequence is unchanged.
-        cache_indices: (sequences,), int32 or int64, from 1, distinct: the slot of each sequence's
-            state. Slot 0 is vLLM's null block, which no sequence has.
+        query_start_loc: (sequences + 1,), int32 or int64: the first token of each sequence, then
+            the number of tokens. The state of an empty sequence is unchanged.
+        cache_indices: (sequences,), int32 or int64, from 1, distinct: the slots of the sequences.
+            Slot 0 is vLLM's null block: no sequence uses it.
         has_initial_state: (sequences,), bool. If it is False, the contents of the state are not
             read, and may be NaN.
         activation: "silu", or None for no activation.
 
     Returns:
-        (out, conv_states): out of x's shape and dtype, contiguous; conv_states of its own, with the
-        states of the sequences written. The inputs are not modified, except conv_states if the
-        implementation consumes it: it then returns the same tensor.
+        (out, conv_states): out of x's shape and dtype, contiguous; conv_states like the argument,
+        with the states of the sequences written. The inputs are not modified, except conv_states if
+        the implementation consumes it: it then returns the same tensor.
 
     Raises:
         CallError: an argument violates this contract. The values of query_start_loc and
-            cache_indices are not checked before the call: on an accelerator, a device error or
-            undefined.
+            cache_indices are not checked before the call: on an accelerator, incorrect values are a
+            device error or undefined.
 
-    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states as in vLLM's
+    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states: vLLM's
     `causal_conv1d_fn`.
     """
     import torch
@@ -110,7 +110,7 @@ def _by_torch(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _call(
     source: Source, ends: tuple[int, ...], dim: int = 64, width: int = 4, more: int = 0
 ) -> dict[str, Any]:
-    """A call over sequences with these ends; every other one, from the first, has a state.
+    """A call over sequences with these ends; every other sequence, from the first, has a state.
 
     The states have `more` further columns.
     """

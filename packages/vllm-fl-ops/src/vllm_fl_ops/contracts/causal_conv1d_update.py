@@ -1,5 +1,4 @@
-"""The short convolution for one token of each sequence, before linear attention and Mamba in
-decode."""
+"""The short convolution for one token of each sequence, in decode of linear attention and Mamba."""
 
 from __future__ import annotations
 
@@ -31,34 +30,35 @@ def causal_conv1d_update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = act(bias + weight[:, -1] * x + sum of weight[:, i] * state[:, i] for the other taps).
 
-    Each feature is convolved separately. The state has the last width - 1 inputs of a token's
-    sequence, newest last; afterwards x is the newest, and the oldest is dropped.
+    Each feature is convolved separately. The state is the last width - 1 inputs of the sequence,
+    newest last; afterwards x is the newest, and the oldest is dropped.
 
     Args:
         x: (tokens, dim), float32, float16 or bfloat16, of any layout. Each token is from a
             different sequence.
-        conv_state: (slots, dim, state_len), of x's dtype, of any layout, state_len at least width -
-            1. The first width - 1 columns are the state; further columns, for speculative decoding,
-            are unchanged.
+        conv_state: (slots, dim, state_len), of x's dtype, of any layout, state_len at least
+            width - 1. The first width - 1 columns are the state; further columns, for speculative
+            decoding, are unchanged.
         weight: (dim, width), of x's dtype, width from 2 to 5.
         bias: (dim,), of x's dtype, or None for 0.
         activation: "silu", or None for no activation.
-        conv_state_indices: (tokens,), int32 or int64, distinct except 0: the slot of the state of
-            each token's sequence. 0 is padding: vLLM's null block, which no sequence has. The
-            contents of padding and of the null block may be NaN, and affect nothing else.
+        conv_state_indices: (tokens,), int32 or int64, distinct except 0: the slots of the tokens'
+            sequences. 0 is padding: vLLM's null block, not used by a sequence. The contents of
+            padding and of the null block may be NaN, and affect nothing else.
 
     Returns:
         (out, conv_state): out of x's shape and dtype, contiguous, equal to x for a padding token;
-        conv_state of its own, with the slots of the tokens written and all others, including slot
-        0, unchanged. The inputs are not modified, except conv_state if the implementation consumes
-        it, and x if it may consume x: it then returns the same tensors.
+        conv_state like the argument, with the slots of the tokens written and all others, including
+        slot 0, unchanged. The inputs are not modified, except conv_state if the implementation
+        consumes it, and x if it may consume x: it then returns the same tensors.
 
     Raises:
         CallError: an argument violates this contract. The values of conv_state_indices are not
-            checked before the call: on an accelerator, a device error or undefined.
+            checked before the call: on an accelerator, incorrect values are a device error or
+            undefined.
 
-    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states and padding as
-    in vLLM's `causal_conv1d_update`.
+    Source: Gu and Dao, "Mamba" (arXiv:2312.00752), its depthwise convolution; states and padding:
+    vLLM's `causal_conv1d_update`.
     """
     import torch
 

@@ -32,8 +32,8 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output of each token, and the state of each sequence after its last token.
 
-    For each token in order, with its sequence's state S of (value_size, key_size) for each head: S
-    = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
+    For each token in order, with its sequence's state S of (value_size, key_size) for each head:
+    S = exp(g) * S; S = S + beta * (v - S k) k^T; out = S q / sqrt(key_size).
 
     Args:
         q, k: (tokens, heads, key_size), float32, float16 or bfloat16, of any layout. A NaN affects
@@ -44,18 +44,18 @@ def chunk_gated_delta_rule(
             a state keeps.
         beta: (tokens, value_heads), of q's dtype or float32, of any layout, from 0 to 1.
         initial_state: (sequences, value_heads, value_size, key_size), of q's dtype or float32.
-        cu_seqlens: (sequences + 1,), int32 or int64: the start of each sequence, and the end of the
-            last. The state of an empty sequence is returned unchanged.
-        epsilon: None for q and k as they are, with k of length 1 at most, or the state grows
-            without bound; a number above 0 to divide each by sqrt(sum(x**2) + epsilon) first.
+        cu_seqlens: (sequences + 1,), int32 or int64: the first token of each sequence, then the
+            number of tokens. The state of an empty sequence is returned unchanged.
+        epsilon: None to use q and k unchanged: with a k longer than 1, the state grows without
+            bound. A number above 0 to divide each by sqrt(sum(x**2) + epsilon) first.
 
     Returns:
-        (out, final_state), contiguous: out of v's shape and dtype, final_state of initial_state's.
+        (out, final_state), contiguous: out of v's shape and dtype, final_state like initial_state.
         The inputs are not modified.
 
     Raises:
         CallError: an argument violates this contract. cu_seqlens is not checked before the call: on
-            an accelerator, a device error or undefined.
+            an accelerator, incorrect values are a device error or undefined.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
     """

@@ -45,8 +45,8 @@ def concat_and_cache_mla(
         kv_cache: (blocks, block_size, kv_lora_rank + rope_size), of kv_c's dtype and device, of any
             layout: there may be gaps between rows and between blocks.
         slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
-            negative slot (vLLM's -1, for padding) is not written, whatever its row holds. If two
-            tokens have the same slot, either may remain there.
+            negative slot (vLLM's -1, for padding) is not written, and its row may hold anything. If
+            two tokens have the same slot, either may remain there.
 
     Returns:
         kv_cache after the writes. An implementation that consumes it writes into it and returns the
@@ -54,7 +54,7 @@ def concat_and_cache_mla(
 
     Raises:
         CallError: an argument violates this contract. A slot beyond the cache is not checked before
-            the call: on an accelerator, a device error or undefined.
+            the call: on an accelerator, it is a device error or undefined.
 
     Source: DeepSeek-AI, "DeepSeek-V2" (arXiv:2405.04434), section 2.1.3, on the cached numbers;
     vLLM's `concat_and_cache_mla` with kv_cache_dtype "auto".

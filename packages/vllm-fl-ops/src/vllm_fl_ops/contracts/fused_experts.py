@@ -24,7 +24,8 @@ ALPHA, LIMIT = 1.702, 7.0
 """Constants of gpt-oss's activation."""
 
 ALL_EXPERTS, ONE_EXPERT = 1 << 22, 5 << 20
-"""The most weights of a served model's call of full size: of all experts, and of one."""
+"""Limits of numbers of weights: of all experts at the model's size, and of one with all
+features."""
 
 FEW_EXPERTS, NARROW = 4, (128, 64)
 """Of a larger model's calls: the experts with all features, and the features of all experts."""
@@ -55,17 +56,17 @@ def fused_experts(
             expert.
         w13: (experts, 2 * intermediate, hidden), of hidden_states' dtype and device: the rows of
             the gate, then of up. For "swigluoai" they alternate.
-        w2: (experts, hidden, intermediate), of the same dtype.
-        topk_weights: (tokens, k), floating, without unit, of any layout: the weights of the
+        w2: (experts, hidden, intermediate), of w13's dtype.
+        topk_weights: (tokens, k), floating point, without unit, of any layout: the weights of the
             experts.
         topk_ids: (tokens, k), int32 or int64, of any layout: the token's experts, numbered over all
-            ranks, below global_num_experts. A negative number (vLLM's -1, for padding) means no
-            expert: nothing is added, whatever the weight is.
+            ranks, below global_num_experts. A negative number (vLLM's -1, for padding) is not an
+            expert, and adds nothing even with a weight of NaN.
         activation: "silu", "gelu", "gelu_tanh" or "swigluoai".
         apply_router_weight_on_input: whether the weight multiplies x instead of the result. Only
             with k = 1.
         global_num_experts: the number of the model's experts: the length of expert_map, or without
-            a map the number in w13, which may also be given as -1.
+            a map the number in w13, or -1 for that number.
         expert_map: (global_num_experts,), int32: the index of each expert in w13 and w2, or -1 for
             an expert on another rank, which adds nothing. None: all experts are on this rank, in
             order.
@@ -78,7 +79,7 @@ def fused_experts(
 
     Raises:
         CallError: an argument violates this contract. An id beyond the experts is an error on a
-            CPU; an accelerator does not check it: a device error, or undefined.
+            CPU. An accelerator does not check it: it is a device error or undefined.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated
     Mixture-of-Experts Layer" (arXiv:1701.06538), with the gated experts of Jiang et al., "Mixtral
@@ -282,7 +283,7 @@ def _shapes(
     """Yield ((experts, hidden, intermediate), experts of a token, how it is reduced) of the calls.
 
     A large model has calls of all experts with few features, and of few experts with all features:
-    the oracle of both would take seconds. Live verification has the model's weights.
+    for all of both, the oracle would take seconds. Live verification has the model's weights.
     """
     if 3 * experts * hidden * inner <= ALL_EXPERTS:
         yield (experts, hidden, inner), k, ""

@@ -82,8 +82,8 @@ APPROXIMATIONS = ("none", "tanh")
 def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """gelu(x[..., :d]) * x[..., d:], where d = x.shape[-1] // 2.
 
-    gelu(g) is g * (1 + erf(g / sqrt(2))) / 2, or with approximate="tanh" g * (1 + tanh(sqrt(2 / pi)
-    * (g + 0.044715 * g**3))) / 2.
+    gelu(g) is g * (1 + erf(g / sqrt(2))) / 2, or with approximate="tanh"
+    g * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 * g**3))) / 2.
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection.
@@ -137,8 +137,8 @@ def gelu_and_mul_sparse(
 
     Args:
         x: (..., 2 * d), float32, float16 or bfloat16, of any layout: gate, then up projection, of
-            this rank's part of a layer; d is at least 1, unless there are no rows. A row with NaN
-            or infinity has an unspecified result.
+            this rank's part of a layer; d is at least 1, unless there are no rows. The result of a
+            row with NaN or infinity is unspecified.
         std_multiplier: the distance of cutoff and mean in standard deviations: the normal
             distribution's quantile of the share of gates to set to 0. A finite number, or a tensor
             with one, which layers before vLLM 0.30 have.

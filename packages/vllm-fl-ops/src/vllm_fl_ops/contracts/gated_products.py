@@ -24,14 +24,13 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: (tokens, in_features), float32, float16 or bfloat16, of any layout; in_features is at
-            least 1. NaN and infinity affect only their own row.
+            least 1. NaN and infinity affect only their row.
         weight: (2 * out_features, in_features), of x's dtype and device, of any layout: the rows of
             gate, then of up.
 
     Returns:
-        (tokens, out_features), contiguous, of x's dtype and device. Rounding both products and silu
-        to that dtype is allowed, and so is keeping them in a wider dtype. The inputs are not
-        modified.
+        (tokens, out_features), contiguous, of x's dtype and device. Both products and silu may be
+        rounded to that dtype, or kept in a wider dtype. The inputs are not modified.
 
     Raises:
         CallError: an argument violates this contract.
@@ -50,14 +49,13 @@ def linear_gelu_tanh_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
 
     Args:
         x: (tokens, in_features), float32, float16 or bfloat16, of any layout; in_features is at
-            least 1. NaN and infinity affect only their own row.
+            least 1. NaN and infinity affect only their row.
         weight: (2 * out_features, in_features), of x's dtype and device, of any layout: the rows of
             gate, then of up.
 
     Returns:
-        (tokens, out_features), contiguous, of x's dtype and device. Rounding both products and gelu
-        to that dtype is allowed, and so is keeping them in a wider dtype. The inputs are not
-        modified.
+        (tokens, out_features), contiguous, of x's dtype and device. Both products and gelu may be
+        rounded to that dtype, or kept in a wider dtype. The inputs are not modified.
 
     Raises:
         CallError: an argument violates this contract.
@@ -87,7 +85,7 @@ def _gated_product(
     oracle: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     activation: Callable[[torch.Tensor], torch.Tensor],
 ) -> OpSpec:
-    """Return the contract of a product with an activation; the weight has gate's rows, then up's.
+    """Return the contract of a product with an activation; the weight has rows of gate, then of up.
 
     Args:
         oracle: the op, in fp64.
@@ -159,7 +157,7 @@ def _served(
     for tokens in sizes.tokens:
         x, scale = source.normal(tokens, hidden), 1.0
         if source.large:
-            # Both products have the magnitude most / 8, like `linear`'s.
+            # Both products have the magnitude most / 8, as in `linear`.
             x = source.spiked(tokens, hidden, scale=most / 32, peak=most)
             scale = (most / 8) ** 2
         name = f"{tokens} x {hidden} -> 2*{dense_intermediate}{', large' * source.large}"

@@ -27,7 +27,7 @@ def gdn_gating(
     Args:
         a: (tokens, heads), float32, float16 or bfloat16, of any layout: usually one half of a
             projection's result, with b as the other half. NaN and infinity in a or b give the
-            result of the formula, and affect only their own element.
+            result of the formula, and affect only their element.
         b: of a's shape, dtype and device, of any layout.
         A_log: (heads,), the logarithm of each head's rate, of a's dtype or float32.
         dt_bias: (heads,), added to every row of a, of a's dtype or float32.

@@ -48,8 +48,8 @@ def grouped_topk(
 
     Args:
         gating_output: (tokens, experts), the router's logits without unit: float32, float16 or
-            bfloat16, of any layout. A token with a logit that is not finite has an unspecified
-            result, and affects no other token.
+            bfloat16, of any layout. The result of a token with a logit that is not finite is
+            unspecified, and affects no other token.
         topk: the number of experts of a token, from 1 to the number in topk_group groups.
         renormalize: whether to divide a token's weights by their sum. The weights of a token with
             all chosen scores below 1e-6 are then unspecified: kernels add small numbers to the sum.
@@ -83,7 +83,7 @@ def grouped_topk(
 def _allowed(
     scores: torch.Tensor, groups: int, topk_group: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the numbers by which experts are chosen: -inf for experts of other groups."""
+    """Return the numbers that decide between experts: -inf for experts of other groups."""
     import torch
 
     choice = (scores if bias is None else scores + bias.double()).unflatten(-1, (groups, -1))

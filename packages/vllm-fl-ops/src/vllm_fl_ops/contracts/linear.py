@@ -56,7 +56,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Args:
         x: (tokens, in_features), float32, float16 or bfloat16, of any layout: a part of a wider
             projection is a strided view. in_features is at least 1. NaN and infinity affect only
-            their own row.
+            their row.
         weight: (out_features, in_features), of x's dtype and device, of any layout.
         bias: (out_features,), of x's dtype and device, of any layout, or None for 0.
 
@@ -77,8 +77,8 @@ def product(
 ) -> torch.Tensor:
     """x @ (weight * scale).T in float64, with a scale per row or one for all rows.
 
-    A few converted rows at a time stay in a processor's cache; a large weight at once takes a host
-    two to five times as long.
+    Rows are converted a few at a time, to stay in a processor's cache: a large weight at once takes
+    a host two to five times as long.
     """
     import torch
 
@@ -196,7 +196,7 @@ def projections(sizes: ModelSizes, router: bool = True) -> Iterator[tuple[int, i
     once.
 
     Args:
-        sizes: the model's.
+        sizes: of the model.
         router: whether to include the router of experts, which checkpoints do not quantise.
     """
     hidden, size = sizes.hidden, sizes.head_size

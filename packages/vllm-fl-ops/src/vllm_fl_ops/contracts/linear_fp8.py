@@ -34,7 +34,7 @@ def linear_fp8(
 
     Args:
         x: (tokens, in_features), float8_e4m3fn, of any layout; in_features is at least 1. NaN
-            affects only its own row.
+            affects only its row.
         weight: (out_features, in_features), float8_e4m3fn, on x's device, of any layout.
         x_scale: float32, finite, on x's device, of any layout: (tokens, 1), or one number for all
             tokens, as (1,) or ().

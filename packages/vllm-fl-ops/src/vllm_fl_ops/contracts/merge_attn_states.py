@@ -29,9 +29,8 @@ def merge_attn_states(
 
     With the weights p = exp(prefix_lse) and s = exp(suffix_lse) of each token and head, the output
     is (p * prefix_output + s * suffix_output) / (p + s), and its log-sum-exp log(p + s). A
-    log-sum-exp of -inf means no keys, and so does +inf, which FlashAttention 2 returns then. The
-    result is then the other side's, whatever this side's output holds: its memory may be
-    uninitialised.
+    log-sum-exp of -inf, or of +inf as in FlashAttention 2, means that a side has no keys. The other
+    side is then the result, and this side's output is ignored: it may be uninitialised memory.
 
     Args:
         prefix_output: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout: a
@@ -42,15 +41,15 @@ def merge_attn_states(
         suffix_lse: like prefix_lse.
 
     Returns:
-        (output, lse), contiguous: output of prefix_output's shape, dtype and device, lse (tokens,
-        heads), float32. If neither side has keys, lse is -inf, and output is 0 if both outputs are
-        0; otherwise output is either 0 or prefix_output.
+        (output, lse), contiguous: output of prefix_output's shape, dtype and device, lse
+        (tokens, heads), float32. If both sides have no keys, lse is -inf, and output is 0 if both
+        outputs are 0; otherwise output is either 0 or prefix_output.
 
     Raises:
         CallError: an argument violates this contract.
 
-    Source: Ye et al., "FlashInfer" (arXiv:2501.01005), section 2.2; the values that mean no keys:
-    vLLM's `merge_attn_states`.
+    Source: Ye et al., "FlashInfer" (arXiv:2501.01005), section 2.2; no keys: vLLM's
+    `merge_attn_states`.
     """
     import torch
 
@@ -97,7 +96,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     import torch
 
     def lse(tokens: int, heads: int, scale: float = 2.0) -> torch.Tensor:
-        """Log-sum-exps with heads first in memory, like vLLM's."""
+        """Log-sum-exps with heads first in memory, as in vLLM."""
         return source.normal(heads, tokens, scale=scale, dtype=torch.float32).T
 
     def call(tokens: int, heads: int, width: int, scale: float = 2.0) -> list[torch.Tensor]:
@@ -144,7 +143,7 @@ def _samples(source: Source) -> Iterator[Sample]:
 def _served(source: Source, sizes: ModelSizes, heads: int) -> Iterator[Sample]:
     import torch
 
-    width = int(sizes.more.get("v_head_dim") or 0) or sizes.head_size  # latent attention's, if any
+    width = int(sizes.more.get("v_head_dim") or 0) or sizes.head_size  # of latent attention, if any
     if width is None:
         return
     scale = 30.0 if source.large else 1.0

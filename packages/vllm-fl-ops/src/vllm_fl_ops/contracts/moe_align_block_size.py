@@ -34,30 +34,30 @@ def moe_align_block_size(
 
     Args:
         topk_ids: (tokens, topk), int32 or int64, of any layout: the experts of each token, from 0
-            to num_experts - 1, or negative at a position without an expert, which is omitted.
+            to num_experts - 1. A position with a negative number has no expert, and is omitted.
         block_size: rows of a block, at least 1.
         num_experts: the number of experts on all ranks together, at least 1.
         expert_map: (num_experts,) or longer, int32, on topk_ids' device: the number of each expert
             on this rank, from 0 to num_experts - 1, or -1 for an expert on another rank. None:
             experts keep their numbers.
-        pad_sorted_ids: whether to round the length of the first result up to whole blocks.
+        pad_sorted_ids: whether to round the length of sorted_token_ids up to whole blocks.
         ignore_invalid_experts: with a map, whether to omit rows of experts on other ranks and to
-            sort by the numbers on this rank. Otherwise the map is applied only to the experts of
-            the blocks: a block of an expert on another rank has the expert -1.
+            sort by the numbers on this rank. Otherwise the map is applied only to expert_ids: the
+            block of an expert on another rank has -1.
 
     Returns:
         (sorted_token_ids, expert_ids, num_tokens_post_padded), int32, contiguous, on topk_ids'
-        device. The first has room for the worst case: the lesser of numel * block_size and numel +
-        num_experts * (block_size - 1), where numel is topk_ids.numel() and the latter is rounded up
-        to whole blocks with pad_sorted_ids. It holds rows, and after the rows of each expert numel
-        as padding. The second has an expert for each block of the first, including an incomplete
-        last block. The third, of shape (1,), is how much of the first is used: after that, the
-        first and the second may hold anything. The order of an expert's rows is free. The inputs
-        are not modified.
+        device. sorted_token_ids has room for the worst case: the smaller of numel * block_size and
+        numel + num_experts * (block_size - 1), with numel = topk_ids.numel(), and the second
+        rounded up to whole blocks with pad_sorted_ids. It has the rows of each expert, then numel
+        as padding. expert_ids has an expert for each of its blocks, including an incomplete last
+        block. num_tokens_post_padded, of shape (1,), is how much of sorted_token_ids is used; the
+        contents after that, in both, are unspecified. The order of an expert's rows is free. The
+        inputs are not modified.
 
     Raises:
         CallError: an argument violates this contract. An id above num_experts - 1 is an error on a
-            CPU; an accelerator does not check it: a device error, or undefined.
+            CPU. An accelerator does not check it: it is a device error or undefined.
 
     Source: block-sparse products of experts, Gale et al., "MegaBlocks" (arXiv:2211.15841), section
     5.2; the results: vLLM's `moe_align_block_size`, as of 0.26.
@@ -152,7 +152,7 @@ def _samples(source: Source) -> Iterator[Sample]:
     yield Sample("0 tokens", (ids(0, 4, 24), 16, 24, None, False, False))
     yield Sample("odd sizes", (ids(7, 3, 31), 5, 31, None, False, False))
     yield Sample("blocks of 1", (ids(5, 4, 16), 1, 16, None, False, False))
-    for size in (32, 64, 128, 256):  # tiles of vLLM's kernels
+    for size in (32, 64, 128, 256):  # tile sizes in vLLM
         yield Sample(f"blocks of {size}", (ids(300, 2, 5), size, 5, None, False, False))
     yield Sample("one expert", (ids(19, 1, 1), 8, 1, None, False, False))
     yield Sample("many blocks of an expert", (ids(40, 2, 4), 16, 4, None, False, False))

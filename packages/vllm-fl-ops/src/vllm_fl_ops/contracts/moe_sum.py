@@ -32,7 +32,7 @@ def moe_sum(
             added are added like any number.
         topk_ids: (tokens, topk), int32 or int64, on input's device, of any layout: the experts, or
             a negative number for a position without an expert. The input at such a position is not
-            added, whatever it is, for example uninitialised memory. None: every position is added.
+            added: it may be NaN, or uninitialised memory. None: every position is added.
         expert_map: (experts,), int32, on input's device: the number of each expert on this rank, or
             -1 for an expert on another rank, which is not added either. Only with topk_ids.
 
@@ -41,8 +41,8 @@ def moe_sum(
         are not modified.
 
     Raises:
-        CallError: an argument violates this contract. An id beyond expert_map is an error on a CPU;
-            an accelerator does not check it: a device error, or undefined.
+        CallError: an argument violates this contract. An id beyond expert_map is an error on a CPU.
+            An accelerator does not check it: it is a device error or undefined.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks" (arXiv:1701.06538), equation 1; the
     positions without an expert: vLLM's `moe_sum`, as of 0.26.

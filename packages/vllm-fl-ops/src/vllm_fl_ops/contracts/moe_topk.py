@@ -44,11 +44,12 @@ def moe_topk(
 
     Args:
         gating_output: (tokens, experts), the router's logits without unit: float32, float16 or
-            bfloat16, of any layout. A token with a logit that is not finite has an unspecified
-            result, and affects no other token.
+            bfloat16, of any layout. The result of a token with a logit that is not finite is
+            unspecified, and affects no other token.
         topk: the number of experts of a token, from 1 to experts.
         renormalize: whether to divide a token's weights by their sum. The weights of a token with
-            all chosen scores below 1e-6 are then unspecified: kernels add up to 1e-8 to the sum.
+            all chosen scores below 1e-6 are then unspecified: kernels add numbers of up to 1e-8 to
+            the sum.
         scoring_func: "softmax" or "sigmoid".
         routed_scaling_factor: a finite factor of the weights, applied last.
         e_score_correction_bias: (experts,), finite, float32, float16 or bfloat16, or None.

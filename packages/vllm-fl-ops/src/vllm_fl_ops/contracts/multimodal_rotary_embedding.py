@@ -29,10 +29,10 @@ def multimodal_rotary_embedding(
     mrope_interleaved: bool = False,
     rotary_interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s), by three positions.
+    """Rotate pairs of features (a, b) of each head to (a*c - b*s, b*c + a*s), with three positions.
 
-    c and s of pair i are read at the token's position along the pair's axis. With the sections (t,
-    h, w), the first t pairs have axis 0, the next h axis 1, and the last w axis 2. With
+    c and s of pair i are read at the token's position along the pair's axis. With the sections
+    (t, h, w), the first t pairs have axis 0, the next h axis 1, and the last w axis 2. With
     mrope_interleaved=True, pair i has axis 1 if i % 3 is 1 and i < 3 * h, axis 2 if i % 3 is 2 and
     i < 3 * w, and otherwise axis 0. With half = cos.shape[-1], the first 2 * half features of a
     head rotate and the others are unchanged. Pair i is the features (i, i + half) as in GPT-NeoX,
@@ -40,15 +40,15 @@ def multimodal_rotary_embedding(
 
     Args:
         query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout, such as a
-            strided view of qkv. A NaN affects only its own pair.
+            strided view of qkv. A NaN affects only its pair.
         key: (tokens, kv_heads, head_size), of query's dtype and device, of any layout.
         cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
-            device, 2 * half <= head_size. A layer passes views of its single (max_position, 2 *
-            half) cache, which `joint_cos_sin` returns.
+            device, 2 * half <= head_size. A layer passes views of its single
+            (max_position, 2 * half) cache, which `joint_cos_sin` returns.
         position_ids: (tokens, 3), int64 or int32, in [0, max_position), in any order: the positions
-            along the axes 0 (time), 1 (height) and 2 (width). A layer passes a transposed (3,
-            tokens).
-        mrope_section: three numbers of pairs, with the sum half.
+            along the axes 0 (time), 1 (height) and 2 (width). A layer passes a transposed
+            (3, tokens).
+        mrope_section: three numbers of pairs, which add up to half.
         mrope_interleaved: how the axes are assigned to the pairs.
         rotary_interleaved: which features make a pair.
 
@@ -57,7 +57,7 @@ def multimodal_rotary_embedding(
 
     Raises:
         CallError: an argument violates this contract. A position outside the tables is not checked
-            before the call: on an accelerator, a device error or undefined.
+            before the call: on an accelerator, it is a device error or undefined.
 
     Source: Wang et al., "Qwen2-VL" (arXiv:2409.12191), section 2.1, multimodal rotary position
     embedding; the interleaved axes: vLLM's `MRotaryEmbedding`.
@@ -111,7 +111,7 @@ def _by_complex_numbers(*call: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _positions(source: Source, tokens: int, max_position: int) -> torch.Tensor:
-    """(tokens, 3) positions, each axis in another order; transposed, like a layer's."""
+    """(tokens, 3) positions, each axis in another order; a transposed view, as layers pass it."""
     import torch
 
     ids = torch.arange(tokens, device=source.device)

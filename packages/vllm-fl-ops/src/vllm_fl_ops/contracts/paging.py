@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
     """Return enough blocks to give each token of a sample a slot, and leave some slots unused.
 
-    The number is the same for all small batches, like the cache of a model.
+    All small batches get the same number, since all batches of a model share a cache.
     """
     return max(320 // block_size, 3, tokens // block_size + 2)
 
@@ -93,8 +93,10 @@ def slots(tokens: int, capacity: int, device: torch.device, *, skipped: int = 0)
 
 
 def written(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of `cache` with `rows` in their slots, in its dtype: fp64 would not be more
-    exact."""
+    """A contiguous copy of `cache` with `rows` in their slots.
+
+    It has the cache's dtype: fp64 would not be more exact.
+    """
     import torch
 
     whole = cache.clone(memory_format=torch.contiguous_format)

@@ -32,15 +32,14 @@ def qk_norm_rope(
     """Normalise, then rotate, the query and key heads of the projection qkv; values are unchanged.
 
     A head x becomes y = x / sqrt(mean(x**2) + epsilon) * weight, and pairs of features (a, b) of y
-    become (a*c - b*s, b*c + a*s). c and s are the left and the right half, of `half` features each,
-    of the table's row at the token's position. The first 2 * half features of y rotate, the others
-    are not rotated. Pair i is (i, i + half) as in GPT-NeoX, or with rotary_interleaved=True (2 * i,
-    2 * i + 1) as in GPT-J.
+    become (a*c - b*s, b*c + a*s). c and s are the two halves of the table's row at the token's
+    position. The first 2 * half features of y rotate, the others do not. Pair i is (i, i + half) as
+    in GPT-NeoX, or with rotary_interleaved=True (2 * i, 2 * i + 1) as in GPT-J.
 
     Args:
         qkv: (tokens, (heads + kv_heads + n) * head_size), float32, float16 or bfloat16, of any
             layout: the query heads, the key heads, and n more heads, the values. A NaN affects only
-            its own head.
+            its head.
         q_weight, k_weight: (head_size,), of qkv's dtype or float32, on its device.
         cos_sin_cache: (max_position, 2 * half) table without unit, of qkv's dtype or float32, on
             its device, 2 <= 2 * half <= head_size: the cosines of a position, then its sines.
@@ -55,7 +54,7 @@ def qk_norm_rope(
 
     Raises:
         CallError: an argument violates this contract. A position outside the table is not checked
-            before the call: on an accelerator, a device error or undefined.
+            before the call: on an accelerator, it is a device error or undefined.
 
     Source: query-key norm as in Henry et al. (arXiv:2010.04245), with the RMS norm of Zhang and
     Sennrich (arXiv:1910.07467) and the embedding of Su et al. (arXiv:2104.09864), equation 34; in

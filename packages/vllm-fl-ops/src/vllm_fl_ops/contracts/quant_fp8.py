@@ -40,7 +40,7 @@ def quant_fp8(
             result of a row with NaN or infinity is unspecified; other rows are not affected if each
             row has its own scale, or the scale is given. Without scale and per_token, all of x must
             be finite, and the result is unspecified if all |x| are below 1 / 512: some kernels have
-            no minimum scale then.
+            no minimum scale in that case.
         scale: one float32 number, in any shape, in the units of x, above 0 and not subnormal; None
             to compute it from x.
         scale_ub: one float32 number, in any shape, in the units of x, above 0. Only with

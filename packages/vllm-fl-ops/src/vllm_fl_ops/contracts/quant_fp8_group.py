@@ -31,8 +31,8 @@ def quant_fp8_group(
     448. With `ue8m0` it is rounded up to a power of two.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. A
-            row with NaN or infinity has an unspecified result, and affects no other row.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
+            result of a row with NaN or infinity is unspecified, and affects no other row.
         group_size: features of a group, at least 1; divides hidden.
         eps: in the units of x; finite and above 0.
         ue8m0: whether scales are powers of two. The result of a group with a scale below 1e-10 is

@@ -29,14 +29,14 @@ def quant_int8(
 ) -> tuple[torch.Tensor, ...]:
     """The nearest int8 to x / scale + azp, saturating: x is close to (value - azp) * scale.
 
-    Without `scale`, each token's row has its own: max |x| / 127 without a zero point, or with
-    `asymmetric`, (max x - min x) / 255 and as zero point the integer nearest to -128 - min x /
-    scale. In a row of equal numbers, 0 is included in min and max, which makes its result exact;
-    the zero point of a row of zeros is -128.
+    Without `scale`, each row has its own: max |x| / 127, without a zero point; or with
+    `asymmetric`, (max x - min x) / 255, and as zero point the integer nearest to -128 - min
+    x / scale. In a row of equal numbers, min and max include 0, which makes the result exact; the
+    zero point of a row of zeros is -128.
 
     Args:
-        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. A
-            row with NaN or infinity has an unspecified result, and affects no other row.
+        x: (tokens, hidden), float32, float16 or bfloat16, of any layout; hidden is at least 1. The
+            result of a row with NaN or infinity is unspecified, and affects no other row.
         scale: one float32 number, in any shape, in the units of x, above 0 and not subnormal; None
             for a scale per token.
         azp: one int32 number, in any shape: the value that represents x = 0. Only with `scale`;
@@ -105,8 +105,7 @@ def _by_limits(
 
 
 def _uneven(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """x with these limits in every row, which keep zero points from half-way between two
-    integers."""
+    """x with these limits in every row: no zero point is half-way between two integers."""
     x = x.clamp(low, high)
     x[:, 0], x[:, -1] = low, high
     return x

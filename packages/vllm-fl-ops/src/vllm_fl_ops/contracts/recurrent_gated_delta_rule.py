@@ -48,21 +48,21 @@ def recurrent_gated_delta_rule(
         A_log, dt_bias: (value_heads,), of q's dtype or float32.
         state: (slots, value_heads, value_size, key_size), of q's dtype or float32. Each slot is
             contiguous; there may be gaps between slots.
-        state_indices: (tokens,), int32 or int64, distinct except 0: the slot of the state of each
-            token's sequence. 0 is padding: vLLM's null block, which no sequence has. The contents
-            of padding and of the null block may be NaN, and affect nothing else.
-        epsilon: None for q and k as they are, with k of length 1 at most, or the state grows
-            without bound; a number above 0 to divide each by sqrt(sum(x**2) + epsilon) first.
+        state_indices: (tokens,), int32 or int64, distinct except 0: the slots of the tokens'
+            sequences. 0 is padding: vLLM's null block, not used by a sequence. The contents of
+            padding and of the null block may be NaN, and affect nothing else.
+        epsilon: None to use q and k unchanged: with a k longer than 1, the state grows without
+            bound. A number above 0 to divide each by sqrt(sum(x**2) + epsilon) first.
 
     Returns:
-        (out, state): out of v's shape and dtype, contiguous, 0 for a padding token; state of its
-        own shape and dtype, with the slots of the tokens written and all others, including slot 0,
-        unchanged. The inputs are not modified, except state if the implementation consumes it: it
-        then returns the same tensor.
+        (out, state): out of v's shape and dtype, contiguous, 0 for a padding token; state of the
+        argument's shape and dtype, with the slots of the tokens written and all others, including
+        slot 0, unchanged. The inputs are not modified, except state if the implementation consumes
+        it: it then returns the same tensor.
 
     Raises:
         CallError: an argument violates this contract. state_indices is not checked before the call:
-            on an accelerator, a device error or undefined.
+            on an accelerator, incorrect values are a device error or undefined.
 
     Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), equation 10.
     """

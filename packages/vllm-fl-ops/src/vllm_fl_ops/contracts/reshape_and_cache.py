@@ -49,8 +49,8 @@ def reshape_and_cache(
         value_cache: of key_cache's shape, dtype and device, of any layout, without an element in
             common with it.
         slot_mapping: (tokens,), int64, of any layout, below blocks * block_size. A token with a
-            negative slot (vLLM's -1, for padding) is not written, whatever its row holds. If two
-            tokens have the same slot, either may remain there.
+            negative slot (vLLM's -1, for padding) is not written, and its row may hold anything. If
+            two tokens have the same slot, either may remain there.
 
     Returns:
         (key_cache, value_cache) after the writes. An implementation that consumes the caches writes
@@ -58,7 +58,7 @@ def reshape_and_cache(
 
     Raises:
         CallError: an argument violates this contract. A slot beyond the cache is not checked before
-            the call: on an accelerator, a device error or undefined.
+            the call: on an accelerator, it is a device error or undefined.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention" (arXiv:2309.06180), section 4.2; vLLM's `reshape_and_cache_flash` with

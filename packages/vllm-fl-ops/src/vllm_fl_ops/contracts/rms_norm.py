@@ -40,8 +40,8 @@ def rms_norm(
         variance_size: take the mean over the first `variance_size` features only; None for all.
 
     Returns:
-        The normalised tensor; with a residual, (normalised, y), where y is the next residual, in
-        x's dtype. Both are contiguous, of x's shape, dtype and device. The inputs are not modified,
+        The normalised tensor; with a residual, (normalised, y): y, in x's dtype, is the next
+        residual. Both are contiguous, of x's shape, dtype and device. The inputs are not modified,
         unless there is a residual and the implementation may consume it or x.
 
     Raises:

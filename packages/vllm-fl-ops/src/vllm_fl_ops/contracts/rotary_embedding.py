@@ -41,11 +41,11 @@ def rotary_embedding(
 
     Args:
         query: (tokens, heads, head_size), float32, float16 or bfloat16, of any layout, such as a
-            strided view of qkv. A NaN affects only its own pair.
+            strided view of qkv. A NaN affects only its pair.
         key: (tokens, kv_heads, head_size), of query's dtype and device, of any layout, or None.
         cos, sin: (max_position, half) tables without unit, of query's dtype or float32, on its
-            device, 2 * half <= head_size. A layer passes views of its single (max_position, 2 *
-            half) cache, which `joint_cos_sin` returns.
+            device, 2 * half <= head_size. A layer passes views of its single
+            (max_position, 2 * half) cache, which `joint_cos_sin` returns.
         position_ids: (tokens,), int64 or int32, in [0, max_position), in any order.
         rotary_interleaved: which features make a pair.
 
@@ -55,7 +55,7 @@ def rotary_embedding(
 
     Raises:
         CallError: an argument violates this contract. A position outside the tables is not checked
-            before the call: on an accelerator, a device error or undefined.
+            before the call: on an accelerator, it is a device error or undefined.
 
     Source: Su et al., "RoFormer" (arXiv:2104.09864), equation 34; pairings: vLLM's
     `ApplyRotaryEmb`.

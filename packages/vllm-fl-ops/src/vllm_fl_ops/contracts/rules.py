@@ -28,8 +28,7 @@ _ROTARY_SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 _EPSILONS = ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon", "norm_eps")
 
 _HALF_ROTARY = frozenset({"chatglm", "glm4", "glm"})
-"""Model types whose vLLM code rotates half of each head, without a setting in their
-configuration."""
+"""Model types for which vLLM rotates half of each head by default, without a configured share."""
 
 
 def _intermediate(config: Any) -> int:
@@ -40,7 +39,7 @@ def _intermediate(config: Any) -> int:
 
 
 def _rotary(config: Any) -> int:
-    """Rotated features of a head, as in `vllm.model_executor.layers.rotary_embedding`."""
+    """Rotated features of a head, computed like `vllm.model_executor.layers.rotary_embedding`."""
     text = config.model_config.hf_text_config
     parameters = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if not isinstance(parameters, dict):
@@ -56,7 +55,7 @@ def _rotary(config: Any) -> int:
 
 
 def first_told(text: Any, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that is not None, or None."""
+    """The value of the first of these attributes with a value, or None."""
     return next((v for name in names if (v := getattr(text, name, None)) is not None), None)
 
 
@@ -82,7 +81,7 @@ def typical_sizes(bindings: Iterable[Binding] = ()) -> ModelSizes:
     """Return the typical values of all rules, for use without a model.
 
     Args:
-        bindings: with further rules.
+        bindings: bindings that add rules.
     """
     rules = by_name((*RULES, *(rule for binding in bindings for rule in binding.sizes)))
     return with_values({name: rule.typical for name, rule in rules.items()})

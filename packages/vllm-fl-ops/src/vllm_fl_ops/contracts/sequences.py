@@ -1,5 +1,4 @@
-"""Sequences and state slots of a batch: samples and checks, for linear attention and
-convolutions."""
+"""Sequences and state slots: samples and checks for linear attention and convolutions."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def fitting_features(tokens: int, features: int) -> tuple[int, str]:
 
 
 def boundaries(name: str, value: torch.Tensor, tokens: int) -> Problem:
-    """Check that `value` has the start of each sequence and the end of the last one, from 0 to
-    `tokens`."""
+    """Check that `value` has the first token of each sequence, then the number of tokens."""
     at = [0, tokens] if value.is_meta else value.tolist()
     if at[0] != 0 or at[-1] != tokens or at != sorted(at):
         return name, f"must rise from 0 to the {tokens} tokens, got {at}"
