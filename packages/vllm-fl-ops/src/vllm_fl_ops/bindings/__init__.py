@@ -1,2 +1,2 @@
-"""Bindings of the ops to vLLM: one module for each op or family, with the same name and a
+"""Bindings of the ops to vLLM: a module for each op or family, named after it, with its
 `BINDING`."""

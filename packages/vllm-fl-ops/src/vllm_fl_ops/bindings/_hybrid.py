@@ -124,7 +124,7 @@ def _conv_taps(config: Any) -> int:
 
 
 def _linear(name: str, typical: int, *, shared: bool = False) -> SizeRule:
-    """A size of linear attention; a `shared` size is divided among the ranks."""
+    """Rule for a size of linear attention; a `shared` size is divided among the ranks."""
 
     def ask(config: Any) -> int:
         value = int(getattr(_text(config), name.replace("linear_", "linear_num_", shared)))

@@ -70,8 +70,8 @@ def _gated_product(
 
 
 def _find(formulas: tuple[Any, ...], node: Any) -> tuple[Any, ...] | None:
-    """x and weight of activation(gate) * up, if both are the halves of a product that nothing else
-    reads."""
+    """x and weight of activation(gate) * up, if both are halves of a product that nothing else
+    reads, or None."""
     for activated, up in (node.args, node.args[::-1]):
         gate = next(filter(None, (_gate_of(activated, each) for each in formulas)), None)
         product = _whole_of(gate, first=True)

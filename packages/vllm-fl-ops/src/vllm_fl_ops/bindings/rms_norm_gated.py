@@ -74,7 +74,7 @@ def _on_this_rank(layer: Any, norm: Bound) -> Bound:
 
 
 def _without_residual(layer: Any, norm: Bound) -> Bound:
-    """Adapt the op to Kimi's norm. vLLM's kernel stays for calls with a residual, or without a
+    """Adapt the op to Kimi's norm. vLLM's kernel stays for calls with a residual or without a
     weight."""
 
     def forward(

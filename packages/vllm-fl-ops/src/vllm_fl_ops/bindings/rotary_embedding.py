@@ -52,7 +52,7 @@ def _from_positions(layer: Any, rotate: Bound) -> Bound:
         try:
             q = query.view(heads)
             k = None if key is None else key.view(heads)
-        except RuntimeError:  # of a layout that their op's contract does not allow
+        except RuntimeError:  # a layout that the producer's contract forbids
             return forward(positions, query.contiguous(), None if key is None else key.contiguous())
         q_out, k_out = rotate(q, k, cos, sin, positions, not layer.is_neox_style)
         # Do not copy results that were rotated in place.
