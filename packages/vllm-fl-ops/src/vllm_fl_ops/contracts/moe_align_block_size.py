@@ -49,10 +49,10 @@ def moe_align_block_size(
         (sorted_token_ids, expert_ids, num_tokens_post_padded), int32, contiguous, on topk_ids'
         device. sorted_token_ids has room for the worst case: the smaller of numel * block_size and
         numel + num_experts * (block_size - 1), with numel = topk_ids.numel(), and the second
-        rounded up to whole blocks with pad_sorted_ids. It has the rows of each expert, then numel
-        as padding. expert_ids has an expert for each of its blocks, including an incomplete last
-        block. num_tokens_post_padded, of shape (1,), is how much of sorted_token_ids is used; the
-        contents after that, in both, are unspecified. The order of an expert's rows is free. The
+        rounded up to whole blocks with pad_sorted_ids. The rows of each expert are padded with
+        numel. expert_ids has the expert of each block of sorted_token_ids, including an incomplete
+        last block. num_tokens_post_padded, of shape (1,), is the used length of sorted_token_ids;
+        the contents after it, in both, are unspecified. The order of an expert's rows is free. The
         inputs are not modified.
 
     Raises:
