@@ -1,4 +1,4 @@
-"""The machine and the code that runs on it, by name and version."""
+"""Names and versions of the machine and of the code that runs on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
-    """Return the device, its driver, and version and code of what computes on it, by name.
+    """Return the device, the driver, and the versions and code hashes of all packages, by name.
 
     Args:
         device: the device that the ops run on.
@@ -31,7 +31,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
         facts["driver"] = driver
     facts |= versions()
     for owner in owners:
-        # The name of an entry point is no module's; that of a module which the user named is.
+        # `plugin` is a module's name only if the user set it; otherwise it is an entry point's.
         of_code = code_facts(owner, "" if owner.distribution else owner.plugin)
         name = owner.distribution or owner.plugin
         facts[name] = f"{owner.version} {of_code['source']}"
@@ -40,7 +40,7 @@ def identity(device: torch.device, owners: Iterable[Owner]) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -51,7 +51,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device, as vLLM's platform has it."""
+    """Return the name of a device, as vLLM's platform reports it."""
     import torch
 
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)
@@ -60,7 +60,7 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _driver(device: torch.device) -> str | None:
-    """The version of the device's driver, where torch or its vendor's tool tells it."""
+    """Return the version of the NVIDIA driver; None if unknown, or if the device is not CUDA."""
     import subprocess
 
     if device.type != "cuda":
