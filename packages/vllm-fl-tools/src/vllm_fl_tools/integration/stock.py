@@ -1,4 +1,4 @@
-"""vLLM's own forms of an op, called without an engine: what a user has where nothing is planned."""
+"""vLLM's implementations of an op, called without an engine, for comparison with others."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["apart", "stock_forms"]
 
 
 def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> tuple[OpImpl, ...]:
-    """vLLM's own forms of `op`, by the contract's parameters: first what its layers run.
+    """Return vLLM's implementations of `op`, with the contract's parameters, its layers' first.
 
-    There may be several, since vLLM has a kernel for each kind of call; who calls one that is not
-    for its call gets a wrong result, or an exception. None where vLLM runs the op nowhere in this
-    mode, or has no function for it alone.
+    There may be several, since vLLM has a kernel for each kind of call. A kernel that is called
+    with another kind of call returns an incorrect result or raises. Empty if vLLM does not run the
+    op in this mode, or has no separate function for it.
 
-    Compiled, a layer's own form is what Inductor makes of its plain PyTorch.
+    In compiled mode, a layer's implementation is what Inductor generates from its PyTorch code.
 
     Args:
         op: the op.
@@ -60,7 +60,7 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
     found: dict[Callable[..., object], OpImpl] = {}
     for form in ordered:
         if form is not None:
-            # Torch's operators are named after ids: two forms must not share one.
+            # torch names operators after ids: two functions must not share an id.
             number = f".{len(found)}" if found else ""
             named = dataclasses.replace(form, impl_id=form.impl_id + number)
             found.setdefault(form.fn, named)
@@ -68,10 +68,10 @@ def stock_forms(op: str, binding: Binding, mode: Mode, device: torch.device) -> 
 
 
 def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
-    """Return vLLM's kernel or function at a target, which no compiler traces.
+    """Return vLLM's kernel or function at a target that no compiler traces.
 
     Returns:
-        None if this vLLM lacks it, or if it can only be called inside a call of the target.
+        None if this vLLM does not have it, or if it can only be called within a call of the target.
     """
     own: Callable[..., object] | None = None
     if isinstance(target, OperatorTarget) and not Operators().misfit(target, device):
@@ -84,11 +84,11 @@ def _called(op: str, target: Target, device: torch.device) -> OpImpl | None:
 
 
 def apart(binding: Binding, forms: Sequence[OpImpl]) -> dict[str, Callable[..., object]]:
-    """Id of a form of vLLM's -> what vLLM's graph has in its place, where that is less.
+    """Return id of vLLM's implementation -> the cheaper function that vLLM's graph has instead.
 
     Args:
         binding: the op's.
-        forms: what `stock_forms` gave for it.
+        forms: the result of `stock_forms`.
     """
     less = {target.plain: target.apart for target in binding.targets if target.apart is not None}
     return {form.impl_id: less[form.fn] for form in forms if form.fn in less}
