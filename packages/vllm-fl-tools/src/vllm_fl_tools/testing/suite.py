@@ -1,4 +1,4 @@
-"""The test class that a backend's author derives from."""
+"""The base class for a backend's tests."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["OpConformance"]
 
 
 class OpConformance:
-    """Every op of one installed backend, against its contract.
+    """Tests every op of one installed backend against its contract.
 
-    Derive from it in a test file; exceptions stand in `xfails.toml` beside that file.
+    Derive from it in a test file; exceptions are in `xfails.toml` in the same directory.
 
     Attributes:
         backend: the implementations' id (`vendor.acme`).
-        device: torch's name of the device; None takes the platform's.
-        sizes: the served model whose calls are tried, in tokens and features; where you say other
-            ones than Qwen3-0.6B's, no public models are tried beside it.
-        deadline: seconds that a child process may take for one op: `test_fork`, `test_spawn`,
-            and vLLM in `test_engine`.
+        device: torch's name of the device; None for the platform's.
+        sizes: the model whose calls are tested, in tokens and features. With sizes other than
+            Qwen3-0.6B's, no public models are tested in addition.
+        deadline: time limit for one op in `test_fork`, `test_spawn` and vLLM in `test_engine`, in
+            seconds.
     """
 
     backend: ClassVar[str]
@@ -44,7 +44,7 @@ class OpConformance:
     deadline: ClassVar[float] = 120.0
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give each test method the cases of its check."""
+        """Parametrize each test method with the cases of its check."""
         if "case" not in metafunc.fixturenames:
             return
         metafunc.config.addinivalue_line(
@@ -54,7 +54,7 @@ class OpConformance:
             suite = _suite(type(self))
         except (LookupError, ValueError) as error:
             raise pytest.Collector.CollectError(str(error)) from error
-        # Where the tools were installed before they had the option, pytest does not know it.
+        # pytest does not know the option if the tools were installed before they had it.
         suite.requires = metafunc.config.getoption("require_available", default=False)
         check = metafunc.definition.originalname.removeprefix("test_")
         without = "engine" not in metafunc.config.option.markexpr
@@ -67,7 +67,7 @@ class OpConformance:
         )
 
     def test_exceptions(self) -> None:
-        """Every entry of xfails.toml names a test."""
+        """Every entry of xfails.toml matches a test."""
         suite = _suite(type(self))
         if any(subject.impl.availability() is not True for subject in suite.subjects.values()):
             pytest.skip("not every op is available here")
@@ -106,14 +106,14 @@ def _test(check: str) -> Callable[[OpConformance, Case], None]:
     return test
 
 
-for _check in CHECKS:  # each a test of its own, so that a name selects it
+for _check in CHECKS:  # one method for each, so that tests can be selected by name
     setattr(OpConformance, f"test_{_check}", _test(_check))
 
 
 def _keep_out_of_traces() -> None:
-    """Take pytest's handlers off torch's trace, whose records have no text: each an empty line.
+    """Remove pytest's handlers from torch's trace: its records have no text and print empty lines.
 
-    pytest adds them to every logger that does not propagate.
+    pytest adds handlers to every logger that does not propagate.
     """
     trace = logging.getLogger("torch.__trace")
     for handler in [*trace.handlers]:
@@ -122,10 +122,10 @@ def _keep_out_of_traces() -> None:
 
 
 class _Suite:
-    """What one test class runs: its subjects by op, its cases by check, its exceptions.
+    """The subjects by op, the cases by check, and the exceptions of a test class.
 
     Attributes:
-        requires: whether an implementation that is not available here has failed.
+        requires: whether an unavailable implementation is a failure.
     """
 
     requires = False
