@@ -1,4 +1,4 @@
-"""Describe this environment: versions by metadata, torch as seen by a child process."""
+"""Describes this environment: versions from metadata, and torch as a child process sees it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SHOWN = (
     "triton",
     "triton-ascend",
 )
-"""The distributions whose versions decide what works, beside our own."""
+"""Distributions whose versions matter, in addition to vllm-fl's."""
 
 PATIENCE = 120
-"""Seconds for torch to be imported; on a cold network disk it takes a minute."""
+"""Seconds for the import of torch, which takes a minute from a cold network disk."""
 
 WITH_TORCH = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that are built for one build of torch, and that transformers imports where they are."""
+"""Packages that are built for one build of torch, and that transformers imports if installed."""
 
 PROBE = """
 import importlib, json, sys, warnings
@@ -57,11 +57,11 @@ for name in sys.argv[1:]:
         facts["broken"][name] = f"{type(error).__name__}: {error}"
 print("\\n" + json.dumps(facts))
 """
-"""A broken torch may raise anything, hang, or end its process: it is imported in another one."""
+"""Imports torch in a child process: a broken torch may raise, hang, or end its process."""
 
 
 def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
-    """Distribution -> version, of ours and of those that decide what works. Imports nothing.
+    """Return distribution -> version, of vllm-fl's and those of `SHOWN`. Imports none of them.
 
     Args:
         kernels: the distributions whose code the loaded plugins run.
@@ -74,16 +74,16 @@ def distributions(kernels: Collection[str] = ()) -> dict[str, str]:
         name, version, _ = identity(dist)
         name = canonical(name)
         if name in shown or name.startswith("vllm-fl"):
-            # The first on the path is the one that counts.
+            # The first on the path is the one that Python imports.
             found.setdefault(name, version or "(no metadata)")
     return dict(sorted(found.items()))
 
 
 def torch_build() -> str | None:
-    """`CPU`, `CUDA 13.0`, `ROCm 6.4`, by torch's version file without the rest; None without torch.
+    """Return the kind of build in torch's version file: `CPU`, `CUDA 13.0`; None without torch.
 
     Raises:
-        Exception: the file is not as torch writes it; whatever it raises.
+        Exception: the file is not in torch's format; its error is not caught.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -96,11 +96,11 @@ def torch_build() -> str | None:
 
 @cache
 def torch_facts() -> dict[str, Any]:
-    """Return what torch reports of itself and its devices, in a process of its own.
+    """Return what torch reports about itself and its devices, from a separate process.
 
     Returns:
         `version`, `cuda`, `warnings`, `broken` {a package of WITH_TORCH: its error}, and `devices`
-        if there is one; or only `error`.
+        if there are any; or only `error`.
     """
     names = [name for name in WITH_TORCH if find_spec(name) is not None]
     try:
