@@ -1,4 +1,4 @@
-"""The work of `vllm-fl tune`: every op at every number of tokens."""
+"""The work of `vllm-fl tune`: measures every op at every number of tokens."""
 
 from __future__ import annotations
 
@@ -51,24 +51,25 @@ __all__ = [
 ]
 
 CLOCK = time.perf_counter
-"""What calls are timed with, seconds."""
+"""Clock of calls, in seconds."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tuned for.
+    """The model and the engine to tune for.
 
     Args:
-        name: the model, as the user named it.
+        name: the user's name of the model.
         sizes: on one rank; the last of `tokens` is the largest number that is measured.
-        tokens: the numbers of tokens at which every op is measured, in ascending order.
-        mode: how the engine will run it.
+        tokens: numbers of tokens at which every op is measured, in ascending order.
+        mode: how the engine will run the model.
         dtype, device: of the model.
-        absent: the ops that it cannot have.
-        captured: the tokens of the largest batch of which it will capture a graph, 0 where it will
-            capture none; None where that is not known.
-        plan: the engine's, without a table; None where only its sizes are known.
-        ordered: the ops that an engine without a table orders for its device; the default does not.
+        absent: ops that the model does not have.
+        captured: tokens of the largest batch for which it will capture a graph; 0 if it captures
+            none, None if unknown.
+        plan: the engine's, without a table; None if only sizes are known.
+        ordered: ops with a device-specific order in an engine without a table; the default has no
+            such order.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Subject:
 
     @property
     def told(self) -> dict[str, float]:
-        """The sizes that are known, by name."""
+        """The known sizes, by name."""
         sizes = self.sizes
         own = {f.name: getattr(sizes, f.name) for f in fields(sizes)}
         own = {name: value for name, value in own.items() if name not in ("more", "tokens")}
@@ -93,13 +94,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class InGraphs:
-    """Where the calls of one op stand in the graphs that an engine compiles.
+    """The position of one op's calls in the graphs that an engine compiles.
 
     Args:
-        subject: what the engine serves.
-        bindings: of every op.
-        op: its name.
-        contenders: who is compared.
+        subject: the model and the engine.
+        bindings: op -> binding, of every op.
+        op: the op.
+        contenders: its candidates.
     """
 
     subject: Subject
@@ -109,16 +110,16 @@ class InGraphs:
 
     @property
     def binding(self) -> Binding:
-        """The op's own."""
+        """The op's binding."""
         return self.bindings.get(self.op, Binding())
 
     @property
     def traced(self) -> frozenset[str]:
-        """Whose calls stand in the graph that a compiler traces of the model.
+        """Candidates whose calls are in the graph that a compiler traces of the model.
 
-        What a layer runs does, and what stands for an operator of a graph. Operators and
-        functions that vLLM's own code calls inside an operator do not, nor do layers that it calls
-        there. Of an op that one of vLLM's passes finds, vLLM's form without that pass does.
+        Calls of layers and operators of a graph are in it. Operators and functions that vLLM's code
+        calls inside an operator are not, nor layers that it calls there. For an op that a pass of
+        vLLM finds, vLLM's implementation without the pass is in it.
         """
         if self.binding.between_graphs:
             return frozenset()
@@ -128,13 +129,14 @@ class InGraphs:
 
     @property
     def bound_to_all(self) -> frozenset[str]:
-        """Who serves every size or none, where a graph is compiled for all sizes.
+        """Candidates that run at all sizes or none if a graph is compiled for all sizes.
 
-        That is whose code a compiler takes into the model's graph, and not as one operator; and
-        vLLM's own form where the graph has it, by whatever kernel. It is that form, too, where a
-        target of the op does not tell a call's size (`tokens`): at the sizes that a row leaves to
-        vLLM, each call would be converted to the contract's and back for nothing. Where it does, a
-        call that is left to vLLM costs the host a few microseconds, in which Python is asked.
+        These are candidates whose code the compiler inlines into the model's graph, instead of
+        calling one operator; and vLLM's implementation if it is in the graph, with any kernel. It
+        is also vLLM's if a target of the op does not define a call's size (`tokens`): at sizes that
+        a row assigns to vLLM, each call would be converted to the contract's parameters and back in
+        vain. If all targets define it, a call that is assigned to vLLM costs the host a few
+        microseconds of Python.
         """
         from vllm_fl.engine.opaque import is_opaque
 
@@ -146,11 +148,11 @@ class InGraphs:
 
     @property
     def is_by_range(self) -> bool:
-        """Whether an engine inlines the op by range of sizes, or a pass finds it so.
+        """Whether an engine inlines the op by range of sizes, or a pass finds it by range.
 
-        Not on a CPU, whose model vLLM traces and compiles once; nor where an operator writes over
-        its arguments, but in vLLM's IR; nor where another op's own form, as that of experts, may
-        call the op's operator.
+        Not on a CPU, for which vLLM traces and compiles the model once; nor if an operator
+        overwrites its arguments, except in vLLM's IR; nor if vLLM's implementation of another op,
+        such as the experts, may call the op's operator.
         """
         if self.subject.mode != "compiled" or self.subject.device.type != "cuda":
             return False
@@ -173,12 +175,12 @@ class InGraphs:
 
 
 Found = Sequence[tuple[InGraphs, Sequence["Measured"]]]
-"""What was found about each op, by size."""
+"""The measurements of each op, by size."""
 
 
 def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
-    """Where the ranges of sizes end that are compiled apart, for each op: all ops stand in the same
-    graphs, which are split at the same sizes. None for an op that is not inlined by range."""
+    """Yield the ends of separately compiled ranges of sizes for each op; empty if it is not inlined
+    by range. All ops are in the same graphs, which are split at the same sizes."""
     from vllm_fl.engine.ranges import MOST
 
     from ..engine.timing import best_edges
@@ -190,7 +192,7 @@ def edges_by_op(found: Found) -> Iterator[tuple[int, ...]]:
 
 
 def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
-    """The rows of each op. One that another takes in has the default, where that one wins."""
+    """Yield the rows of each op. An op that a winning op fuses keeps the default."""
     from ..engine.timing import rows_of
 
     every = [
@@ -204,13 +206,13 @@ def rows_by_op(found: Found) -> Iterator[tuple[Row, ...]]:
 
 
 class Work:
-    """The ops of a subject that have more than one candidate, and what came of them.
+    """The ops of a subject that have more than one candidate, and their results.
 
     Args:
-        manager: knows the implementations and the policy.
-        subject: what is tuned for.
-        bindings: of every op.
-        ops, impls: which; None for all. The default is always among the candidates.
+        manager: has the implementations and the policy.
+        subject: the model and the engine to tune for.
+        bindings: op -> binding, of every op.
+        ops, impls: the ones to measure; None for all. The default is always a candidate.
     """
 
     def __init__(
@@ -232,7 +234,7 @@ class Work:
         specs = manager.registry.snapshot().contracts
         self._tunings = {
             op: tuning
-            # What the products take says where launches cost nothing.
+            # Products come first: their time decides whether launches matter.
             for op in sorted(specs, key=lambda op: not self._binding(op).products)
             if (not ops or op in ops) and (tuning := self._tuning(op, explicit=bool(ops)))
         }
@@ -246,13 +248,13 @@ class Work:
 
     @property
     def done(self) -> int:
-        """How many are there."""
+        """The number of finished measurements."""
         return len(self._found)
 
-    # Who is compared.
+    # Candidates.
 
     def _tuning(self, op: str, *, explicit: bool) -> OpTuning | None:
-        """How an op is measured; None, with a remark where it is worth one, where it is not."""
+        """Return the measurement of an op; None if there is none, with a remark if it is useful."""
         from vllm_fl_verify.verification import dtype_name
 
         from ..engine.tuning import OpTuning
@@ -289,7 +291,7 @@ class Work:
                 traced=graphs.traced,
                 between_graphs=graphs.binding.between_graphs,
                 once=graphs.binding.products,
-                # Their own launches count, since something must keep the device busy before them.
+                # Launches of products themselves count: only earlier work could hide them.
                 products=(lambda _: 0.0) if graphs.binding.products else self._products,
             )
             if tuning.forms:
@@ -305,7 +307,7 @@ class Work:
         return None
 
     def _default(self, op: str) -> str | None:
-        """What serves the largest calls of the op without a table."""
+        """Return the name of what runs the op's largest calls without a table."""
         subject = self.subject
         entry = subject.plan.entries.get(op) if subject.plan is not None else None
         if entry is not None and entry.note:
@@ -319,7 +321,7 @@ class Work:
         return STOCK if isinstance(selected, Stock) else selected.impl_id if selected else None
 
     def _contenders(self, op: str, names: set[str | None] | None) -> list[Contender]:
-        """Every implementation that can run and that nobody denies, and vLLM's own form.
+        """Return vLLM's implementation and every available one that is not denied.
 
         Args:
             op: the op.
@@ -331,7 +333,7 @@ class Work:
         installed = manager.registry.snapshot().impls_by_op.get(op, ())
         denied = rejections(manager.registry.plugins, manager.settings, op, installed)
         subject, default = self.subject, self._default(op)
-        # On a GPU it is several kernels, or what the compiler makes of vLLM's own form, too.
+        # On a GPU, plain PyTorch is several kernels, or what the compiler makes of vLLM's code.
         without_plain = subject.device.type == "cuda" and names is None
         found = [
             Contender(impl.impl_id, (impl,))
@@ -360,7 +362,7 @@ class Work:
             from ..integration.stock import stock_forms
 
             return stock_forms(op, self._bindings[op], self.subject.mode, self.subject.device)
-        except Exception as error:  # no vLLM here, or one that cannot be imported
+        except Exception as error:  # vLLM is not installed, or cannot be imported
             self._without_stock = quote(error)
             return ()
 
@@ -370,15 +372,15 @@ class Work:
         """Measure everything.
 
         Args:
-            limit: seconds that one call may take.
+            limit: time limit of one call in seconds.
 
         Raises:
-            KeyboardInterrupt: the user wants no more.
+            KeyboardInterrupt: the user interrupts the run.
         """
         running = ["", 0, ""]
 
         def stuck() -> None:
-            """A call is in native code and ends by no signal: the process must go."""
+            """Report a call in native code that no signal ends: the process must end."""
             op, tokens, name = running
             told = f"{op}, {tokens} tokens: {name} does not come back and cannot be given up"
             say(f"vllm-fl: {told}; name the others with --impl", error=True)
@@ -412,10 +414,10 @@ class Work:
         if self.subject.mode == "compiled":
             torch._dynamo.reset()
 
-    # At which sizes.
+    # Sizes.
 
     def _of(self, op: str) -> list[Measured]:
-        """What was found about an op, by size."""
+        """Return the measurements of an op, by size."""
         found = [one for (of, _), one in self._found.items() if of == op]
         return sorted(found, key=lambda one: one.tokens)
 
@@ -433,9 +435,12 @@ class Work:
         return found
 
     def _products(self, tokens: int) -> float:
-        """How long the device takes for the matrix products of a layer, µs: at the least what it
-        does at the next smaller size that was measured; 0 where none was. Each is a form of the
-        op, and stands in a layer once."""
+        """Return the device time of a layer's matrix products, µs; 0 if it was not measured.
+
+        It is a lower bound: the time at the next smaller measured size. Each product is a form of
+            its
+        op, and occurs once in a layer.
+        """
         return sum(
             max((one.fastest for one in self._of(op) if one.tokens <= tokens), default=0.0)
             for op in self._tunings
@@ -446,7 +451,7 @@ class Work:
         return self._bindings.get(op, Binding())
 
     def table(self) -> Tuned:
-        """What came of it."""
+        """Return the result."""
         from vllm_fl_verify.verification import dtype_name
 
         from ..operate.identity import device_name
@@ -479,7 +484,7 @@ class Work:
 
 @contextmanager
 def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
-    """In the block somebody's code runs, for so many seconds at most. Raises TimeoutError."""
+    """Limit the duration of an implementation's code in the block. Raises TimeoutError."""
     try:
         with watch.call(name):
             yield
@@ -489,7 +494,7 @@ def _limited(watch: Watch, limit: float, name: str) -> Iterator[None]:
 
 @contextmanager
 def _without_old_objects(mode: Mode) -> Iterator[None]:
-    """`without_old_objects`, of which the compiler's modules are then, too."""
+    """Exclude existing objects from garbage collection, including the compiler's modules."""
     from vllm_fl_verify.trials import without_old_objects
 
     if mode == "compiled":
