@@ -438,8 +438,7 @@ class Work:
         """Return the device time of a layer's matrix products, µs; 0 if it was not measured.
 
         It is a lower bound: the time at the next smaller measured size. Each product is a form of
-            its
-        op, and occurs once in a layer.
+        its op, and occurs once in a layer.
         """
         return sum(
             max((one.fastest for one in self._of(op) if one.tokens <= tokens), default=0.0)

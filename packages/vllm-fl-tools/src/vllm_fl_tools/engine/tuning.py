@@ -184,8 +184,7 @@ class OpTuning:
         """Return candidate -> the form in which it is slower than the default, and the ratio.
 
         How often a model makes each call is unknown: another op may replace all calls of a form,
-            such
-        as norms with a residual, norms without it, or norms of heads.
+        such as norms with a residual, norms without it, or norms of heads.
         """
         found = {}
         for name, rounds in parts.items():
@@ -248,8 +247,7 @@ class OpTuning:
         """Return candidate -> its functions for each form; add rejected candidates to `found`.
 
         For a form that a candidate does not support, the default is used, as in an engine: the
-            model
-        may make no such call.
+        model may make no such call.
         """
         sound: dict[str, Sequence[_Served]] = {}
         partly: dict[str, Sequence[_Served | str]] = {}
@@ -484,8 +482,7 @@ class OpTuning:
         """Return the calls with weights that rotate between copies.
 
         There are enough copies that no cache holds one when its turn comes again: each layer of a
-            model
-        has other weights.
+        model has other weights.
         """
         given = zip(self.spec.parameters, sets[0].args, strict=True)
         places = [

@@ -120,8 +120,7 @@ class _Served:
 
         Returns:
             By prompt: `tokens`, the tokens that followed; `prefill`, the log-probability of each
-                token
-            of the prompt except the first; `decode`, of each token that followed.
+            token of the prompt except the first; `decode`, of each token that followed.
 
         Raises:
             RuntimeError: vLLM sampled tokens other than `forced`.

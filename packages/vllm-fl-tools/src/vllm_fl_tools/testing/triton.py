@@ -4,7 +4,7 @@
 differ from a GPU's, and some code that compiles does not run. After `interpreted()` a backend's
 kernels can be tested against the contracts on any machine::
 
-        """A plugin module for the tests: our kernels run without a GPU."""
+    """A plugin module for the tests: our kernels run without a GPU."""
 
     from vllm_fl import hookimpl
     from vllm_fl_tools.testing.triton import interpreted
@@ -16,7 +16,7 @@ kernels can be tested against the contracts on any machine::
     def register_ops():
         import vllm_fl_acme.impl
 
-                vllm_fl_acme.impl.DEVICE = "cpu"  # or any switch to accept CPU tensors
+        vllm_fl_acme.impl.DEVICE = "cpu"  # or any switch to accept CPU tensors
         return ()
 
 With this module as `tests/on_interpreter.py`, every process that loads plugins loads it, including
